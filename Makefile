@@ -1,0 +1,53 @@
+# `make demo` and `make test` do all their set-up themselves; both can be run again at any time.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint format test-slow test-gpu bench results clean
+
+demo: $(STAMP)
+	$(BIN)/attractor demo --out out/demo
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -q -m slow
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -q -m gpu
+
+# Peers for the benchmarks (jax and diffrax are large, so they are not part of `make test`).
+$(VENV)/.bench: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
+	touch $@
+
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.stepping
+
+results: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.order
+	$(BIN)/python -m benchmarks.detest
+	$(BIN)/python -m benchmarks.energy
+	$(BIN)/python -m benchmarks.stiffness
+	$(BIN)/python -m benchmarks.stepping
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "attractor needs Python 3.11 or later; set PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,report]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) out .pytest_cache .ruff_cache .mypy_cache .hypothesis

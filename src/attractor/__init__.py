@@ -1,0 +1,58 @@
+"""attractor: attention as time stepping.
+
+Three papers say the same thing in three places. In a numerical solver attention is a correction
+computed from the slope; in a residual network it is a step size computed from the stiffness; in a
+transformer it is a state that evolves in pseudo-time. This library is one vocabulary for all three.
+
+>>> import torch
+>>> import attractor as at
+>>> pendulum = at.systems.PendulumChain(links=2)
+>>> trajectory = at.evolve(pendulum, pendulum.sample(5), torch.linspace(0, 1, 101), "rk4")
+>>> trajectory.u.shape
+torch.Size([101, 5, 4])
+
+`import attractor` loads torch and numpy only; the wings load when they are first used.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from attractor.core import (
+    Scheme,
+    Splitting,
+    Stats,
+    Trajectory,
+    evolve,
+    get_scheme,
+    odeint,
+    stiffness,
+)
+from attractor.core import tableaus as schemes
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Scheme",
+    "Splitting",
+    "Stats",
+    "Trajectory",
+    "evolve",
+    "get_scheme",
+    "ode",
+    "odeint",
+    "schemes",
+    "stiffness",
+    "systems",
+]
+
+_LAZY = {"ode": "attractor.ode", "systems": "attractor.ode.systems"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return import_module(_LAZY[name])
+    raise AttributeError(f"module 'attractor' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

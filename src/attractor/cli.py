@@ -1,0 +1,150 @@
+"""The command line: ``attractor demo``, ``attractor doctor``."""
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import attractor
+from attractor import demo as demo_job
+from attractor import doctor as doctor_job
+
+app = typer.Typer(
+    help="Attention as time stepping. Start with [bold]attractor demo[/bold].",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+console = Console()
+
+Seed = Annotated[int, typer.Option(help="Seed of all random numbers.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps ...")]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    show_version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    """Attention as time stepping."""
+    if show_version:
+        print(f"attractor {attractor.__version__}")
+        raise typer.Exit()
+
+
+@app.command(epilog="Example: attractor demo --out out/demo --seed 1")
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("out/demo"),
+    trajectories: Annotated[int, typer.Option(min=1, help="Trajectories of each system.")] = 100,
+    seed: Seed = 0,
+    device: Device = "cpu",
+) -> None:
+    """Solve three systems with every scheme; write a page with tables and pictures."""
+    _check_device(device)
+    _need("matplotlib", "report")
+    start = time.perf_counter()
+    with _progress() as progress:
+        task = progress.add_task("demo", total=demo_job.jobs())
+
+        def tell(what: str) -> None:
+            progress.update(task, advance=1, description=what)
+
+        results = demo_job.run(trajectories, seed, device, tell)
+    for name in demo_job.SYSTEMS:
+        table = Table(title=f"{name}: t = {demo_job.HORIZON:g}, dt = {demo_job.SHOWN_STEP}")
+        for column in ("scheme", "order", "rate calls", "error", "energy drift", "lost"):
+            table.add_column(column, justify="left" if column == "scheme" else "right")
+        for row in demo_job.table(results, name):
+            table.add_row(*(f"{x:.2e}" if isinstance(x, float) else str(x) for x in row))
+        console.print(table)
+    for scheme, (_, errors) in results["long"].items():
+        console.print(f"{scheme}: energy error after 6,000 steps of Hénon-Heiles {errors[-1]:.1e}")
+    page = demo_job.write(results, out)
+    console.print(f"{time.perf_counter() - start:.0f} s. Report: [bold]{page}[/bold]", soft_wrap=True)
+
+
+@app.command(epilog="Example: attractor doctor --device cuda")
+def doctor(
+    device: Device = "cpu",
+    compile: Annotated[bool, typer.Option(help="Also try torch.compile (some 20 s).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Versions, devices, what is missing and what that switches off, and a self-check."""
+    _check_device(device)
+    found: dict[str, Any] = {"versions": doctor_job.versions(), "devices": doctor_job.devices()}
+    outcome: list[dict[str, Any]] = []
+    with _progress(quiet=as_json) as progress:
+        checks = doctor_job.checks(device, compile)
+        task = progress.add_task("self-check", total=len(checks))
+        for name, check in checks:
+            progress.update(task, description=name)
+            start = time.perf_counter()
+            try:
+                outcome.append({"check": name, "ok": True, "found": check()})
+            except Exception as error:
+                outcome.append({"check": name, "ok": False, "found": f"{type(error).__name__}: {error}"})
+            outcome[-1]["seconds"] = round(time.perf_counter() - start, 2)
+            progress.update(task, advance=1)
+    failed = [row["check"] for row in outcome if not row["ok"]]
+    if as_json:
+        print(json.dumps({**found, "optional": doctor_job.optional(), "checks": outcome}, indent=1))
+        raise typer.Exit(bool(failed))
+
+    table = Table(title="attractor doctor", show_header=False)
+    for name, value in found["versions"].items():
+        table.add_row(name, value)
+    for line in found["devices"]:
+        table.add_row("device", line)
+    console.print(table)
+    table = Table("optional", "version", "what it is for", "bring it with")
+    for row in doctor_job.optional():
+        extra = f"pip install 'attractor[{row['extra']}]'".replace("[", "\\[") if row["extra"] else "–"
+        have = row["version"]
+        table.add_row(row["package"], have or "[yellow]missing[/]", row["for"], "" if have else extra)
+    console.print(table)
+    table = Table("self-check", "", "found", "s")
+    for row in outcome:
+        mark = "[green]ok[/]" if row["ok"] else "[red]FAILED[/]"
+        table.add_row(row["check"], mark, row["found"], f"{row['seconds']:.1f}")
+    console.print(table)
+    if failed:
+        console.print(f"[red]{len(failed)} of {len(outcome)} checks failed: {', '.join(failed)}[/]")
+        raise typer.Exit(1)
+    untried = "" if compile else " (torch.compile was not tried: add --compile)"
+    console.print(f"[green]All is well.[/]{untried}")
+
+
+def _progress(quiet: bool = False) -> Progress:
+    return Progress(
+        TextColumn("{task.description:44.44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=console, transient=True, disable=quiet or not console.is_terminal,
+    )  # fmt: skip
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise typer.BadParameter(
+            f"{device!r} cannot be used here ({reason}); there is {', '.join(doctor_job.devices())}",
+            param_hint="--device",
+        ) from None
+
+
+def _need(package: str, extra: str) -> None:
+    if next(row for row in doctor_job.optional() if row["package"] == package)["version"] is None:
+        console.print(
+            f"[red]{package} is missing[/]; install it with: pip install 'attractor\\[{extra}]'"
+        )
+        raise typer.Exit(2)
+
+
+def main() -> None:
+    """Entry point of the `attractor` command."""
+    app()

@@ -1,0 +1,311 @@
+"""Error control: a step size for every trajectory of the batch.
+
+All trajectories make an attempt in each round, each with its own time and step; those that fail
+their error test try again with a smaller step in the next round, and states at the wanted times are
+interpolated. The rounds are run without gradients. If gradients are wanted, the accepted steps are
+taken once more with them: no rejected step is differentiated, step sizes are constants, and
+`checkpoint` works as on a grid.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recompute_later
+
+from attractor.core.compiling import compiled
+from attractor.core.scheme import Rate, Scheme, call_rate, weighted_sum
+from attractor.core.tableaus import ALL, AnyScheme
+from attractor.core.trajectory import Stats, Trajectory
+
+
+def root_mean_square(x: Tensor) -> Tensor:
+    """Over the last dimension, which is kept."""
+    return x.abs().square().mean(-1, keepdim=True).sqrt()
+
+
+@dataclass(frozen=True)
+class Control:
+    """How step sizes are chosen.
+
+    Attributes:
+        rtol, atol: error allowed in a step, ``atol + rtol * |u|`` for each component.
+        safety: the next step aims at this part of the largest that would just pass.
+        grow, shrink: most a step may change by from one attempt to the next.
+        first: size of the first step; None estimates it (Hairer, Norsett, Wanner I, II.4).
+        least, most: bounds on a step's size.
+        max_steps: rounds after which trajectories that have not arrived are given up.
+        norm: error in units of the allowed error ``[*batch, d]`` -> ``[*batch, 1]``.
+    """
+
+    rtol: float = 1e-7
+    atol: float = 1e-9
+    safety: float = 0.9
+    grow: float = 10.0
+    shrink: float = 0.2
+    first: float | None = None
+    least: float = 0.0
+    most: float = float("inf")
+    max_steps: int = 1_000_000
+    norm: Callable[[Tensor], Tensor] = field(default=root_mean_square)
+
+    def __post_init__(self) -> None:
+        for name in ("rtol", "atol"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} = {getattr(self, name)}; a tolerance is a number >= 0")
+        if self.rtol == 0 and self.atol == 0:
+            raise ValueError("rtol and atol are both 0, so no step can pass; set at least one")
+
+
+class _Round(NamedTuple):
+    """A round with at least one accepted step; a step is 0 where there was none. [*batch, 1] each."""
+
+    t: Tensor
+    h: Tensor
+    moving: Tensor  # False: finished, rejected or lost in this round
+    wanted: list[tuple[Tensor, Tensor]]  # (index of a wanted time [*batch], which rows [*batch])
+
+
+def controlled(
+    f: Rate,
+    u0: Tensor,
+    t: Tensor,
+    scheme: AnyScheme,
+    control: Control,
+    *,
+    compile: bool = False,
+    checkpoint: int | bool | None = None,
+) -> Trajectory:
+    """States at the times t [n+1] under error control. See `evolve`."""
+    if not isinstance(scheme, Scheme) or scheme.b_low is None:
+        pairs = [s.name for s in ALL.values() if isinstance(s, Scheme) and s.b_low]
+        raise ValueError(
+            f"{scheme.name} has no embedded pair to estimate its error with; leave out rtol and "
+            f"atol, or use one of {', '.join(pairs)}"
+        )
+    wants_grad = torch.is_grad_enabled() and _differentiable(f, u0, t)
+    with torch.no_grad():
+        trajectory, rounds = _forward(f, u0.detach(), t.detach(), scheme, control, compile, wants_grad)
+    if not wants_grad:
+        return trajectory
+    u = _differentiated(f, u0, t, scheme, rounds, compile, checkpoint)
+    calls = trajectory.stats.rate_calls + len(rounds) * _calls(scheme) + 2
+    stats = Stats(calls, 0, trajectory.stats.steps, trajectory.stats.accepted, trajectory.stats.rejected)
+    return Trajectory(trajectory.t, u, stats, trajectory.ok, trajectory.until)
+
+
+def _forward(
+    f: Rate, u0: Tensor, t_out: Tensor, scheme: Scheme, control: Control, compile: bool, keep: bool
+) -> tuple[Trajectory, list[_Round]]:
+    attempt = compiled(_attempt, f, scheme) if compile else _attempt
+    clock = t_out.to(torch.float32 if u0.device.type == "mps" else torch.float64)
+    end, last = clock[-1], len(clock) - 1
+    sign = 1.0 if last == 0 or end > clock[0] else -1.0
+    tiny = torch.finfo(clock.dtype).eps
+
+    batch = u0.shape[:-1]
+    u, t = u0, clock[0].expand(*batch, 1)
+    k = call_rate(f, _cast(t, u), u)
+    ok = torch.isfinite(u).all(-1) & torch.isfinite(k).all(-1)
+    upcoming = torch.ones(batch, dtype=torch.long, device=u.device)  # index of the next wanted time
+    accepted = torch.zeros_like(upcoming)
+    rejected = torch.zeros_like(upcoming)
+    out = u0.expand(last + 1, *u0.shape).clone()
+    rounds: list[_Round] = []
+    calls, steps = 1, 0
+    if control.first is None:
+        h, calls = _first_step(f, clock, sign, u, k, scheme, control), calls + 1
+    else:
+        h = torch.full_like(t, sign * abs(control.first))
+    h = h.abs().clamp(control.least, control.most) * sign
+
+    while True:
+        active = ok & (upcoming <= last)
+        if not bool(active.any()):
+            break
+        if steps >= control.max_steps:
+            ok = ok & ~active
+            break
+        steps += 1
+        arrives = active[..., None] & ((end - (t + h)) * sign <= 0)
+        size = torch.where(arrives, end - t, h)
+        size = torch.where(active[..., None], size, 0.0)
+        # The lost and the finished stand still; what they evaluate is thrown away.
+        u1, k1, stages = attempt(f, scheme, _cast(t, u), _cast(size, u), u, k)
+        calls += _calls(scheme)
+        error = control.norm(_scaled_error(scheme, stages, _cast(size, u), u, u1, control))
+        error = torch.where(torch.isfinite(k1).all(-1, keepdim=True), error, torch.nan).to(t.dtype)
+        passed = active[..., None] & ((error <= 1) | (size.abs() <= control.least))
+        t1 = torch.where(arrives, end, t + size)
+
+        wanted = []
+        while True:  # the wanted times inside this step, one for each trajectory at a time
+            target = clock[upcoming.clamp(max=last)][..., None]
+            due = (passed & (upcoming <= last)[..., None] & ((t1 - target) * sign >= 0))[..., 0]
+            if not bool(due.any()):
+                break
+            theta = _cast((target - t) / torch.where(due[..., None], size, 1.0), u)
+            value = _interpolate(scheme, theta, _cast(size, u), u, u1, stages, k1)
+            _put(out, upcoming, due, value)
+            wanted.append((upcoming, due))
+            upcoming = upcoming + due
+        if keep and bool(passed.any()):
+            rounds.append(_Round(t, torch.where(passed, size, 0.0), passed, wanted))
+
+        accepted += passed[..., 0]
+        rejected += (active[..., None] & ~passed)[..., 0]
+        u, k = torch.where(passed, u1, u), torch.where(passed, k1, k)
+        t = torch.where(passed, t1, t)
+        factor = control.safety * error ** (-1 / (min(scheme.order, scheme.order_low) + 1))
+        factor = factor.nan_to_num(control.shrink, posinf=control.grow)
+        factor = factor.clamp(control.shrink, control.grow)
+        h = torch.where(active[..., None], h * factor, h)
+        h = h.abs().clamp(control.least, control.most) * sign
+        floor = 4 * tiny * t.abs() + tiny**2 * (end - clock[0]).abs()
+        ok = ok & ~(active & (h.abs() <= floor)[..., 0] & (upcoming <= last))
+
+    arrived = upcoming > last
+    for i in range(1, last + 1):  # wanted times a lost trajectory did not reach: its last state
+        out[i] = torch.where((upcoming > i)[..., None], out[i], u)
+    stats = Stats(calls, 0, steps, accepted, rejected)
+    until = torch.where(arrived, end, t[..., 0]).to(t_out.dtype)
+    return Trajectory(t_out, out, stats, ok & arrived, until), rounds
+
+
+def _differentiated(
+    f: Rate,
+    u0: Tensor,
+    t_out: Tensor,
+    scheme: Scheme,
+    rounds: list[_Round],
+    compile: bool,
+    checkpoint: int | bool | None,
+) -> Tensor:
+    """The accepted steps again, with gradients: states at the wanted times [n+1, *batch, d]."""
+    attempt = compiled(_attempt, f, scheme) if compile else _attempt
+
+    def replay(part: list[_Round], u: Tensor, k: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+        values = []
+        for t, h, moving, wanted in part:
+            # Those that do not move are given a mover's place, or a lost one's NaN would reach
+            # the gradients of a parameter that all share.
+            donor = tuple(moving[..., 0].nonzero()[0])
+            here = torch.where(moving, u, u.detach()[donor])
+            first = torch.where(moving, k, k.detach()[donor])
+            when = torch.where(moving, t, t[donor])
+            u1, k1, stages = attempt(f, scheme, _cast(when, u), _cast(h, u), here, first)
+            for index, due in wanted:
+                size = torch.where(due[..., None], h, 1.0)
+                theta = _cast((t_out[index.clamp(max=len(t_out) - 1)][..., None] - t) / size, u)
+                theta = torch.where(due[..., None], theta, 0.0)
+                values.append(_interpolate(scheme, theta, _cast(h, u), here, u1, stages, k1))
+            u, k = torch.where(moving, u1, u), torch.where(moving, k1, k)
+        return values, u, k
+
+    start = _cast(t_out[:1], u0)
+    here = start.detach().expand(*u0.shape[:-1], 1)
+    u = u0
+    if t_out.requires_grad:
+        # Starting later by s is starting from u0 - s f(t0, u0): this carries the gradient of t[0].
+        u = u0 - call_rate(f, here, u0.detach()).detach() * (start - start.detach())
+    k = call_rate(f, here, u)
+    k = torch.where(torch.isfinite(k.detach()).all(-1, keepdim=True), k, 0.0)
+
+    values = [u0]
+    if checkpoint is True:
+        checkpoint = math.isqrt(len(rounds)) + 1
+    spacing = checkpoint or max(len(rounds), 1)
+    for i in range(0, len(rounds), spacing):
+        part = rounds[i : i + spacing]
+        if checkpoint:
+            new, u, k = recompute_later(replay, part, u, k, use_reentrant=False)
+        else:
+            new, u, k = replay(part, u, k)
+        values += new
+    values.append(u)
+
+    # Which of the values is the state at each wanted time? The last one where it was not reached.
+    source = torch.full((len(t_out), *u0.shape[:-1]), len(values) - 1, device=u0.device)
+    source[0] = 0
+    events = [event for r in rounds for event in r.wanted]
+    for i, (index, due) in enumerate(events, 1):
+        _put(source, index, due, torch.full_like(index, i))
+    return torch.stack(values).gather(0, source[..., None].expand(len(t_out), *u0.shape))
+
+
+def _put(table: Tensor, index: Tensor, due: Tensor, value: Tensor) -> None:
+    """``table[index[row], row] = value[row]`` for the rows that are due."""
+    rows = due.reshape(-1).nonzero()[:, 0]
+    flat = due.dim()
+    table = table.reshape(len(table), -1, *value.shape[flat:])
+    table[index.reshape(-1)[rows], rows] = value.reshape(-1, *value.shape[flat:])[rows]
+
+
+def _attempt(
+    f: Rate, scheme: Scheme, t: Tensor, h: Tensor, u: Tensor, first: Tensor
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """A step: the new state, the rate there, and the stages."""
+    stages = scheme.stages(f, t, u, h, first=first)
+    new = u + h * weighted_sum(scheme._b, stages)
+    rate = stages[-1] if scheme.first_same_as_last else call_rate(f, t + h, new)
+    return new, rate, stages
+
+
+def _calls(scheme: Scheme) -> int:
+    """Rate calls of an attempt, its first stage being known."""
+    return len(scheme.b) - scheme.first_same_as_last
+
+
+def _scaled_error(
+    scheme: Scheme, stages: list[Tensor], h: Tensor, u: Tensor, u1: Tensor, control: Control
+) -> Tensor:
+    assert scheme.b_low is not None
+    weights = [float(b - low) for b, low in zip(scheme.b, scheme.b_low)]
+    scale = control.atol + control.rtol * torch.maximum(u.abs(), u1.abs())
+    return h * weighted_sum(weights, stages) / scale
+
+
+def _interpolate(
+    scheme: Scheme,
+    theta: Tensor,
+    h: Tensor,
+    u: Tensor,
+    u1: Tensor,
+    stages: list[Tensor],
+    k1: Tensor,
+) -> Tensor:
+    """The state at t + theta h: cubic Hermite, plus the scheme's quartic term if it has one."""
+    rise, k0 = u1 - u, stages[0]
+    inner = (h * k0 - rise) + theta * (2 * rise - h * (k0 + k1))
+    if scheme.dense is not None:
+        quartic = h * weighted_sum(list(map(float, scheme.dense)), stages)
+        inner = inner + theta * (1 - theta) * quartic
+    return u + theta * (rise + (1 - theta) * inner)
+
+
+def _first_step(
+    f: Rate, clock: Tensor, sign: float, u: Tensor, k: Tensor, scheme: Scheme, control: Control
+) -> Tensor:
+    scale = control.atol + control.rtol * u.abs()
+    d0, d1 = control.norm(u / scale), control.norm(k / scale)
+    small = (d0 < 1e-5) | (d1 < 1e-5)
+    h0 = torch.where(small, 1e-6, 0.01 * d0 / d1).nan_to_num(1e-6)
+    t = clock[0] + sign * h0.to(clock.dtype)
+    d2 = control.norm((call_rate(f, _cast(t, u), u + sign * h0 * k) - k) / scale) / h0
+    order = min(scheme.order, scheme.order_low) + 1
+    steepest = torch.maximum(d1, d2).nan_to_num(1e15)
+    h1 = torch.where(steepest <= 1e-15, (h0 * 1e-3).clamp(min=1e-6), (0.01 / steepest) ** (1 / order))
+    return torch.minimum(100 * h0, h1).to(clock.dtype).clamp(max=(clock[-1] - clock[0]).abs().item())
+
+
+def _differentiable(f: Rate, u0: Tensor, t: Tensor) -> bool:
+    if u0.requires_grad or t.requires_grad:
+        return True
+    return call_rate(f, _cast(t[:1], u0).expand(*u0.shape[:-1], 1), u0).requires_grad
+
+
+def _cast(time: Tensor, u: Tensor) -> Tensor:
+    return time.to(u.real.dtype if u.is_complex() else u.dtype)

@@ -1,0 +1,301 @@
+"""The step loop: the only one in the library.
+
+On a grid of times, steps are taken in short *runs* (ten or so) without looking, because a
+non-finite state stays non-finite under ``u + dt * S``; one look at the end of a run is enough. Only
+when a trajectory was lost is the run repeated step by step to find its last finite state, with the
+lost rows replaced by a healthy neighbour's state so that they disturb nobody's gradients. A run is
+also what `compile=True` compiles and what `checkpoint=` recomputes.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recompute_later
+
+from attractor.core.compiling import compiled
+from attractor.core.control import Control, controlled
+from attractor.core.scheme import Rate
+from attractor.core.tableaus import AnyScheme, get_scheme
+from attractor.core.trajectory import Record, Stats, Trajectory
+
+Correction: TypeAlias = Callable[[Tensor, Tensor, Any], Tensor]
+
+
+def evolve(
+    f: Rate,
+    u0: Tensor,
+    t: Tensor | Sequence[float],
+    scheme: str | AnyScheme = "rk4",
+    correction: Correction | None = None,
+    *,
+    every: int = 1,
+    compile: bool = False,
+    checkpoint: int | bool | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    max_steps: int = 1_000_000,
+) -> Trajectory:
+    """Follow ``du/dt = f(t, u)`` from u0 at ``t[0]`` through the times t.
+
+    Without rtol and atol there is one step from each time to the next. With either of them every
+    trajectory of the batch chooses its own steps, and t says only where states are wanted.
+
+    Args:
+        f: the rate. It gets t as a tensor that broadcasts against u: of no dimension on a grid,
+            ``[*batch, 1]`` under error control. Trajectories must not depend on each other.
+        u0: initial states ``[*batch, d]``, floating or complex.
+        t: times, 1-D, strictly increasing or decreasing, spacing free.
+        scheme: a name (see `get_scheme`), a Scheme or a Splitting.
+        correction: ``(u, slope, dt) -> what is added`` to a plain step.
+        every: keep every n-th state and the last one; the others take no memory.
+        compile: compile several steps at a time with `torch.compile`. Pays from a few hundred
+            steps on; the first call of a rate takes some ten seconds.
+        checkpoint: gradients in bounded memory: keep only every n-th state of the graph (True:
+            about the square root of the number of steps) and recompute between them in the
+            backward pass.
+        rtol, atol: local error per step allowed, relative and absolute (root mean square over d);
+            given one, the other is 1e-7 or 1e-9. Needs a scheme with an embedded pair: "bosh3",
+            "dopri5", ... Gradients treat the step sizes as constants.
+        max_steps: under error control, a trajectory that needs more steps is given up (not ok).
+
+    Returns:
+        A `Trajectory`. Where a state becomes non-finite, the trajectory keeps its last finite
+        state and `ok` is False; its neighbours' values and gradients are untouched.
+
+    Raises:
+        ValueError, TypeError: for input that cannot be evolved, saying what to change.
+
+    >>> from attractor.core import evolve
+    >>> u0 = torch.tensor([[1.0, 0.0], [2.0, 0.0]], dtype=torch.float64)
+    >>> spring = lambda t, u: torch.stack((u[..., 1], -u[..., 0]), -1)
+    >>> end = evolve(spring, u0, torch.linspace(0, 2 * math.pi, 101), "rk4").final
+    >>> bool(torch.allclose(end, u0, atol=1e-4))
+    True
+    """
+    scheme = get_scheme(scheme)
+    t = check_problem(u0, t)
+    if every < 1:
+        raise ValueError(f"every = {every} keeps nothing; use 1 for all states, 10 for each tenth")
+    if checkpoint is not None and checkpoint is not False and checkpoint < 1:
+        raise ValueError(f"checkpoint = {checkpoint}; use True, or the number of steps between states")
+    if rtol is None and atol is None:
+        return _on_grid(f, u0, t, scheme, correction, every, compile, checkpoint)
+
+    if correction is not None:
+        raise ValueError(
+            "a correction is fitted to one step size, so it cannot be combined with rtol/atol; "
+            "leave out one of them"
+        )
+    control = Control(
+        rtol=1e-7 if rtol is None else rtol,
+        atol=1e-9 if atol is None else atol,
+        max_steps=max_steps,
+    )
+    return controlled(
+        f, u0, t[_saved(len(t) - 1, every)], scheme, control, compile=compile, checkpoint=checkpoint
+    )
+
+
+def check_problem(u0: Tensor, t: Tensor | Sequence[float]) -> Tensor:
+    """The times as a tensor beside u0, after checking both."""
+    if not isinstance(u0, Tensor):
+        raise TypeError(
+            f"u0 is a {type(u0).__name__}; give a tensor [*batch, d], for example torch.as_tensor(u0)"
+        )
+    if not (u0.is_floating_point() or u0.is_complex()):
+        raise TypeError(
+            f"u0 has dtype {u0.dtype}; states move continuously: use u0.float() or .double()"
+        )
+    if u0.dim() == 0:
+        raise ValueError("u0 has no dimension; a state needs one, even of size 1: use u0[None]")
+    t = torch.as_tensor(t, device=u0.device)
+    if not t.is_floating_point():
+        t = t.to(torch.float64)
+    if t.dim() != 1 or len(t) == 0:
+        raise ValueError(f"t has shape {list(t.shape)}; give a 1-D tensor of times")
+    steps = t.detach().diff()
+    if not (bool((steps > 0).all()) or bool((steps < 0).all())):
+        raise ValueError("t must be finite and strictly increasing or strictly decreasing")
+    if not bool(torch.isfinite(t.detach()).all()):
+        raise ValueError("t holds non-finite times")
+    return t
+
+
+# On a grid
+
+
+def _on_grid(
+    f: Rate,
+    u0: Tensor,
+    t: Tensor,
+    scheme: AnyScheme,
+    correction: Correction | None,
+    every: int,
+    compile: bool,
+    checkpoint: int | bool | None,
+) -> Trajectory:
+    n = len(t) - 1
+    real = u0.real.dtype if u0.is_complex() else u0.dtype
+    times = t.to(real)
+    rate_calls = scheme.check_rate(f, times[0], u0)
+    dt: Any = t.diff().to(real)
+    if not (compile or t.requires_grad):
+        dt = dt.tolist()  # plain numbers: no device work to read a step size
+
+    if checkpoint is True:
+        checkpoint = math.isqrt(n) + 1
+    spacing = checkpoint or n
+    length = _run_length(n, every, min(spacing, RUN))
+    saved = set(_saved(n, every))
+
+    def march(first: int, keep: tuple[int, ...], u: Tensor) -> list[Tensor]:
+        """keep[-1] steps from u; the states after the steps in keep."""
+        stop = first + keep[-1]
+        run = compiled(_run, f, scheme, correction, keep) if compile and keep[-1] == length else _run
+        return run(f, scheme, correction, keep, times[first:stop], dt[first:stop], u)
+
+    def advance(
+        first: int, stop: int, u: Tensor, alive: Tensor | None, until: Tensor
+    ) -> tuple[list[Tensor], Tensor | None, Tensor, int]:
+        """The states after steps first..stop that are kept, who is alive, and the steps it took."""
+        keep = tuple(i - first for i in range(first + 1, stop + 1) if i in saved or i == stop)
+        states = _only(alive, march(first, keep, _stand_in(u, alive)), [u] * len(keep))
+        if _all_finite(states[-1]):
+            return states, alive, until, keep[-1]
+
+        # Somebody was lost. Step by step: who, when, and the last finite state of each?
+        kept, v, steps = [], u, 2 * keep[-1]
+        alive = torch.ones_like(until, dtype=torch.bool) if alive is None else alive
+        for i in range(first, stop):
+            while bool(alive.any()):
+                (new,), steps = march(i, (1,), _stand_in(v, alive)), steps + 1
+                lost = alive & ~torch.isfinite(new).all(-1)
+                if not bool(lost.any()):
+                    (v,) = _only(alive, [new], [v])
+                    break
+                alive = alive & ~lost
+                until = torch.where(lost, t[i].detach(), until)
+            if i + 1 - first in keep:
+                kept.append(v)
+        # The survivors again by the same run as ever, so that they get the same bits.
+        states = _only(alive, march(first, keep, _stand_in(u, alive)), kept)
+        return states, alive, until, steps
+
+    def segment(
+        runs: list[tuple[int, int]], u: Tensor, alive: Tensor | None, until: Tensor
+    ) -> tuple[list[Tensor], Tensor, Tensor | None, Tensor, int]:
+        states, steps = [], 0
+        for first, stop in runs:
+            new, alive, until, took = advance(first, stop, u, alive, until)
+            u, steps = new[-1], steps + took
+            states += new if stop in saved else new[:-1]
+        return states, u, alive, until, steps
+
+    u, steps = u0, 0
+    finite = torch.isfinite(u0.detach()).all(-1)
+    alive = None if bool(finite.all()) else finite
+    until = torch.where(finite, t[-1].detach(), t[0].detach())
+    record = Record(u0, len(saved))
+    record.put(u0)
+    runs = _runs(n, every, length)
+    lasting = checkpoint and torch.is_grad_enabled()
+    for group in _groups(runs, spacing) if lasting else ([run] for run in runs):
+        if alive is not None and not bool(alive.any()):
+            break
+        if lasting:
+            states, u, alive, until, took = recompute_later(
+                segment, group, u, alive, until, use_reentrant=False
+            )
+        else:
+            states, u, alive, until, took = segment(group, u, alive, until)
+        steps += took
+        for state in states:
+            record.put(state)
+    while len(record) < len(saved):  # nobody left: the last finite states stay
+        record.put(u)
+
+    ok = torch.ones_like(finite) if alive is None else alive
+    stats = Stats(rate_calls + steps * scheme.rate_calls, steps * (correction is not None), steps)
+    return Trajectory(t[sorted(saved)], record.finish(), stats, ok, until)
+
+
+def _run(
+    f: Rate,
+    scheme: AnyScheme,
+    correction: Correction | None,
+    keep: tuple[int, ...],
+    t: Tensor,
+    dt: Any,
+    u: Tensor,
+) -> list[Tensor]:
+    """Steps from u at times t [k] with sizes dt [k]; the states after the steps in keep."""
+    states = []
+    for i in range(keep[-1]):
+        slope = scheme.slope(f, t[i], u, dt[i])
+        plain = u + dt[i] * slope
+        u = plain if correction is None else plain + correction(u, slope, dt[i])
+        if i + 1 in keep:
+            states.append(u)
+    return states
+
+
+def _all_finite(u: Tensor) -> bool:
+    u = torch.view_as_real(u.detach()) if u.is_complex() else u.detach()
+    wide = torch.float32 if u.dtype.itemsize < 4 else u.dtype
+    return math.isfinite(u.sum(dtype=wide).item()) or bool(torch.isfinite(u).all())
+
+
+def _stand_in(u: Tensor, alive: Tensor | None) -> Tensor:
+    """u with the state of a living trajectory in place of every lost one."""
+    if alive is None or not bool(alive.any()):
+        return u
+    donor = u.detach()[alive][0]
+    return torch.where(alive[..., None], u, donor)
+
+
+def _only(alive: Tensor | None, new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
+    """The new states of the living, the old ones of the lost."""
+    if alive is None:
+        return new
+    return [torch.where(alive[..., None], a, b) for a, b in zip(new, old)]
+
+
+# How a grid is cut into runs
+
+RUN = 10  # steps a run: enough to hide the cost of starting one, few enough to compile in seconds
+
+
+def _saved(n: int, every: int) -> list[int]:
+    """Which of the states 0..n are kept."""
+    return [*range(0, n, every), n] if n else [0]
+
+
+def _run_length(n: int, every: int, most: int) -> int:
+    """Steps a run, so that runs end where states are kept and few shorter runs are left over."""
+    if every <= most:
+        return min(most // every * every, n)
+    return min(range(most, max(most // 2, 1) - 1, -1), key=lambda length: every % length)
+
+
+def _runs(n: int, every: int, length: int) -> list[tuple[int, int]]:
+    """The runs (first, stop) that cover steps 0..n."""
+    block = max(every, length)
+    return [
+        (first, min(first + length, start + block, n))
+        for start in range(0, n, block)
+        for first in range(start, min(start + block, n), length)
+    ]
+
+
+def _groups(runs: list[tuple[int, int]], steps: int) -> list[list[tuple[int, int]]]:
+    """Consecutive runs gathered to about that many steps."""
+    groups: list[list[tuple[int, int]]] = []
+    for first, stop in runs:
+        if groups and stop - groups[-1][0][0] <= steps:
+            groups[-1].append((first, stop))
+        else:
+            groups.append([(first, stop)])
+    return groups

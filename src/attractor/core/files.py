@@ -1,0 +1,60 @@
+"""Files that are never half written."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def write_bytes(path: Path | str, content: bytes) -> Path:
+    """Write a file so that a reader sees the old content or the new, whatever is interrupted.
+
+    The bytes go to a temporary file in the same folder, reach the disk, and then take the name.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).chmod(0o666 & ~_umask())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    if os.name == "posix":  # the new name itself must reach the disk, too
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    return path
+
+
+def write_text(path: Path | str, content: str) -> Path:
+    """`write_bytes` for text, in UTF-8."""
+    return write_bytes(path, content.encode())
+
+
+def write_json(path: Path | str, content: Any) -> Path:
+    """`write_bytes` for JSON; numbers that JSON does not know (NaN, infinity) become null."""
+    return write_text(path, json.dumps(_plain(content), indent=1, allow_nan=False) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not (abs(value) < float("inf")):
+        return None
+    return value
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

@@ -1,0 +1,177 @@
+"""torchdiffeq's `odeint`, so that its users change one import."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attractor.core.control import Control, controlled
+from attractor.core.evolve import check_problem, evolve
+from attractor.core.scheme import Rate, Scheme
+from attractor.core.tableaus import AnyScheme, get_scheme
+
+# torchdiffeq's names. Its "rk4" is the 3/8 rule.
+ADAPTIVE = {name: name for name in ("dopri5", "bosh3", "fehlberg2", "adaptive_heun")}
+FIXED = {
+    "euler": "euler",
+    "midpoint": "midpoint",
+    "heun2": "heun",
+    "heun3": "heun3",
+    "rk4": "rk4_38",
+}
+CONTROL_OPTIONS = {
+    "first_step": "first",
+    "safety": "safety",
+    "ifactor": "grow",
+    "dfactor": "shrink",
+    "min_step": "least",
+    "max_step": "most",
+    "max_num_steps": "max_steps",
+}
+
+
+def odeint(
+    func: Callable[..., Any],
+    y0: Tensor | tuple[Tensor, ...],
+    t: Tensor,
+    *,
+    rtol: float = 1e-7,
+    atol: float = 1e-9,
+    method: str | AnyScheme | None = None,
+    options: dict[str, Any] | None = None,
+    event_fn: Callable[..., Any] | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """Solve ``dy/dt = func(t, y)``, with torchdiffeq's arguments and meanings.
+
+    The whole of y0, batch dimensions included, is one state with one step size; `evolve` with rtol
+    gives every trajectory its own. Gradients flow through the steps.
+
+    Args:
+        func: ``(t, y) -> dy/dt``, t a tensor of no dimension, y of y0's shape (or a tuple).
+        y0: a tensor of any shape, or a tuple of them.
+        t: 1-D times, increasing or decreasing.
+        rtol, atol: error control of adaptive methods; fixed-step methods do not use them.
+        method: "dopri5" (default), "bosh3", "fehlberg2", "adaptive_heun"; on the grid t "euler",
+            "midpoint", "heun2", "heun3", "rk4" (the 3/8 rule, as in torchdiffeq); or a Scheme or
+            Splitting, adaptive if it has an embedded pair.
+        options: adaptive: first_step, safety, ifactor, dfactor, min_step, max_step, max_num_steps,
+            norm. Fixed: step_size, grid_constructor; steps end at the times t, so nothing is
+            interpolated.
+
+    Returns:
+        Solution ``[len(t), *y0.shape]``, or a tuple of such.
+
+    Raises:
+        ValueError: for a method or an option that is not supported here, and what is.
+        FloatingPointError: if an adaptive method cannot reach ``t[-1]``. A fixed-step solution
+            that blows up is NaN from there on.
+    """
+    if event_fn is not None:
+        raise ValueError("event_fn is not supported; scipy's solve_ivp has events")
+    options = dict(options or {})
+    rate, flat, unflatten = _flattened(func, y0)
+    t = check_problem(flat, t)
+    scheme, adaptive = _method(method)
+    if adaptive:
+        control = _control(Control(rtol=rtol, atol=atol), options, unflatten)
+        solution = controlled(rate, flat, t, scheme, control)
+        if not bool(solution.ok):
+            raise FloatingPointError(
+                f"{scheme.name} gave up at t = {solution.until.item():.6g} after "
+                f"{solution.stats.steps} steps: the state became non-finite, the step size fell to "
+                "nothing or max_num_steps was reached; is the problem stiff or singular there?"
+            )
+        return unflatten(solution.u)
+    grid, wanted = _grid(func, y0, t, options)
+    solution = evolve(rate, flat, grid, scheme)
+    lost = (solution.t - solution.until) * (t[-1] - t[0]).sign() > 0
+    u = torch.where(lost[:, None], torch.nan, solution.u) if bool(lost.any()) else solution.u
+    return unflatten(u[wanted])
+
+
+def _method(method: str | AnyScheme | None) -> tuple[AnyScheme, bool]:
+    if method is None:
+        return get_scheme("dopri5"), True
+    if isinstance(method, str):
+        if method not in ADAPTIVE and method not in FIXED:
+            raise ValueError(
+                f"odeint has no method {method!r}; adaptive: {', '.join(ADAPTIVE)}; "
+                f"fixed steps: {', '.join(FIXED)}; or pass a Scheme"
+            )
+        return get_scheme({**ADAPTIVE, **FIXED}[method]), method in ADAPTIVE
+    scheme = get_scheme(method)
+    return scheme, isinstance(scheme, Scheme) and scheme.b_low is not None
+
+
+def _control(control: Control, options: dict[str, Any], unflatten: Callable[[Tensor], Any]) -> Control:
+    norm = options.pop("norm", None)
+    unknown = set(options) - set(CONTROL_OPTIONS)
+    if unknown:
+        raise ValueError(
+            f"options {sorted(unknown)} are not supported with an adaptive method; "
+            f"there are {', '.join(CONTROL_OPTIONS)}, norm"
+        )
+    control = replace(control, **{CONTROL_OPTIONS[key]: value for key, value in options.items()})
+    if norm is not None:
+        control = replace(control, norm=lambda x: torch.as_tensor(norm(unflatten(x))).reshape(1))
+    return control
+
+
+def _grid(func: Any, y0: Any, t: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The grid to step on, which holds all wanted times, and where they are in it."""
+    step, constructor = options.pop("step_size", None), options.pop("grid_constructor", None)
+    if options:
+        raise ValueError(
+            f"options {sorted(options)} are not supported with fixed steps; "
+            "there are step_size, grid_constructor"
+        )
+    if step is not None and constructor is not None:
+        raise ValueError("give step_size or grid_constructor, not both")
+    if (step is None and constructor is None) or len(t) == 1:
+        return t, torch.arange(len(t))
+    if constructor is not None:
+        own = torch.as_tensor(constructor(func, y0, t)).to(t)
+    else:
+        if not step > 0:
+            raise ValueError(f"step_size = {step} must be positive, also backward in time")
+        count = int(((t[-1] - t[0]).abs() / step).ceil().item())
+        own = t[0] + (t[-1] - t[0]).sign() * step * torch.arange(count, device=t.device, dtype=t.dtype)
+    # Points of the grid that a wanted time all but repeats give way to it.
+    near = (own[:, None] - t).abs().min(1).values <= 1e-3 * (
+        own.diff().abs().min() if len(own) > 1 else 0
+    )
+    inside = ((own - t[0]) * (own - t[-1]) < 0) & ~near
+    grid, order = torch.cat((t, own[inside])).sort(descending=bool(t[-1] < t[0]))
+    return grid, order.argsort()[: len(t)]
+
+
+def _flattened(
+    func: Callable[..., Any], y0: Tensor | tuple[Tensor, ...]
+) -> tuple[Rate, Tensor, Callable[[Tensor], Any]]:
+    """The problem for one state of one dimension, and how its solutions get their shape back."""
+    if isinstance(y0, Tensor):
+        shape = y0.shape
+
+        def rate(t: Tensor, u: Tensor) -> Tensor:
+            du = func(t.reshape(()), u.reshape(shape))
+            if not isinstance(du, Tensor) or du.shape != shape:
+                got = list(du.shape) if isinstance(du, Tensor) else type(du).__name__
+                raise ValueError(f"func returned {got} for a state of shape {list(shape)}")
+            return du.reshape(-1)
+
+        return rate, y0.reshape(-1), lambda u: u.reshape(*u.shape[:-1], *shape)
+
+    if not (isinstance(y0, tuple | list) and y0 and all(isinstance(y, Tensor) for y in y0)):
+        raise TypeError("y0 must be a tensor or a tuple of tensors")
+    shapes, sizes = [y.shape for y in y0], [y.numel() for y in y0]
+
+    def unflatten(u: Tensor) -> tuple[Tensor, ...]:
+        parts = u.split(sizes, -1)
+        return tuple(part.reshape(*u.shape[:-1], *s) for part, s in zip(parts, shapes))
+
+    def rate_of_parts(t: Tensor, u: Tensor) -> Tensor:
+        return torch.cat([du.reshape(-1) for du in func(t.reshape(()), unflatten(u))])
+
+    return rate_of_parts, torch.cat([y.reshape(-1) for y in y0]), unflatten

@@ -1,0 +1,215 @@
+"""Explicit Runge-Kutta schemes: a tableau as the textbook prints it, and the slope it defines."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from attractor.core.trees import defect
+
+Rate: TypeAlias = Callable[[Any, Tensor], Tensor]
+Coefficient: TypeAlias = int | str | float | Fraction
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """An explicit Runge-Kutta scheme.
+
+    Write coefficients as integers, strings such as ``"1/6"`` or fractions and the checks below are
+    exact; with floats they hold to 1e-10 (for tableaus with irrational entries).
+
+    Args:
+        name: what `get_scheme` and tables call it.
+        a: one row of stage weights a stage; row i needs its first i entries. The empty first row
+            may be left out.
+        b: weights of the stages in the slope.
+        c: the stages' times, in steps.
+        order: order of convergence, checked against the order conditions.
+        b_low: weights of an embedded slope of lower order; with it the scheme can control its error.
+        dense: weights d of ``theta^2 (1 - theta)^2 dt sum_i d_i k_i``, which is added to the cubic
+            Hermite interpolant inside a step. None: the cubic alone.
+
+    Raises:
+        ValueError: a row does not add up to its c, the weights do not add up to 1, the scheme is
+            implicit, or the order conditions of `order` do not hold.
+
+    >>> Scheme("heun", a=[[], [1]], b=["1/2", "1/2"], c=[0, 1], order=2)
+    Scheme('heun', order 2, 2 stages)
+    """
+
+    name: str
+    a: tuple[tuple[Fraction, ...], ...]
+    b: tuple[Fraction, ...]
+    c: tuple[Fraction, ...]
+    order: int
+    b_low: tuple[Fraction, ...] | None = None
+    dense: tuple[Fraction, ...] | None = None
+    order_low: int = field(init=False, default=0, repr=False, compare=False)
+    rate_calls: int = field(init=False, default=0, repr=False, compare=False)
+    _a: tuple[tuple[float, ...], ...] = field(init=False, default=(), repr=False, compare=False)
+    _b: tuple[float, ...] = field(init=False, default=(), repr=False, compare=False)
+    _c: tuple[float, ...] = field(init=False, default=(), repr=False, compare=False)
+
+    def __init__(
+        self,
+        name: str,
+        a: Sequence[Sequence[Coefficient]],
+        b: Sequence[Coefficient],
+        c: Sequence[Coefficient],
+        order: int,
+        b_low: Sequence[Coefficient] | None = None,
+        dense: Sequence[Coefficient] | None = None,
+    ) -> None:
+        given = [*b, *c, *(b_low or ()), *(dense or ()), *(x for row in a for x in row)]
+        tolerance = 1e-10 if any(isinstance(x, float) for x in given) else 0
+        stages = len(b)
+        rows = [*([[]] if len(a) == stages - 1 else []), *a]
+        for what, values in (("a", rows), ("c", c), ("b_low", b_low), ("dense", dense)):
+            if values is not None and len(values) != stages:
+                raise ValueError(
+                    f"{name}: {what} has {len(values)} entries but b has {stages}; every stage needs one"
+                )
+        if order < 1:
+            raise ValueError(f"{name}: order {order} is not an order; it starts at 1")
+
+        put = lambda key, value: object.__setattr__(self, key, value)
+        put("name", name)
+        put("a", tuple(_lower_row(name, i, row, stages) for i, row in enumerate(rows)))
+        put("b", _fractions(name, b))
+        put("c", _fractions(name, c))
+        put("order", order)
+        put("b_low", None if b_low is None else _fractions(name, b_low))
+        put("dense", None if dense is None else _fractions(name, dense))
+
+        for i, (row, c_i) in enumerate(zip(self.a, self.c)):
+            if abs(sum(row) - c_i) > tolerance:
+                raise ValueError(f"{name}: row {i} of a adds up to {sum(row)}, but c[{i}] is {c_i}")
+        _require_order(name, "b", self.b, self.a, order, tolerance)
+        put("order_low", 0 if self.b_low is None else _order(self.b_low, self.a, order, tolerance))
+        if self.b_low is not None and self.order_low == 0:
+            raise ValueError(f"{name}: b_low adds up to {sum(self.b_low)}, not to 1")
+
+        # Trailing stages that only serve the error estimate (dopri5's seventh) are not called.
+        put("rate_calls", max(i for i, b_i in enumerate(self.b) if b_i) + 1)
+        put("_a", tuple(tuple(map(float, row)) for row in self.a))
+        put("_b", tuple(map(float, self.b)))
+        put("_c", tuple(map(float, self.c)))
+
+    def __repr__(self) -> str:
+        pair = f" (error from order {self.order_low})" if self.b_low else ""
+        return f"Scheme({self.name!r}, order {self.order}{pair}, {len(self.b)} stages)"
+
+    @property
+    def first_same_as_last(self) -> bool:
+        """Whether the last stage is the rate at the new state, and so the next step's first."""
+        return self.c[-1] == 1 and (*self.a[-1], Fraction(0)) == self.b
+
+    def slope(self, f: Rate, t: Any, u: Tensor, dt: Any) -> Tensor:
+        """S, so that a plain step is ``u + dt * S``.
+
+        Args:
+            f: the rate, ``(t, u) -> du/dt`` with the shape of u.
+            t: time, a number or a tensor that broadcasts against u.
+            u: state ``[*batch, d]``.
+            dt: step, likewise; negative steps go back in time.
+        """
+        return weighted_sum(self._b, self.stages(f, t, u, dt, self.rate_calls))
+
+    def stages(
+        self,
+        f: Rate,
+        t: Any,
+        u: Tensor,
+        dt: Any,
+        count: int | None = None,
+        first: Tensor | None = None,
+    ) -> list[Tensor]:
+        """The rates k_i at the first `count` stages (all by default); `first` is k_1 if known."""
+        k = [call_rate(f, t, u) if first is None else first]
+        for row, c in zip(self._a[1:count], self._c[1:count]):
+            k.append(call_rate(f, t + c * dt, u + dt * weighted_sum(row, k)))
+        return k
+
+    def check_rate(self, f: Rate, t: Any, u: Tensor) -> int:
+        """Raise if the scheme cannot step this rate; the rate calls that took. Here: none."""
+        return 0
+
+
+def weighted_sum(weights: Sequence[float], terms: Sequence[Tensor]) -> Tensor:
+    """Sum of ``w * x``, leaving out zero weights. An empty sum is a zero tensor."""
+    total: Tensor | None = None
+    for w, x in zip(weights, terms):
+        if w != 0:
+            x = x if w == 1 else w * x
+            total = x if total is None else total + x
+    return torch.zeros_like(terms[0]) if total is None else total
+
+
+def call_rate(f: Rate, t: Any, u: Tensor) -> Tensor:
+    """``f(t, u)``, with a clear error when it is not a rate of u."""
+    du = f(t, u)
+    if not isinstance(du, Tensor):
+        raise TypeError(f"the rate returned a {type(du).__name__}; it must return a tensor like u")
+    if du.shape != u.shape:
+        raise ValueError(
+            f"the rate returned shape {list(du.shape)} for a state of shape {list(u.shape)}; "
+            "they must be equal (the last dimension is the state's, the others are the batch's)"
+        )
+    if du.dtype != u.dtype:
+        raise ValueError(
+            f"the rate returned {du.dtype} for a state in {u.dtype}; cast its constants to the "
+            "state, for example with .to(u)"
+        )
+    return du
+
+
+def _fractions(name: str, values: Sequence[Coefficient]) -> tuple[Fraction, ...]:
+    try:
+        return tuple(Fraction(x) for x in values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"{name}: {list(values)!r} is not a list of coefficients; write 1, '1/6' or Fraction(1, 6)"
+        ) from error
+
+
+def _lower_row(name: str, i: int, row: Sequence[Coefficient], stages: int) -> tuple[Fraction, ...]:
+    values = _fractions(name, row)
+    if any(values[i:]):
+        raise ValueError(
+            f"{name}: stage {i} uses stages from {i} on, so the scheme is implicit; "
+            "only explicit schemes (a strictly lower triangular) can be stepped here"
+        )
+    if len(values) < i or len(values) > stages:
+        raise ValueError(f"{name}: row {i} of a has {len(values)} entries; it needs {i}")
+    return values[:i]
+
+
+def _order(
+    b: tuple[Fraction, ...], a: tuple[tuple[Fraction, ...], ...], most: int, tolerance: float
+) -> int:
+    order = 0
+    while order < most and defect(order + 1, b, a) <= tolerance:
+        order += 1
+    return order
+
+
+def _require_order(
+    name: str,
+    what: str,
+    b: tuple[Fraction, ...],
+    a: tuple[tuple[Fraction, ...], ...],
+    order: int,
+    tolerance: float,
+) -> None:
+    reached = _order(b, a, order, tolerance)
+    if reached == 0:
+        raise ValueError(f"{name}: {what} adds up to {sum(b)}, not to 1")
+    if reached < order:
+        miss = float(defect(reached + 1, b, a))
+        raise ValueError(
+            f"{name}: claims order {order}, but the conditions of order {reached + 1} are missed by "
+            f"{miss:.3g}; with these coefficients say order={reached}"
+        )

@@ -1,0 +1,119 @@
+"""Symplectic splittings for separable second-order systems, with the same slope as a Scheme."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attractor.core.scheme import Rate, call_rate
+from attractor.core.trees import defect
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """Kick, drift, kick, drift, ...: exact flows of the two halves of a separable system in turn.
+
+    The state stacks positions and momenta, ``u = (q, p)``, with ``q' = v(t, p)`` and
+    ``p' = a(t, q)``. A kick moves p by ``kick[i] * dt * a``, a drift moves q by
+    ``drift[i] * dt * v``. Such a step is symplectic: over long times the energy error stays
+    bounded, where a Runge-Kutta scheme's grows.
+
+    Args:
+        name: what `get_scheme` and tables call it.
+        kick: parts of a step for each kick; zeros allowed.
+        drift: parts of a step for each drift, as many as kicks or one less.
+        order: order of convergence, checked to 1e-10.
+
+    >>> Splitting("leapfrog", kick=(0.5, 0.5), drift=(1,), order=2)
+    Splitting('leapfrog', order 2, 2 kicks, 1 drift)
+    """
+
+    name: str
+    kick: tuple[float, ...]
+    drift: tuple[float, ...]
+    order: int
+
+    def __init__(self, name: str, kick: Sequence[float], drift: Sequence[float], order: int) -> None:
+        if len(kick) - len(drift) not in (0, 1):
+            raise ValueError(
+                f"{name}: {len(kick)} kicks and {len(drift)} drifts do not alternate; "
+                "give as many drifts as kicks, or one less"
+            )
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "kick", tuple(map(float, kick)))
+        object.__setattr__(self, "drift", tuple(map(float, drift)))
+        object.__setattr__(self, "order", order)
+        for what, parts in (("kicks", self.kick), ("drifts", self.drift)):
+            if abs(sum(parts) - 1) > 1e-10:
+                raise ValueError(f"{name}: the {what} add up to {sum(parts)}, not to 1")
+        # A splitting is a partitioned Runge-Kutta method: a kick sees the drifts before it, a drift
+        # the kicks before it and its own. Trees then alternate between the two tableaus.
+        seen_by_kick = [[d * (j < i) for j, d in enumerate(self.drift)] for i in range(len(kick))]
+        seen_by_drift = [[k * (j <= i) for j, k in enumerate(self.kick)] for i in range(len(drift))]
+        for p in range(1, order + 1):
+            miss = max(
+                defect(p, self.kick, seen_by_kick, seen_by_drift),
+                defect(p, self.drift, seen_by_drift, seen_by_kick),
+            )
+            if miss > 1e-10:
+                raise ValueError(
+                    f"{name}: claims order {order}, but the conditions of order {p} are missed by "
+                    f"{float(miss):.3g}; with these coefficients say order={p - 1}"
+                )
+
+    def __repr__(self) -> str:
+        kicks, drifts = (sum(map(bool, parts)) for parts in (self.kick, self.drift))
+        plural = "s" if drifts > 1 else ""
+        return f"Splitting({self.name!r}, order {self.order}, {kicks} kicks, {drifts} drift{plural})"
+
+    @property
+    def rate_calls(self) -> int:
+        """Calls of the whole rate a step (a call gives both halves; one of them is used)."""
+        return sum(map(bool, (*self.kick, *self.drift)))
+
+    def slope(self, f: Rate, t: Any, u: Tensor, dt: Any) -> Tensor:
+        """S, so that ``u + dt * S`` is the symplectic step. Arguments as in `Scheme.slope`."""
+        half = _half(self.name, u)
+        q, p = u[..., :half], u[..., half:]
+        moved_q = moved_p = torch.zeros_like(q)
+        kicked = drifted = 0.0  # parts of the step done so far; time runs with the other half's
+        for kick, drift in zip(self.kick, (*self.drift, 0.0)):
+            if kick:
+                du = call_rate(f, t + drifted * dt, torch.cat((q + dt * moved_q, p + dt * moved_p), -1))
+                moved_p = moved_p + kick * du[..., half:]
+            kicked += kick
+            if drift:
+                du = call_rate(f, t + kicked * dt, torch.cat((q + dt * moved_q, p + dt * moved_p), -1))
+                moved_q = moved_q + drift * du[..., :half]
+            drifted += drift
+        return torch.cat((moved_q, moved_p), -1)
+
+    def check_rate(self, f: Rate, t: Any, u: Tensor) -> int:
+        """Raise ValueError if q' depends on q, or p' on p: then kicks and drifts are not exact.
+
+        Returns the rate calls that took.
+        """
+        half = _half(self.name, u)
+        with torch.no_grad():
+            rate = call_rate(f, t, u)
+            nudge = 1e-2 * (1 + u.abs())
+            for what, part in (("q'", slice(None, half)), ("p'", slice(half, None))):
+                nudged = u.clone()
+                nudged[..., part] += nudge[..., part]
+                before, after = rate[..., part], call_rate(f, t, nudged)[..., part]
+                both = torch.isfinite(before) & torch.isfinite(after)
+                if not torch.equal(before[both], after[both]):
+                    raise ValueError(
+                        f"{self.name} needs a separable rate (q' a function of p alone, p' of q "
+                        f"alone, u = (q, p)), but {what} changed with {what[0]}; use a Runge-Kutta "
+                        "scheme such as 'rk4', or coordinates in which the system is separable"
+                    )
+        return 3
+
+
+def _half(name: str, u: Tensor) -> int:
+    if u.dim() == 0 or u.shape[-1] % 2:
+        raise ValueError(f"{name} needs a state (q, p) of even size, not one of shape {list(u.shape)}")
+    return u.shape[-1] // 2
