@@ -1,32 +1,70 @@
 """`torch.compile` for runs of steps: one compiled copy a rate, laid out so that it vectorises."""
 
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import count
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# On the CPU: a C++ wrapper, because runs are so short that a Python one would cost more than their
+# arithmetic; and no second thread for a few thousand numbers, for which it would only wait.
+CPU_OPTIONS = {"cpp_wrapper": True, "cpp.min_chunk_size": 16_384}
 
 
-def compiled(run: Callable[..., Any], *fixed: Any) -> Callable[..., Any]:
-    """`run`, compiled; the same copy again for the same fixed arguments.
+_NUMBERS = count()
+
+
+def compiled(run: Callable[..., Any], device: torch.device, *fixed: Any) -> Callable[..., Any]:
+    """`run`, compiled for a device; the same copy again for the same fixed arguments.
 
     torch counts recompilations for each code object and gives up after eight. A copy with a code
     object of its own for each rate keeps the ninth rate as fast as the first.
     """
-    return _compiled(run, *(x if _hashable(x) else _Identity(x) for x in fixed))
+    return _compiled(run, device.type, *(x if _hashable(x) else _Identity(x) for x in fixed))
 
 
 @lru_cache(maxsize=64)
-def _compiled(run: Callable[..., Any], *fixed: Any) -> Callable[..., Any]:
-    def components_first(*args: Any) -> Any:
+def _compiled(run: Callable[..., Any], device: str, *fixed: Any) -> Callable[..., Any]:
+    def laid_out(*args: Any) -> Any:
         with ComponentsFirst():
             return run(*args)
 
-    code = components_first.__code__.replace()
-    copy = FunctionType(code, components_first.__globals__, closure=components_first.__closure__)
-    return torch.compile(copy)
+    # Under one name torch would take what differs between rates (a run's length) for one that varies.
+    code = laid_out.__code__.replace(co_name=f"laid_out_{next(_NUMBERS)}")
+    copy = FunctionType(code, laid_out.__globals__, closure=laid_out.__closure__)
+    fast = torch.compile(copy, options=dict(CPU_OPTIONS) if device == "cpu" else None)
+    failed = False
+
+    def fast_or_plain(*args: Any) -> Any:
+        nonlocal failed
+        if not failed:
+            try:
+                return fast(*args)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                failed = True
+                reason = str(error).strip().splitlines()[0]
+                warnings.warn(f"not compiled, going on without ({reason})", stacklevel=2)
+        return run(*args)
+
+    return fast_or_plain
+
+
+def components_first(u: Tensor) -> Tensor:
+    """u with each component contiguous in memory: the layout in which compiled runs hand on states."""
+    return u.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+def count_operations(call: Callable[[], Any]) -> int:
+    """How many operations of torch a call makes; what compiled code grows with."""
+    with _Counter() as counter, torch.no_grad():
+        call()
+    return counter.count
 
 
 class ComponentsFirst(TorchFunctionMode):
@@ -48,6 +86,16 @@ class ComponentsFirst(TorchFunctionMode):
                     tensors = [x.movedim(-1, 0) for x in tensors]
                 return func(tensors, 0).movedim(0, -1)
         return func(*args, **kwargs)
+
+
+class _Counter(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 class _Identity:

@@ -86,21 +86,32 @@ def controlled(
             f"{scheme.name} has no embedded pair to estimate its error with; leave out rtol and "
             f"atol, or use one of {', '.join(pairs)}"
         )
-    wants_grad = torch.is_grad_enabled() and _differentiable(f, u0, t)
+    f, k = _fitted_to_time(f, t, u0)
+    wants_grad = u0.requires_grad or t.requires_grad or k.requires_grad
+    wants_grad = wants_grad and torch.is_grad_enabled()
     with torch.no_grad():
-        trajectory, rounds = _forward(f, u0.detach(), t.detach(), scheme, control, compile, wants_grad)
+        trajectory, rounds = _forward(
+            f, u0.detach(), k.detach(), t.detach(), scheme, control, compile, wants_grad
+        )
     if not wants_grad:
         return trajectory
-    u = _differentiated(f, u0, t, scheme, rounds, compile, checkpoint)
-    calls = trajectory.stats.rate_calls + len(rounds) * _calls(scheme) + 2
+    u = _differentiated(f, u0, k, t, scheme, rounds, compile, checkpoint)
+    calls = trajectory.stats.rate_calls + len(rounds) * _calls(scheme) + int(t.requires_grad)
     stats = Stats(calls, 0, trajectory.stats.steps, trajectory.stats.accepted, trajectory.stats.rejected)
     return Trajectory(trajectory.t, u, stats, trajectory.ok, trajectory.until)
 
 
 def _forward(
-    f: Rate, u0: Tensor, t_out: Tensor, scheme: Scheme, control: Control, compile: bool, keep: bool
+    f: Rate,
+    u0: Tensor,
+    k: Tensor,
+    t_out: Tensor,
+    scheme: Scheme,
+    control: Control,
+    compile: bool,
+    keep: bool,
 ) -> tuple[Trajectory, list[_Round]]:
-    attempt = compiled(_attempt, f, scheme) if compile else _attempt
+    attempt = compiled(_attempt, u0.device, f, scheme) if compile else _attempt
     clock = t_out.to(torch.float32 if u0.device.type == "mps" else torch.float64)
     end, last = clock[-1], len(clock) - 1
     sign = 1.0 if last == 0 or end > clock[0] else -1.0
@@ -108,7 +119,6 @@ def _forward(
 
     batch = u0.shape[:-1]
     u, t = u0, clock[0].expand(*batch, 1)
-    k = call_rate(f, _cast(t, u), u)
     ok = torch.isfinite(u).all(-1) & torch.isfinite(k).all(-1)
     upcoming = torch.ones(batch, dtype=torch.long, device=u.device)  # index of the next wanted time
     accepted = torch.zeros_like(upcoming)
@@ -161,7 +171,7 @@ def _forward(
         t = torch.where(passed, t1, t)
         factor = control.safety * error ** (-1 / (min(scheme.order, scheme.order_low) + 1))
         factor = factor.nan_to_num(control.shrink, posinf=control.grow)
-        factor = factor.clamp(control.shrink, control.grow)
+        factor = _rounded(factor.clamp(control.shrink, control.grow))
         h = torch.where(active[..., None], h * factor, h)
         h = h.abs().clamp(control.least, control.most) * sign
         floor = 4 * tiny * t.abs() + tiny**2 * (end - clock[0]).abs()
@@ -178,6 +188,7 @@ def _forward(
 def _differentiated(
     f: Rate,
     u0: Tensor,
+    k: Tensor,
     t_out: Tensor,
     scheme: Scheme,
     rounds: list[_Round],
@@ -185,7 +196,7 @@ def _differentiated(
     checkpoint: int | bool | None,
 ) -> Tensor:
     """The accepted steps again, with gradients: states at the wanted times [n+1, *batch, d]."""
-    attempt = compiled(_attempt, f, scheme) if compile else _attempt
+    attempt = compiled(_attempt, u0.device, f, scheme) if compile else _attempt
 
     def replay(part: list[_Round], u: Tensor, k: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
         values = []
@@ -205,13 +216,12 @@ def _differentiated(
             u, k = torch.where(moving, u1, u), torch.where(moving, k1, k)
         return values, u, k
 
-    start = _cast(t_out[:1], u0)
-    here = start.detach().expand(*u0.shape[:-1], 1)
     u = u0
     if t_out.requires_grad:
         # Starting later by s is starting from u0 - s f(t0, u0): this carries the gradient of t[0].
-        u = u0 - call_rate(f, here, u0.detach()).detach() * (start - start.detach())
-    k = call_rate(f, here, u)
+        start = _cast(t_out[:1], u0)
+        u = u0 - k.detach() * (start - start.detach())
+        k = call_rate(f, start.detach().expand(*u0.shape[:-1], 1), u)
     k = torch.where(torch.isfinite(k.detach()).all(-1, keepdim=True), k, 0.0)
 
     values = [u0]
@@ -298,13 +308,44 @@ def _first_step(
     order = min(scheme.order, scheme.order_low) + 1
     steepest = torch.maximum(d1, d2).nan_to_num(1e15)
     h1 = torch.where(steepest <= 1e-15, (h0 * 1e-3).clamp(min=1e-6), (0.01 / steepest) ** (1 / order))
-    return torch.minimum(100 * h0, h1).to(clock.dtype).clamp(max=(clock[-1] - clock[0]).abs().item())
+    h = torch.minimum(100 * h0, h1).to(clock.dtype)
+    return _rounded(h.clamp(max=(clock[-1] - clock[0]).abs().item()))
 
 
-def _differentiable(f: Rate, u0: Tensor, t: Tensor) -> bool:
-    if u0.requires_grad or t.requires_grad:
-        return True
-    return call_rate(f, _cast(t[:1], u0).expand(*u0.shape[:-1], 1), u0).requires_grad
+def _rounded(x: Tensor) -> Tensor:
+    """x to twelve bits.
+
+    The last bit of a power depends on where in the batch it is computed (vector units and the rest
+    of a loop differ); rounded, a trajectory takes the same steps in any company.
+    """
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 4096).round() / 4096, exponent)
+
+
+@dataclass(frozen=True)
+class _OfComponents:
+    """A rate that works on the components of u, and so wants times [*batch] to go with them."""
+
+    f: Rate
+
+    def __call__(self, t: Tensor, u: Tensor) -> Tensor:
+        return self.f(t[..., 0], u)
+
+
+def _fitted_to_time(f: Rate, t: Tensor, u0: Tensor) -> tuple[Rate, Tensor]:
+    """The rate for times [*batch, 1], and its value at the start.
+
+    ``u * t`` needs times [*batch, 1], ``x * t`` with ``x, y = u.unbind(-1)`` needs [*batch]. The
+    wrong one gives the wrong shape, so one call tells which a rate wants.
+    """
+    start = _cast(t[:1], u0).expand(*u0.shape[:-1], 1)
+    try:
+        return f, call_rate(f, start, u0)
+    except (RuntimeError, ValueError) as error:
+        try:
+            return _OfComponents(f), call_rate(_OfComponents(f), start, u0)
+        except (RuntimeError, ValueError):
+            raise error from None
 
 
 def _cast(time: Tensor, u: Tensor) -> Tensor:

@@ -9,15 +9,16 @@ also what `compile=True` compiles and what `checkpoint=` recomputes.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute_later
 
-from attractor.core.compiling import compiled
+from attractor.core.compiling import compiled, components_first, count_operations
 from attractor.core.control import Control, controlled
-from attractor.core.scheme import Rate
+from attractor.core.scheme import Rate, moved
 from attractor.core.tableaus import AnyScheme, get_scheme
 from attractor.core.trajectory import Record, Stats, Trajectory
 
@@ -44,8 +45,10 @@ def evolve(
     trajectory of the batch chooses its own steps, and t says only where states are wanted.
 
     Args:
-        f: the rate. It gets t as a tensor that broadcasts against u: of no dimension on a grid,
-            ``[*batch, 1]`` under error control. Trajectories must not depend on each other.
+        f: the rate. On a grid t is a tensor of no dimension. Under error control trajectories have
+            their own times: ``[*batch, 1]``, or ``[*batch]`` for a rate that works on the
+            components of u; which of them fits is found by a call. Trajectories must not depend on
+            each other.
         u0: initial states ``[*batch, d]``, floating or complex.
         t: times, 1-D, strictly increasing or decreasing, spacing free.
         scheme: a name (see `get_scheme`), a Scheme or a Splitting.
@@ -127,6 +130,83 @@ def check_problem(u0: Tensor, t: Tensor | Sequence[float]) -> Tensor:
 # On a grid
 
 
+class _Survivors(NamedTuple):
+    """Who is still followed, and the time up to which each trajectory was; [*batch] each."""
+
+    alive: Tensor
+    until: Tensor
+
+
+@dataclass(frozen=True)
+class _March:
+    """Steps along a grid of times, in runs. None for survivors: nobody has been lost yet."""
+
+    f: Rate
+    scheme: AnyScheme
+    correction: Correction | None
+    t: Tensor  # as given
+    times: Tensor  # in the state's precision, for the rate
+    dt: Any  # numbers, or a tensor where they are compiled or differentiated
+    saved: frozenset[int]
+    compiled_length: int  # runs of this many steps are compiled; 0: none
+
+    def run(self, first: int, keep: tuple[int, ...], u: Tensor) -> list[Tensor]:
+        """keep[-1] steps from u; the states after the steps in keep."""
+        stop = first + keep[-1]
+        run = _run
+        if keep[-1] == self.compiled_length:
+            run = compiled(_run, u.device, self.f, self.scheme, self.correction, keep)
+            u = components_first(u)
+        return run(
+            self.f, self.scheme, self.correction, keep, self.times[first:stop], self.dt[first:stop], u
+        )
+
+    def guarded(
+        self, first: int, stop: int, u: Tensor, survivors: _Survivors | None
+    ) -> tuple[list[Tensor], _Survivors | None, int]:
+        """A run; its states to keep and the last, who survived it, and the steps it took."""
+        keep = tuple(i - first for i in range(first + 1, stop + 1) if i in self.saved or i == stop)
+        states = _of_living(survivors, self.run(first, keep, _stand_in(u, survivors)), [u] * len(keep))
+        if _all_finite(states[-1]):
+            return states, survivors, keep[-1]
+
+        # Somebody was lost. Step by step: who, when, and where were they last?
+        before, survivors, steps = self.step_by_step(first, keep, u, survivors)
+        # The survivors again by the same run as ever, so that they get the same bits.
+        states = _of_living(survivors, self.run(first, keep, _stand_in(u, survivors)), before)
+        return states, survivors, steps + 2 * keep[-1]
+
+    def step_by_step(
+        self, first: int, keep: tuple[int, ...], u: Tensor, survivors: _Survivors | None
+    ) -> tuple[list[Tensor], _Survivors, int]:
+        """The same run one step at a time: whoever is lost stays where it was before."""
+        states, steps = [], 0
+        alive, until = survivors or _everybody(u, self.t)
+        for i in range(first, first + keep[-1]):
+            while bool(alive.any()):
+                (new,) = self.run(i, (1,), _stand_in(u, _Survivors(alive, until)))
+                steps += 1
+                lost = alive & ~torch.isfinite(new).all(-1)
+                if not bool(lost.any()):
+                    u = torch.where(alive[..., None], new, u)
+                    break
+                alive, until = alive & ~lost, torch.where(lost, self.t[i].detach(), until)
+            if i + 1 - first in keep:
+                states.append(u)
+        return states, _Survivors(alive, until), steps
+
+    def segment(
+        self, runs: list[tuple[int, int]], u: Tensor, survivors: _Survivors | None
+    ) -> tuple[list[Tensor], Tensor, _Survivors | None, int]:
+        """Several runs: the states to keep, the last one, who survived, and the steps taken."""
+        states, steps = [], 0
+        for first, stop in runs:
+            new, survivors, took = self.guarded(first, stop, u, survivors)
+            u, steps = new[-1], steps + took
+            states += new if stop in self.saved else new[:-1]
+        return states, u, survivors, steps
+
+
 def _on_grid(
     f: Rate,
     u0: Tensor,
@@ -137,89 +217,48 @@ def _on_grid(
     compile: bool,
     checkpoint: int | bool | None,
 ) -> Trajectory:
-    n = len(t) - 1
+    n, saved = len(t) - 1, _saved(len(t) - 1, every)
     real = u0.real.dtype if u0.is_complex() else u0.dtype
-    times = t.to(real)
-    rate_calls = scheme.check_rate(f, times[0], u0)
-    dt: Any = t.diff().to(real)
-    if not (compile or t.requires_grad):
-        dt = dt.tolist()  # plain numbers: no device work to read a step size
+    times, dt = t.to(real), t.diff().to(real)
+    scheme.check_rate(f, times[0], u0)
 
-    if checkpoint is True:
-        checkpoint = math.isqrt(n) + 1
-    spacing = checkpoint or n
-    length = _run_length(n, every, min(spacing, RUN))
-    saved = set(_saved(n, every))
-
-    def march(first: int, keep: tuple[int, ...], u: Tensor) -> list[Tensor]:
-        """keep[-1] steps from u; the states after the steps in keep."""
-        stop = first + keep[-1]
-        run = compiled(_run, f, scheme, correction, keep) if compile and keep[-1] == length else _run
-        return run(f, scheme, correction, keep, times[first:stop], dt[first:stop], u)
-
-    def advance(
-        first: int, stop: int, u: Tensor, alive: Tensor | None, until: Tensor
-    ) -> tuple[list[Tensor], Tensor | None, Tensor, int]:
-        """The states after steps first..stop that are kept, who is alive, and the steps it took."""
-        keep = tuple(i - first for i in range(first + 1, stop + 1) if i in saved or i == stop)
-        states = _only(alive, march(first, keep, _stand_in(u, alive)), [u] * len(keep))
-        if _all_finite(states[-1]):
-            return states, alive, until, keep[-1]
-
-        # Somebody was lost. Step by step: who, when, and the last finite state of each?
-        kept, v, steps = [], u, 2 * keep[-1]
-        alive = torch.ones_like(until, dtype=torch.bool) if alive is None else alive
-        for i in range(first, stop):
-            while bool(alive.any()):
-                (new,), steps = march(i, (1,), _stand_in(v, alive)), steps + 1
-                lost = alive & ~torch.isfinite(new).all(-1)
-                if not bool(lost.any()):
-                    (v,) = _only(alive, [new], [v])
-                    break
-                alive = alive & ~lost
-                until = torch.where(lost, t[i].detach(), until)
-            if i + 1 - first in keep:
-                kept.append(v)
-        # The survivors again by the same run as ever, so that they get the same bits.
-        states = _only(alive, march(first, keep, _stand_in(u, alive)), kept)
-        return states, alive, until, steps
-
-    def segment(
-        runs: list[tuple[int, int]], u: Tensor, alive: Tensor | None, until: Tensor
-    ) -> tuple[list[Tensor], Tensor, Tensor | None, Tensor, int]:
-        states, steps = [], 0
-        for first, stop in runs:
-            new, alive, until, took = advance(first, stop, u, alive, until)
-            u, steps = new[-1], steps + took
-            states += new if stop in saved else new[:-1]
-        return states, u, alive, until, steps
+    spacing = n if not checkpoint else math.isqrt(n) + 1 if checkpoint is True else int(checkpoint)
+    longest = max(1, min(RUN, spacing))
+    if compile and n:
+        # Compilers slow down on very long functions, and gcc 12 breaks down.
+        size = count_operations(lambda: _run(f, scheme, correction, (1,), times, dt, u0))
+        longest = min(longest, COMPILED_OPERATIONS // size + 1)
+    length = _run_length(n, every, longest)
+    runs = _runs(n, every, length)
+    as_numbers = not (compile or t.requires_grad)  # no device work to read a step size
+    march = _March(
+        *(f, scheme, correction, t, times, dt.tolist() if as_numbers else dt),
+        frozenset(saved),
+        length if compile else 0,
+    )
 
     u, steps = u0, 0
-    finite = torch.isfinite(u0.detach()).all(-1)
-    alive = None if bool(finite.all()) else finite
-    until = torch.where(finite, t[-1].detach(), t[0].detach())
+    survivors = None if _all_finite(u0) else _everybody(u0, t)
     record = Record(u0, len(saved))
     record.put(u0)
-    runs = _runs(n, every, length)
-    lasting = checkpoint and torch.is_grad_enabled()
-    for group in _groups(runs, spacing) if lasting else ([run] for run in runs):
-        if alive is not None and not bool(alive.any()):
+    recompute = bool(checkpoint) and torch.is_grad_enabled()
+    for group in _groups(runs, spacing) if recompute else ([run] for run in runs):
+        if survivors is not None and not bool(survivors.alive.any()):
             break
-        if lasting:
-            states, u, alive, until, took = recompute_later(
-                segment, group, u, alive, until, use_reentrant=False
-            )
+        if recompute:
+            result = recompute_later(march.segment, group, u, survivors, use_reentrant=False)
         else:
-            states, u, alive, until, took = segment(group, u, alive, until)
+            result = march.segment(group, u, survivors)
+        states, u, survivors, took = result
         steps += took
         for state in states:
             record.put(state)
     while len(record) < len(saved):  # nobody left: the last finite states stay
         record.put(u)
 
-    ok = torch.ones_like(finite) if alive is None else alive
-    stats = Stats(rate_calls + steps * scheme.rate_calls, steps * (correction is not None), steps)
-    return Trajectory(t[sorted(saved)], record.finish(), stats, ok, until)
+    alive, until = survivors or _everybody(u0, t)
+    stats = Stats(steps * scheme.rate_calls, steps * (correction is not None), steps)
+    return Trajectory(t[saved], record.finish(), stats, alive, until)
 
 
 def _run(
@@ -234,36 +273,56 @@ def _run(
     """Steps from u at times t [k] with sizes dt [k]; the states after the steps in keep."""
     states = []
     for i in range(keep[-1]):
-        slope = scheme.slope(f, t[i], u, dt[i])
-        plain = u + dt[i] * slope
-        u = plain if correction is None else plain + correction(u, slope, dt[i])
+        u = _step(f, scheme, correction, t[i], dt[i], u)
         if i + 1 in keep:
             states.append(u)
     return states
 
 
+def _step(
+    f: Rate, scheme: AnyScheme, correction: Correction | None, t: Tensor, dt: Any, u: Tensor
+) -> Tensor:
+    slope = scheme.slope(f, t, u, dt)
+    plain = moved(u, dt, (1.0,), (slope,))
+    return plain if correction is None else plain + correction(u, slope, dt)
+
+
+def _everybody(u: Tensor, t: Tensor) -> _Survivors:
+    """All whose state is finite, followed to the end."""
+    finite = torch.isfinite(u.detach()).all(-1)
+    return _Survivors(finite, torch.where(finite, t[-1].detach(), t[0].detach()))
+
+
 def _all_finite(u: Tensor) -> bool:
+    """One number tells, unless it overflows."""
     u = torch.view_as_real(u.detach()) if u.is_complex() else u.detach()
     wide = torch.float32 if u.dtype.itemsize < 4 else u.dtype
     return math.isfinite(u.sum(dtype=wide).item()) or bool(torch.isfinite(u).all())
 
 
-def _stand_in(u: Tensor, alive: Tensor | None) -> Tensor:
-    """u with the state of a living trajectory in place of every lost one."""
-    if alive is None or not bool(alive.any()):
-        return u
-    donor = u.detach()[alive][0]
-    return torch.where(alive[..., None], u, donor)
+def _stand_in(u: Tensor, survivors: _Survivors | None) -> Tensor:
+    """u with the state of a living trajectory in place of every lost one.
+
+    Always a node of its own in the graph: gradients of a run add up there before they meet those of
+    a kept state, so that the order of additions, and with it every bit, is the same with and
+    without a loss.
+    """
+    if survivors is None or not bool(survivors.alive.any()):
+        return u.view_as(u)
+    donor = u.detach()[survivors.alive][0]
+    return torch.where(survivors.alive[..., None], u, donor)
 
 
-def _only(alive: Tensor | None, new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
+def _of_living(survivors: _Survivors | None, new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
     """The new states of the living, the old ones of the lost."""
-    if alive is None:
+    if survivors is None:
         return new
-    return [torch.where(alive[..., None], a, b) for a, b in zip(new, old)]
+    return [torch.where(survivors.alive[..., None], a, b) for a, b in zip(new, old)]
 
 
 # How a grid is cut into runs
+
+COMPILED_OPERATIONS = 1_000  # in a compiled run: ten steps of a small system
 
 RUN = 10  # steps a run: enough to hide the cost of starting one, few enough to compile in seconds
 

@@ -49,6 +49,7 @@ class Scheme:
     dense: tuple[Fraction, ...] | None = None
     order_low: int = field(init=False, default=0, repr=False, compare=False)
     rate_calls: int = field(init=False, default=0, repr=False, compare=False)
+    _hash: int = field(init=False, default=0, repr=False, compare=False)
     _a: tuple[tuple[float, ...], ...] = field(init=False, default=(), repr=False, compare=False)
     _b: tuple[float, ...] = field(init=False, default=(), repr=False, compare=False)
     _c: tuple[float, ...] = field(init=False, default=(), repr=False, compare=False)
@@ -97,6 +98,10 @@ class Scheme:
         put("_a", tuple(tuple(map(float, row)) for row in self.a))
         put("_b", tuple(map(float, self.b)))
         put("_c", tuple(map(float, self.c)))
+        put("_hash", hash((name, self._a, self._b, self._c)))
+
+    def __hash__(self) -> int:
+        return self._hash  # fractions hash slowly, and schemes are looked up in every run
 
     def __repr__(self) -> str:
         pair = f" (error from order {self.order_low})" if self.b_low else ""
@@ -130,22 +135,30 @@ class Scheme:
         """The rates k_i at the first `count` stages (all by default); `first` is k_1 if known."""
         k = [call_rate(f, t, u) if first is None else first]
         for row, c in zip(self._a[1:count], self._c[1:count]):
-            k.append(call_rate(f, t + c * dt, u + dt * weighted_sum(row, k)))
+            k.append(call_rate(f, t + c * dt, moved(u, dt, row, k)))
         return k
 
-    def check_rate(self, f: Rate, t: Any, u: Tensor) -> int:
-        """Raise if the scheme cannot step this rate; the rate calls that took. Here: none."""
-        return 0
+    def check_rate(self, f: Rate, t: Any, u: Tensor) -> None:
+        """Raise ValueError if the scheme cannot step this rate. A Runge-Kutta scheme takes any."""
 
 
 def weighted_sum(weights: Sequence[float], terms: Sequence[Tensor]) -> Tensor:
-    """Sum of ``w * x``, leaving out zero weights. An empty sum is a zero tensor."""
-    total: Tensor | None = None
+    """Sum of ``w * x``, leaving out zero weights; in one buffer where no graph is recorded."""
+    (w, x), *rest = [(w, x) for w, x in zip(weights, terms) if w != 0] or [(0.0, terms[0])]
+    total = x if w == 1 and not rest else w * x
+    for w, x in rest:
+        total = total.add(x, alpha=w) if torch.is_grad_enabled() else total.add_(x, alpha=w)
+    return total
+
+
+def moved(u: Tensor, dt: Any, weights: Sequence[float], terms: Sequence[Tensor]) -> Tensor:
+    """``u + dt * weighted_sum(weights, terms)``, in fewer operations where dt is a number."""
+    if not isinstance(dt, float):
+        return u + dt * weighted_sum(weights, terms)
     for w, x in zip(weights, terms):
         if w != 0:
-            x = x if w == 1 else w * x
-            total = x if total is None else total + x
-    return torch.zeros_like(terms[0]) if total is None else total
+            u = u.add(x, alpha=w * dt)
+    return u
 
 
 def call_rate(f: Rate, t: Any, u: Tensor) -> Tensor:

@@ -90,11 +90,8 @@ class Splitting:
             drifted += drift
         return torch.cat((moved_q, moved_p), -1)
 
-    def check_rate(self, f: Rate, t: Any, u: Tensor) -> int:
-        """Raise ValueError if q' depends on q, or p' on p: then kicks and drifts are not exact.
-
-        Returns the rate calls that took.
-        """
+    def check_rate(self, f: Rate, t: Any, u: Tensor) -> None:
+        """Raise ValueError if q' depends on q, or p' on p: then kicks and drifts are not exact."""
         half = _half(self.name, u)
         with torch.no_grad():
             rate = call_rate(f, t, u)
@@ -110,7 +107,6 @@ class Splitting:
                         f"alone, u = (q, p)), but {what} changed with {what[0]}; use a Runge-Kutta "
                         "scheme such as 'rk4', or coordinates in which the system is separable"
                     )
-        return 3
 
 
 def _half(name: str, u: Tensor) -> int:

@@ -205,7 +205,7 @@ def _over_grid(m1: Tensor | float, m2: Tensor | float, like: Tensor, exceeds: An
         torch.stack([exceeds(x, y).to(like.dtype).mean() for y in second.reshape(-1)])
         for x in first.reshape(-1)
     ]
-    return torch.stack(rows).reshape(*first.shape, *second.shape)
+    return torch.stack(rows).reshape((*first.shape, *second.shape))
 
 
 def _ratio(top: Tensor, bottom: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ class Stats:
     """What a solve cost.
 
     Attributes:
-        rate_calls: calls of the rate, each for the whole batch.
+        rate_calls: calls of the rate for steps, each for the whole batch (calls that only check
+            the rate or prepare to compile it are not counted).
         correction_calls: calls of the correction, likewise.
         steps: steps taken, each for the whole batch; under error control the longest
             trajectory's accepted and rejected ones together.

@@ -40,5 +40,6 @@ class Robertson:
         device: torch.device | str | None = None,
     ) -> Tensor:
         """n initial states."""
-        first = uniform(n, [0.5], [1.0], generator, dtype, device)
-        return torch.cat((first, torch.zeros_like(first), 1 - first), -1)
+        first = uniform(n, [0.5], [1.0], generator, torch.float64, device)
+        state = torch.cat((first, torch.zeros_like(first), 1 - first), -1)
+        return state.to(dtype or torch.get_default_dtype())

@@ -1,0 +1,227 @@
+"""What every member of a plug-in folder must satisfy. Members are found, not listed."""
+
+import inspect
+from dataclasses import FrozenInstanceError, fields
+from fractions import Fraction
+
+import pytest
+import torch
+
+from attractor import evolve, get_scheme
+from attractor.core.scheme import Scheme
+from attractor.core.splitting import Splitting
+from attractor.core.tableaus import ALL
+from attractor.core.trees import defect
+from attractor.ode import systems
+
+# ---- schemes: everything in core/tableaus.py
+
+schemes = pytest.mark.parametrize("scheme", ALL.values(), ids=lambda s: s.name)
+
+
+def oscillator(t, u):
+    q, p = u.chunk(2, -1)
+    return torch.cat((p, -q.sin()), -1)
+
+
+@schemes
+def test_scheme_is_found_by_its_name(scheme):
+    assert get_scheme(scheme.name) is scheme
+    assert get_scheme(scheme) is scheme
+
+
+@schemes
+def test_scheme_meets_its_order_conditions_and_no_more(scheme):
+    if isinstance(scheme, Splitting):
+        kick_sees = [[d * (j < i) for j, d in enumerate(scheme.drift)] for i in range(len(scheme.kick))]
+        drift_sees = [[k * (j <= i) for j, k in enumerate(scheme.kick)] for i in range(len(scheme.drift))]
+        assert defect(scheme.order, scheme.kick, kick_sees, drift_sees) < 1e-12
+        assert defect(scheme.order + 1, scheme.kick, kick_sees, drift_sees) > 1e-3
+    else:
+        assert all(defect(p, scheme.b, scheme.a) == 0 for p in range(1, scheme.order + 1))
+        assert defect(scheme.order + 1, scheme.b, scheme.a) > 0
+        assert all(isinstance(x, Fraction) for x in (*scheme.b, *scheme.c))
+
+
+@schemes
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+def test_slope_keeps_shape_and_dtype(scheme, dtype, batch):
+    u = torch.rand(*batch, 4, dtype=torch.float64).to(dtype)
+    slope = scheme.slope(oscillator, 0.0, u, 0.1)
+    assert slope.shape == u.shape
+    assert slope.dtype == dtype
+
+
+@schemes
+def test_slope_is_the_rate_when_the_step_vanishes(scheme):
+    u = torch.rand(5, 4, dtype=torch.float64)
+    torch.testing.assert_close(scheme.slope(oscillator, 0.0, u, 1e-12), oscillator(0.0, u))
+
+
+@schemes
+def test_slope_is_the_same_for_number_and_tensor_steps(scheme):
+    u, t = torch.rand(5, 4, dtype=torch.float64), torch.tensor(0.3, dtype=torch.float64)
+    each = torch.full((5, 1), 0.1, dtype=torch.float64)
+    torch.testing.assert_close(
+        scheme.slope(oscillator, t, u, 0.1), scheme.slope(oscillator, t, u, each), rtol=1e-14, atol=1e-14
+    )
+
+
+@schemes
+def test_gradients_through_a_slope(scheme):
+    u = torch.rand(2, 4, dtype=torch.float64, requires_grad=True)
+    dt = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda u, dt: scheme.slope(oscillator, 0.0, u, dt), (u, dt))
+
+
+@schemes
+def test_slope_can_be_compiled_whole(scheme):
+    u = torch.rand(5, 4, dtype=torch.float64)
+    step = lambda u, dt: scheme.slope(oscillator, 0.0, u, dt)
+    whole = torch.compile(step, fullgraph=True, backend="aot_eager")
+    dt = torch.tensor(0.1, dtype=torch.float64)
+    torch.testing.assert_close(whole(u, dt), step(u, dt))
+
+
+@schemes
+def test_rate_calls_are_counted_truly(scheme):
+    calls = 0
+
+    def counting(t, u):
+        nonlocal calls
+        calls += 1
+        return oscillator(t, u)
+
+    scheme.slope(counting, 0.0, torch.rand(3, 4), 0.1)
+    assert calls == scheme.rate_calls
+
+
+@schemes
+def test_scheme_cannot_be_changed(scheme):
+    with pytest.raises(FrozenInstanceError):
+        scheme.order = 7
+
+
+@pytest.mark.parametrize(
+    "scheme", [s for s in ALL.values() if isinstance(s, Scheme) and s.b_low], ids=lambda s: s.name
+)
+def test_error_estimate_has_the_order_of_the_lower_scheme(scheme):
+    u, t = torch.tensor([0.3, 0.8], dtype=torch.float64), torch.tensor(0.0)
+    weights = [float(b - low) for b, low in zip(scheme.b, scheme.b_low)]
+    sizes = []
+    for h in (0.2, 0.1):
+        stages = scheme.stages(oscillator, t, u, h)
+        sizes.append((h * sum(w * k for w, k in zip(weights, stages))).norm().item())
+    order = torch.tensor(sizes[0] / sizes[1]).log2().item()
+    assert order == pytest.approx(scheme.order_low + 1, abs=0.6)
+
+
+# ---- systems: everything ode/systems exports
+
+SYSTEMS = [getattr(systems, name) for name in systems.__all__ if name != "System"]
+every_system = pytest.mark.parametrize("make", SYSTEMS, ids=lambda c: c.__name__)
+
+
+def states(system, n=5, dtype=torch.float64):
+    return system.sample(n, torch.Generator().manual_seed(3), dtype)
+
+
+def short(system):
+    """A time over which the system is easy to solve tightly."""
+    return 1e-3 if isinstance(system, systems.Robertson) else 0.5
+
+
+def test_every_file_of_the_folder_is_exported():
+    from pathlib import Path
+
+    folder = Path(inspect.getfile(systems)).parent
+    files = {p.stem for p in folder.glob("*.py")} - {"__init__", "system"}
+    assert files == {cls.__module__.rsplit(".", 1)[1] for cls in SYSTEMS}
+
+
+@every_system
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("batch", [(), (1,), (3,), (2, 3)])
+def test_rate_keeps_shape_and_dtype(make, dtype, batch):
+    system = make()
+    u = states(system, 6, dtype)[: max(1, torch.Size(batch).numel())].reshape(*batch, system.dim)
+    du = system(torch.tensor(0.0), u)
+    assert du.shape == u.shape
+    assert du.dtype == dtype
+
+
+@every_system
+def test_trajectories_do_not_see_each_other(make):
+    system = make()
+    u = states(system, 6)
+    du = system(0.0, u)
+    for i in range(6):
+        torch.testing.assert_close(system(0.0, u[i]), du[i], rtol=1e-12, atol=1e-12)
+
+
+@every_system
+def test_gradients_of_the_rate(make):
+    system = make()
+    u = states(system, 2) + 0.01
+    assert torch.autograd.gradcheck(lambda u: system(0.0, u), (u.requires_grad_(),), rtol=1e-3)
+
+
+@every_system
+def test_rate_can_be_compiled_whole(make):
+    system = make()
+    u = states(system)
+    whole = torch.compile(lambda u: system(0.0, u), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(whole(u), system(0.0, u))
+
+
+@every_system
+def test_samples_come_from_the_seed_alone(make):
+    system = make()
+    assert torch.equal(states(system), states(system))
+    assert torch.equal(states(system, dtype=torch.float32), states(system).float())
+    assert not torch.equal(states(system), system.sample(5, torch.Generator().manual_seed(4), torch.float64))
+    assert system.sample(0).shape == (0, system.dim)
+    with pytest.raises(ValueError, match="cannot sample -1"):
+        system.sample(-1)
+
+
+@every_system
+def test_energy_is_conserved(make):
+    system = make()
+    if not hasattr(system, "energy"):
+        pytest.skip("this system conserves nothing")
+    u = states(system)
+    solved = evolve(system, u, [0.0, short(system)], "dopri5", rtol=1e-12, atol=1e-13)
+    assert solved.ok.all()
+    torch.testing.assert_close(system.energy(solved.final), system.energy(u), rtol=1e-9, atol=1e-9)
+    assert (solved.final - u).abs().max() > 1e-6  # it did move
+
+
+@every_system
+def test_exact_solution_is_one(make):
+    system = make()
+    if not hasattr(system, "exact"):
+        pytest.skip("no exact solution is known")
+    u = states(system)
+    t = torch.linspace(0, 2, 5, dtype=torch.float64)
+    solved = evolve(system, u, t, "dopri5", rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(system.exact(t, u), solved.u, rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(system.exact(t[:1], u)[0], u)
+
+
+@every_system
+def test_repr_makes_the_same_system(make):
+    system = make()
+    again = eval(repr(system), {make.__name__: make})  # a test of our own repr
+    assert again == system
+    assert hash(again) == hash(system)
+    assert torch.equal(again(0.0, states(system)), system(0.0, states(system)))
+
+
+@every_system
+def test_system_says_what_it_is(make):
+    assert make.__doc__
+    assert not make.__doc__.startswith(f"{make.__name__}(")
+    with pytest.raises((FrozenInstanceError, AttributeError)):
+        setattr(make(), next((f.name for f in fields(make)), "dim"), 1)

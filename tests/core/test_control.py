@@ -1,0 +1,197 @@
+import math
+
+import pytest
+import torch
+
+import attractor as at
+
+F64 = dict(dtype=torch.float64)
+
+
+def orbit(t, u):
+    q, v = u.chunk(2, -1)
+    return torch.cat((v, -q * (q * q).sum(-1, keepdim=True) ** -1.5), -1)
+
+
+def ellipse(e):
+    return [1 - e, 0.0, 0.0, math.sqrt((1 + e) / (1 - e))]
+
+
+@pytest.mark.parametrize("scheme", ["bosh3", "dopri5"])
+def test_error_follows_the_tolerance(scheme):
+    u0 = torch.tensor([ellipse(0.3)], **F64)
+    errors = []
+    for tolerance in (1e-4, 1e-6, 1e-8):
+        solved = at.evolve(orbit, u0, [0.0, 2 * math.pi], scheme, rtol=tolerance, atol=tolerance)
+        errors.append((solved.final - u0).abs().max().item())
+        assert errors[-1] < 1e3 * tolerance
+    assert errors[0] > 10 * errors[1] > 100 * errors[2]
+
+
+def test_every_trajectory_has_its_own_steps():
+    # A nearly circular and a very eccentric orbit side by side: the first is not slowed down.
+    both = torch.tensor([ellipse(0.01), ellipse(0.95)], **F64)
+    t = [0.0, 2 * math.pi]
+    together = at.evolve(orbit, both, t, "dopri5", rtol=1e-8, atol=1e-8)
+    for i in range(2):
+        alone = at.evolve(orbit, both[i : i + 1], t, "dopri5", rtol=1e-8, atol=1e-8)
+        assert together.stats.accepted[i] == alone.stats.accepted[0]
+        assert together.stats.rejected[i] == alone.stats.rejected[0]
+        torch.testing.assert_close(together.final[i], alone.final[0], rtol=1e-12, atol=1e-12)
+    assert together.stats.accepted[1] > 2 * together.stats.accepted[0]
+
+
+@pytest.mark.parametrize(("scheme", "order"), [("dopri5", 5), ("bosh3", 4), ("adaptive_heun", 3)])
+def test_states_inside_a_step_are_interpolated_to_order(scheme, order):
+    # One forced step of size h and states inside it: the local error falls as the order says.
+    from attractor.core.control import Control, controlled
+
+    u0, errors = torch.tensor([[0.3, 1.1]], **F64), []
+    rate = lambda t, u: torch.stack((u[..., 1], -u[..., 0].sin()), -1)
+    for h in (0.4, 0.2, 0.1):
+        t = torch.linspace(0, h, 9, **F64)
+        control = Control(rtol=1e3, atol=1e3, first=h, least=h)
+        inside = controlled(rate, u0, t, at.get_scheme(scheme), control)
+        assert inside.stats.steps == 1
+        truth = at.evolve(rate, u0, t, "dopri5", rtol=1e-13, atol=1e-14)
+        errors.append((inside.u - truth.u).abs().max().item())
+    assert math.log2(errors[1] / errors[2]) == pytest.approx(order, abs=0.5)
+
+
+def test_many_states_cost_no_steps():
+    u0 = torch.tensor([ellipse(0.3), ellipse(0.6)], **F64)
+    few = at.evolve(orbit, u0, torch.linspace(0, 6, 2, **F64), "dopri5", rtol=1e-7, atol=1e-7)
+    many = at.evolve(orbit, u0, torch.linspace(0, 6, 500, **F64), "dopri5", rtol=1e-7, atol=1e-7)
+    assert many.stats.rate_calls == few.stats.rate_calls
+    assert torch.equal(many.final, few.final)
+    fine = at.evolve(orbit, u0, torch.linspace(0, 6, 500, **F64), "dopri5", rtol=1e-12, atol=1e-12)
+    assert (many.u - fine.u).abs().max() < 1e-4
+
+
+def test_rate_calls_are_counted_truly():
+    calls = 0
+
+    def counting(t, u):
+        nonlocal calls
+        calls += 1
+        return -u
+
+    for scheme in ("dopri5", "bosh3", "fehlberg2"):
+        calls = 0
+        solved = at.evolve(counting, torch.ones(3, 1, **F64), [0.0, 2.0], scheme, rtol=1e-6, atol=1e-8)
+        assert solved.stats.rate_calls == calls
+        calls = 0
+        u0 = torch.ones(3, 1, **F64, requires_grad=True)
+        assert at.evolve(counting, u0, [0.0, 2.0], scheme, rtol=1e-6).stats.rate_calls == calls
+
+
+def test_backward_in_time():
+    u0 = torch.tensor([ellipse(0.4)], **F64)
+    there = at.evolve(orbit, u0, [0.0, 1.0, 3.0], "dopri5", rtol=1e-10, atol=1e-12)
+    back = at.evolve(orbit, there.final, [3.0, 1.0, 0.0], "dopri5", rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(back.final, u0, rtol=0, atol=1e-7)
+    torch.testing.assert_close(back.u[1], there.u[1], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("batch", [(), (1,), (4,), (2, 3)])
+@pytest.mark.parametrize(
+    "rate",
+    [
+        lambda t, u: t * u,
+        lambda t, u: torch.stack([t * x for x in u.unbind(-1)], -1),
+    ],
+    ids=["whole state", "components"],
+)
+def test_time_fits_rates_of_either_style(batch, rate):
+    u0 = torch.rand(*batch, 2, **F64) + 0.5
+    solved = at.evolve(rate, u0, [0.0, 1.0], "dopri5", rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(solved.final, u0 * math.exp(0.5), rtol=1e-8, atol=0)
+    torch.testing.assert_close(at.evolve(rate, u0, torch.linspace(0, 1, 101, **F64)).final, solved.final)
+
+
+def test_error_of_the_rate_is_shown_as_it_was():
+    with pytest.raises(ValueError, match=r"returned shape \[4, 2, 1\]"):
+        at.evolve(lambda t, u: u[..., None], torch.rand(4, 2), [0.0, 1.0], "dopri5", rtol=1e-3)
+
+
+@pytest.mark.parametrize("checkpoint", [None, 4, True])
+def test_gradients_of_a_controlled_solve(checkpoint):
+    u0 = torch.tensor([[0.5, 0.1], [1.5, -0.3]], **F64, requires_grad=True)
+    t = torch.tensor([0.1, 0.7, 1.3], **F64, requires_grad=True)
+    k = torch.tensor(1.3, **F64, requires_grad=True)
+
+    def solve(u0, t, k):
+        rate = lambda t, u: torch.stack((u[..., 1], -k * u[..., 0].sin() + 0.1 * t.cos().reshape(-1)), -1)
+        how = dict(rtol=1e-11, atol=1e-12, checkpoint=checkpoint)
+        return at.evolve(rate, u0, t, "dopri5", **how).u
+
+    assert torch.autograd.gradcheck(solve, (u0, t, k), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["dopri5", "bosh3", "fehlberg2"])
+def test_gradient_of_a_wanted_time_is_the_rate_there(scheme):
+    u0 = torch.tensor([[0.5, 0.1]], **F64)
+    t = torch.linspace(0, 2, 7, **F64, requires_grad=True)
+    rate = lambda t, u: torch.stack((u[..., 1], -u[..., 0].sin()), -1)
+    solved = at.evolve(rate, u0, t, scheme, rtol=1e-7, atol=1e-8)
+    (gradient,) = torch.autograd.grad(solved.u[:, 0, 0].sum(), t)
+    torch.testing.assert_close(gradient[1:], solved.u[1:, 0, 1].detach(), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(gradient.sum(), torch.tensor(0.0, **F64), rtol=0, atol=1e-3)  # no clock
+
+
+def test_gradients_survive_attempts_that_fail():
+    # The first step, far too long, looks below zero: a NaN that is rejected must leave no trace.
+    from attractor.core.control import Control, controlled
+
+    u0 = torch.tensor([[4.0]], **F64, requires_grad=True)
+    control = Control(rtol=1e-9, atol=1e-9, first=50.0)
+    solved = controlled(lambda t, u: -u.sqrt(), u0, torch.tensor([0.0, 1.0], **F64), at.schemes.DOPRI5, control)
+    assert solved.stats.rejected.item() > 0
+    torch.testing.assert_close(solved.final, torch.tensor([[2.25]], **F64))  # (2 - t/2)^2
+    (gradient,) = torch.autograd.grad(solved.final.sum(), u0)
+    torch.testing.assert_close(gradient, torch.tensor([[0.75]], **F64), rtol=1e-6, atol=0)
+
+
+def test_a_singularity_is_a_loss_and_the_others_go_on():
+    # u' = u^2 reaches infinity at 1 / u0
+    u0 = torch.tensor([[0.1], [2.0], [0.2]], **F64)
+    solved = at.evolve(lambda t, u: u**2, u0, torch.linspace(0, 1, 11, **F64), "dopri5", rtol=1e-6)
+    assert solved.ok.tolist() == [True, False, True]
+    assert torch.isfinite(solved.u).all()
+    assert solved.until[1].item() == pytest.approx(0.5, abs=1e-3)
+    torch.testing.assert_close(solved.u[4, 1], torch.tensor([2 / (1 - 0.8)], **F64), rtol=1e-4, atol=0)
+    torch.testing.assert_close(solved.final[0], torch.tensor([0.1 / 0.9], **F64), rtol=1e-5, atol=0)
+
+
+def test_max_steps_gives_up_those_that_have_not_arrived():
+    u0 = torch.tensor([ellipse(0.01), ellipse(0.99)], **F64)
+    solved = at.evolve(orbit, u0, [0.0, 6.0], "dopri5", rtol=1e-8, atol=1e-8, max_steps=100)
+    assert solved.ok.tolist() == [True, False]
+    assert solved.stats.steps == 100
+    assert 0 < solved.until[1] < 6
+
+
+def test_stiff_robertson_reaches_its_known_answer():
+    # Hairer and Wanner II: at t = 40 the state is 0.7158, 9.185e-6, 0.2842
+    system = at.systems.Robertson()
+    u0 = torch.tensor([1.0, 0.0, 0.0], **F64)
+    solved = at.evolve(system, u0, [0.0, 0.4], "dopri5", rtol=1e-6, atol=1e-10)
+    known = torch.tensor([9.8517e-01, 3.3864e-05, 1.4794e-02], **F64)
+    torch.testing.assert_close(solved.final, known, rtol=1e-4, atol=0)
+    assert at.stiffness.stiffness_index(system, solved.final).item() > 1e3
+
+
+def test_float32_takes_the_default_tolerances():
+    u0 = torch.tensor([ellipse(0.1)])
+    solved = at.evolve(orbit, u0, torch.linspace(0, 6, 13), "dopri5", rtol=1e-7, atol=1e-9)
+    assert solved.ok.all()
+    assert solved.u.dtype == torch.float32
+
+
+def test_compiled_attempts_are_the_same():
+    u0 = torch.tensor([ellipse(0.3), ellipse(0.6)], **F64)
+    how = dict(rtol=1e-7, atol=1e-9)
+    with torch.no_grad():
+        plain = at.evolve(orbit, u0, [0.0, 2.0], "dopri5", **how)
+        fast = at.evolve(orbit, u0, [0.0, 2.0], "dopri5", compile=True, **how)
+    torch.testing.assert_close(fast.final, plain.final, rtol=1e-9, atol=1e-9)

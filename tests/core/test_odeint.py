@@ -1,0 +1,149 @@
+import pytest
+import torch
+
+import attractor as at
+
+torchdiffeq = pytest.importorskip("torchdiffeq")
+F64 = dict(dtype=torch.float64)
+T = torch.tensor([0.0, 0.3, 1.0, 1.7], **F64)
+
+
+class Field(torch.nn.Module):
+    """A rate with weights, time and a batch, as a user of torchdiffeq would write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double()
+
+    def forward(self, t, y):
+        assert t.dim() == 0
+        return self.net(y) * t.cos() - 0.5 * y
+
+
+def both(y0, t=T, weights=None, **how):
+    """Solution and gradients from either library."""
+    for library in (torchdiffeq, at):
+        torch.manual_seed(5)
+        field = Field()
+        start = y0.clone().requires_grad_()
+        times = t.clone().requires_grad_()
+        y = library.odeint(field, start, times, **how)
+        torch.manual_seed(6)
+        loss = (y * torch.randn_like(y)).sum()
+        yield y.detach(), *torch.autograd.grad(loss, (start, times, *field.parameters()))
+
+
+@pytest.mark.parametrize("method", ["euler", "midpoint", "heun2", "heun3", "rk4"])
+@pytest.mark.parametrize("back", [False, True])
+def test_fixed_methods_give_torchdiffeq_s_numbers(method, back):
+    t = T.flip(0) if back else T
+    for theirs, ours in zip(*both(torch.randn(4, 3, **F64), t, method=method)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", [None, "dopri5", "bosh3", "fehlberg2", "adaptive_heun"])
+def test_adaptive_methods_agree_with_torchdiffeq(method):
+    tolerance = 1e-5 if method in ("fehlberg2", "adaptive_heun") else 1e-8
+    how = dict(method=method, rtol=tolerance, atol=tolerance)
+    (y, y0, t, *weights), (y_, y0_, t_, *weights_) = both(torch.randn(4, 3, **F64), **how)
+    for theirs, ours in zip((y, y0, *weights), (y_, y0_, *weights_)):
+        torch.testing.assert_close(ours, theirs, rtol=3e3 * tolerance, atol=3e3 * tolerance)
+    if method in (None, "dopri5"):  # the others' interpolants there are too coarse for times
+        torch.testing.assert_close(t_, t, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("step", [0.1, 0.25, 0.03])
+@pytest.mark.parametrize("back", [False, True])
+def test_step_size(step, back):
+    y0, t = torch.randn(4, 3, **F64), torch.tensor([0.0, 0.5, 1.0, 1.5], **F64)
+    t = t.flip(0) if back else t
+    theirs, ours = both(y0, t, method="rk4", options={"step_size": step})
+    # torchdiffeq interpolates linearly where its grid misses a wanted time; ours steps on it.
+    exact = at.odeint(Field(), y0, t, method="rk4", options={"step_size": 0.01})
+    tolerance = 1e-10 if step != 0.03 else 1e-3
+    torch.testing.assert_close(ours[0], theirs[0], rtol=tolerance, atol=tolerance)
+    assert exact.shape == ours[0].shape
+
+
+def test_steps_end_at_the_wanted_times():
+    seen = []
+    rate = lambda t, y: (seen.append(t.item()), -y)[1]
+    at.odeint(rate, torch.ones(1, **F64), torch.tensor([0.0, 0.25, 1.0], **F64), method="euler",
+              options={"step_size": 0.1})  # fmt: skip
+    assert seen == pytest.approx([0.0, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+
+
+def test_grid_constructor():
+    grid = lambda func, y0, t: torch.linspace(t[0].item(), t[-1].item(), 35, **F64)
+    y0, field = torch.randn(2, 3, **F64), Field()
+    how = dict(method="rk4", options={"grid_constructor": grid})
+    ours, theirs = (library.odeint(field, y0, T, **how) for library in (at, torchdiffeq))
+    torch.testing.assert_close(ours[-1], theirs[-1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["dopri5", "rk4"])
+def test_tuples(method):
+    rate = lambda t, y: (y[1], -y[0])
+    y0 = (torch.rand(2, 3, **F64), torch.rand(2, 3, **F64))
+    ours = at.odeint(rate, y0, T, method=method)
+    theirs = torchdiffeq.odeint(rate, y0, T, method=method)
+    for a, b in zip(ours, theirs):
+        assert a.shape == (4, 2, 3)
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_scalar_state_and_any_shape():
+    for shape in ((), (1,), (2, 3, 4)):
+        y0 = torch.rand(shape, **F64)
+        assert at.odeint(lambda t, y: -y, y0, T).shape == (4, *shape)
+        torch.testing.assert_close(at.odeint(lambda t, y: -y, y0, T)[-1], y0 * torch.exp(-T[-1]), rtol=1e-6, atol=0)
+
+
+def test_a_scheme_of_one_s_own():
+    y0 = torch.rand(2, 2, **F64)
+    fixed = at.odeint(lambda t, y: -y, y0, torch.linspace(0, 1, 21, **F64), method=at.schemes.SSPRK3)
+    adaptive = at.odeint(lambda t, y: -y, y0, torch.linspace(0, 1, 2, **F64), method=at.schemes.BOSH3)
+    torch.testing.assert_close(fixed[-1], adaptive[-1], rtol=1e-4, atol=0)
+
+
+def test_options_reach_the_controller():
+    field, y0 = Field(), torch.randn(4, 3, **F64)
+    norm = lambda x: x.abs().max()
+    how = dict(rtol=1e-6, atol=1e-6, method="dopri5")
+    options = {"first_step": 0.01, "safety": 0.8, "max_num_steps": 500, "norm": norm}
+    plain, tuned = at.odeint(field, y0, T, **how), at.odeint(field, y0, T, **how, options=options)
+    torch.testing.assert_close(plain, tuned, rtol=1e-4, atol=1e-4)
+    with pytest.raises(FloatingPointError, match="after 3 steps"):
+        at.odeint(field, y0, T, **how, options={"max_num_steps": 3})
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (dict(method="dopri8"), "odeint has no method 'dopri8'; adaptive: dopri5"),
+        (dict(method="implicit_adams"), "odeint has no method"),
+        (dict(event_fn=lambda t, y: y), "event_fn is not supported"),
+        (dict(method="rk4", options={"perturb": True}), r"\['perturb'\] are not supported with fixed"),
+        (dict(method="dopri5", options={"jump_t": T}), r"\['jump_t'\] are not supported with an adaptive"),
+        (dict(method="rk4", options={"step_size": -0.1}), "must be positive"),
+        (dict(method="rk4", options={"step_size": 0.1, "grid_constructor": print}), "not both"),
+    ],
+)
+def test_what_is_not_supported_says_so(how, message):
+    with pytest.raises(ValueError, match=message):
+        at.odeint(lambda t, y: -y, torch.ones(2), T, **how)
+
+
+def test_wrong_results_of_the_rate():
+    with pytest.raises(ValueError, match=r"func returned \[\] for a state of shape \[2\]"):
+        at.odeint(lambda t, y: y.sum(), torch.ones(2), T)
+    with pytest.raises(TypeError, match="tensor or a tuple"):
+        at.odeint(lambda t, y: y, [1.0], T)
+
+
+def test_explosions():
+    with pytest.raises(FloatingPointError, match="gave up at t = 0.[45]"):
+        at.odeint(lambda t, y: y**2, torch.tensor([2.0], **F64), T)
+    blown = at.odeint(lambda t, y: y**2, torch.tensor([2.0]), torch.linspace(0, 10, 101), method="rk4")
+    assert torch.isfinite(blown[0]).all()
+    assert torch.isnan(blown[-1]).all()
