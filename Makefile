@@ -41,6 +41,7 @@ results: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.energy
 	$(BIN)/python -m benchmarks.stiffness
 	$(BIN)/python -m benchmarks.stepping
+	$(BIN)/python -m benchmarks.pages
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

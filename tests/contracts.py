@@ -34,7 +34,9 @@ def test_scheme_is_found_by_its_name(scheme):
 def test_scheme_meets_its_order_conditions_and_no_more(scheme):
     if isinstance(scheme, Splitting):
         kick_sees = [[d * (j < i) for j, d in enumerate(scheme.drift)] for i in range(len(scheme.kick))]
-        drift_sees = [[k * (j <= i) for j, k in enumerate(scheme.kick)] for i in range(len(scheme.drift))]
+        drift_sees = [
+            [k * (j <= i) for j, k in enumerate(scheme.kick)] for i in range(len(scheme.drift))
+        ]
         assert defect(scheme.order, scheme.kick, kick_sees, drift_sees) < 1e-12
         assert defect(scheme.order + 1, scheme.kick, kick_sees, drift_sees) > 1e-3
     else:
@@ -180,7 +182,9 @@ def test_samples_come_from_the_seed_alone(make):
     system = make()
     assert torch.equal(states(system), states(system))
     assert torch.equal(states(system, dtype=torch.float32), states(system).float())
-    assert not torch.equal(states(system), system.sample(5, torch.Generator().manual_seed(4), torch.float64))
+    assert not torch.equal(
+        states(system), system.sample(5, torch.Generator().manual_seed(4), torch.float64)
+    )
     assert system.sample(0).shape == (0, system.dim)
     with pytest.raises(ValueError, match="cannot sample -1"):
         system.sample(-1)

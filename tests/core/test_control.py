@@ -121,7 +121,9 @@ def test_gradients_of_a_controlled_solve(checkpoint):
     k = torch.tensor(1.3, **F64, requires_grad=True)
 
     def solve(u0, t, k):
-        rate = lambda t, u: torch.stack((u[..., 1], -k * u[..., 0].sin() + 0.1 * t.cos().reshape(-1)), -1)
+        rate = lambda t, u: torch.stack(
+            (u[..., 1], -k * u[..., 0].sin() + 0.1 * t.cos().reshape(-1)), -1
+        )
         how = dict(rtol=1e-11, atol=1e-12, checkpoint=checkpoint)
         return at.evolve(rate, u0, t, "dopri5", **how).u
 
@@ -145,7 +147,9 @@ def test_gradients_survive_attempts_that_fail():
 
     u0 = torch.tensor([[4.0]], **F64, requires_grad=True)
     control = Control(rtol=1e-9, atol=1e-9, first=50.0)
-    solved = controlled(lambda t, u: -u.sqrt(), u0, torch.tensor([0.0, 1.0], **F64), at.schemes.DOPRI5, control)
+    solved = controlled(
+        lambda t, u: -u.sqrt(), u0, torch.tensor([0.0, 1.0], **F64), at.schemes.DOPRI5, control
+    )
     assert solved.stats.rejected.item() > 0
     torch.testing.assert_close(solved.final, torch.tensor([[2.25]], **F64))  # (2 - t/2)^2
     (gradient,) = torch.autograd.grad(solved.final.sum(), u0)

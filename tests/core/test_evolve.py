@@ -65,7 +65,9 @@ def test_complex_states(dtype):
     turn = lambda t, u: 1j * u
     torch.testing.assert_close(at.evolve(turn, u0, t).final, u0 * complex(math.cos(1), math.sin(1)))
     controlled = at.evolve(turn, u0, t[::50], "dopri5", rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(controlled.final, u0 * complex(math.cos(1), math.sin(1)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        controlled.final, u0 * complex(math.cos(1), math.sin(1)), rtol=1e-5, atol=1e-5
+    )
 
 
 @given(n=st.integers(1, 45), every=st.integers(1, 50))
@@ -88,7 +90,7 @@ def test_uneven_grids_forward_and_backward(times, back):
     for i, end in enumerate(t.tolist()):
         exact = turned(u0, end - t[0].item())
         torch.testing.assert_close(solved.u[i], exact, rtol=1e-7, atol=1e-7)
-        torch.testing.assert_close(grid.u[i], exact, rtol=1e-1, atol=4 ** 5 / 100)
+        torch.testing.assert_close(grid.u[i], exact, rtol=1e-1, atol=4**5 / 100)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -155,7 +157,9 @@ def test_checkpoint_changes_no_bit(checkpoint, every):
 def test_checkpoint_bounds_the_memory_of_gradients():
     def most(**how):
         u0 = torch.rand(1000, 2, **F64, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x: kept.append(x.numel()) or x, lambda x: x
+        ):
             kept = []
             at.evolve(lambda t, u: -u.sin(), u0, torch.linspace(0, 1, 401, **F64), every=400, **how)
         return sum(kept)
@@ -196,7 +200,13 @@ def start(requires_grad=False):
 
 HOW = pytest.mark.parametrize(
     "how",
-    [dict(), dict(scheme="euler"), dict(every=9), dict(checkpoint=True), dict(scheme="dopri5", rtol=1e-5, atol=1e-7)],
+    [
+        dict(),
+        dict(scheme="euler"),
+        dict(every=9),
+        dict(checkpoint=True),
+        dict(scheme="dopri5", rtol=1e-5, atol=1e-7),
+    ],
     ids=str,
 )
 
@@ -228,7 +238,9 @@ def test_parameters_all_share_get_finite_gradients(how):
     solved = at.evolve(rate, start(), torch.linspace(0, 1, 101), **how)
     (gradient,) = torch.autograd.grad(solved.final[ALONE].sum(), k)
     without = at.evolve(rate, start()[ALONE], torch.linspace(0, 1, 101), **how)
-    torch.testing.assert_close(gradient, torch.autograd.grad(without.final.sum(), k)[0], rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        gradient, torch.autograd.grad(without.final.sum(), k)[0], rtol=1e-4, atol=0
+    )
 
 
 def test_the_lost_one_keeps_its_last_finite_state():
@@ -267,7 +279,9 @@ def test_the_loop_ends_when_nobody_is_left():
 
 
 def test_explosion_is_a_loss():
-    solved = at.evolve(lambda t, u: u**2, torch.tensor([[0.1], [50.0]]), torch.linspace(0, 1, 101), "rk4")
+    solved = at.evolve(
+        lambda t, u: u**2, torch.tensor([[0.1], [50.0]]), torch.linspace(0, 1, 101), "rk4"
+    )
     assert solved.ok.tolist() == [True, False]
     assert torch.isfinite(solved.u).all()
 
@@ -341,7 +355,11 @@ def test_a_rate_that_cannot_be_compiled_goes_on_without(monkeypatch):
         (dict(u0=torch.tensor(1.0)), ValueError, r"use u0\[None\]"),
         (dict(t=torch.tensor(1.0)), ValueError, r"t has shape \[\]"),
         (dict(t=torch.tensor([])), ValueError, r"t has shape \[0\]"),
-        (dict(t=torch.tensor([0.0, 1.0, 0.5])), ValueError, "strictly increasing or strictly decreasing"),
+        (
+            dict(t=torch.tensor([0.0, 1.0, 0.5])),
+            ValueError,
+            "strictly increasing or strictly decreasing",
+        ),
         (dict(t=torch.tensor([0.0, 0.0])), ValueError, "strictly"),
         (dict(t=torch.tensor([0.0, torch.nan])), ValueError, "strictly"),
         (dict(t=torch.tensor([0.0, torch.inf])), ValueError, "non-finite times"),

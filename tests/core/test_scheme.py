@@ -37,7 +37,12 @@ def test_floats_are_allowed_where_fractions_do_not_exist():
         [(-2889 + 1428 * r) / 1024, (3785 - 1620 * r) / 1024],
         [(-3365 + 2094 * r) / 6040, (-975 - 3046 * r) / 2552, (467040 + 203968 * r) / 240845],
     ]
-    b = [(263 + 24 * r) / 1812, (125 - 1000 * r) / 3828, 1024 * (3346 + 1623 * r) / 5924787, (30 - 4 * r) / 123]
+    b = [
+        (263 + 24 * r) / 1812,
+        (125 - 1000 * r) / 3828,
+        1024 * (3346 + 1623 * r) / 5924787,
+        (30 - 4 * r) / 123,
+    ]
     assert at.Scheme("ralston4", a, b, c, 4).order == 4
     with pytest.raises(ValueError, match="claims order 5"):
         at.Scheme("ralston4", a, b, c, 5)
@@ -81,7 +86,10 @@ def test_orders_above_five_are_checked_too():
         [0, "9/8", "-3/8", "-3/4", "1/2"],
         ["9/44", "-9/11", "63/44", "18/11", 0, "-16/11"],
     ]
-    b, c = ["11/120", 0, "27/40", "27/40", "-4/15", "-4/15", "11/120"], [0, "1/3", "2/3", "1/3", "1/2", "1/2", 1]
+    b, c = (
+        ["11/120", 0, "27/40", "27/40", "-4/15", "-4/15", "11/120"],
+        [0, "1/3", "2/3", "1/3", "1/2", "1/2", 1],
+    )
     assert at.Scheme("butcher6", a, b, c, 6).order == 6
     with pytest.raises(ValueError, match="say order=6"):
         at.Scheme("butcher6", a, b, c, 7)

@@ -25,7 +25,9 @@ def test_step_is_symplectic_and_reversible(name):
     omega[:2, 2:], omega[2:, :2] = torch.eye(2), -torch.eye(2)
     torch.testing.assert_close(j.T @ omega @ j, omega, atol=1e-12, rtol=0)
     torch.testing.assert_close(step(step(u), -h), u, atol=1e-14, rtol=0)
-    rk4 = torch.autograd.functional.jacobian(lambda u: u + h * at.schemes.RK4.slope(system, 0.0, u, h), u)
+    rk4 = torch.autograd.functional.jacobian(
+        lambda u: u + h * at.schemes.RK4.slope(system, 0.0, u, h), u
+    )
     assert (rk4.T @ omega @ rk4 - omega).abs().max() > 1e-5
 
 

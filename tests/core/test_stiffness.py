@@ -26,7 +26,10 @@ def test_jacobian_of_a_linear_rate_is_its_matrix():
 
 def test_stiffness_index_of_known_problems():
     decay = torch.tensor([-1.0, -1000.0, 3.0])
-    assert at.stiffness.stiffness_index(lambda t, u: u * decay, torch.rand(2, 3)).tolist() == [1000, 1000]
+    assert at.stiffness.stiffness_index(lambda t, u: u * decay, torch.rand(2, 3)).tolist() == [
+        1000,
+        1000,
+    ]
     # A rotation has imaginary eigenvalues only.
     turn = at.systems.HarmonicOscillator(omega=5.0)
     assert at.stiffness.stiffness_index(turn, torch.rand(4, 2)).abs().max() < 1e-6
@@ -58,7 +61,9 @@ def test_stiffness_aware_index_tends_to_the_rate_over_the_state():
     u0 = system.sample(3, dtype=torch.float64)
     solved = at.evolve(system, u0, torch.linspace(0, 1e-5, 3, **F64))
     expected = system(0.0, u0).norm(dim=-1) / u0.norm(dim=-1)
-    torch.testing.assert_close(at.stiffness.stiffness_aware_index(solved)[0], expected, rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        at.stiffness.stiffness_aware_index(solved)[0], expected, rtol=1e-3, atol=0
+    )
 
 
 def test_neural_stiffness_index():
@@ -138,7 +143,7 @@ def test_mean_over_inputs_too():
     for row in nsi.numpy():
         a, b = [], []
         for s in range(3):
-            blocks = (STAGE == s).nonzero()[1:, 0].numpy()
+            blocks = (s == STAGE).nonzero()[1:, 0].numpy()
             a += list(row[blocks] / nsi.numpy()[:, blocks].mean() - 1)
             b += list(row[blocks])
         areas.append(area_of_union(np.array(a), np.array(b)))

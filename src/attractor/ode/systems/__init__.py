@@ -11,7 +11,7 @@ tests it.
 >>> import torch
 >>> spring = HarmonicOscillator(omega=2.0)
 >>> spring(0.0, torch.tensor([1.0, 0.0]))
-tensor([-0., -4.])
+tensor([ 0., -4.])
 """
 
 from attractor.ode.systems.elastic_pendulum import ElasticPendulum

@@ -1,0 +1,130 @@
+"""Put the numbers of benchmarks/results/ into the tables of README and docs.
+
+``python -m benchmarks.pages`` rewrites what stands between ``<!-- results: NAME -->`` and
+``<!-- end -->``; the tests compare.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from attractor.core.files import write_text
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def order() -> str:
+    rows = [
+        [r["scheme"], str(r["order"]), str(len(r["slopes"])), f"{r['least']:.3f}", f"{r['median']:.3f}"]
+        for r in load("order")["schemes"]
+    ]
+    head = ["scheme", "order", "problems", "least measured", "median"]
+    return command("order") + table(head, rows)
+
+
+def detest() -> str:
+    found = load("detest")["rows"]
+    columns = [key for key in found[0] if key != "problem"]
+    number = lambda x: f"{x:.1e}" if isinstance(x, float) else str(x)
+    rows = [[r["problem"], *(number(r[c]) for c in columns)] for r in found]
+    text = (
+        "The 25 non-stiff problems of Hull, Enright, Fellen and Sedgwick (1972) on [0, 20]: largest "
+        "error at the end against SciPy's DOP853 at 1e-12, rk4 with 2,000 and 4,000 steps, dopri5 at "
+        "three tolerances with its rate calls.\n\n"
+    )
+    return command("detest") + text + table(["problem", *columns], rows)
+
+
+def energy() -> str:
+    found = load("energy")
+    rows = [[s, f"{x[0]:.1e}", f"{x[4]:.1e}", f"{x[-1]:.1e}"] for s, x in found["tenths"].items()]
+    text = (
+        f"Hénon-Heiles, {found['steps']:,} steps of {found['dt']}, ten orbits: largest relative energy "
+        "error in the first, fifth and last tenth of the time.\n\n"
+    )
+    return command("energy") + text + table(["scheme", "first", "fifth", "last"], rows)
+
+
+def stepping() -> str:
+    found = load("stepping")
+    seconds, first, error = found["seconds"], found["first_call"], found["rms_from_float64"]
+    rows = [
+        [
+            name,
+            f"{s:.4f}",
+            f"{first[name]:.1f}",
+            f"{seconds['torchdiffeq'] / s:.1f}x",
+            f"{error[name]:.1e}",
+        ]
+        for name, s in seconds.items()
+    ]
+    rows.append(["SciPy, one trajectory, times 1,000", f"{found['scipy_scaled']:.0f}", "", "", ""])
+    text = (
+        f"{found['batch']:,} elastic pendulums, {found['steps']:,} steps of rk4, float32, CPU, final states "
+        "only; medians of rounds in which everyone runs once. The error is from the same scheme in "
+        "float64.\n\n"
+    )
+    memory = found["peak_states"]
+    return (
+        command("stepping") + text
+        + table(["", "seconds", "first call", "against torchdiffeq", "rounding error"], rows)
+        + f"\nPeak memory beside u0 and the result, in states, with `every=`: eager {memory['eager']:.1f}, "
+        f"compiled {memory['compiled']:.1f} (rk4's stages + 3 = 7).\n"
+    )  # fmt: skip
+
+
+def stiffness() -> str:
+    s = load("stiffness")
+    return command("stiffness") + (
+        f"TNS of {s['inputs']:,} inputs and {s['blocks']} blocks takes {s['seconds'] * 1e3:.0f} ms; it equals "
+        f"the area of the union of rectangles to {s['union_difference']:.0e} and a sum over 2,000 x 2,000 "
+        f"thresholds to {s['grid_difference']:.0e} of its value.\n"
+    )
+
+
+def summary() -> str:
+    s, e, o = load("stepping"), load("energy")["tenths"], load("order")["schemes"]
+    compiled = s["seconds"]["attractor compiled"]
+    diffrax = min(v for k, v in s["seconds"].items() if k.startswith("diffrax"))
+    rows = [
+        ["1,000 elastic pendulums, 1,000 rk4 steps, compiled, CPU",
+         f"{compiled * 1e3:.0f} ms: {s['seconds']['torchdiffeq'] / compiled:.0f} times faster than torchdiffeq, "
+         f"{compiled / diffrax:.2f} of diffrax's time"],
+        ["order of convergence of all schemes, 14 to 21 problems each",
+         f"largest shortfall {max(r['order'] - r['least'] for r in o):.2f}"],
+        ["energy error after 100,000 steps of Hénon-Heiles",
+         f"leapfrog {e['leapfrog'][-1]:.3f} (first tenth {e['leapfrog'][0]:.3f}), "
+         f"rk4 {e['rk4'][-1]:.2f} (first tenth {e['rk4'][0]:.2f})"],
+    ]  # fmt: skip
+    return table(["", ""], rows)
+
+
+def command(name: str) -> str:
+    return f"`python -m benchmarks.{name}`\n\n"
+
+
+def filled(text: str) -> str:
+    """The page with its tables made from today's results."""
+    return BLOCK.sub(lambda m: m[1] + globals()[m[2]]() + m[3], text)
+
+
+def main() -> None:
+    for page in PAGES:
+        write_text(page, filled(page.read_text()))
+        print(page.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

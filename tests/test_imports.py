@@ -1,0 +1,87 @@
+"""Imports flow up: core, train, data <- wings <- integrations, report <- command line."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import attractor
+
+ROOT = Path(attractor.__file__).parent
+GROUND, WINGS, UPPER = (
+    {"core", "train", "data"},
+    {"ode", "residual", "attention"},
+    {"integrations", "report"},
+)
+OPTIONAL = {"typer", "rich", "matplotlib", "plotly", "scipy", "transformers", "timm", "torchvision", "ray",
+            "accelerate", "safetensors", "tokenizers", "datasets", "PIL", "jax", "torchdiffeq"}  # fmt: skip
+
+
+def imports(path):
+    """Modules of attractor that a file imports, as dotted names without the package's own."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        yield from (name.removeprefix("attractor.") for name in names if name.startswith("attractor."))
+
+
+def rooms():
+    """(room, file, rooms it imports from) for every file of the package."""
+    for path in sorted(ROOT.rglob("*.py")):
+        inside = path.relative_to(ROOT).parts
+        if len(inside) > 1:
+            yield inside[0], path, {name.split(".")[0] for name in imports(path)} - {inside[0]}
+
+
+def test_every_room_is_known():
+    assert {room for room, _, _ in rooms()} <= GROUND | WINGS | UPPER
+
+
+def test_imports_flow_up():
+    for room, path, used in rooms():
+        allowed = set() if room in GROUND else GROUND if room in WINGS else GROUND | WINGS | UPPER
+        if room in {"train", "data"}:
+            allowed = {"core"}
+        folders = {name for name in used if (ROOT / name).is_dir()}
+        assert folders <= allowed, f"{path} imports {folders - allowed}"
+
+
+def test_there_are_no_circles():
+    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in ROOT.rglob("*.py")}
+    graph = {
+        name: {used for used in imports(path) if used in modules and used != name}
+        for name, path in modules.items()
+        if not name.endswith("__init__")
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_import_is_light():
+    code = "import sys, attractor; print(*{m.split('.')[0] for m in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not OPTIONAL & set(loaded.stdout.split())
+    lazy = "import sys, attractor; assert 'attractor.ode' not in sys.modules; attractor.systems.Lorenz"
+    subprocess.run([sys.executable, "-c", lazy], check=True)
+
+
+def test_names_of_the_surface():
+    assert set(attractor.__all__) <= set(dir(attractor))
+    for name in attractor.__all__:
+        assert getattr(attractor, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        attractor.nothing  # noqa: B018
+
+
+def test_nothing_unsafe_is_loaded():
+    forbidden = ("torch.load(", "pickle", "eval(", "exec(", "allow_pickle")
+    for path in ROOT.rglob("*.py"):
+        text = path.read_text().replace(".eval()", "")
+        assert not [word for word in forbidden if word in text], path
