@@ -17,8 +17,12 @@ def test_figures_are_inline():
     pytest.importorskip("matplotlib")
     from attractor.report import figures
 
-    errors = {"one": {"rk4": [(0.1, 1e-3), (0.05, 1e-4)], "euler": [(0.1, float("inf"))]}}
-    html = Page("x").figure(figures.convergence(errors), 'error "curve"').html()
-    assert html.count("<svg") == 1
+    errors = {"rk4": [(0.1, 1e-3), (0.05, 1e-4)], "euler": [(0.1, float("inf"))]}
+    html = (
+        Page("x")
+        .figure('error "curve"', figures.convergence(errors), figures.convergence(errors))
+        .html()
+    )
+    assert html.count("<svg") == 2
     assert 'aria-label="error &quot;curve&quot;"' in html
     assert "rk4" in html or "<path" in html

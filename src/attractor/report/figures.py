@@ -12,36 +12,23 @@ from matplotlib import pyplot as plt
 INK, GRID = "#1b1f24", "#d8dde3"
 
 
-def convergence(
-    errors: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], title: str = ""
-) -> Any:
-    """Error against step size: a panel a system, a line a scheme.
+def convergence(errors: Mapping[str, Sequence[tuple[float, float]]], title: str = "") -> Any:
+    """Error against step size: a line a scheme.
 
     Args:
-        errors: system -> scheme -> (step, error) pairs; non-finite errors are left out.
+        errors: scheme -> (step, error) pairs; errors that are no longer numbers are left out.
     """
-    names = sorted({scheme for panel in errors.values() for scheme in panel})
-    colour = {name: plt.get_cmap("tab20")(i % 20) for i, name in enumerate(names)}
-    markers = {name: "os^vDPX<>*hdp8"[i % 14] for i, name in enumerate(names)}
-    figure, axes = plt.subplots(1, len(errors), figsize=(4.2 * len(errors), 4.4), squeeze=False)
-    for axis, (system, panel) in zip(axes[0], errors.items()):
-        for name, pairs in panel.items():
-            kept = [(dt, e) for dt, e in pairs if e is not None and math.isfinite(e) and e < 1e6]
-            if kept:
-                axis.loglog(
-                    *zip(*kept), color=colour[name], marker=markers[name], ms=5, lw=1.3, label=name
-                )
-        _frame(axis, system, "step dt", "root mean square error")
-    handles = {h.get_label(): h for axis in axes[0] for h in axis.get_lines()}
-    figure.legend(
-        [handles[n] for n in names if n in handles],
-        [n for n in names if n in handles],
-        loc="lower center",
-        ncols=7,
-        frameon=False,
-        bbox_to_anchor=(0.5, -0.14),
-    )
-    figure.suptitle(title)
+    figure, axis = plt.subplots(figsize=(4.4, 4.2))
+    steps = sorted({dt for pairs in errors.values() for dt, _ in pairs})
+    for i, (name, pairs) in enumerate(errors.items()):
+        kept = [(dt, e) for dt, e in pairs if e is not None and math.isfinite(e) and e < 1e6]
+        if kept:
+            look = dict(color=plt.get_cmap("tab10")(i % 10), marker="os^vDPX<>*"[i % 10])
+            axis.loglog(*zip(*kept), ms=5, lw=1.4, label=name, **look)
+    _frame(axis, title, "step dt", "root mean square error")
+    axis.set_xticks(steps, [f"{dt:g}" for dt in steps])
+    axis.minorticks_off()
+    axis.legend(frameon=False, fontsize=8)
     figure.tight_layout()
     return figure
 

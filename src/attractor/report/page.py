@@ -17,10 +17,12 @@ body { margin: 0 auto; max-width: 62rem; padding: 1.5rem 1rem 4rem; background: 
 h1 { font-size: 1.7rem; } h2 { font-size: 1.25rem; margin-top: 2.2rem; }
 p { max-width: 46rem; } footer, .dim { color: var(--dim); font-size: .9rem; }
 figure { margin: 1rem 0; padding: .5rem; background: #fff; border: 1px solid var(--line);
-  border-radius: 6px; } figure svg { display: block; width: 100%; height: auto; }
+  border-radius: 6px; display: flex; flex-wrap: wrap; }
+figure div { flex: 1 1 17rem; } figure svg { display: block; width: 100%; height: auto; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .8rem .25rem 0; text-align: right; border-bottom: 1px solid var(--line);
   white-space: nowrap; } th:first-child, td:first-child { text-align: left; }
+@media (max-width: 34rem) { table { font-size: .82rem; } th, td { padding-right: .5rem; } }
 pre { padding: .6rem .8rem; border: 1px solid var(--line); border-radius: 6px; overflow-x: auto; }
 """
 
@@ -57,13 +59,10 @@ class Page:
         )
         return self
 
-    def figure(self, figure: Any, label: str) -> Self:
-        """A Matplotlib figure, as inline SVG; label says what a reader sees."""
-        stream = StringIO()
-        figure.savefig(stream, format="svg", bbox_inches="tight", metadata={"Date": None})
-        svg = stream.getvalue()
-        svg = svg[svg.index("<svg") :]
-        self._parts.append(f'<figure role="img" aria-label="{escape(label)}">{svg}</figure>')
+    def figure(self, label: str, *figures: Any) -> Self:
+        """Matplotlib figures side by side where there is room; label says what a reader sees."""
+        pictures = "".join(f"<div>{_svg(figure)}</div>" for figure in figures)
+        self._parts.append(f'<figure role="img" aria-label="{escape(label)}">{pictures}</figure>')
         return self
 
     def html(self) -> str:
@@ -79,6 +78,12 @@ class Page:
     def write(self, path: Path | str) -> Path:
         """Write the page, whole or not at all."""
         return write_text(path, self.html())
+
+
+def _svg(figure: Any) -> str:
+    stream = StringIO()
+    figure.savefig(stream, format="svg", bbox_inches="tight", metadata={"Date": None})
+    return stream.getvalue()[stream.getvalue().index("<svg") :]
 
 
 def cell_text(value: Any) -> str:
