@@ -12,7 +12,8 @@ from attractor.core.scheme import Scheme
 from attractor.core.splitting import Splitting
 from attractor.core.tableaus import ALL
 from attractor.core.trees import defect
-from attractor.ode import systems
+from attractor.ode import corrections, systems
+from attractor.ode.corrections import BY_NAME
 
 # ---- schemes: everything in core/tableaus.py
 
@@ -229,3 +230,75 @@ def test_system_says_what_it_is(make):
     assert not make.__doc__.startswith(f"{make.__name__}(")
     with pytest.raises((FrozenInstanceError, AttributeError)):
         setattr(make(), next((f.name for f in fields(make)), "dim"), 1)
+
+
+# ---- corrections: everything ode/corrections exports
+
+CORRECTIONS = [BY_NAME[name] for name in BY_NAME]
+every_correction = pytest.mark.parametrize("make", CORRECTIONS, ids=lambda c: c.__name__)
+
+
+def small(make, **factory):
+    torch.manual_seed(1)
+    return make(4, **factory) if make is corrections.Linear else make(4, width=16, **factory)
+
+
+def test_every_correction_is_exported_and_named():
+    exported = {getattr(corrections, name) for name in corrections.__all__ if name != "get_correction"}
+    assert exported == set(CORRECTIONS)
+    with pytest.raises(ValueError, match="no correction is called 'attn'; there are attns"):
+        corrections.get_correction("attn")
+
+
+@every_correction
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+def test_correction_keeps_shape_and_dtype(make, dtype, batch):
+    u, slope = torch.rand(2, *batch, 4, dtype=dtype)
+    added = small(make, dtype=dtype)(u, slope, 0.1)
+    assert added.shape == u.shape
+    assert added.dtype == dtype
+
+
+@every_correction
+def test_gradients_of_a_correction(make):
+    correction = small(make, dtype=torch.float64)
+    u, slope = torch.rand(2, 3, 4, dtype=torch.float64).requires_grad_().unbind(0)
+    assert torch.autograd.gradcheck(lambda u, s: correction(u, s, 0.1), (u, slope))
+    correction(u, slope, 0.1).square().sum().backward()
+    assert all(p.grad is not None for p in correction.parameters())
+
+
+@every_correction
+def test_correction_is_rebuilt_from_its_config(make):
+    correction = small(make)
+    again = make(**correction.config)
+    again.load_state_dict(correction.state_dict())
+    u, slope = torch.rand(2, 3, 4)
+    assert torch.equal(again(u, slope, 0.1), correction(u, slope, 0.1))
+
+
+@every_correction
+def test_correction_can_be_compiled_whole(make):
+    correction = small(make)
+    u, slope = torch.rand(2, 3, 4)
+    whole = torch.compile(correction, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(whole(u, slope, 0.1), correction(u, slope, 0.1))
+
+
+@every_correction
+def test_last_layer_is_linear_in_its_features(make):
+    """What a closed-form fit relies on, standardisation included."""
+    options = {} if make is corrections.Linear else {"width": 16, "skip": True}
+    correction = make(4, **options, dtype=torch.float64)
+    net = correction.net
+    u, slope = torch.rand(2, 50, 4, dtype=torch.float64) * 3 + 5
+    x = correction.inputs(u, slope, 0.1)
+    mean, deviation = x.mean(0), x.std(0)
+    scaled = (x - mean) / deviation
+    weights = torch.randn(net.features(scaled).shape[-1], 4, dtype=torch.float64)
+    net.set_head(weights)
+    expected = net.features(scaled) @ weights
+    torch.testing.assert_close(net(scaled), expected)
+    net.standardise(mean, deviation)
+    torch.testing.assert_close(net(x), expected, rtol=1e-10, atol=1e-10)

@@ -32,11 +32,15 @@ from attractor.core import tableaus as schemes
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
+    "HybridSolver",
     "Scheme",
     "Splitting",
     "Stats",
     "Trajectory",
+    "corrections",
     "evolve",
+    "fit",
     "get_scheme",
     "ode",
     "odeint",
@@ -45,12 +49,20 @@ __all__ = [
     "systems",
 ]
 
-_LAZY = {"ode": "attractor.ode", "systems": "attractor.ode.systems"}
+_LAZY = {  # name -> module, or module:name in it
+    "CheckpointError": "attractor.train.checkpoint:CheckpointError",
+    "HybridSolver": "attractor.ode.solver:HybridSolver",
+    "corrections": "attractor.ode.corrections",
+    "fit": "attractor.ode.fitting:fit",
+    "ode": "attractor.ode",
+    "systems": "attractor.ode.systems",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return import_module(_LAZY[name])
+        module, _, inside = _LAZY[name].partition(":")
+        return getattr(import_module(module), inside) if inside else import_module(module)
     raise AttributeError(f"module 'attractor' has no attribute {name!r}")
 
 

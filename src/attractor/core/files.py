@@ -41,7 +41,12 @@ def write_text(path: Path | str, content: str) -> Path:
 
 def write_json(path: Path | str, content: Any) -> Path:
     """`write_bytes` for JSON; numbers that JSON does not know (NaN, infinity) become null."""
-    return write_text(path, json.dumps(_plain(content), indent=1, allow_nan=False) + "\n")
+    return write_bytes(path, json_bytes(content))
+
+
+def json_bytes(content: Any) -> bytes:
+    """The one way `write_json` writes a content."""
+    return (json.dumps(_plain(content), indent=1, allow_nan=False) + "\n").encode()
 
 
 def _plain(value: Any) -> Any:

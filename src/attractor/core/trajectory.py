@@ -18,6 +18,7 @@ class Stats:
             trajectory's accepted and rejected ones together.
         accepted: under error control, accepted steps of each trajectory ``[*batch]``.
         rejected: likewise, rejected steps.
+        guarded: with a guard, steps of each trajectory in which a correction was not trusted.
     """
 
     rate_calls: int
@@ -25,6 +26,7 @@ class Stats:
     steps: int
     accepted: Tensor | None = None
     rejected: Tensor | None = None
+    guarded: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The solver's wing: equations, and (in time) hybrid solvers that learn the error of a big step.
+"""The solver's wing: equations, and hybrid solvers that learn the error of a big step.
 
 >>> import torch
 >>> from attractor.core import evolve
@@ -9,8 +9,17 @@
 >>> drift = pendulum.energy(trajectory.final) - pendulum.energy(u0)
 >>> bool(drift.abs().max() < 1e-5)
 True
+
+>>> from attractor.ode import fit
+>>> solver = fit(systems.Logistic(), dt=0.5, horizon=5.0, width=32, trajectories=100)
+>>> u0 = solver.rate.sample(50, dtype=torch.float64)
+>>> error = solver.solve(u0, 5.0).final - solver.rate.exact(torch.tensor([5.0]), u0)[0]
+>>> bool(error.abs().max() < 1e-4)
+True
 """
 
-from attractor.ode import systems
+from attractor.ode import corrections, systems
+from attractor.ode.fitting import fit
+from attractor.ode.solver import HybridSolver
 
-__all__ = ["systems"]
+__all__ = ["HybridSolver", "corrections", "fit", "systems"]

@@ -1,0 +1,42 @@
+"""What is learned: the error of a big step, one form of it a file.
+
+A correction is an `nn.Module` called ``(u, slope, dt) -> what is added`` to the plain step
+``u + dt * slope``. Its first argument is the size of a state. All but the linear one are a network
+Q whose last layer is linear, so that it can be fitted in closed form: `inputs` says what the
+network `net` sees, and `net.features` and `net.set_head` let a fit solve for its last layer.
+
+>>> import torch
+>>> correction = AttNS(dim=4, width=32)
+>>> u, slope = torch.rand(10, 4), torch.rand(10, 4)
+>>> correction(u, slope, 0.1).shape
+torch.Size([10, 4])
+
+To add one: a file here, a line below; `tests/contracts.py` then tests it.
+"""
+
+from torch import nn
+
+from attractor.ode.corrections.attns import AttNS
+from attractor.ode.corrections.attns_m import AttNSM
+from attractor.ode.corrections.csm import CSM
+from attractor.ode.corrections.fsnet import FSNet
+from attractor.ode.corrections.linear import Linear
+from attractor.ode.corrections.neurvec import NeurVec
+
+__all__ = ["CSM", "AttNS", "AttNSM", "FSNet", "Linear", "NeurVec", "get_correction"]
+
+BY_NAME: dict[str, type[nn.Module]] = {
+    "attns": AttNS,
+    "attns_m": AttNSM,
+    "neurvec": NeurVec,
+    "csm": CSM,
+    "fsnet": FSNet,
+    "linear": Linear,
+}
+
+
+def get_correction(name: str) -> type[nn.Module]:
+    """The class of that name, such as ``"attns"``."""
+    if name not in BY_NAME:
+        raise ValueError(f"no correction is called {name!r}; there are {', '.join(BY_NAME)}")
+    return BY_NAME[name]

@@ -1,0 +1,44 @@
+"""AttNS-m: the slope is multiplied (Huang et al., Eq. 6)."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from attractor.ode.corrections.network import Network
+
+
+class AttNSM(nn.Module):
+    """``dt S (Q(S) - 1)``: the step becomes ``u + dt S Q(S)``.
+
+    Where a component of S crosses zero this form can correct nothing, though the error does not
+    vanish there: it is here because the paper compares with it. It goes to zero with the step.
+
+    Args:
+        dim: size of a state.
+        width, depth, activation, skip: of Q, see `Network`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        width: int = 1024,
+        depth: int = 2,
+        activation: str = "rational",
+        skip: bool = False,
+        **factory: Any,
+    ) -> None:
+        super().__init__()
+        self.config = dict(dim=dim, width=width, depth=depth, activation=activation, skip=skip)
+        self.net = Network(dim, dim, width, depth, activation, skip, **factory)
+
+    def inputs(self, u: Tensor, slope: Tensor, dt: Any) -> Tensor:
+        """What the network sees."""
+        return slope
+
+    def gain(self, slope: Tensor, dt: Any) -> Tensor:
+        """What multiplies ``Q - 1``."""
+        return dt * slope
+
+    def forward(self, u: Tensor, slope: Tensor, dt: Any) -> Tensor:
+        """What is added to a plain step."""
+        return self.gain(slope, dt) * (self.net(slope) - 1)

@@ -1,0 +1,43 @@
+"""FSNet: the two-layer rational network on the state with scales of its own (after Xu et al. 2023)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attractor.ode.corrections.network import Network
+
+
+class FSNet(nn.Module):
+    """``scale_out * Net(scale_in * u)``, added to ``u + dt S``. Does not vanish with the step.
+
+    The AttNS paper credits Xu et al. for the two-layer rational architecture of its Eq. 8 and gives
+    no more; taking u as the input and a learned scale a component on either side is our reading.
+
+    Args:
+        dim: size of a state.
+        width, depth, activation, skip: of the network, see `Network`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        width: int = 1024,
+        depth: int = 2,
+        activation: str = "rational",
+        skip: bool = False,
+        **factory: Any,
+    ) -> None:
+        super().__init__()
+        self.config = dict(dim=dim, width=width, depth=depth, activation=activation, skip=skip)
+        self.scale_in = nn.Parameter(torch.ones(dim, **factory))
+        self.scale_out = nn.Parameter(torch.ones(dim, **factory))
+        self.net = Network(dim, dim, width, depth, activation, skip, **factory)
+
+    def inputs(self, u: Tensor, slope: Tensor, dt: Any) -> Tensor:
+        """What the network sees."""
+        return self.scale_in * u
+
+    def forward(self, u: Tensor, slope: Tensor, dt: Any) -> Tensor:
+        """What is added to a plain step."""
+        return self.scale_out * self.net(self.scale_in * u)

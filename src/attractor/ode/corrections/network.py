@@ -1,0 +1,149 @@
+"""The network Q inside the corrections (AttNS, Eq. 8), and its activations."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Rational(nn.Module):
+    """A learned ratio of a cubic and a quadratic, one set of coefficients a layer.
+
+    Boullé et al. 2020 start it near a leaky ReLU. Both sums start at power 0 (the AttNS paper prints
+    1). The denominator ``1 + |b1 x + b2 x^2|`` equals theirs at the start and cannot reach 0.
+    """
+
+    def __init__(self, **factory: Any) -> None:
+        super().__init__()
+        self.top = nn.Parameter(torch.tensor([0.0218, 0.5, 1.5957, 1.1915], **factory))
+        self.bottom = nn.Parameter(torch.tensor([0.0, 2.383], **factory))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Element by element."""
+        a, b = self.top, self.bottom
+        return (a[0] + x * (a[1] + x * (a[2] + x * a[3]))) / (1 + (x * (b[0] + x * b[1])).abs())
+
+
+ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
+    "rational": Rational,
+    "tanh": lambda **_: nn.Tanh(),
+    "relu": lambda **_: nn.ReLU(),
+    "gelu": lambda **_: nn.GELU(),
+    "silu": lambda **_: nn.SiLU(),
+}
+
+
+class Network(nn.Module):
+    """``W_h a(... W_2 a(W_1 x))`` with depth h and biases, and optionally a linear way around.
+
+    Args:
+        inputs, outputs: sizes of x and of the result.
+        width: of the hidden layers.
+        depth: number of matrices, at least 2.
+        activation: "rational", "tanh", "relu", "gelu" or "silu".
+        skip: add a linear map of x (it makes linear corrections exact; Table 2's "w/ skip").
+        residual: hidden layers after the first add to what they get.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        width: int,
+        depth: int,
+        activation: str,
+        skip: bool = False,
+        residual: bool = False,
+        **factory: Any,
+    ) -> None:
+        super().__init__()
+        if min(inputs, outputs, width) < 1 or depth < 2:
+            raise ValueError(
+                f"sizes {inputs} -> {width} -> {outputs} with depth {depth} make no network; sizes "
+                "start at 1, depth at 2"
+            )
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        sizes = [inputs] + [width] * (depth - 1)
+        self.layers = nn.ModuleList(nn.Linear(a, b, **factory) for a, b in pairwise(sizes))
+        self.activations = nn.ModuleList(ACTIVATIONS[activation](**factory) for _ in self.layers)
+        self.head = nn.Linear(width, outputs, **factory)
+        self.around = nn.Linear(inputs, outputs, bias=False, **factory) if skip else None
+        self.residual = residual
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """The last hidden layer ``[*batch, width]``."""
+        for i, (layer, activation) in enumerate(zip(self.layers, self.activations)):
+            y = activation(layer(x))
+            x = x + y if self.residual and i else y
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Q(x)."""
+        out = self.head(self.hidden(x))
+        return out if self.around is None else out + self.around(x)
+
+    def features(self, x: Tensor) -> Tensor:
+        """What the result is linear in: hidden layer, x itself if there is a way around, and 1."""
+        parts = [self.hidden(x)]
+        if self.around is not None:
+            parts.append(x)
+        return torch.cat([*parts, torch.ones_like(x[..., :1])], -1)
+
+    def set_head(self, weights: Tensor) -> None:
+        """Put in weights ``[features, outputs]``, in the order of `features`."""
+        width = self.head.in_features
+        with torch.no_grad():
+            self.head.weight.copy_(weights[:width].T)
+            self.head.bias.copy_(weights[-1])
+            if self.around is not None:
+                self.around.weight.copy_(weights[width:-1].T)
+
+    def spread(self, scale: float, generator: torch.Generator) -> None:
+        """Random hidden weights for standardised inputs: normal, the first layer of that scale."""
+        with torch.no_grad():
+            layers: list[Any] = list(self.layers)
+            for i, layer in enumerate(layers):
+                size = scale if i == 0 else scale / layer.in_features**0.5
+                for p in (layer.weight, layer.bias):
+                    p.copy_(size * torch.randn(p.shape, generator=generator, dtype=torch.float64))
+
+    def standardise(self, mean: Tensor, deviation: Tensor) -> None:
+        """Make the network that takes x what it was for ``(x - mean) / deviation``."""
+        with torch.no_grad():
+            first: Any = self.layers[0]
+            first.weight.div_(deviation)
+            first.bias.sub_(first.weight @ mean)
+            if self.around is not None:
+                self.around.weight.div_(deviation)
+                self.head.bias.sub_(self.around.weight @ mean)
+
+
+class Affine(nn.Module):
+    """``M x + b``, with what a `Network` offers to a fit; nothing in it is random."""
+
+    def __init__(self, inputs: int, outputs: int, **factory: Any) -> None:
+        super().__init__()
+        self.head = nn.Linear(inputs, outputs, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """M x + b."""
+        return self.head(x)
+
+    def features(self, x: Tensor) -> Tensor:
+        """x and 1."""
+        return torch.cat((x, torch.ones_like(x[..., :1])), -1)
+
+    def set_head(self, weights: Tensor) -> None:
+        """Put in weights ``[inputs + 1, outputs]``."""
+        with torch.no_grad():
+            self.head.weight.copy_(weights[:-1].T)
+            self.head.bias.copy_(weights[-1])
+
+    def standardise(self, mean: Tensor, deviation: Tensor) -> None:
+        """Make the map that takes x what it was for ``(x - mean) / deviation``."""
+        with torch.no_grad():
+            self.head.weight.div_(deviation)
+            self.head.bias.sub_(self.head.weight @ mean)

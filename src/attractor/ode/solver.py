@@ -1,0 +1,235 @@
+"""A hybrid solver: a scheme, a correction fitted to one step size, and where it can be trusted."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from attractor.core import Scheme, Splitting, Trajectory, evolve, get_scheme
+from attractor.core.scheme import Rate
+from attractor.core.tableaus import AnyScheme
+from attractor.ode import corrections, systems
+from attractor.ode.trust import TrustRegion
+from attractor.train import checkpoint
+from attractor.train.checkpoint import CheckpointError
+
+KIND = "hybrid solver"
+SUBSTEPS = 2  # plain steps in place of a corrected one that cannot be trusted
+
+
+class HybridSolver:
+    """``u + dt * S + Q``: big steps at the accuracy of small ones.
+
+    Args:
+        rate: the equation it was fitted to.
+        scheme: the scheme whose error the correction corrects.
+        correction: ``(u, slope, dt) -> what is added``.
+        dt: the step size the correction was fitted to; the solver takes no other.
+        trust: where the correction can be trusted; needed for ``guard=True``.
+        history: what happened in the fit, a dictionary an entry.
+    """
+
+    def __init__(
+        self,
+        rate: Rate,
+        scheme: str | AnyScheme,
+        correction: nn.Module,
+        dt: float,
+        trust: TrustRegion | None = None,
+        history: list[dict[str, Any]] | None = None,
+    ) -> None:
+        if not (dt > 0 and math.isfinite(dt)):
+            raise ValueError(f"dt = {dt} must be positive; a correction is fitted to one step forward")
+        self.rate = rate
+        self.scheme = get_scheme(scheme)
+        self.correction = correction
+        self.dt = float(dt)
+        self.trust = trust
+        self.history = history or []
+
+    def __repr__(self) -> str:
+        name = (
+            type(self.rate).__name__ if _is_system(self.rate) else getattr(self.rate, "__name__", "rate")
+        )
+        error = f", held-out MSE {self.history[-1]['rollout']:.1e}" if self.history else ""
+        return (
+            f"HybridSolver({name}, {self.scheme.name}, dt {self.dt:g}, "
+            f"{type(self.correction).__name__}{error}{', guarded' if self.trust else ''})"
+        )
+
+    def step(self, u: Tensor, t: float | Tensor = 0.0) -> Tensor:
+        """The state ``[*batch, d]`` one dt later."""
+        slope = self.scheme.slope(self.rate, t, u, self.dt)
+        return u + self.dt * slope + self.correction(u, slope, self.dt)
+
+    def solve(
+        self, u0: Tensor, t_end: float, t0: float = 0.0, every: int = 1, guard: bool = False
+    ) -> Trajectory:
+        """Follow u0 ``[*batch, d]`` from t0 to t_end in steps of dt.
+
+        Args:
+            every: keep every n-th state and the last.
+            guard: where a state is outside the region the fit knows, take plain substeps instead of
+                the corrected step; `stats.guarded` counts them for each trajectory.
+
+        Raises:
+            ValueError: t_end is not a whole number of steps away, or there is no trust region.
+        """
+        n = round((t_end - t0) / self.dt)
+        if n < 0 or abs(t0 + n * self.dt - t_end) > 1e-9 * max(1.0, abs(t_end), abs(t0)):
+            raise ValueError(
+                f"t_end = {t_end:g} is not a whole number of steps of dt = {self.dt:g} "
+                f"after t0 = {t0:g}; the nearest is {t0 + max(n, 0) * self.dt:g}"
+            )
+        t = t0 + torch.arange(n + 1, dtype=torch.float64) * self.dt
+        if not guard:
+            return evolve(self.rate, u0, t, self.scheme, self.correction, every=every)
+        if self.trust is None:
+            raise ValueError("guard=True needs a trust region; solvers made by fit have one")
+        guarded = _Guarded(self)
+        solved = evolve(self.rate, u0, t, self.scheme, guarded, every=every)
+        count = (
+            guarded.count if guarded.count is not None else torch.zeros_like(solved.ok, dtype=torch.long)
+        )
+        stats = dataclasses.replace(
+            solved.stats, rate_calls=solved.stats.rate_calls + guarded.rate_calls, guarded=count
+        )
+        return dataclasses.replace(solved, stats=stats)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Move the correction and the trust region to a dtype or device."""
+        self.correction.to(*args, **kwargs)
+        if self.trust is not None:
+            self.trust.to(*args, **kwargs)
+        return self
+
+    def save(self, folder: Path | str) -> Path:
+        """Write the solver to a folder: safetensors and JSON, every file under a hash."""
+        name = next(n for n, cls in corrections.BY_NAME.items() if type(self.correction) is cls)
+        options: Any = self.correction.config
+        tensors = {f"correction.{k}": v for k, v in self.correction.state_dict().items()}
+        if self.trust is not None:
+            tensors |= {f"trust.{k}": v for k, v in self.trust.state_dict().items()}
+        config = {
+            "dt": self.dt.hex(),
+            "scheme": _scheme_to_json(self.scheme),
+            "correction": {"name": name, **options},
+            "trust": self.trust is not None,
+            "rate": _rate_to_json(self.rate),
+            "history": self.history,
+        }
+        return checkpoint.save(folder, KIND, tensors, config)
+
+    @classmethod
+    def load(cls, folder: Path | str, rate: Rate | None = None) -> Self:
+        """Read a solver back; it gives the same bits.
+
+        Args:
+            rate: the equation, if it is not one of `attractor.systems`: code is not saved.
+
+        Raises:
+            CheckpointError: the folder is damaged, or it was fitted to another equation.
+        """
+        tensors, config = checkpoint.load(folder, KIND)
+        try:
+            known = _rate_from_json(config["rate"])
+            options = dict(config["correction"])
+            make = corrections.get_correction(options.pop("name"))
+            correction = _filled(make(**options, dtype=torch.float64), tensors, "correction.")
+            dim = options["dim"]
+            trust = (
+                _filled(TrustRegion(dim, dtype=torch.float64), tensors, "trust.")
+                if config["trust"]
+                else None
+            )
+            scheme, dt = _scheme_from_json(config["scheme"]), float.fromhex(config["dt"])
+            history = config["history"]
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{folder} does not describe a hybrid solver: {error}") from None
+        if rate is None and known is None:
+            raise CheckpointError(
+                f"{folder} was fitted to {config['rate']['name']!r}, which is not saved with it; "
+                "pass it as rate="
+            )
+        if rate is not None and known is not None and _is_system(rate) and rate != known:
+            raise CheckpointError(f"{folder} was fitted to {known}, not to {rate}")
+        return cls(rate if rate is not None else known, scheme, correction, dt, trust, history)
+
+
+class _Guarded:
+    """A correction that gives way to plain substeps where it cannot be trusted."""
+
+    def __init__(self, solver: HybridSolver) -> None:
+        self.solver = solver
+        self.count: Tensor | None = None
+        self.rate_calls = 0
+
+    def __call__(self, u: Tensor, slope: Tensor, dt: Any) -> Tensor:
+        solver = self.solver
+        assert solver.trust is not None
+        outside = ~(solver.trust.distance(u.detach()) <= 1)
+        self.count = outside.long() if self.count is None else self.count + outside
+        added = solver.correction(u, slope, dt)
+        if not bool(outside.any()):
+            return added
+        plain = u
+        for _ in range(SUBSTEPS):
+            plain = plain + dt / SUBSTEPS * solver.scheme.slope(solver.rate, 0.0, plain, dt / SUBSTEPS)
+        self.rate_calls += SUBSTEPS * solver.scheme.rate_calls
+        return torch.where(outside[..., None], plain - (u + dt * slope), added)
+
+
+# What is saved
+
+
+def _is_system(rate: Any) -> bool:
+    return dataclasses.is_dataclass(rate) and type(rate).__name__ in systems.__all__
+
+
+def _rate_to_json(rate: Any) -> dict[str, Any]:
+    if _is_system(rate):
+        options = {f.name: getattr(rate, f.name) for f in dataclasses.fields(rate) if f.init}
+        return {"system": type(rate).__name__, "options": options}
+    return {"name": getattr(rate, "__qualname__", type(rate).__qualname__)}
+
+
+def _rate_from_json(saved: dict[str, Any]) -> Any:
+    if "system" not in saved:
+        return None
+    if saved["system"] not in systems.__all__:
+        raise ValueError(f"no system is called {saved['system']!r}")
+    return getattr(systems, saved["system"])(**saved["options"])
+
+
+def _scheme_to_json(scheme: AnyScheme) -> dict[str, Any]:
+    if isinstance(scheme, Splitting):
+        parts = {k: [x.hex() for x in getattr(scheme, k)] for k in ("kick", "drift")}
+        return {"splitting": scheme.name, **parts, "order": scheme.order}
+    listed = lambda row: None if row is None else [str(x) for x in row]
+    return {
+        "scheme": scheme.name,
+        "a": [listed(row) for row in scheme.a],
+        **{key: listed(getattr(scheme, key)) for key in ("b", "c", "b_low", "dense")},
+        "order": scheme.order,
+    }
+
+
+def _scheme_from_json(saved: dict[str, Any]) -> AnyScheme:
+    if "splitting" in saved:
+        kick, drift = ([float.fromhex(x) for x in saved[k]] for k in ("kick", "drift"))
+        return Splitting(saved["splitting"], kick, drift, saved["order"])
+    parts = (saved[key] for key in ("a", "b", "c", "order", "b_low", "dense"))
+    return Scheme(saved["scheme"], *parts)
+
+
+def _filled(module: Any, tensors: dict[str, Tensor], prefix: str) -> Any:
+    """The module with the saved tensors, in their dtypes; names and shapes must fit exactly."""
+    own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+    dtypes = {v.dtype for v in own.values()}
+    if len(dtypes) == 1:
+        module = module.to(dtypes.pop())
+    module.load_state_dict(own, strict=True)
+    return module

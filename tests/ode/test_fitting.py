@@ -1,0 +1,196 @@
+import math
+
+import pytest
+import torch
+
+import attractor as at
+from attractor.ode.trajectories import fine_trajectories
+
+F64 = dict(dtype=torch.float64)
+
+
+def errors(solver, system, horizon, n=50):
+    """Mean square error over trajectories nobody saw: hybrid and plain."""
+    u0 = system.sample(n, torch.Generator().manual_seed(777), torch.float64)
+    steps = round(horizon / solver.dt)
+    truth = fine_trajectories(system, u0, solver.dt, steps, 40)
+    plain = at.evolve(system, u0, torch.arange(steps + 1, **F64) * solver.dt, solver.scheme)
+    return [(solved.u - truth).square().mean().item() for solved in (solver.solve(u0, horizon), plain)]
+
+
+@pytest.fixture(scope="module")
+def chain():
+    system = at.systems.PendulumChain(2)
+    return system, at.fit(system, dt=0.1, horizon=5.0, width=192, trajectories=200)
+
+
+def test_a_hybrid_step_is_far_better_than_a_plain_one(chain):
+    system, solver = chain
+    hybrid, plain = errors(solver, system, 5.0)
+    assert hybrid < 1e-4 * plain
+    assert hybrid < 1e-8
+    assert solver.history[-1]["rollout"] == pytest.approx(hybrid, rel=10)
+
+
+@pytest.mark.parametrize("scheme", ["euler", "heun", "rk3", "rk4", "leapfrog"])
+def test_linear_systems_come_out_exact(scheme):
+    system = at.systems.SpringMass(n=8)
+    solver = at.fit(system, dt=0.2, horizon=10.0, scheme=scheme, width=32, trajectories=100)
+    assert errors(solver, system, 10.0)[0] < 1e-20
+
+
+def test_one_trajectory_fits_the_linear_correction():
+    system = at.systems.SpringMass(n=4)
+    solver = at.fit(system, dt=0.2, horizon=20.0, correction="linear", trajectories=1)
+    assert errors(solver, system, 20.0)[0] < 1e-18
+
+
+@pytest.mark.parametrize("correction", ["attns", "attns_m", "neurvec", "csm", "fsnet"])
+def test_every_correction_can_be_fitted(correction):
+    system = at.systems.ElasticPendulum()
+    solver = at.fit(system, dt=0.1, horizon=2.0, correction=correction, width=96, trajectories=100)
+    hybrid, plain = errors(solver, system, 2.0)
+    # AttNS-m cannot correct where its slope vanishes (see its docstring).
+    assert hybrid < (1.0 if correction == "attns_m" else 1e-3) * plain
+
+
+def test_the_same_seed_gives_the_same_solver():
+    fit = lambda seed: at.fit(
+        at.systems.Logistic(), dt=0.5, horizon=5.0, width=16, trajectories=20, seed=seed
+    )
+    u = torch.rand(5, 1, **F64)
+    assert torch.equal(fit(0).step(u), fit(0).step(u))
+    assert not torch.equal(fit(0).step(u), fit(1).step(u))
+
+
+def test_paper_recipe_learns():
+    system = at.systems.Logistic(growth=2.0)
+    solver = at.fit(
+        system,
+        dt=0.5,
+        horizon=4.0,
+        recipe="paper",
+        scheme="euler",
+        width=32,
+        trajectories=100,
+        epochs=60,
+    )
+    losses = [row["loss"] for row in solver.history[:-1]]
+    assert losses[-1] < 0.2 * losses[0]
+    u0 = system.sample(50).float()
+    assert solver.solve(u0, 4.0).u.dtype == torch.float32
+
+
+def test_a_rate_of_one_s_own():
+    def duffing(t, u):
+        x, v = u.unbind(-1)
+        return torch.stack((v, x - x**3), -1)
+
+    sample = lambda n, generator: torch.randn(n, 2, generator=generator, **F64) * 0.3 + 1
+    # Not AttNS: three states share a slope in a double well, so the slope does not tell the error.
+    how = dict(correction="neurvec", width=128, trajectories=200)
+    solver = at.fit(duffing, dt=0.2, horizon=4.0, sample=sample, **how)
+    u0 = sample(20, torch.Generator().manual_seed(9))
+    truth = fine_trajectories(duffing, u0, 0.2, 20, 40)
+    assert (solver.solve(u0, 4.0).u - truth).square().mean() < 1e-9
+    assert "duffing" in repr(solver)
+
+
+def test_step_and_solve_agree(chain):
+    system, solver = chain
+    u0 = system.sample(5, dtype=torch.float64)
+    u = u0
+    for _ in range(3):
+        u = solver.step(u)
+    torch.testing.assert_close(solver.solve(u0, 0.3).final, u, rtol=1e-14, atol=1e-14)
+    assert len(solver.solve(u0, 1.0, every=5)) == 3
+    torch.testing.assert_close(solver.solve(u0, 2.3, t0=2.0).final, u)
+
+
+def test_guard_stays_close_to_plain_outside_and_out_of_the_way_inside(chain):
+    system, solver = chain
+    inside = system.sample(100, torch.Generator().manual_seed(5), torch.float64)
+    calm = solver.solve(inside, 5.0, guard=True)
+    assert calm.stats.guarded.double().mean() < 0.02 * 50
+    far = torch.cat((torch.rand(100, 2, **F64) * math.pi / 2, torch.zeros(100, 2, **F64)), -1)
+    truth = fine_trajectories(system, far, 0.1, 50, 40)
+    guarded = solver.solve(far, 5.0, guard=True)
+    plain = at.evolve(system, far, torch.arange(51, **F64) * 0.1, "rk4")
+    error = lambda solved: (solved.u - truth).square().mean((0, 2))
+    assert guarded.ok.all()
+    assert error(guarded).mean() <= 2 * error(plain).mean()
+    assert guarded.stats.guarded.max() > 10
+    assert guarded.stats.rate_calls > plain.stats.rate_calls
+
+
+def test_saved_and_loaded_solvers_give_the_same_bits(chain, tmp_path):
+    system, solver = chain
+    folder = solver.save(tmp_path / "s")
+    again = at.HybridSolver.load(folder)
+    u0 = system.sample(7, dtype=torch.float64)
+    assert again.rate == system
+    assert again.dt == solver.dt
+    assert again.scheme == solver.scheme
+    for guard in (False, True):
+        assert torch.equal(again.solve(u0, 2.0, guard=guard).u, solver.solve(u0, 2.0, guard=guard).u)
+    assert again.history == solver.history
+    half = at.HybridSolver.load(solver.to(torch.float32).save(tmp_path / "half"))
+    assert torch.equal(half.solve(u0.float(), 1.0).u, solver.solve(u0.float(), 1.0).u)
+    solver.to(torch.float64)
+
+
+def test_loading_for_another_equation_is_refused(chain, tmp_path):
+    folder = chain[1].save(tmp_path / "s")
+    with pytest.raises(at.CheckpointError, match=r"fitted to PendulumChain\(links=2"):
+        at.HybridSolver.load(folder, rate=at.systems.PendulumChain(3))
+    own = at.HybridSolver(lambda t, u: -u, "rk4", at.corrections.AttNS(2, width=8), 0.1)
+    folder = own.save(tmp_path / "own")
+    with pytest.raises(at.CheckpointError, match="pass it as rate="):
+        at.HybridSolver.load(folder)
+    again = at.HybridSolver.load(folder, rate=own.rate)
+    assert torch.equal(again.step(torch.ones(3, 2)), own.step(torch.ones(3, 2)))
+    with pytest.raises(ValueError, match="needs a trust region"):
+        again.solve(torch.ones(3, 2), 0.2, guard=True)
+
+
+def test_a_scheme_of_one_s_own_is_saved(tmp_path):
+    heun = at.Scheme("mine", [[], [1]], ["1/2", "1/2"], [0, 1], 2, b_low=[1, 0])
+    for scheme in (heun, at.schemes.YOSHIDA4, at.schemes.DOPRI5):
+        solver = at.HybridSolver(at.systems.HarmonicOscillator(), scheme, at.corrections.Linear(2), 0.1)
+        assert at.HybridSolver.load(solver.save(tmp_path / scheme.name)).scheme == scheme
+
+
+SAMPLE = lambda n, generator: torch.rand(n, 2, generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(horizon=1.05), "not a whole number of steps of dt = 0.1; the nearest is 1"),
+        (dict(dt=-0.1), "must be a positive number"),
+        (dict(correction="attn"), "no correction is called 'attn'"),
+        (dict(recipe="fast"), "'default' or 'paper'"),
+        (dict(trajectories=0), "needs at least one"),
+        (dict(sample=None), "needs sample="),
+        (dict(sample=lambda n, generator: torch.rand(n)), r"it must return a tensor \["),
+        (dict(sample=lambda n, generator: torch.full((n, 2), torch.nan)), "non-finite states"),
+        (dict(rate=lambda t, u: u[..., :1]), r"returned shape \[14, 1\]"),
+        (dict(rate=lambda t, u: u / 0), "non-finite at sampled initial states"),
+        (dict(rate=lambda t, u: u * torch.cos(t)), "depends on t"),
+        (dict(rate=lambda t, u: u**3 * 50), "become non-finite even with|do not settle"),
+        (dict(fine_dt=0.2), "must be positive and at most dt"),
+        (dict(scheme="rk5"), "no scheme is called"),
+    ],
+)
+def test_bad_input_is_named_before_time_is_spent(change, message):
+    good = dict(rate=lambda t, u: -u, dt=0.1, horizon=1.0, sample=SAMPLE, trajectories=10, width=8)
+    options = {**good, **change}
+    with pytest.raises(ValueError, match=message):
+        at.fit(options.pop("rate"), **options)
+
+
+def test_solve_takes_whole_steps_forward(chain):
+    system, solver = chain
+    for end in (0.25, -1.0):
+        with pytest.raises(ValueError, match="not a whole number of steps"):
+            solver.solve(system.sample(2, dtype=torch.float64), end)
