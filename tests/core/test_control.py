@@ -199,3 +199,81 @@ def test_compiled_attempts_are_the_same():
         plain = at.evolve(orbit, u0, [0.0, 2.0], "dopri5", **how)
         fast = at.evolve(orbit, u0, [0.0, 2.0], "dopri5", compile=True, **how)
     torch.testing.assert_close(fast.final, plain.final, rtol=1e-9, atol=1e-9)
+
+
+# Found by trying to break it
+
+
+def test_infinite_states_do_not_pass():
+    rate = lambda t, u: torch.full_like(u, 1e38)
+    how = dict(rtol=1e-3, max_steps=300)
+    solved = at.evolve(rate, torch.full((2, 1), 1e38), [0.0, 100.0], "dopri5", **how)
+    assert not solved.ok.any()
+    assert torch.isfinite(solved.u).all()
+
+
+def test_a_least_step_does_not_let_nan_pass():
+    rate = lambda t, y: torch.where(t > 0.5, torch.nan, -y)
+    with pytest.raises(FloatingPointError):
+        at.odeint(
+            rate,
+            torch.ones(2, **F64),
+            torch.tensor([0.0, 1.0], **F64),
+            method="dopri5",
+            options={"min_step": 0.01},
+        )
+
+
+def test_a_rate_that_mixes_times_is_refused():
+    a = torch.tensor([[0.0, 1], [-1, 0]], **F64)
+    mixing = lambda t, u: u @ (a * (1 + t)).T
+    with pytest.raises(ValueError, match="mixes the times of different trajectories"):
+        at.evolve(mixing, torch.rand(2, 2, **F64), [0.0, 1.0], "dopri5", rtol=1e-6)
+
+
+def test_far_from_time_zero():
+    t = torch.tensor([1e9, 1e9 + 1], **F64)
+    solved = at.evolve(lambda t, u: -u, torch.ones(1, 1, **F64), t, "dopri5", rtol=1e-10, atol=1e-12)
+    assert solved.final.item() == pytest.approx(math.exp(-1), rel=1e-9)
+
+
+def test_a_parameter_that_comes_into_play_later_has_its_gradient():
+    p = torch.tensor(1.0, **F64, requires_grad=True)
+    rate = lambda t, u: -u if t.max() < 0.5 else -p * u
+    solved = at.evolve(rate, torch.ones(1, 1, **F64), [0.0, 1.0], "dopri5", rtol=1e-8)
+    (gradient,) = torch.autograd.grad(solved.final.sum(), p)
+    assert gradient.item() == pytest.approx(-0.5 * math.exp(-1), rel=2e-2)
+
+
+def test_forward_mode():
+    solve = lambda u: at.evolve(lambda t, u: -u, u, [0.0, 1.0], "dopri5", rtol=1e-9).final
+    one = torch.ones(2, 1, **F64)
+    _, tangent = torch.func.jvp(solve, (one,), (one,))
+    torch.testing.assert_close(tangent, one * math.exp(-1), rtol=1e-6, atol=0)
+
+
+def test_low_precision_and_zeros():
+    zero = torch.tensor([[1.0, 0.0]])
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        solved = at.evolve(lambda t, u: -u, zero.to(dtype), [0.0, 1.0], "dopri5", rtol=1e-2)
+        assert solved.ok.all()
+        assert solved.final[0, 0].item() == pytest.approx(math.exp(-1), rel=3e-2)
+    exact_zero = at.evolve(lambda t, u: -u, zero, [0.0, 1.0], "dopri5", rtol=1e-4, atol=0.0)
+    assert exact_zero.ok.all()
+    steep = at.evolve(
+        lambda t, u: torch.full_like(u, 1e16), torch.ones(1, 1), [0.0, 1e-12], "dopri5", rtol=1e-4
+    )
+    assert steep.ok.all()
+    assert at.odeint(lambda t, y: -y, torch.ones(0, 3), torch.tensor([0.0, 1.0])).shape == (2, 0, 3)
+
+
+def test_memory_of_gradients_grows_with_the_wanted_times_only():
+    system, kept = at.systems.VanDerPol(5.0), []
+    u0 = system.sample(50, dtype=torch.float64).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes) or x, lambda x: x):
+        solved = at.evolve(
+            system, u0, torch.linspace(0, 5, 6, **F64), "dopri5", rtol=1e-7, checkpoint=True
+        )
+    assert solved.stats.steps > 150
+    assert sum(kept) < 0.5 * solved.stats.steps * u0.nbytes
+    assert torch.isfinite(torch.autograd.grad(solved.u.sum(), u0)[0]).all()

@@ -377,3 +377,58 @@ def test_bad_input_is_named(arguments, error, message):
     good = dict(u0=torch.ones(3, 2), t=torch.linspace(0, 1, 5))
     with pytest.raises(error, match=message):
         at.evolve(spring, **{**good, **arguments})
+
+
+# Found by trying to break it
+
+
+@pytest.mark.parametrize(
+    "how", [dict(), dict(scheme="euler"), dict(scheme="dopri5", rtol=1e-6)], ids=str
+)
+def test_a_row_that_stays_nan_leaves_shared_gradients_alone(how):
+    net = torch.nn.Linear(3, 3).double()
+    bad = torch.tensor([False, True, False, False])
+
+    def rate(t, u):
+        late = torch.as_tensor(t).reshape(-1, 1) >= 0.5
+        return torch.where(bad[:, None] & late, torch.nan, torch.tanh(net(u)))
+
+    u0, t = torch.randn(4, 3, **F64), torch.linspace(0, 1, 11, **F64)
+    solved = at.evolve(rate, u0, t, **how)
+    assert torch.equal(solved.ok, ~bad)
+    got = torch.autograd.grad(solved.u[:, ~bad].sum(), net.weight)[0]
+    clean = at.evolve(lambda t, u: torch.tanh(net(u)), u0[~bad], t, **how)
+    torch.testing.assert_close(
+        got, torch.autograd.grad(clean.u.sum(), net.weight)[0], rtol=1e-6, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("how", [dict(), dict(scheme="dopri5", rtol=1e-6)], ids=str)
+def test_early_states_have_gradients_though_all_are_lost_later(how):
+    u0 = torch.tensor([[1.0], [0.2]], **F64, requires_grad=True)
+    solved = at.evolve(lambda t, u: u**2, u0, torch.linspace(0, 20, 201, **F64), **how)
+    assert not solved.ok.any()
+    (gradient,) = torch.autograd.grad(solved.u[3].sum(), u0)
+    torch.testing.assert_close(gradient, 1 / (1 - 0.3 * u0.detach()) ** 2, rtol=1e-4, atol=0)
+
+
+def test_times_given_as_numbers_are_exact():
+    u0, times = torch.ones(1, **F64), [0.0, 0.1, 0.2, 0.3]
+    decay = lambda t, u: -u
+    assert torch.equal(at.evolve(decay, u0, times).u, at.evolve(decay, u0, torch.tensor(times, **F64)).u)
+
+
+def test_conjugated_states():
+    u0 = torch.randn(2, 2, dtype=torch.complex128).conj()
+    assert at.evolve(lambda t, u: 1j * u, u0, [0.0, 0.1]).ok.all()
+
+
+def test_a_correction_of_the_wrong_shape_is_named():
+    with pytest.raises(ValueError, match=r"the correction returned \[3\] in torch.float32"):
+        at.evolve(spring, torch.ones(3, 2), [0.0, 0.1], correction=lambda u, s, dt: u.sum(-1))
+
+
+def test_trajectories_compare_by_identity():
+    solved = at.evolve(spring, torch.ones(3, 2), [0.0, 0.1])
+    assert solved == solved
+    assert solved != at.evolve(spring, torch.ones(3, 2), [0.0, 0.1])

@@ -154,3 +154,32 @@ def test_explosions():
     blown = at.odeint(lambda t, y: y**2, torch.tensor([2.0]), torch.linspace(0, 10, 101), method="rk4")
     assert torch.isfinite(blown[0]).all()
     assert torch.isnan(blown[-1]).all()
+
+
+def test_one_row_that_explodes_leaves_the_others():
+    y0, t = torch.tensor([[1.0], [0.01]], **F64), torch.linspace(0, 5, 51, **F64)
+    ours, theirs = (
+        library.odeint(lambda t, y: y**2, y0, t, method="rk4") for library in (at, torchdiffeq)
+    )
+    torch.testing.assert_close(ours, theirs, equal_nan=True)
+    assert torch.isfinite(ours[-1, 1]).all()
+
+
+def test_a_small_part_of_a_tuple_counts_as_much_as_a_large_one():
+    rate = lambda t, y: (-50 * y[0] * torch.cos(30 * t), 0 * y[1])
+    y0 = (torch.ones(1, **F64), torch.ones(10_000, **F64))
+    t = torch.tensor([0.0, 1.0], **F64)
+    small, _ = at.odeint(rate, y0, t, rtol=1e-5, atol=1e-7)
+    exact = torch.exp(-50 / 30 * torch.sin(torch.tensor(30.0, **F64)))
+    assert abs(small[-1].item() - exact.item()) < 1e-3
+
+
+def test_many_steps_and_many_times():
+    t = torch.linspace(0, 50, 2001, **F64)
+    y = at.odeint(lambda t, y: -y, torch.ones(1, **F64), t, method="euler", options={"step_size": 2e-2})
+    assert y.shape == (2001, 1)
+
+
+def test_tolerances_are_numbers():
+    with pytest.raises(TypeError, match="rtol is a tuple"):
+        at.odeint(lambda t, y: -y, torch.ones(1), T, rtol=(1e-3, 1e-4))

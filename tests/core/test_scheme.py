@@ -149,3 +149,35 @@ def test_repr():
 def test_a_wrong_rate_is_named(rate, error, message):
     with pytest.raises(error, match=message):
         at.evolve(rate, torch.ones(3, 2), torch.linspace(0, 1, 3))
+
+
+def test_a_pair_that_estimates_nothing_is_refused():
+    with pytest.raises(ValueError, match="every error estimate would be 0"):
+        at.Scheme("x", [[], [1]], ["1/2", "1/2"], [0, 1], 2, b_low=["1/2", "1/2"])
+
+
+def test_numbers_of_numpy():
+    import numpy as np
+
+    scheme = at.Scheme(
+        "x", [[], [1]], np.array([0.5, 0.5]), np.array([0, 1]), 2, b_low=np.array([1.0, 0.0])
+    )
+    assert scheme.order_low == 1
+    assert at.Scheme("x", [[]], [np.float32(1)], [np.int64(0)], 1) == at.Scheme("x", [[]], [1], [0], 1)
+
+
+def test_pickled_in_another_process_it_is_the_same():
+    import os
+    import pickle
+    import subprocess
+    import sys
+
+    code = (
+        "import pickle, sys, attractor as at; s = pickle.loads(sys.stdin.buffer.read());"
+        "assert s == at.schemes.RK4 and hash(s) == hash(at.schemes.RK4)"
+    )
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run(
+            [sys.executable, "-c", code], input=pickle.dumps(at.schemes.RK4), env=environment, check=True
+        )

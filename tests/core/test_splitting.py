@@ -75,3 +75,47 @@ def test_time_dependent_force_keeps_the_order():
 
     forced = next(p for p in PROBLEMS if p.name == "forced")
     assert measured(forced, at.schemes.YOSHIDA4, 80)[0] == pytest.approx(4, abs=0.1)
+
+
+def test_rounding_is_no_dependence():
+    # Separable, though its formula mixes q and p: H = ((q - p)^2 + (q + p)^2) / 4.
+    def rate(t, u):
+        q, p = u.chunk(2, -1)
+        return torch.cat((((q + p) - (q - p)) / 2, -((q - p) + (q + p)) / 2), -1)
+
+    u0 = torch.randn(50, 4)
+    solved = at.evolve(rate, u0, torch.linspace(0, 1, 11), "leapfrog")
+    assert solved.ok.all()
+
+
+def test_damping_that_sets_in_later_is_found():
+    rate = lambda t, u: torch.stack((u[..., 1], -u[..., 0] - t * u[..., 1]), -1)
+    with pytest.raises(ValueError, match="p' changed with p"):
+        at.evolve(rate, torch.ones(3, 2), torch.linspace(0, 1, 5), "leapfrog")
+
+
+def test_rates_that_differentiate():
+    """Hamilton's equations by autograd, as in Hamiltonian networks."""
+
+    def rate(t, u):
+        u = u.requires_grad_() if u.is_leaf else u
+        q, p = u.chunk(2, -1)
+        (grad,) = torch.autograd.grad((p**2 / 2 - q.cos()).sum(), u, create_graph=True)
+        dq, dp = grad.chunk(2, -1)
+        return torch.cat((dp, -dq), -1)
+
+    t = torch.linspace(0, 1, 11, dtype=torch.float64)
+    u0 = torch.rand(3, 2, dtype=torch.float64)
+    plain = lambda t, u: torch.cat((u[..., 1:], -u[..., :1].sin()), -1)
+    for how in ({"scheme": "leapfrog"}, {"scheme": "dopri5", "rtol": 1e-9}):
+        solved = at.evolve(rate, u0, t, **how).final.detach()
+        torch.testing.assert_close(solved, at.evolve(plain, u0, t, **how).final)
+
+
+def test_order_and_strings():
+    assert at.Splitting("x", kick=("1/2", "1/2"), drift=(1,), order=2) == at.Splitting(
+        "x", kick=(0.5, 0.5), drift=(1.0,), order=2
+    )
+    for order in (0, -3, 1.5, True):
+        with pytest.raises(ValueError, match="is not an order"):
+            at.Splitting("x", kick=(0.5, 0.5), drift=(1.0,), order=order)

@@ -180,3 +180,22 @@ def test_proportion_counts_blocks():
 def test_bad_input_is_named(nsi, stage, message):
     with pytest.raises(ValueError, match=message):
         at.stiffness.total_neural_stiffness(nsi, stage)
+
+
+def test_inside_inference_mode():
+    with torch.inference_mode():
+        assert at.stiffness.stiffness_index(lambda t, u: -2 * u, torch.ones(3, 1)).tolist() == [2, 2, 2]
+    with pytest.raises(TypeError, match="complex"):
+        at.stiffness.stiffness_index(lambda t, u: u, torch.ones(1, 1, dtype=torch.complex64))
+
+
+def test_half_precision_does_not_overflow():
+    x = torch.full((2, 1000), 5000.0, dtype=torch.float16)
+    assert at.stiffness.neural_stiffness_index(x, 2 * x).tolist() == pytest.approx([1, 1], rel=1e-3)
+
+
+def test_equal_blocks_reach_their_mean():
+    nsi = torch.full((1, 4), 0.1, **F64)
+    stage = torch.zeros(4, dtype=torch.long)
+    assert at.stiffness.stiffness_surface(nsi, stage, 0.0, 0.0) == 1
+    assert at.stiffness.stiffness_proportion(nsi.float(), stage, 0.0, 0.0) == 1

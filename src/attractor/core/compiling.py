@@ -62,7 +62,7 @@ def components_first(u: Tensor) -> Tensor:
 
 def count_operations(call: Callable[[], Any]) -> int:
     """How many operations of torch a call makes; what compiled code grows with."""
-    with _Counter() as counter, torch.no_grad():
+    with _Counter() as counter:
         call()
     return counter.count
 

@@ -2,14 +2,14 @@
 
 All trajectories make an attempt in each round, each with its own time and step; those that fail
 their error test try again with a smaller step in the next round, and states at the wanted times are
-interpolated. The rounds are run without gradients. If gradients are wanted, the accepted steps are
-taken once more with them: no rejected step is differentiated, step sizes are constants, and
-`checkpoint` works as on a grid.
+interpolated. The rounds keep no graph. If gradients are wanted, the accepted steps are taken once
+more with them: no rejected step is differentiated, step sizes are constants, and `checkpoint` works
+as on a grid.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ class Control:
         grow, shrink: most a step may change by from one attempt to the next.
         first: size of the first step; None estimates it (Hairer, Norsett, Wanner I, II.4).
         least, most: bounds on a step's size.
-        max_steps: rounds after which trajectories that have not arrived are given up.
+        max_steps: attempts after which trajectories that have not arrived are given up.
         norm: error in units of the allowed error ``[*batch, d]`` -> ``[*batch, 1]``.
     """
 
@@ -49,13 +49,16 @@ class Control:
     first: float | None = None
     least: float = 0.0
     most: float = float("inf")
-    max_steps: int = 1_000_000
+    max_steps: int = 100_000
     norm: Callable[[Tensor], Tensor] = field(default=root_mean_square)
 
     def __post_init__(self) -> None:
         for name in ("rtol", "atol"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} = {getattr(self, name)}; a tolerance is a number >= 0")
+            value = getattr(self, name)
+            if not isinstance(value, int | float):
+                raise TypeError(f"{name} is a {type(value).__name__}; one number serves all components")
+            if not value >= 0:
+                raise ValueError(f"{name} = {value}; a tolerance is a number >= 0")
         if self.rtol == 0 and self.atol == 0:
             raise ValueError("rtol and atol are both 0, so no step can pass; set at least one")
 
@@ -86,19 +89,23 @@ def controlled(
             f"{scheme.name} has no embedded pair to estimate its error with; leave out rtol and "
             f"atol, or use one of {', '.join(pairs)}"
         )
-    f, k = _fitted_to_time(f, t, u0)
-    wants_grad = u0.requires_grad or t.requires_grad or k.requires_grad
-    wants_grad = wants_grad and torch.is_grad_enabled()
-    with torch.no_grad():
-        trajectory, rounds = _forward(
-            f, u0.detach(), k.detach(), t.detach(), scheme, control, compile, wants_grad
-        )
+    if u0.numel() == 0:
+        nobody = torch.zeros(u0.shape[:-1], dtype=torch.long, device=u0.device)
+        until = t[-1].detach().expand(u0.shape[:-1])
+        states = u0.expand(len(t), *u0.shape)
+        return Trajectory(t, states, Stats(0, 0, 0, nobody, nobody), nobody == 0, until)
+    wants_grad = torch.is_grad_enabled() and _uses_gradients(f)
+    f, k, calls = _fitted_to_time(f, t, u0)
+    wants_grad = wants_grad or u0.requires_grad or t.requires_grad or k.requires_grad or _traced(u0)
+    trajectory, rounds = _forward(
+        f, u0.detach(), k.detach(), t.detach(), scheme, control, compile, wants_grad
+    )
+    stats = trajectory.stats
     if not wants_grad:
-        return trajectory
+        return replace(trajectory, stats=replace(stats, rate_calls=stats.rate_calls + calls))
     u = _differentiated(f, u0, k, t, scheme, rounds, compile, checkpoint)
-    calls = trajectory.stats.rate_calls + len(rounds) * _calls(scheme) + int(t.requires_grad)
-    stats = Stats(calls, 0, trajectory.stats.steps, trajectory.stats.accepted, trajectory.stats.rejected)
-    return Trajectory(trajectory.t, u, stats, trajectory.ok, trajectory.until)
+    calls += stats.rate_calls + len(rounds) * _calls(scheme) + int(t.requires_grad)
+    return replace(trajectory, u=u, stats=replace(stats, rate_calls=calls))
 
 
 def _forward(
@@ -125,7 +132,7 @@ def _forward(
     rejected = torch.zeros_like(upcoming)
     out = u0.expand(last + 1, *u0.shape).clone()
     rounds: list[_Round] = []
-    calls, steps = 1, 0
+    calls = steps = 0
     if control.first is None:
         h, calls = _first_step(f, clock, sign, u, k, scheme, control), calls + 1
     else:
@@ -141,14 +148,17 @@ def _forward(
             break
         steps += 1
         arrives = active[..., None] & ((end - (t + h)) * sign <= 0)
-        size = torch.where(arrives, end - t, h)
+        size = torch.where(arrives, end - t, (t + h) - t)  # what the clock can tell
         size = torch.where(active[..., None], size, 0.0)
         # The lost and the finished stand still; what they evaluate is thrown away.
         u1, k1, stages = attempt(f, scheme, _cast(t, u), _cast(size, u), u, k)
+        u1, k1, stages = u1.detach(), k1.detach(), [k.detach() for k in stages]
         calls += _calls(scheme)
-        error = control.norm(_scaled_error(scheme, stages, _cast(size, u), u, u1, control))
-        error = torch.where(torch.isfinite(k1).all(-1, keepdim=True), error, torch.nan).to(t.dtype)
-        passed = active[..., None] & ((error <= 1) | (size.abs() <= control.least))
+        error = control.norm(_scaled_error(scheme, stages, _cast(size, u), u, u1, control, t.dtype))
+        finite = (torch.isfinite(u1) & torch.isfinite(k1)).all(-1, keepdim=True)
+        error = torch.where(finite, error, torch.nan).to(t.dtype)
+        at_least = size.abs() <= control.least
+        passed = active[..., None] & finite & ((error <= 1) | at_least)
         t1 = torch.where(arrives, end, t + size)
 
         wanted = []
@@ -172,10 +182,11 @@ def _forward(
         factor = control.safety * error ** (-1 / (min(scheme.order, scheme.order_low) + 1))
         factor = factor.nan_to_num(control.shrink, posinf=control.grow)
         factor = _rounded(factor.clamp(control.shrink, control.grow))
-        h = torch.where(active[..., None], h * factor, h)
+        h = torch.where(active[..., None], size * factor, h)
         h = h.abs().clamp(control.least, control.most) * sign
         floor = 4 * tiny * t.abs() + tiny**2 * (end - clock[0]).abs()
-        ok = ok & ~(active & (h.abs() <= floor)[..., 0] & (upcoming <= last))
+        stuck = (h.abs() <= floor) | (at_least & ~passed)
+        ok = ok & ~(active & stuck[..., 0] & (upcoming <= last))
 
     arrived = upcoming > last
     for i in range(1, last + 1):  # wanted times a lost trajectory did not reach: its last state
@@ -207,7 +218,7 @@ def _differentiated(
             here = torch.where(moving, u, u.detach()[donor])
             first = torch.where(moving, k, k.detach()[donor])
             when = torch.where(moving, t, t[donor])
-            u1, k1, stages = attempt(f, scheme, _cast(when, u), _cast(h, u), here, first)
+            u1, k1, stages = attempt(f, scheme, _cast(when, u), _cast(h, u), here, first, moving)
             for index, due in wanted:
                 size = torch.where(due[..., None], h, 1.0)
                 theta = _cast((t_out[index.clamp(max=len(t_out) - 1)][..., None] - t) / size, u)
@@ -224,26 +235,28 @@ def _differentiated(
         k = call_rate(f, start.detach().expand(*u0.shape[:-1], 1), u)
     k = torch.where(torch.isfinite(k.detach()).all(-1, keepdim=True), k, 0.0)
 
-    values = [u0]
+    out: list[Tensor | None] = [u0, *[None] * (len(t_out) - 1)]
     if checkpoint is True:
         checkpoint = math.isqrt(len(rounds)) + 1
     spacing = checkpoint or max(len(rounds), 1)
+    reached = torch.zeros(len(t_out), *u0.shape[:-1], dtype=torch.bool, device=u0.device)
     for i in range(0, len(rounds), spacing):
         part = rounds[i : i + spacing]
         if checkpoint:
             new, u, k = recompute_later(replay, part, u, k, use_reentrant=False)
         else:
             new, u, k = replay(part, u, k)
-        values += new
-    values.append(u)
-
-    # Which of the values is the state at each wanted time? The last one where it was not reached.
-    source = torch.full((len(t_out), *u0.shape[:-1]), len(values) - 1, device=u0.device)
-    source[0] = 0
-    events = [event for r in rounds for event in r.wanted]
-    for i, (index, due) in enumerate(events, 1):
-        _put(source, index, due, torch.full_like(index, i))
-    return torch.stack(values).gather(0, source[..., None].expand(len(t_out), *u0.shape))
+        events = [event for r in part for event in r.wanted]
+        for value, (index, due) in zip(new, events):
+            for i in index[due].unique().tolist():
+                here, before = (due & (index == i))[..., None], out[i]
+                # Rows that reach this time in another round are filled in then.
+                out[i] = torch.where(here, value, torch.zeros_like(value) if before is None else before)
+                reached[i] |= here[..., 0]
+    for i in range(1, len(t_out)):  # the last state where a wanted time was not reached
+        value = out[i]
+        out[i] = u if value is None else torch.where(reached[i, ..., None], value, u)
+    return torch.stack([value for value in out if value is not None])
 
 
 def _put(table: Tensor, index: Tensor, due: Tensor, value: Tensor) -> None:
@@ -255,13 +268,14 @@ def _put(table: Tensor, index: Tensor, due: Tensor, value: Tensor) -> None:
 
 
 def _attempt(
-    f: Rate, scheme: Scheme, t: Tensor, h: Tensor, u: Tensor, first: Tensor
+    f: Rate, scheme: Scheme, t: Tensor, h: Tensor, u: Tensor, first: Tensor, moving: Tensor | None = None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """A step: the new state, the rate there, and the stages."""
-    stages = scheme.stages(f, t, u, h, first=first)
+    """A step: the new state, the rate there, and the stages; rates of those not moving are 0."""
+    rate = f if moving is None else lambda t, u: torch.where(moving, f(t, u), 0.0)
+    stages = scheme.stages(rate, t, u, h, first=first)
     new = u + h * weighted_sum(scheme._b, stages)
-    rate = stages[-1] if scheme.first_same_as_last else call_rate(f, t + h, new)
-    return new, rate, stages
+    last = stages[-1] if scheme.first_same_as_last else call_rate(rate, t + h, new)
+    return new, last, stages
 
 
 def _calls(scheme: Scheme) -> int:
@@ -270,12 +284,22 @@ def _calls(scheme: Scheme) -> int:
 
 
 def _scaled_error(
-    scheme: Scheme, stages: list[Tensor], h: Tensor, u: Tensor, u1: Tensor, control: Control
+    scheme: Scheme,
+    stages: list[Tensor],
+    h: Tensor,
+    u: Tensor,
+    u1: Tensor,
+    control: Control,
+    wide: torch.dtype,
 ) -> Tensor:
-    assert scheme.b_low is not None
-    weights = [float(b - low) for b, low in zip(scheme.b, scheme.b_low)]
-    scale = control.atol + control.rtol * torch.maximum(u.abs(), u1.abs())
-    return h * weighted_sum(weights, stages) / scale
+    """Error over allowed error, in a precision in which tolerances are not 0."""
+    error = (h * weighted_sum(scheme.error_weights, stages)).abs().to(wide)
+    scale = control.atol + control.rtol * torch.maximum(u.abs(), u1.abs()).to(wide)
+    return _over(error, scale)
+
+
+def _over(x: Tensor, scale: Tensor) -> Tensor:
+    return torch.where(x == 0, 0.0, x / scale)
 
 
 def _interpolate(
@@ -291,7 +315,7 @@ def _interpolate(
     rise, k0 = u1 - u, stages[0]
     inner = (h * k0 - rise) + theta * (2 * rise - h * (k0 + k1))
     if scheme.dense is not None:
-        quartic = h * weighted_sum(list(map(float, scheme.dense)), stages)
+        quartic = h * weighted_sum(scheme.dense_weights, stages)
         inner = inner + theta * (1 - theta) * quartic
     return u + theta * (rise + (1 - theta) * inner)
 
@@ -299,12 +323,13 @@ def _interpolate(
 def _first_step(
     f: Rate, clock: Tensor, sign: float, u: Tensor, k: Tensor, scheme: Scheme, control: Control
 ) -> Tensor:
-    scale = control.atol + control.rtol * u.abs()
-    d0, d1 = control.norm(u / scale), control.norm(k / scale)
+    wide = lambda x: x.abs().to(clock.dtype)
+    scale = control.atol + control.rtol * wide(u)
+    d0, d1 = control.norm(_over(wide(u), scale)), control.norm(_over(wide(k), scale))
     small = (d0 < 1e-5) | (d1 < 1e-5)
-    h0 = torch.where(small, 1e-6, 0.01 * d0 / d1).nan_to_num(1e-6)
-    t = clock[0] + sign * h0.to(clock.dtype)
-    d2 = control.norm((call_rate(f, _cast(t, u), u + sign * h0 * k) - k) / scale) / h0
+    h0 = torch.where(small, 1e-6, 0.01 * d0 / d1).nan_to_num(1e-6).clamp(min=1e-200)
+    bend = call_rate(f, _cast(clock[0] + sign * h0, u), u + sign * _cast(h0, u) * k).detach() - k
+    d2 = control.norm(_over(wide(bend), scale)) / h0
     order = min(scheme.order, scheme.order_low) + 1
     steepest = torch.maximum(d1, d2).nan_to_num(1e15)
     h1 = torch.where(steepest <= 1e-15, (h0 * 1e-3).clamp(min=1e-6), (0.01 / steepest) ** (1 / order))
@@ -316,7 +341,7 @@ def _rounded(x: Tensor) -> Tensor:
     """x to twelve bits.
 
     The last bit of a power depends on where in the batch it is computed (vector units and the rest
-    of a loop differ); rounded, a trajectory takes the same steps in any company.
+    of a loop differ); rounded, a trajectory takes the same steps in any company, almost surely.
     """
     mantissa, exponent = torch.frexp(x)
     return torch.ldexp((mantissa * 4096).round() / 4096, exponent)
@@ -332,20 +357,51 @@ class _OfComponents:
         return self.f(t[..., 0], u)
 
 
-def _fitted_to_time(f: Rate, t: Tensor, u0: Tensor) -> tuple[Rate, Tensor]:
-    """The rate for times [*batch, 1], and its value at the start.
+def _fitted_to_time(f: Rate, t: Tensor, u0: Tensor) -> tuple[Rate, Tensor, int]:
+    """The rate for times [*batch, 1], its value at the start, and the calls it took to find out.
 
     ``u * t`` needs times [*batch, 1], ``x * t`` with ``x, y = u.unbind(-1)`` needs [*batch]. The
-    wrong one gives the wrong shape, so one call tells which a rate wants.
+    wrong one gives the wrong shape, so one call tells which a rate wants; another one tells whether
+    a trajectory sees its neighbours' times.
     """
     start = _cast(t[:1], u0).expand(*u0.shape[:-1], 1)
     try:
-        return f, call_rate(f, start, u0)
+        k = call_rate(f, start, u0)
     except (RuntimeError, ValueError) as error:
         try:
-            return _OfComponents(f), call_rate(_OfComponents(f), start, u0)
+            f = _OfComponents(f)
+            k = call_rate(f, start, u0)
         except (RuntimeError, ValueError):
             raise error from None
+    if start.numel() == 1 or len(t) == 1:
+        return f, k, 1
+    later = start.detach().clone().reshape(-1, 1)
+    later[1:] += 0.4 * _cast(t[-1] - t[0], u0).detach()
+    alone = k.detach().reshape(-1, u0.shape[-1])[0]
+    beside = call_rate(f, later.reshape(start.shape), u0).detach().reshape(-1, u0.shape[-1])[0]
+    rounding = 1e3 * torch.finfo(start.dtype).eps
+    if bool(((beside - alone).abs() > rounding * alone.abs().max()).any()):
+        raise ValueError(
+            "the rate mixes the times of different trajectories; under error control each has its own "
+            "time, and t has shape [*batch, 1]: let t multiply states or rates, not a matrix"
+        )
+    return f, k, 2
+
+
+def _uses_gradients(f: Rate) -> bool:
+    """Whether f is, or closes over, something with gradients (it may come into play later)."""
+    cells = getattr(f, "__closure__", None) or ()
+    for thing in (f, *(cell.cell_contents for cell in cells)):
+        if isinstance(thing, Tensor) and thing.requires_grad:
+            return True
+        if isinstance(thing, torch.nn.Module) and any(p.requires_grad for p in thing.parameters()):
+            return True
+    return False
+
+
+def _traced(u: Tensor) -> bool:
+    """Whether a transform of torch.func, such as jvp, is looking on."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(u)
 
 
 def _cast(time: Tensor, u: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def evolve(
     checkpoint: int | bool | None = None,
     rtol: float | None = None,
     atol: float | None = None,
-    max_steps: int = 1_000_000,
+    max_steps: int = 100_000,
 ) -> Trajectory:
     """Follow ``du/dt = f(t, u)`` from u0 at ``t[0]`` through the times t.
 
@@ -62,7 +62,8 @@ def evolve(
         rtol, atol: local error per step allowed, relative and absolute (root mean square over d);
             given one, the other is 1e-7 or 1e-9. Needs a scheme with an embedded pair: "bosh3",
             "dopri5", ... Gradients treat the step sizes as constants.
-        max_steps: under error control, a trajectory that needs more steps is given up (not ok).
+        max_steps: under error control, trajectories that have not arrived after so many attempts
+            are given up (not ok).
 
     Returns:
         A `Trajectory`. Where a state becomes non-finite, the trajectory keeps its last finite
@@ -85,7 +86,7 @@ def evolve(
     if checkpoint is not None and checkpoint is not False and checkpoint < 1:
         raise ValueError(f"checkpoint = {checkpoint}; use True, or the number of steps between states")
     if rtol is None and atol is None:
-        return _on_grid(f, u0, t, scheme, correction, every, compile, checkpoint)
+        return on_grid(f, u0, t, scheme, correction, every=every, compile=compile, checkpoint=checkpoint)
 
     if correction is not None:
         raise ValueError(
@@ -114,7 +115,9 @@ def check_problem(u0: Tensor, t: Tensor | Sequence[float]) -> Tensor:
         )
     if u0.dim() == 0:
         raise ValueError("u0 has no dimension; a state needs one, even of size 1: use u0[None]")
-    t = torch.as_tensor(t, device=u0.device)
+    if not isinstance(t, Tensor):
+        t = torch.as_tensor(t, dtype=torch.float64)
+    t = t.to(u0.device)
     if not t.is_floating_point():
         t = t.to(torch.float64)
     if t.dim() != 1 or len(t) == 0:
@@ -149,31 +152,35 @@ class _March:
     dt: Any  # numbers, or a tensor where they are compiled or differentiated
     saved: frozenset[int]
     compiled_length: int  # runs of this many steps are compiled; 0: none
+    watch: bool
 
-    def run(self, first: int, keep: tuple[int, ...], u: Tensor) -> list[Tensor]:
-        """keep[-1] steps from u; the states after the steps in keep."""
+    def run(
+        self, first: int, keep: tuple[int, ...], u: Tensor, survivors: _Survivors | None
+    ) -> list[Tensor]:
+        """keep[-1] steps from u; the states after the steps in keep. The lost stand still."""
         stop = first + keep[-1]
-        run = _run
+        fixed = (self.f, self.scheme, self.correction, keep)
+        u, run = _stand_in(u, survivors), _run
         if keep[-1] == self.compiled_length:
-            run = compiled(_run, u.device, self.f, self.scheme, self.correction, keep)
-            u = components_first(u)
-        return run(
-            self.f, self.scheme, self.correction, keep, self.times[first:stop], self.dt[first:stop], u
-        )
+            u, run = components_first(u), compiled(_run, u.device, *fixed)
+        alive = survivors.alive if survivors is not None and torch.is_grad_enabled() else None
+        return run(*fixed, self.times[first:stop], self.dt[first:stop], u, alive)
 
     def guarded(
         self, first: int, stop: int, u: Tensor, survivors: _Survivors | None
     ) -> tuple[list[Tensor], _Survivors | None, int]:
         """A run; its states to keep and the last, who survived it, and the steps it took."""
         keep = tuple(i - first for i in range(first + 1, stop + 1) if i in self.saved or i == stop)
-        states = _of_living(survivors, self.run(first, keep, _stand_in(u, survivors)), [u] * len(keep))
-        if _all_finite(states[-1]):
+        states = _of_living(survivors, self.run(first, keep, u, survivors), [u] * len(keep))
+        if not self.watch or _all_finite(states[-1]):
             return states, survivors, keep[-1]
 
         # Somebody was lost. Step by step: who, when, and where were they last?
         before, survivors, steps = self.step_by_step(first, keep, u, survivors)
+        if not bool(survivors.alive.any()):
+            return before, survivors, steps + keep[-1]
         # The survivors again by the same run as ever, so that they get the same bits.
-        states = _of_living(survivors, self.run(first, keep, _stand_in(u, survivors)), before)
+        states = _of_living(survivors, self.run(first, keep, u, survivors), before)
         return states, survivors, steps + 2 * keep[-1]
 
     def step_by_step(
@@ -184,7 +191,7 @@ class _March:
         alive, until = survivors or _everybody(u, self.t)
         for i in range(first, first + keep[-1]):
             while bool(alive.any()):
-                (new,) = self.run(i, (1,), _stand_in(u, _Survivors(alive, until)))
+                (new,) = self.run(i, (1,), u, _Survivors(alive, until))
                 steps += 1
                 lost = alive & ~torch.isfinite(new).all(-1)
                 if not bool(lost.any()):
@@ -207,20 +214,24 @@ class _March:
         return states, u, survivors, steps
 
 
-def _on_grid(
+def on_grid(
     f: Rate,
     u0: Tensor,
     t: Tensor,
     scheme: AnyScheme,
-    correction: Correction | None,
-    every: int,
-    compile: bool,
-    checkpoint: int | bool | None,
+    correction: Correction | None = None,
+    *,
+    every: int = 1,
+    compile: bool = False,
+    checkpoint: int | bool | None = None,
+    watch: bool = True,
 ) -> Trajectory:
+    """`evolve` without error control. watch=False: non-finite states stay and spread as they may."""
     n, saved = len(t) - 1, _saved(len(t) - 1, every)
     real = u0.real.dtype if u0.is_complex() else u0.dtype
     times, dt = t.to(real), t.diff().to(real)
-    scheme.check_rate(f, times[0], u0)
+    for when in (times[0], times[-1]):
+        scheme.check_rate(f, when, u0)
 
     spacing = n if not checkpoint else math.isqrt(n) + 1 if checkpoint is True else int(checkpoint)
     longest = max(1, min(RUN, spacing))
@@ -232,13 +243,19 @@ def _on_grid(
     runs = _runs(n, every, length)
     as_numbers = not (compile or t.requires_grad)  # no device work to read a step size
     march = _March(
-        *(f, scheme, correction, t, times, dt.tolist() if as_numbers else dt),
-        frozenset(saved),
-        length if compile else 0,
+        f=f,
+        scheme=scheme,
+        correction=correction,
+        t=t,
+        times=times,
+        dt=dt.tolist() if as_numbers else dt,
+        saved=frozenset(saved),
+        compiled_length=length if compile else 0,
+        watch=watch,
     )
 
     u, steps = u0, 0
-    survivors = None if _all_finite(u0) else _everybody(u0, t)
+    survivors = None if not watch or _all_finite(u0) else _everybody(u0, t)
     record = Record(u0, len(saved))
     record.put(u0)
     recompute = bool(checkpoint) and torch.is_grad_enabled()
@@ -269,11 +286,17 @@ def _run(
     t: Tensor,
     dt: Any,
     u: Tensor,
+    alive: Tensor | None = None,
 ) -> list[Tensor]:
-    """Steps from u at times t [k] with sizes dt [k]; the states after the steps in keep."""
+    """Steps from u at times t [k] with sizes dt [k]; the states after the steps in keep.
+
+    Where somebody was lost, `alive` keeps what the rate still returns there (NaN again, perhaps) out
+    of later stages, and so out of the gradients of parameters that all share.
+    """
+    rate = f if alive is None else lambda t, u: torch.where(alive[..., None], f(t, u), 0.0)
     states = []
     for i in range(keep[-1]):
-        u = _step(f, scheme, correction, t[i], dt[i], u)
+        u = _step(rate, scheme, correction, t[i], dt[i], u)
         if i + 1 in keep:
             states.append(u)
     return states
@@ -284,7 +307,15 @@ def _step(
 ) -> Tensor:
     slope = scheme.slope(f, t, u, dt)
     plain = moved(u, dt, (1.0,), (slope,))
-    return plain if correction is None else plain + correction(u, slope, dt)
+    if correction is None:
+        return plain
+    added = correction(u, slope, dt)
+    if added.shape != u.shape or added.dtype != u.dtype:
+        raise ValueError(
+            f"the correction returned {list(added.shape)} in {added.dtype} for a state of shape "
+            f"{list(u.shape)} in {u.dtype}; they must be alike"
+        )
+    return plain + added
 
 
 def _everybody(u: Tensor, t: Tensor) -> _Survivors:
@@ -295,7 +326,7 @@ def _everybody(u: Tensor, t: Tensor) -> _Survivors:
 
 def _all_finite(u: Tensor) -> bool:
     """One number tells, unless it overflows."""
-    u = torch.view_as_real(u.detach()) if u.is_complex() else u.detach()
+    u = torch.view_as_real(u.detach().resolve_conj()) if u.is_complex() else u.detach()
     wide = torch.float32 if u.dtype.itemsize < 4 else u.dtype
     return math.isfinite(u.sum(dtype=wide).item()) or bool(torch.isfinite(u).all())
 

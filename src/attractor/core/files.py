@@ -2,9 +2,9 @@
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 
 def write_bytes(path: Path | str, content: bytes) -> Path:
@@ -14,16 +14,15 @@ def write_bytes(path: Path | str, content: bytes) -> Path:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        Path(name).chmod(0o666 & ~_umask())
-        Path(name).replace(path)
+        temporary.replace(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     if os.name == "posix":  # the new name itself must reach the disk, too
         folder = os.open(path.parent, os.O_RDONLY)
@@ -56,10 +55,4 @@ def _plain(value: Any) -> Any:
         return [_plain(v) for v in value]
     if isinstance(value, float) and not (abs(value) < float("inf")):
         return None
-    return value
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
+    return _plain(value.tolist()) if hasattr(value, "tolist") else value  # numpy and torch

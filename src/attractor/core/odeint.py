@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attractor.core.control import Control, controlled
-from attractor.core.evolve import check_problem, evolve
+from attractor.core.evolve import check_problem, on_grid
 from attractor.core.scheme import Rate, Scheme
 from attractor.core.tableaus import AnyScheme, get_scheme
 
@@ -65,8 +65,8 @@ def odeint(
 
     Raises:
         ValueError: for a method or an option that is not supported here, and what is.
-        FloatingPointError: if an adaptive method cannot reach ``t[-1]``. A fixed-step solution
-            that blows up is NaN from there on.
+        FloatingPointError: if an adaptive method cannot reach ``t[-1]``. What blows up with fixed
+            steps is infinite or NaN from there on.
     """
     if event_fn is not None:
         raise ValueError("event_fn is not supported; scipy's solve_ivp has events")
@@ -75,7 +75,8 @@ def odeint(
     t = check_problem(flat, t)
     scheme, adaptive = _method(method)
     if adaptive:
-        control = _control(Control(rtol=rtol, atol=atol), options, unflatten)
+        parts = 1 if isinstance(y0, Tensor) else len(y0)
+        control = _control(Control(rtol=rtol, atol=atol), options, unflatten, parts)
         solution = controlled(rate, flat, t, scheme, control)
         if not bool(solution.ok):
             raise FloatingPointError(
@@ -85,10 +86,7 @@ def odeint(
             )
         return unflatten(solution.u)
     grid, wanted = _grid(func, y0, t, options)
-    solution = evolve(rate, flat, grid, scheme)
-    lost = (solution.t - solution.until) * (t[-1] - t[0]).sign() > 0
-    u = torch.where(lost[:, None], torch.nan, solution.u) if bool(lost.any()) else solution.u
-    return unflatten(u[wanted])
+    return unflatten(on_grid(rate, flat, grid, scheme, watch=False).u[wanted])
 
 
 def _method(method: str | AnyScheme | None) -> tuple[AnyScheme, bool]:
@@ -105,7 +103,10 @@ def _method(method: str | AnyScheme | None) -> tuple[AnyScheme, bool]:
     return scheme, isinstance(scheme, Scheme) and scheme.b_low is not None
 
 
-def _control(control: Control, options: dict[str, Any], unflatten: Callable[[Tensor], Any]) -> Control:
+def _control(
+    control: Control, options: dict[str, Any], unflatten: Callable[[Tensor], Any], parts: int
+) -> Control:
+    """With torchdiffeq's options; for a tuple its norm, the largest of the parts'."""
     norm = options.pop("norm", None)
     unknown = set(options) - set(CONTROL_OPTIONS)
     if unknown:
@@ -114,6 +115,8 @@ def _control(control: Control, options: dict[str, Any], unflatten: Callable[[Ten
             f"there are {', '.join(CONTROL_OPTIONS)}, norm"
         )
     control = replace(control, **{CONTROL_OPTIONS[key]: value for key, value in options.items()})
+    if norm is None and parts > 1:
+        norm = lambda y: torch.stack([part.square().mean().sqrt() for part in y]).max()
     if norm is not None:
         control = replace(control, norm=lambda x: torch.as_tensor(norm(unflatten(x))).reshape(1))
     return control
@@ -139,11 +142,12 @@ def _grid(func: Any, y0: Any, t: Tensor, options: dict[str, Any]) -> tuple[Tenso
         count = int(((t[-1] - t[0]).abs() / step).ceil().item())
         own = t[0] + (t[-1] - t[0]).sign() * step * torch.arange(count, device=t.device, dtype=t.dtype)
     # Points of the grid that a wanted time all but repeats give way to it.
-    near = (own[:, None] - t).abs().min(1).values <= 1e-3 * (
-        own.diff().abs().min() if len(own) > 1 else 0
-    )
+    sign = -1.0 if bool(t[-1] < t[0]) else 1.0
+    after = torch.searchsorted(sign * t.detach(), sign * own.detach()).clamp(1, len(t) - 1)
+    apart = torch.minimum((own - t[after]).abs(), (own - t[after - 1]).abs())
+    near = apart <= 1e-3 * (own.diff().abs().min() if len(own) > 1 else 0)
     inside = ((own - t[0]) * (own - t[-1]) < 0) & ~near
-    grid, order = torch.cat((t, own[inside])).sort(descending=bool(t[-1] < t[0]))
+    grid, order = torch.cat((t, own[inside])).sort(descending=sign < 0)
     return grid, order.argsort()[: len(t)]
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from numbers import Integral, Rational
 from typing import Any, TypeAlias
 
 import torch
@@ -49,6 +50,8 @@ class Scheme:
     dense: tuple[Fraction, ...] | None = None
     order_low: int = field(init=False, default=0, repr=False, compare=False)
     rate_calls: int = field(init=False, default=0, repr=False, compare=False)
+    error_weights: tuple[float, ...] = field(init=False, default=(), repr=False, compare=False)
+    dense_weights: tuple[float, ...] = field(init=False, default=(), repr=False, compare=False)
     _hash: int = field(init=False, default=0, repr=False, compare=False)
     _a: tuple[tuple[float, ...], ...] = field(init=False, default=(), repr=False, compare=False)
     _b: tuple[float, ...] = field(init=False, default=(), repr=False, compare=False)
@@ -64,8 +67,9 @@ class Scheme:
         b_low: Sequence[Coefficient] | None = None,
         dense: Sequence[Coefficient] | None = None,
     ) -> None:
-        given = [*b, *c, *(b_low or ()), *(dense or ()), *(x for row in a for x in row)]
-        tolerance = 1e-10 if any(isinstance(x, float) for x in given) else 0
+        rows_given = [*a, b, c, *(row for row in (b_low, dense) if row is not None)]
+        exact = all(isinstance(x, Rational | str) for row in rows_given for x in row)
+        tolerance = 0 if exact else 1e-10
         stages = len(b)
         rows = [*([[]] if len(a) == stages - 1 else []), *a]
         for what, values in (("a", rows), ("c", c), ("b_low", b_low), ("dense", dense)):
@@ -73,35 +77,42 @@ class Scheme:
                 raise ValueError(
                     f"{name}: {what} has {len(values)} entries but b has {stages}; every stage needs one"
                 )
-        if order < 1:
-            raise ValueError(f"{name}: order {order} is not an order; it starts at 1")
+        order = checked_order(name, order)
 
         put = lambda key, value: object.__setattr__(self, key, value)
         put("name", name)
         put("a", tuple(_lower_row(name, i, row, stages) for i, row in enumerate(rows)))
-        put("b", _fractions(name, b))
-        put("c", _fractions(name, c))
+        put("b", as_fractions(name, b))
+        put("c", as_fractions(name, c))
         put("order", order)
-        put("b_low", None if b_low is None else _fractions(name, b_low))
-        put("dense", None if dense is None else _fractions(name, dense))
+        put("b_low", None if b_low is None else as_fractions(name, b_low))
+        put("dense", None if dense is None else as_fractions(name, dense))
 
         for i, (row, c_i) in enumerate(zip(self.a, self.c)):
             if abs(sum(row) - c_i) > tolerance:
                 raise ValueError(f"{name}: row {i} of a adds up to {sum(row)}, but c[{i}] is {c_i}")
         _require_order(name, "b", self.b, self.a, order, tolerance)
-        put("order_low", 0 if self.b_low is None else _order(self.b_low, self.a, order, tolerance))
+        put("order_low", 0 if self.b_low is None else _order(self.b_low, self.a, order + 1, tolerance))
         if self.b_low is not None and self.order_low == 0:
             raise ValueError(f"{name}: b_low adds up to {sum(self.b_low)}, not to 1")
+        if self.b_low == self.b:
+            raise ValueError(f"{name}: b_low equals b, so that every error estimate would be 0")
 
         # Trailing stages that only serve the error estimate (dopri5's seventh) are not called.
         put("rate_calls", max(i for i, b_i in enumerate(self.b) if b_i) + 1)
         put("_a", tuple(tuple(map(float, row)) for row in self.a))
         put("_b", tuple(map(float, self.b)))
         put("_c", tuple(map(float, self.c)))
+        put("error_weights", tuple(float(b - low) for b, low in zip(self.b, self.b_low or ())))
+        put("dense_weights", tuple(map(float, self.dense or ())))
         put("_hash", hash((name, self._a, self._b, self._c)))
 
     def __hash__(self) -> int:
         return self._hash  # fractions hash slowly, and schemes are looked up in every run
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Made anew where it is unpickled: the hash of a name differs from process to process.
+        return Scheme, (self.name, self.a, self.b, self.c, self.order, self.b_low, self.dense)
 
     def __repr__(self) -> str:
         pair = f" (error from order {self.order_low})" if self.b_low else ""
@@ -139,7 +150,14 @@ class Scheme:
         return k
 
     def check_rate(self, f: Rate, t: Any, u: Tensor) -> None:
-        """Raise ValueError if the scheme cannot step this rate. A Runge-Kutta scheme takes any."""
+        """A Runge-Kutta scheme takes any rate (a `Splitting` does not)."""
+
+
+def checked_order(name: str, order: int) -> int:
+    """The order, if it is one."""
+    if not isinstance(order, int) or isinstance(order, bool) or order < 1:
+        raise ValueError(f"{name}: order {order!r} is not an order; it is a whole number from 1 on")
+    return order
 
 
 def weighted_sum(weights: Sequence[float], terms: Sequence[Tensor]) -> Tensor:
@@ -179,17 +197,24 @@ def call_rate(f: Rate, t: Any, u: Tensor) -> Tensor:
     return du
 
 
-def _fractions(name: str, values: Sequence[Coefficient]) -> tuple[Fraction, ...]:
+def as_fractions(name: str, values: Sequence[Coefficient]) -> tuple[Fraction, ...]:
+    """Coefficients as exact numbers."""
     try:
-        return tuple(Fraction(x) for x in values)
+        return tuple(_fraction(x) for x in values)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
             f"{name}: {list(values)!r} is not a list of coefficients; write 1, '1/6' or Fraction(1, 6)"
         ) from error
 
 
+def _fraction(x: Coefficient) -> Fraction:
+    if isinstance(x, Fraction | str):
+        return Fraction(x)
+    return Fraction(int(x)) if isinstance(x, Integral) else Fraction(float(x))
+
+
 def _lower_row(name: str, i: int, row: Sequence[Coefficient], stages: int) -> tuple[Fraction, ...]:
-    values = _fractions(name, row)
+    values = as_fractions(name, row)
     if any(values[i:]):
         raise ValueError(
             f"{name}: stage {i} uses stages from {i} on, so the scheme is implicit; "

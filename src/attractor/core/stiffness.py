@@ -12,6 +12,7 @@ taken over the blocks of one input, or over all inputs too (`mean="stage"`), as 
 one mind; and the integral over all thresholds is exact instead of a sum over a grid.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -28,8 +29,12 @@ def jacobian(f: Rate, u: Tensor, t: Any = 0.0) -> Tensor:
 
     One backward pass a component, which any rate allows whose trajectories are independent.
     """
-    with torch.enable_grad():
-        u = u.detach().requires_grad_()
+    if u.is_complex():
+        raise TypeError(
+            "the Jacobian of a complex state is not defined here; stack real and imaginary parts"
+        )
+    with torch.inference_mode(False), torch.enable_grad():
+        u = u.detach().clone().requires_grad_()
         du = call_rate(f, torch.as_tensor(t, dtype=u.dtype, device=u.device), u)
         if not du.requires_grad:  # a constant rate
             return u.new_zeros(*u.shape, u.shape[-1])
@@ -98,10 +103,9 @@ def neural_stiffness_index(x: Tensor, x_next: Tensor, step: Tensor | float | Non
         if bool((step == 0).any()):
             raise ValueError("step holds zeros; a step size must not vanish")
         move = move / step
-    return _ratio(
-        torch.linalg.vector_norm(move.flatten(1), dim=1),
-        torch.linalg.vector_norm(x.flatten(1), dim=1),
-    )
+    wide = torch.float32 if x.dtype.itemsize < 4 else None  # half precision overflows at 65,504
+    norms = [torch.linalg.vector_norm(y.flatten(1), dim=1, dtype=wide) for y in (move, x)]
+    return _ratio(*norms)
 
 
 def total_neural_stiffness(
@@ -143,7 +147,7 @@ def stiffness_surface(
     Numbers give a tensor of no dimension, 1-D tensors the whole grid ``[len(m1), len(m2)]``.
     """
     a, b = _rectangles(nsi, stage, drop_first, mean)
-    return _over_grid(m1, m2, nsi, lambda x, y: ((a >= x) & (b >= y)).any(dim=1))
+    return _over_grid(m1, m2, a, b, lambda exceeds: exceeds.any(dim=1))
 
 
 def stiffness_proportion(
@@ -161,7 +165,7 @@ def stiffness_proportion(
     kept = _kept_blocks(nsi, stage, drop_first)
     a = torch.cat([_relative(nsi[:, blocks], mean) for blocks in kept], dim=1)
     b = torch.cat([nsi[:, blocks] for blocks in kept], dim=1)
-    return _over_grid(m1, m2, nsi, lambda x, y: (a >= x) & (b >= y))
+    return _over_grid(m1, m2, a, b, lambda exceeds: exceeds)
 
 
 def _rectangles(nsi: Tensor, stage: Tensor, drop_first: bool, mean: Mean) -> tuple[Tensor, Tensor]:
@@ -198,11 +202,16 @@ def _relative(nsi: Tensor, mean: Mean) -> Tensor:
     return torch.where(mu > 0, nsi / mu, 1.0) - 1
 
 
-def _over_grid(m1: Tensor | float, m2: Tensor | float, like: Tensor, exceeds: Any) -> Tensor:
-    first = torch.as_tensor(m1, dtype=like.dtype, device=like.device)
-    second = torch.as_tensor(m2, dtype=like.dtype, device=like.device)
+def _over_grid(
+    m1: Tensor | float, m2: Tensor | float, a: Tensor, b: Tensor, gather: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """For each pair of thresholds the mean of gather([a >= m1 and b >= m2]), a and b [inputs, ...]."""
+    first = torch.as_tensor(m1, dtype=a.dtype, device=a.device)
+    second = torch.as_tensor(m2, dtype=a.dtype, device=a.device)
+    rounding = 8 * torch.finfo(a.dtype).eps  # equal NSI are equal to their mean
+    tall = b[..., None] >= second.reshape(-1)
     rows = [
-        torch.stack([exceeds(x, y).to(like.dtype).mean() for y in second.reshape(-1)])
+        gather((a >= x - rounding)[..., None] & tall).to(a.dtype).flatten(0, -2).mean(0)
         for x in first.reshape(-1)
     ]
     return torch.stack(rows).reshape((*first.shape, *second.shape))

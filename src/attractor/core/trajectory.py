@@ -29,7 +29,7 @@ class Stats:
     guarded: Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trajectory:
     """States over time.
 
