@@ -136,7 +136,7 @@ def summary() -> str:
          f"leapfrog {e['leapfrog'][-1]:.3f} (first tenth {e['leapfrog'][0]:.3f}), "
          f"rk4 {e['rk4'][-1]:.2f} (first tenth {e['rk4'][0]:.2f})"],
     ]  # fmt: skip
-    return table(["", ""], rows)
+    return table(["", ""], rows).replace("---:", "---")
 
 
 def command(name: str) -> str:
