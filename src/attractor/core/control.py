@@ -94,9 +94,12 @@ def controlled(
         until = t[-1].detach().expand(u0.shape[:-1])
         states = u0.expand(len(t), *u0.shape)
         return Trajectory(t, states, Stats(0, 0, 0, nobody, nobody), nobody == 0, until)
-    wants_grad = torch.is_grad_enabled() and _uses_gradients(f)
+    has_weights = _uses_gradients(f)
     f, k, calls = _fitted_to_time(f, t, u0)
-    wants_grad = wants_grad or u0.requires_grad or t.requires_grad or k.requires_grad or _traced(u0)
+    wants_grad = _traced(u0) or (
+        torch.is_grad_enabled()
+        and (has_weights or u0.requires_grad or t.requires_grad or k.requires_grad)
+    )
     trajectory, rounds = _forward(
         f, u0.detach(), k.detach(), t.detach(), scheme, control, compile, wants_grad
     )

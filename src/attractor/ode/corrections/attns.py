@@ -17,25 +17,16 @@ class AttNS(nn.Module):
 
     Args:
         dim: size of a state.
-        width, depth, activation, skip: of Q, see `Network`.
+        width, depth: of Q. Other options (activation, skip, device, dtype): see `Network`.
     """
 
     def __init__(
-        self,
-        dim: int,
-        width: int = 1024,
-        depth: int = 2,
-        activation: str = "rational",
-        skip: bool = False,
-        times_dt: bool = False,
-        **factory: Any,
+        self, dim: int, width: int = 1024, depth: int = 2, times_dt: bool = False, **options: Any
     ) -> None:
         super().__init__()
-        self.config = dict(
-            dim=dim, width=width, depth=depth, activation=activation, skip=skip, times_dt=times_dt
-        )
         self.times_dt = times_dt
-        self.net = Network(dim, dim, width, depth, activation, skip, **factory)
+        self.net = Network(dim, dim, width, depth, **options)
+        self.config = {"dim": dim, "times_dt": times_dt, **self.net.config}
 
     def inputs(self, u: Tensor, slope: Tensor, dt: Any) -> Tensor:
         """What the network sees."""

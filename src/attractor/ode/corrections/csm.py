@@ -15,21 +15,15 @@ class CSM(nn.Module):
 
     Args:
         dim: size of a state.
-        width, depth, activation, skip: of the network, see `Network`.
+        width, depth: of the network. Other options (activation, skip, device, dtype): see `Network`.
     """
 
     def __init__(
-        self,
-        dim: int,
-        width: int = 256,
-        depth: int = 4,
-        activation: str = "gelu",
-        skip: bool = False,
-        **factory: Any,
+        self, dim: int, width: int = 256, depth: int = 4, activation: str = "gelu", **options: Any
     ) -> None:
         super().__init__()
-        self.config = dict(dim=dim, width=width, depth=depth, activation=activation, skip=skip)
-        self.net = Network(dim, dim, width, depth, activation, skip, residual=True, **factory)
+        self.net = Network(dim, dim, width, depth, activation=activation, residual=True, **options)
+        self.config = {"dim": dim, **self.net.config}
 
     def inputs(self, u: Tensor, slope: Tensor, dt: Any) -> Tensor:
         """What the network sees."""

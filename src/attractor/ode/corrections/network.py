@@ -53,7 +53,7 @@ class Network(nn.Module):
         outputs: int,
         width: int,
         depth: int,
-        activation: str,
+        activation: str = "rational",
         skip: bool = False,
         residual: bool = False,
         **factory: Any,
@@ -66,6 +66,7 @@ class Network(nn.Module):
             )
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        self.config = {"width": width, "depth": depth, "activation": activation, "skip": skip}
         sizes = [inputs] + [width] * (depth - 1)
         self.layers = nn.ModuleList(nn.Linear(a, b, **factory) for a, b in pairwise(sizes))
         self.activations = nn.ModuleList(ACTIVATIONS[activation](**factory) for _ in self.layers)

@@ -12,21 +12,13 @@ class NeurVec(nn.Module):
 
     Args:
         dim: size of a state.
-        width, depth, activation, skip: of the network, see `Network`.
+        width, depth: of the network. Other options (activation, skip, device, dtype): see `Network`.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        width: int = 1024,
-        depth: int = 2,
-        activation: str = "rational",
-        skip: bool = False,
-        **factory: Any,
-    ) -> None:
+    def __init__(self, dim: int, width: int = 1024, depth: int = 2, **options: Any) -> None:
         super().__init__()
-        self.config = dict(dim=dim, width=width, depth=depth, activation=activation, skip=skip)
-        self.net = Network(dim, dim, width, depth, activation, skip, **factory)
+        self.net = Network(dim, dim, width, depth, **options)
+        self.config = {"dim": dim, **self.net.config}
 
     def inputs(self, u: Tensor, slope: Tensor, dt: Any) -> Tensor:
         """What the network sees."""
