@@ -42,6 +42,7 @@ __all__ = [
     "evolve",
     "fit",
     "get_scheme",
+    "integrations",
     "ode",
     "odeint",
     "schemes",
@@ -54,6 +55,7 @@ _LAZY = {  # name -> module, or module:name in it
     "HybridSolver": "attractor.ode.solver:HybridSolver",
     "corrections": "attractor.ode.corrections",
     "fit": "attractor.ode.fitting:fit",
+    "integrations": "attractor.integrations",
     "ode": "attractor.ode",
     "systems": "attractor.ode.systems",
 }

@@ -1,4 +1,4 @@
-"""The step loop: the only one in the library.
+"""The step loop. With `control`, its adaptive sister, it is the only place where time is stepped.
 
 On a grid of times, steps are taken in short *runs* (ten or so) without looking, because a
 non-finite state stays non-finite under ``u + dt * S``; one look at the end of a run is enough. Only

@@ -39,7 +39,7 @@ def odeint(
     *,
     rtol: float = 1e-7,
     atol: float = 1e-9,
-    method: str | AnyScheme | None = None,
+    method: Any = None,
     options: dict[str, Any] | None = None,
     event_fn: Callable[..., Any] | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -54,8 +54,9 @@ def odeint(
         t: 1-D times, increasing or decreasing.
         rtol, atol: error control of adaptive methods; fixed-step methods do not use them.
         method: "dopri5" (default), "bosh3", "fehlberg2", "adaptive_heun"; on the grid t "euler",
-            "midpoint", "heun2", "heun3", "rk4" (the 3/8 rule, as in torchdiffeq); or a Scheme or
-            Splitting, adaptive if it has an embedded pair.
+            "midpoint", "heun2", "heun3", "rk4" (the 3/8 rule, as in torchdiffeq); a Scheme or
+            Splitting, adaptive if it has an embedded pair; or a HybridSolver, which steps the last
+            dimension of y0 by its own dt.
         options: adaptive: first_step, safety, ifactor, dfactor, min_step, max_step, max_num_steps,
             norm. Fixed: step_size, grid_constructor; steps end at the times t, so nothing is
             interpolated.
@@ -73,6 +74,8 @@ def odeint(
     options = dict(options or {})
     rate, flat, unflatten = _flattened(func, y0)
     t = check_problem(flat, t)
+    if hasattr(method, "correction"):
+        return _by_hybrid_solver(func, y0, t, method, options)
     scheme, adaptive = _method(method)
     if adaptive:
         parts = 1 if isinstance(y0, Tensor) else len(y0)
@@ -87,6 +90,18 @@ def odeint(
         return unflatten(solution.u)
     grid, wanted = _grid(func, y0, t, options)
     return unflatten(on_grid(rate, flat, grid, scheme, watch=False).u[wanted])
+
+
+def _by_hybrid_solver(func: Any, y0: Any, t: Tensor, solver: Any, options: dict[str, Any]) -> Tensor:
+    if options or not isinstance(y0, Tensor):
+        raise ValueError("a HybridSolver takes no options, and a single tensor for y0")
+    steps = ((t - t[0]) / solver.dt).round()
+    if bool((steps < 0).any()) or not torch.allclose(
+        t[0] + steps * solver.dt, t, rtol=0, atol=1e-6 * solver.dt
+    ):
+        raise ValueError(f"t must be whole steps of the solver's dt = {solver.dt:g} after t[0]")
+    grid = t[0] + torch.arange(int(steps[-1]) + 1, device=t.device) * solver.dt
+    return on_grid(func, y0, grid, solver.scheme, solver.correction, watch=False).u[steps.long()]
 
 
 def _method(method: str | AnyScheme | None) -> tuple[AnyScheme, bool]:

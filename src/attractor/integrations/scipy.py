@@ -1,0 +1,82 @@
+"""A hybrid solver as a method of SciPy's `solve_ivp`."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from attractor.core import evolve
+from attractor.ode import HybridSolver
+
+
+def hybrid(solver: HybridSolver) -> type:
+    """The solver as an `OdeSolver` class: ``solve_ivp(fun, span, y0, method=hybrid(solver))``.
+
+    Steps are the solver's own dt, with its own rate; `fun` is not called. A last step shorter than dt,
+    states between steps (`t_eval`, `dense_output`) and the roots of events are computed by dopri5 at
+    1e-10 from the step's start, since a polynomial through steps this large would lose what the
+    correction won.
+    """
+    from scipy.integrate import DenseOutput, OdeSolver
+
+    dtype = next(solver.correction.parameters()).dtype
+
+    def between(t0: float, y0: np.ndarray, times: np.ndarray) -> np.ndarray:
+        """States [d, n] at increasing times after t0."""
+        u0 = torch.from_numpy(np.ascontiguousarray(y0)).double()
+        with torch.no_grad():
+            t = torch.from_numpy(np.concatenate(([t0], times)))
+            solved = evolve(solver.rate, u0, t, "dopri5", rtol=1e-10, atol=1e-12)
+        return solved.u[1:].T.numpy()
+
+    class Inside(DenseOutput):
+        def __init__(self, t_old: float, t: float, y_old: np.ndarray) -> None:
+            super().__init__(t_old, t)
+            self.y_old = y_old
+
+        def _call_impl(self, t: Any) -> np.ndarray:
+            times, place = np.unique(np.atleast_1d(t), return_inverse=True)
+            later = times > self.t_old
+            states = np.repeat(self.y_old[:, None], len(times), axis=1)
+            if later.any():
+                states[:, later] = between(self.t_old, self.y_old, times[later])
+            states = states[:, place.reshape(-1)]
+            return states[:, 0] if np.ndim(t) == 0 else states
+
+    class Hybrid(OdeSolver):
+        t: float
+        y: np.ndarray
+
+        def __init__(
+            self, fun: Any, t0: float, y0: Any, t_bound: float, vectorized: bool = False, **options: Any
+        ) -> None:
+            super().__init__(fun, t0, y0, t_bound, vectorized)
+            if options:
+                raise ValueError(
+                    f"options {sorted(options)} mean nothing to a hybrid solver: its step is "
+                    f"{solver.dt:g}, its accuracy that of its fit"
+                )
+            if self.direction < 0:
+                raise ValueError("a hybrid solver goes forward in time; its correction is for +dt")
+            self.y_old: np.ndarray = self.y
+
+        def _step_impl(self) -> tuple[bool, str | None]:
+            self.y_old = self.y
+            left = self.t_bound - self.t
+            if left < solver.dt * (1 - 1e-9):
+                self.y, self.t = between(self.t, self.y, np.array([self.t_bound]))[:, 0], self.t_bound
+                return True, None
+            with torch.no_grad():
+                u = torch.from_numpy(np.ascontiguousarray(self.y)).to(dtype)
+                new = solver.step(u, self.t).double().numpy()
+            if not np.isfinite(new).all():
+                return False, f"the state became non-finite at t = {self.t:g}"
+            self.nfev += solver.scheme.rate_calls
+            arrives = left <= solver.dt * (1 + 1e-9)
+            self.y, self.t = new, self.t_bound if arrives else self.t + solver.dt
+            return True, None
+
+        def _dense_output_impl(self) -> Inside:
+            return Inside(self.t_old, self.t, self.y_old)
+
+    return Hybrid
