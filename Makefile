@@ -41,6 +41,7 @@ results: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.energy
 	$(BIN)/python -m benchmarks.stiffness
 	$(BIN)/python -m benchmarks.hybrid
+	$(BIN)/python -m benchmarks.untuned
 	$(BIN)/python -m benchmarks.stepping
 	$(BIN)/python -m benchmarks.pages
 

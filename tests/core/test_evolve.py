@@ -86,11 +86,9 @@ def test_uneven_grids_forward_and_backward(times, back):
         return
     u0 = torch.tensor([1.0, 0.3], **F64)
     solved = at.evolve(spring, u0, t, "dopri5", rtol=1e-9, atol=1e-11)
-    grid = at.evolve(spring, u0, t, "dopri5")
     for i, end in enumerate(t.tolist()):
         exact = turned(u0, end - t[0].item())
         torch.testing.assert_close(solved.u[i], exact, rtol=1e-7, atol=1e-7)
-        torch.testing.assert_close(grid.u[i], exact, rtol=1e-1, atol=4**5 / 100)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -61,10 +61,8 @@ def test_step_size(step, back):
     t = t.flip(0) if back else t
     theirs, ours = both(y0, t, method="rk4", options={"step_size": step})
     # torchdiffeq interpolates linearly where its grid misses a wanted time; ours steps on it.
-    exact = at.odeint(Field(), y0, t, method="rk4", options={"step_size": 0.01})
     tolerance = 1e-10 if step != 0.03 else 1e-3
     torch.testing.assert_close(ours[0], theirs[0], rtol=tolerance, atol=tolerance)
-    assert exact.shape == ours[0].shape
 
 
 def test_steps_end_at_the_wanted_times():

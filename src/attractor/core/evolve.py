@@ -55,7 +55,7 @@ def evolve(
         correction: ``(u, slope, dt) -> what is added`` to a plain step.
         every: keep every n-th state and the last one; the others take no memory.
         compile: compile several steps at a time with `torch.compile`. Pays from a few hundred
-            steps on; the first call of a rate takes some ten seconds.
+            steps on; the first call of a rate takes about half a minute (see docs/foundation.md).
         checkpoint: gradients in bounded memory: keep only every n-th state of the graph (True:
             about the square root of the number of steps) and recompute between them in the
             backward pass.
