@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import attractor as at
+from attractor.ode.shards import make_trajectories
 from attractor.ode.trajectories import fine_trajectories
 
 F64 = dict(dtype=torch.float64)
@@ -87,13 +88,101 @@ def test_a_rate_of_one_s_own():
         return torch.stack((v, x - x**3), -1)
 
     sample = lambda n, generator: torch.randn(n, 2, generator=generator, **F64) * 0.3 + 1
-    # Not AttNS: three states share a slope in a double well, so the slope does not tell the error.
-    how = dict(correction="neurvec", width=128, trajectories=200)
-    solver = at.fit(duffing, dt=0.2, horizon=4.0, sample=sample, **how)
+    solver = at.fit(duffing, dt=0.2, horizon=4.0, sample=sample, width=128, trajectories=200)
+    # Three states share a slope in a double well, so the slope alone does not tell the error.
+    assert solver.history[-1]["correction"] == "neurvec" or solver.history[-1]["state"]
     u0 = sample(20, torch.Generator().manual_seed(9))
     truth = fine_trajectories(duffing, u0, 0.2, 20, 40)
     assert (solver.solve(u0, 4.0).u - truth).square().mean() < 1e-9
     assert "duffing" in repr(solver)
+
+
+def test_held_out_rollouts_choose_between_slope_and_state():
+    solver = at.fit(at.systems.VanDerPol(2.0), dt=0.1, horizon=3.0, width=64, trajectories=50)
+    tried = [row for row in solver.history if "chosen" not in row]
+    assert {(row["correction"], row.get("state", False)) for row in tried} == {
+        ("attns", False), ("neurvec", False), ("attns", True)
+    }  # fmt: skip
+    assert solver.history[-1]["rollout"] == min(row["rollout"] for row in tried)
+    assert isinstance(solver.correction, at.corrections.get_correction(solver.history[-1]["correction"]))
+
+
+def forced(t, u):
+    x, v = u.unbind(-1)
+    return torch.stack((v, x - x**3 - 0.3 * v + 0.5 * torch.cos(1.2 * t)), -1)
+
+
+FORCED_SAMPLE = lambda n, generator: 3 * torch.rand(n, 2, generator=generator, **F64) - 1.5
+
+
+def test_a_rate_that_repeats_in_time(tmp_path):
+    period = 2 * math.pi / 1.2
+    how = dict(dt=0.2, horizon=6.0, sample=FORCED_SAMPLE, period=period, width=192, trajectories=200)
+    solver = at.fit(forced, **how)
+    u0 = FORCED_SAMPLE(50, torch.Generator().manual_seed(9))
+    again = at.HybridSolver.load(solver.save(tmp_path / "forced"), rate=forced)
+    for t0 in (0.0, 1.0, 1.0 + 3 * period):
+        truth = fine_trajectories(forced, u0, 0.2, 30, 40, t0)
+        plain = at.evolve(forced, u0, t0 + torch.arange(31, **F64) * 0.2)
+        error = (solver.solve(u0, t0 + 6.0, t0).u - truth).square().mean()
+        assert error < 1e-3 * (plain.u - truth).square().mean()
+        guarded = solver.solve(u0, t0 + 6.0, t0, guard=True)
+        assert (guarded.u - truth).square().mean() < 0.1 * (plain.u - truth).square().mean()
+        assert torch.equal(again.solve(u0, t0 + 6.0, t0).u, solver.solve(u0, t0 + 6.0, t0).u)
+    torch.testing.assert_close(solver.step(u0, 1.0), solver.solve(u0, 1.2, 1.0).final)
+    with pytest.raises(ValueError, match="needs the time as its fourth argument"):
+        solver.correction(u0, u0, 0.2)
+
+
+def test_a_forced_linear_oscillator_comes_out_exact():
+    def rate(t, u):
+        x, v = u.unbind(-1)
+        return torch.stack((v, -4 * x + torch.cos(3 * t)), -1)
+
+    fit = dict(correction="linear", period=2 * math.pi / 3, trajectories=16, sample=FORCED_SAMPLE)
+    solver = at.fit(rate, dt=0.25, horizon=5.0, scheme="heun", **fit)
+    u0 = FORCED_SAMPLE(20, torch.Generator().manual_seed(3))
+    truth = fine_trajectories(rate, u0, 0.25, 20, 64)
+    assert (solver.solve(u0, 5.0).u - truth).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("body", ["lstm", "transformer"])
+def test_other_bodies_of_the_paper_s_table_2(body):
+    system = at.systems.VanDerPol(2.0)
+    how = dict(correction="neurvec", width=64, trajectories=50, options={"body": body}, budget=0.0)
+    solver = at.fit(system, dt=0.1, horizon=3.0, **how)
+    hybrid, plain = errors(solver, system, 3.0)
+    assert hybrid < 0.5 * plain
+
+
+def test_a_correction_that_does_harm_is_not_handed_over_silently():
+    how = dict(correction="linear", dt=0.1, horizon=3.0, trajectories=20)
+    with pytest.warns(UserWarning, match="makes held-out trajectories worse"):
+        solver = at.fit(at.systems.VanDerPol(2.0), **how)
+    assert solver.history[-1]["rollout"] > solver.history[-1]["plain"]
+
+
+def test_adam_phase_trains_hidden_weights_and_stops_on_rollouts():
+    system = at.systems.PendulumChain(2)
+    how = dict(dt=0.1, horizon=2.0, correction="attns", width=24, trajectories=100, budget=0.0)
+    plain, trained = at.fit(system, **how), at.fit(system, **how, adam_steps=1000)
+    assert trained.history[0]["rollout"] == plain.history[0]["rollout"]
+    assert trained.history[-1]["rollout"] < 0.5 * plain.history[-1]["rollout"]
+    assert trained.history[-1]["rollout"] == min(row["rollout"] for row in trained.history)
+
+
+def test_fit_takes_data_made_before(tmp_path):
+    system = at.systems.Logistic(growth=2.0)
+    data = make_trajectories(system, tmp_path, count=60, dt=0.5, horizon=4.0, shard_size=25)
+    how = dict(dt=0.5, horizon=4.0, width=32, correction="attns")
+    u = torch.rand(5, 1, **F64)
+    fitted = [at.fit(system, data=d, **how).step(u) for d in (data, tmp_path, data.runs())]
+    assert torch.equal(fitted[0], fitted[1])
+    assert torch.equal(fitted[0], fitted[2])
+    noisy = at.fit(system, data=data.runs(noise=1e-2), **how)
+    assert noisy.history[-1]["rollout"] > 100 * at.fit(system, data=data, **how).history[-1]["rollout"]
+    with pytest.raises(ValueError, match=r"a state every 0.5, and dt is 0.25"):
+        at.fit(system, data=data, **{**how, "dt": 0.25})
 
 
 def test_step_and_solve_agree(chain):
@@ -174,9 +263,15 @@ SAMPLE = lambda n, generator: torch.rand(n, 2, generator=generator)
         (dict(sample=None), "needs sample="),
         (dict(sample=lambda n, generator: torch.rand(n)), r"it must return a tensor \["),
         (dict(sample=lambda n, generator: torch.full((n, 2), torch.nan)), "non-finite states"),
-        (dict(rate=lambda t, u: u[..., :1]), r"returned shape \[14, 1\]"),
+        (dict(rate=lambda t, u: u[..., :1]), r"returned shape \[16, 1\]"),
         (dict(rate=lambda t, u: u / 0), "non-finite at sampled initial states"),
-        (dict(rate=lambda t, u: u * torch.cos(t)), "depends on t"),
+        (dict(rate=lambda t, u: u * torch.cos(t)), "depends on t.*give its period="),
+        (dict(rate=lambda t, u: u * torch.cos(t), period=3.0), "does not repeat with period = 3"),
+        (dict(period=-1.0), "period = -1.0 must be a positive"),
+        (dict(adam_steps=-1), "adam_steps = -1"),
+        (dict(adam_steps=10, recipe="paper"), "steps of the default recipe"),
+        (dict(options={"body": "gru"}), "not one of mlp, lstm, transformer"),
+        (dict(data=[]), r"runs of states \[steps \+ 1, n, 2\]"),
         (dict(rate=lambda t, u: u**3 * 50), "become non-finite even with|do not settle"),
         (dict(fine_dt=0.2), "must be positive and at most dt"),
         (dict(scheme="rk5"), "no scheme is called"),

@@ -22,7 +22,7 @@ from attractor.core.scheme import Rate, moved
 from attractor.core.tableaus import AnyScheme, get_scheme
 from attractor.core.trajectory import Record, Stats, Trajectory
 
-Correction: TypeAlias = Callable[[Tensor, Tensor, Any], Tensor]
+Correction: TypeAlias = Callable[..., Tensor]
 
 
 def evolve(
@@ -52,7 +52,8 @@ def evolve(
         u0: initial states ``[*batch, d]``, floating or complex.
         t: times, 1-D, strictly increasing or decreasing, spacing free.
         scheme: a name (see `get_scheme`), a Scheme or a Splitting.
-        correction: ``(u, slope, dt) -> what is added`` to a plain step.
+        correction: ``(u, slope, dt) -> what is added`` to a plain step; one with a true attribute
+            `timed` is called with t as a fourth argument.
         every: keep every n-th state and the last one; the others take no memory.
         compile: compile several steps at a time with `torch.compile`. Pays from a few hundred
             steps on; the first call of a rate takes about half a minute (see docs/foundation.md).
@@ -309,13 +310,20 @@ def _step(
     plain = moved(u, dt, (1.0,), (slope,))
     if correction is None:
         return plain
-    added = correction(u, slope, dt)
+    added = call_correction(correction, u, slope, dt, t)
     if added.shape != u.shape or added.dtype != u.dtype:
         raise ValueError(
             f"the correction returned {list(added.shape)} in {added.dtype} for a state of shape "
             f"{list(u.shape)} in {u.dtype}; they must be alike"
         )
     return plain + added
+
+
+def call_correction(correction: Correction, u: Tensor, slope: Tensor, dt: Any, t: Any) -> Tensor:
+    """What is added to a plain step; a correction that says it is `timed` also gets t."""
+    return (
+        correction(u, slope, dt, t) if getattr(correction, "timed", False) else correction(u, slope, dt)
+    )
 
 
 def _everybody(u: Tensor, t: Tensor) -> _Survivors:

@@ -20,6 +20,7 @@ True
 
 from attractor.ode import corrections, systems
 from attractor.ode.fitting import fit
+from attractor.ode.shards import FineData, make_trajectories
 from attractor.ode.solver import HybridSolver
 
-__all__ = ["HybridSolver", "corrections", "fit", "systems"]
+__all__ = ["FineData", "HybridSolver", "corrections", "fit", "make_trajectories", "systems"]

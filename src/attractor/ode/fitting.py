@@ -2,8 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,36 +14,31 @@ from torch import Tensor, nn
 from attractor.core import evolve, get_scheme
 from attractor.core.scheme import Rate, call_rate
 from attractor.core.tableaus import AnyScheme
-from attractor.ode.corrections import BY_NAME, AttNSM, get_correction
+from attractor.ode.corrections import BY_NAME, get_correction
+from attractor.ode.regression import ClosedForm, Pairs, one_step, train_as_printed
+from attractor.ode.shards import FineData
 from attractor.ode.solver import HybridSolver
-from attractor.ode.trajectories import enough_substeps, fine_trajectories, substeps_for
+from attractor.ode.trajectories import (
+    Plan,
+    Run,
+    Sampler,
+    enough_substeps,
+    initial_states,
+    make_run,
+    substeps_for,
+    whole_steps,
+)
 from attractor.ode.trust import TrustRegion
 
-SCALES = (0.15, 0.25, 0.4, 0.7)  # of the random first layer, for standardised inputs
-PENALTIES = (
-    0.0,
-    1e-15,
-    1e-14,
-    1e-13,
-    1e-12,
-    1e-11,
-    1e-10,
-    1e-8,
-    1e-6,
-)  # of the largest singular value squared
-ROWS_A_FEATURE = 60
-
-
-@dataclass(frozen=True)
-class _Pairs:
-    """States, their slopes, and the errors ``u' - u - dt S`` of plain steps from them; [n, d] each."""
-
-    u: Tensor
-    slope: Tensor
-    error: Tensor
-
-    def rows(self, index: Tensor) -> "_Pairs":
-        return _Pairs(self.u[index], self.slope[index], self.error[index])
+SCALES = (0.25, 0.15, 0.4, 0.08, 0.7)  # of the random first layer, for standardised inputs
+ADAM_ROUNDS = 5  # the last layer is solved, and rollouts are judged, after each
+PHASES = 8  # at which trajectories of an equation with a period start
+# Which of slope and state tells the error is the equation's business, so correction="auto" asks it.
+AUTO: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("attns", {}),
+    ("neurvec", {}),
+    ("attns", {"state": True}),
+)
 
 
 def fit(
@@ -50,18 +47,21 @@ def fit(
     dt: float,
     horizon: float,
     scheme: str | AnyScheme = "rk4",
-    correction: str = "attns",
+    correction: str = "auto",
     recipe: str = "default",
     width: int | None = None,
     depth: int = 2,
     activation: str | None = None,
     trajectories: int = 1000,
-    sample: Callable[..., Tensor] | None = None,
+    sample: Sampler | None = None,
     fine_dt: float | None = None,
     period: float | None = None,
     seed: int = 0,
     device: torch.device | str | None = None,
     budget: float | None = None,
+    data: FineData | list[Run] | Path | str | None = None,
+    options: Mapping[str, Any] | None = None,
+    adam_steps: int = 0,
     epochs: int = 500,
     loss_scale: float = 1.0,
     progress: Callable[[str], None] = lambda what: None,
@@ -78,12 +78,21 @@ def fit(
     Args:
         system_or_rate: one of `attractor.systems`, or any ``(t, u) -> du`` with `sample`.
         dt: the big step. horizon: how far trajectories go, a whole number of steps.
-        scheme, correction, width, depth, activation: what is corrected, and by what.
-        trajectories: how many to learn from; a tenth more is held out.
+        scheme: what is corrected.
+        correction: by what: a name of `attractor.corrections`, or "auto": the slope (AttNS), the
+            state (NeurVec) or both, whichever has the smallest error on held-out rollouts.
+        width, depth, activation: of the network. options: further ones of the correction, such as
+            ``{"body": "lstm"}``.
+        trajectories: how many to learn from; some more are held out.
         sample: ``(n, generator=...) -> [n, d]`` initial states, for a rate of your own.
         fine_dt: step of the fine data; None finds one.
+        period: of a rate that depends on t: its phase becomes a feature. Without a period such a
+            rate raises.
         seed: of initial states and weights; the same seed gives the same solver.
         budget: seconds after which no further candidate is tried.
+        data: fine data made before, by `make_trajectories`: the object, its folder, or runs of it.
+        adam_steps: train the hidden weights as well, for so many steps, before the last layer is
+            solved; held-out rollouts decide when to stop.
         epochs, loss_scale: of recipe "paper".
         progress: called with a line at each stage.
 
@@ -95,237 +104,224 @@ def fit(
     """
     started = time.monotonic()
     scheme = get_scheme(scheme)
-    steps = _whole_steps(dt, horizon)
-    _check_choices(correction, recipe, trajectories, period)
-    generator = torch.Generator().manual_seed(seed)
+    steps = whole_steps(dt, horizon)
+    _check_choices(correction, recipe, trajectories, adam_steps, period)
     held_out = max(4, min(100, trajectories // 10))
-    u0 = _initial_states(system_or_rate, sample, trajectories + held_out, generator, device)
-    _check_rate(system_or_rate, u0, horizon)
+    spread = 1 if period is None else PHASES
+    plan = Plan(trajectories, dt, steps, 1, seed, min(1000, math.ceil(trajectories / spread)), period)
+    held_plan = replace(plan, count=held_out, stream="held out",
+                        shard_size=math.ceil(held_out / min(4, spread)))  # fmt: skip
+    few = initial_states(system_or_rate, sample, 16, plan.generator(0, "trial"), device)
+    _check_rate(system_or_rate, few, horizon, period)
 
     progress("fine data")
     if fine_dt is None:
-        substeps = enough_substeps(system_or_rate, u0, dt, steps)
+        substeps = enough_substeps(system_or_rate, few, dt, steps)
     else:
         substeps = substeps_for(dt, fine_dt)
-    fine = fine_trajectories(system_or_rate, u0, dt, steps, substeps)
-    train, held = fine[:, held_out:], fine[:, :held_out]
-    pairs = _one_step(system_or_rate, scheme, dt, train)
+    held = _runs(system_or_rate, sample, replace(held_plan, substeps=substeps), device)
+    if data is None:
+        runs = _runs(system_or_rate, sample, replace(plan, substeps=substeps), device)
+    else:
+        runs = _given(data, dt, few.shape[-1], device)
+    progress("errors of plain steps")
+    pairs = one_step(system_or_rate, scheme, dt, runs, timed=period is not None)
     trust = TrustRegion.around(pairs.u[:: max(1, len(pairs.u) // 100_000)])
-    make = get_correction(correction)
-    options: dict[str, Any] = {} if correction == "linear" else {"depth": depth}
-
-    def rollout(candidate: nn.Module) -> float:
-        with torch.no_grad():
-            t = torch.arange(steps + 1, dtype=torch.float64, device=held.device) * dt
-            own = next(candidate.parameters()).dtype
-            solved = evolve(system_or_rate, held[0].to(own), t, scheme, candidate)
-        good = bool(solved.ok.all())
-        return (solved.u.double() - held).square().mean().item() if good else math.inf
+    judge = _Judge(system_or_rate, scheme, dt, held)
+    plain = judge(None)
+    if correction == "auto" and recipe == "paper":
+        correction = "attns"
+    candidates = AUTO if correction == "auto" else ((correction, {}),)
+    shared = {"depth": depth, "period": period, **(options or {})}
+    if correction == "linear":
+        shared = {"period": period}
 
     if recipe == "paper":
         if correction != "linear":
-            options |= {"width": width or 1024, "activation": activation or "rational"}
+            shared = {"width": width or 1024, "activation": activation or "rational", **shared}
         torch.manual_seed(seed)
-        model = make(pairs.u.shape[-1], **options, device=pairs.u.device)
-        history = _train_as_printed(model, pairs, dt, epochs, loss_scale, generator, rollout, progress)
-        history[-1]["seconds"] = time.monotonic() - started
+        model = get_correction(correction)(pairs.u.shape[-1], **shared, device=pairs.u.device)
+        generator = torch.Generator().manual_seed(seed)
+        history = train_as_printed(model, pairs, epochs, loss_scale, generator, progress)
+        model.requires_grad_(False)
+        rollout = judge(model)
+        history.append({"chosen": True, "correction": correction, "rollout": rollout, "plain": plain,
+                        "substeps": substeps, "seconds": time.monotonic() - started})  # fmt: skip
+        _warn_if_useless(rollout, plain)
         return HybridSolver(system_or_rate, scheme, model, dt, trust.to(torch.float32), history)
 
     if correction != "linear":
-        options |= {"width": width or 512, "activation": activation or "tanh", "skip": True}
-    best: tuple[float, nn.Module] | None = None
-    history = []
-    for scale in SCALES if correction != "linear" else (1.0,):
-        if best is not None and budget is not None and time.monotonic() - started > budget:
-            break
-        progress(f"closed-form fit, weights of scale {scale}")
-        model = make(pairs.u.shape[-1], **options, dtype=torch.float64, device=pairs.u.device)
-        found = _solve_last_layer(model, pairs, dt, scale, generator)
-        error = rollout(model)
-        seconds = time.monotonic() - started
-        history.append({"scale": scale, **found, "rollout": error, "seconds": seconds})
-        if best is None or error < best[0]:
-            best = error, model
-    assert best is not None
-    history.append({"chosen": True, "rollout": best[0], "substeps": substeps,
-                    "seconds": time.monotonic() - started})  # fmt: skip
-    return HybridSolver(system_or_rate, scheme, best[1].requires_grad_(False), dt, trust, history)
+        shared = {"width": width or 512, "activation": activation or "tanh", "skip": True, **shared}
+    search = _Search(pairs, judge, seed, shared, adam_steps, started, budget, progress)
+    first = SCALES[0] if correction != "linear" else 1.0
+    for name, own in candidates:
+        search.attempt(name, own, first)
+    name, own = search.best_kind
+    if name != "linear":
+        for scale in SCALES[1:]:
+            search.attempt(name, own, scale)
+    best = search.best
+    history = [
+        *search.history,
+        {"chosen": True, "correction": name, **own, "scale": best["scale"], "rollout": best["rollout"],
+         "plain": plain, "substeps": substeps, "seconds": time.monotonic() - started},
+    ]  # fmt: skip
+    _warn_if_useless(best["rollout"], plain)
+    model = best["model"].requires_grad_(False)
+    return HybridSolver(system_or_rate, scheme, model, dt, trust, history)
 
 
-def _solve_last_layer(
-    model: nn.Module, pairs: _Pairs, dt: float, scale: float, generator: torch.Generator
-) -> dict[str, float]:
-    """Random hidden weights, last layer by ridge least squares; both for raw inputs afterwards."""
-    net: Any = model.net
-    if hasattr(net, "spread"):
-        net.spread(scale, generator)
-    x = model.inputs(pairs.u, pairs.slope, dt)  # type: ignore[operator]
-    mean, deviation = x.mean(0), x.std(0)
-    deviation = torch.where(deviation > 1e-12 * (1 + mean.abs()), deviation, 1.0)
-    size = pairs.error.std(0)
-    size = torch.where(size > 0, size, 1.0)
+@dataclass(frozen=True)
+class _Judge:
+    """Mean square error on rollouts of held-out trajectories; infinite if one is lost."""
 
-    def rows(index: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        some = pairs.rows(index)
-        features = net.features((x[index] - mean) / deviation)
-        if isinstance(model, AttNSM):  # error = gain (Q - 1), gain depending on row and component
-            gain = model.gain(some.slope, dt) / size
-            return features, some.error / size + gain, gain
-        return features, some.error / size, None
+    rate: Rate
+    scheme: AnyScheme
+    dt: float
+    held: list[Run]
 
-    with torch.no_grad():
-        order = torch.randperm(len(x), generator=generator).to(x.device)
-        k = net.features(x[:1]).shape[-1]
-        count = min(int(0.9 * len(x)) + 1, max(20_000, ROWS_A_FEATURE * k))
-        held = order[count : count + 20_000] if len(x) > count + 100 else order[-max(1, len(x) // 10) :]
-        features, target, gain = rows(order[:count])
-        check, check_target, check_gain = rows(held)
-        if gain is None:
-            weights, penalty, error = _ridge(features, target, check, check_target)
-        else:
-            columns, penalty, error = [], 0.0, 0.0
-            for j in range(target.shape[-1]):
-                assert check_gain is not None
-                column, penalty, one = _ridge(
-                    gain[:, j : j + 1] * features, target[:, j : j + 1],
-                    check_gain[:, j : j + 1] * check, check_target[:, j : j + 1],
-                )  # fmt: skip
-                columns.append(column)
-                error += one / target.shape[-1]
-            weights = torch.cat(columns, -1)
-        net.set_head(weights if gain is not None else weights * size)
-        net.standardise(mean, deviation)
-    return {"penalty": penalty, "one_step": error}
+    def __call__(self, candidate: nn.Module | None) -> float:
+        own = torch.float64 if candidate is None else next(candidate.parameters()).dtype
+        summed, count = 0.0, 0
+        for run in self.held:
+            steps = torch.arange(len(run.u), dtype=torch.float64, device=run.u.device)
+            with torch.no_grad():
+                t = run.t0 + steps * self.dt
+                solved = evolve(self.rate, run.u[0].to(own), t, self.scheme, candidate)
+            if not bool(solved.ok.all()):
+                return math.inf
+            summed += (solved.u.double() - run.u).square().sum().item()
+            count += run.u.numel()
+        return summed / count
 
 
-def _ridge(a: Tensor, y: Tensor, check: Tensor, check_y: Tensor) -> tuple[Tensor, float, float]:
-    """Least squares ``a w = y`` for all penalties at once; the best on the check rows.
+class _Search:
+    """Candidates of the default recipe, and the best so far."""
 
-    By QR and then an SVD of the small triangle: normal equations would square the condition, and
-    with it throw away half of the digits.
-    """
-    k = a.shape[-1]
-    triangle = torch.linalg.qr(torch.cat((a, y), -1), mode="r")[1]
-    left, values, right = torch.linalg.svd(triangle[:k, :k], full_matrices=False)
-    turned = left.T @ triangle[:k, k:]
-    best: tuple[Tensor, float, float] | None = None
-    for penalty in PENALTIES:
-        inverse = values / (values.square() + penalty * values[0].square())
-        inverse = torch.where(values > 1e-15 * values[0], inverse, 0.0)
-        w = right.T @ (inverse[:, None] * turned)
-        error = (check @ w - check_y).square().mean().item()
-        if best is None or error < best[2]:
-            best = w, penalty, error
-    assert best is not None
-    return best
+    def __init__(
+        self,
+        pairs: Pairs,
+        judge: _Judge,
+        seed: int,
+        shared: dict[str, Any],
+        adam_steps: int,
+        started: float,
+        budget: float | None,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.pairs, self.judge, self.shared, self.adam_steps = pairs, judge, shared, adam_steps
+        self.started, self.budget, self.progress = started, budget, progress
+        self.generator = torch.Generator().manual_seed(seed)
+        self.history: list[dict[str, Any]] = []
+        self.best: dict[str, Any] = {"rollout": math.nan}
+
+    @property
+    def best_kind(self) -> tuple[str, dict[str, Any]]:
+        return self.best["kind"]
+
+    def attempt(self, name: str, own: dict[str, Any], scale: float) -> None:
+        """One candidate, unless time is up and there is one already."""
+        spent = time.monotonic() - self.started
+        if self.history and self.budget is not None and spent > self.budget:
+            return
+        sees = (
+            "slope and state" if own.get("state") else {"attns": "slope", "neurvec": "state"}.get(name)
+        )
+        what = f"{name} of {sees}" if sees else name
+        self.progress(f"{what}, weights of scale {scale:g}")
+        like = self.pairs.u
+        model = get_correction(name)(
+            like.shape[-1], **{**self.shared, **own}, dtype=torch.float64, device=like.device
+        )
+        closed = ClosedForm(model, self.pairs, scale, self.generator)
+        rounds = ADAM_ROUNDS if self.adam_steps else 0
+        part, least = math.ceil(self.adam_steps / ADAM_ROUNDS), math.inf
+        for i in range(rounds + 1):
+            if i:
+                closed.train_hidden(part, (i - 1) * part, rounds * part, self.generator)
+            found = closed.solve()
+            folded = closed.fold()
+            error = self.judge(folded)
+            self.history.append(
+                {"correction": name, **own, "scale": scale, **found, "adam_steps": i * part,
+                 "rollout": error, "seconds": time.monotonic() - self.started}
+            )  # fmt: skip
+            if not self.best["rollout"] <= error:
+                self.best = {"rollout": error, "model": folded, "scale": scale, "kind": (name, own)}
+            if i > 1 and error > least:  # training makes rollouts worse: stop
+                break
+            least = min(least, error)
 
 
-def _train_as_printed(
-    model: nn.Module,
-    pairs: _Pairs,
-    dt: float,
-    epochs: int,
-    loss_scale: float,
-    generator: torch.Generator,
-    rollout: Callable[[nn.Module], float],
-    progress: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """Algorithm 1: Adam on one-step pairs, in float32."""
-    u, slope, error = pairs.u.float(), pairs.slope.float(), pairs.error.float()
-    batch = min(16_384, len(u))
-    total = epochs * math.ceil(len(u) / batch)
-    optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, total)
-    history: list[dict[str, Any]] = []
-    for epoch in range(epochs):
-        sum_ = 0.0
-        for index in torch.randperm(len(u), generator=generator).to(u.device).split(batch):
-            loss = loss_scale * (model(u[index], slope[index], dt) - error[index]).square().mean()
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-            schedule.step()
-            sum_ += loss.item() * len(index)
-        if not math.isfinite(sum_):
-            raise FloatingPointError(f"the loss became non-finite in epoch {epoch}; lower loss_scale")
-        history.append({"epoch": epoch, "loss": sum_ / len(u)})
-        progress(f"epoch {epoch + 1} of {epochs}, loss {sum_ / len(u):.2e}")
-    model.requires_grad_(False)
-    history.append({"chosen": True, "rollout": rollout(model)})
-    return history
+def _warn_if_useless(rollout: float, plain: float) -> None:
+    if not rollout < plain:
+        warnings.warn(
+            f"the correction makes held-out trajectories worse: mean square error {rollout:.1e}, plain "
+            f"{plain:.1e}; give it more trajectories or width, or a smaller dt",
+            stacklevel=3,
+        )
 
 
 # Input
 
 
-def _one_step(rate: Rate, scheme: AnyScheme, dt: float, fine: Tensor) -> _Pairs:
-    u, after = fine[:-1].flatten(0, 1), fine[1:].flatten(0, 1)
-    with torch.no_grad():
-        slope = scheme.slope(rate, 0.0, u, dt)
-    pairs = _Pairs(u, slope, after - u - dt * slope)
-    finite = torch.isfinite(slope).all(-1)
-    if not bool(finite.all()):
+def _runs(rate: Rate, sample: Sampler | None, plan: Plan, device: Any) -> list[Run]:
+    return [make_run(rate, sample, plan, k, device) for k in range(plan.shards)]
+
+
+def _given(data: Any, dt: float, dim: int, device: Any) -> list[Run]:
+    if isinstance(data, str | Path):
+        data = FineData.open(data)
+    if isinstance(data, FineData):
+        if not math.isclose(data.plan.dt, dt):
+            raise ValueError(f"{data.folder} has a state every {data.plan.dt:g}, and dt is {dt:g}")
+        data = data.runs()
+    if not data or any(run.u.dim() != 3 or len(run.u) < 2 or run.u.shape[-1] != dim for run in data):
         raise ValueError(
-            f"a plain step of {scheme.name} with dt = {dt:g} is non-finite from "
-            f"{int((~finite).sum())} of {len(u)} states; use a smaller dt"
+            f"data= must be runs of states [steps + 1, n, {dim}]; {dim} is the size of a sampled state"
         )
-    return pairs
+    return [Run(run.t0, run.u.to(device=device, dtype=torch.float64)) for run in data]
 
 
-def _whole_steps(dt: float, horizon: float) -> int:
-    if not (dt > 0 and math.isfinite(dt)):
-        raise ValueError(f"dt = {dt} must be a positive number")
-    steps = round(horizon / dt)
-    if steps < 1 or abs(steps * dt - horizon) > 1e-9 * horizon:
-        raise ValueError(
-            f"horizon = {horizon:g} is not a whole number of steps of dt = {dt:g}; the nearest is "
-            f"{max(steps, 1) * dt:g}"
-        )
-    return steps
-
-
-def _check_choices(correction: str, recipe: str, trajectories: int, period: float | None) -> None:
-    if correction not in BY_NAME:
+def _check_choices(
+    correction: str, recipe: str, trajectories: int, adam_steps: int, period: float | None
+) -> None:
+    if correction != "auto" and correction not in BY_NAME:
         get_correction(correction)
     if recipe not in ("default", "paper"):
         raise ValueError(f"recipe = {recipe!r}; it is 'default' or 'paper'")
     if trajectories < 1:
         raise ValueError(f"trajectories = {trajectories}; a fit needs at least one")
-    if period is not None:
-        raise ValueError("period= is not supported yet; make time a component of the state")
+    if adam_steps < 0 or (adam_steps and recipe == "paper"):
+        raise ValueError(
+            f"adam_steps = {adam_steps} with recipe {recipe!r}; it counts steps of the default recipe, "
+            "epochs those of the paper's"
+        )
+    if period is not None and not 0 < period < math.inf:
+        raise ValueError(f"period = {period} must be a positive number")
 
 
-def _initial_states(
-    rate: Any,
-    sample: Callable[..., Tensor] | None,
-    count: int,
-    generator: torch.Generator,
-    device: torch.device | str | None,
-) -> Tensor:
-    if sample is None:
-        if not hasattr(rate, "sample"):
-            raise ValueError(
-                "a rate of your own needs sample=, a function (n, generator=...) -> states [n, d]"
-            )
-        return rate.sample(count, generator, torch.float64, device)
-    u0 = sample(count, generator=generator)
-    if not isinstance(u0, Tensor) or u0.dim() != 2 or len(u0) != count:
-        got = list(u0.shape) if isinstance(u0, Tensor) else type(u0).__name__
-        raise ValueError(f"sample({count}) returned {got}; it must return a tensor [{count}, d]")
-    if not bool(torch.isfinite(u0).all()):
-        raise ValueError("sample returned non-finite states; a fit needs states it can start from")
-    return u0.to(dtype=torch.float64, device=device)
+def _check_rate(rate: Rate, u: Tensor, horizon: float, period: float | None) -> None:
+    def at(t: float) -> Tensor:
+        return call_rate(rate, torch.tensor(t, dtype=u.dtype, device=u.device), u)
 
-
-def _check_rate(rate: Rate, u0: Tensor, horizon: float) -> None:
-    few = u0[:16]
+    times = (0.0, 0.37 * horizon, 0.71 * horizon)
     with torch.no_grad():
-        rates = [call_rate(rate, torch.tensor(t, dtype=u0.dtype, device=u0.device), few)
-                 for t in (0.0, 0.37 * horizon, 0.71 * horizon)]  # fmt: skip
+        rates = [at(t) for t in times]
     if not all(bool(torch.isfinite(du).all()) for du in rates):
         raise ValueError("the rate is non-finite at sampled initial states; change sample or the rate")
-    if any(not torch.equal(du, rates[0]) for du in rates[1:]):
-        raise ValueError(
-            "the rate depends on t, but a correction sees the state only; make the phase a component of "
-            "the state (phase' = 1), or give period= once it is supported"
-        )
+    if period is None:
+        if any(not torch.equal(du, rates[0]) for du in rates[1:]):
+            raise ValueError(
+                "the rate depends on t, but a correction sees slope and state only; if it repeats in t, "
+                "give its period=, otherwise make t a component of the state (with rate 1)"
+            )
+        return
+    with torch.no_grad():
+        for t, du in zip(times, rates):
+            later = at(t + period)
+            if not torch.allclose(later, du, rtol=1e-6, atol=1e-9 * du.abs().max().item()):
+                raise ValueError(
+                    f"the rate does not repeat with period = {period:g}: at t = {t:g} and one period "
+                    f"later it differs by {(later - du).abs().max().item():.2g}"
+                )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attractor.core import Scheme, Splitting, Trajectory, evolve, get_scheme
+from attractor.core.evolve import call_correction
 from attractor.core.scheme import Rate
 from attractor.core.tableaus import AnyScheme
 from attractor.ode import corrections, systems
@@ -62,8 +63,9 @@ class HybridSolver:
 
     def step(self, u: Tensor, t: float | Tensor = 0.0) -> Tensor:
         """The state ``[*batch, d]`` one dt later."""
+        t = torch.as_tensor(t, dtype=u.dtype, device=u.device)
         slope = self.scheme.slope(self.rate, t, u, self.dt)
-        return u + self.dt * slope + self.correction(u, slope, self.dt)
+        return u + self.dt * slope + call_correction(self.correction, u, slope, self.dt, t)
 
     def solve(
         self, u0: Tensor, t_end: float, t0: float = 0.0, every: int = 1, guard: bool = False
@@ -118,7 +120,7 @@ class HybridSolver:
             "scheme": _scheme_to_json(self.scheme),
             "correction": {"name": name, **options},
             "trust": self.trust is not None,
-            "rate": _rate_to_json(self.rate),
+            "rate": rate_to_json(self.rate),
             "history": self.history,
         }
         return checkpoint.save(folder, KIND, tensors, config)
@@ -162,22 +164,24 @@ class HybridSolver:
 class _Guarded:
     """A correction that gives way to plain substeps where it cannot be trusted."""
 
+    timed = True
+
     def __init__(self, solver: HybridSolver) -> None:
         self.solver = solver
         self.count: Tensor | None = None
         self.rate_calls = 0
 
-    def __call__(self, u: Tensor, slope: Tensor, dt: Any) -> Tensor:
+    def __call__(self, u: Tensor, slope: Tensor, dt: Any, t: Any) -> Tensor:
         solver = self.solver
         assert solver.trust is not None
         outside = ~(solver.trust.distance(u.detach()) <= 1)
         self.count = outside.long() if self.count is None else self.count + outside
-        added = solver.correction(u, slope, dt)
+        added = call_correction(solver.correction, u, slope, dt, t)
         if not bool(outside.any()):
             return added
-        plain = u
-        for _ in range(SUBSTEPS):
-            plain = plain + dt / SUBSTEPS * solver.scheme.slope(solver.rate, 0.0, plain, dt / SUBSTEPS)
+        plain, part = u, dt / SUBSTEPS
+        for i in range(SUBSTEPS):
+            plain = plain + part * solver.scheme.slope(solver.rate, t + i * part, plain, part)
         self.rate_calls += SUBSTEPS * solver.scheme.rate_calls
         return torch.where(outside[..., None], plain - (u + dt * slope), added)
 
@@ -189,7 +193,8 @@ def _is_system(rate: Any) -> bool:
     return dataclasses.is_dataclass(rate) and type(rate).__name__ in systems.__all__
 
 
-def _rate_to_json(rate: Any) -> dict[str, Any]:
+def rate_to_json(rate: Any) -> dict[str, Any]:
+    """What is kept of an equation: name and options of a system, the name of a function."""
     if _is_system(rate):
         options = {f.name: getattr(rate, f.name) for f in dataclasses.fields(rate) if f.init}
         return {"system": type(rate).__name__, "options": options}

@@ -1,6 +1,13 @@
-"""Fine data: what a correction learns from, in float64."""
+"""Fine data: what a correction learns from, in float64.
 
+A `Plan` says what the data are; shard k of it depends on the plan and k alone, so that shards can be
+made in any order, by anyone, and come out the same. `shards.py` keeps them on disk.
+"""
+
+import hashlib
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,21 +17,123 @@ from attractor.core import evolve
 from attractor.core.scheme import Rate
 
 SUBSTEPS = (4, 8, 16, 32, 64, 128, 256)
+GOLDEN = (math.sqrt(5) - 1) / 2
+Sampler = Callable[..., Tensor]
 
 
-def fine_trajectories(rate: Rate, u0: Tensor, dt: float, steps: int, substeps: int) -> Tensor:
+@dataclass(frozen=True)
+class Run:
+    """Trajectories that start together.
+
+    Attributes:
+        t0: when.
+        u: states ``[steps + 1, n, d]``, one dt apart.
+    """
+
+    t0: float
+    u: Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything the numbers of fine data depend on, beside the equation.
+
+    Attributes:
+        count: trajectories in all.
+        dt, steps: the big step, and how many of them.
+        substeps: steps of the reference between two states that are kept.
+        seed: of the initial states.
+        shard_size: trajectories in a shard; the last one may hold fewer.
+        period: of an equation that depends on t. Shards then start at different phases of it.
+        stream: tells sets of one seed apart that must not overlap.
+    """
+
+    count: int
+    dt: float
+    steps: int
+    substeps: int
+    seed: int = 0
+    shard_size: int = 1000
+    period: float | None = None
+    stream: str = "train"
+
+    @property
+    def shards(self) -> int:
+        """How many there are."""
+        return math.ceil(self.count / self.shard_size)
+
+    def size(self, shard: int) -> int:
+        """Trajectories in a shard."""
+        return min(self.shard_size, self.count - shard * self.shard_size)
+
+    def start(self, shard: int) -> float:
+        """When the trajectories of a shard begin: 0, or spread evenly over the period."""
+        if self.period is None:
+            return 0.0
+        offset = _seed(self.seed, self.stream, "phase") / 2**56
+        return (offset + shard * GOLDEN) % 1 * self.period
+
+    def generator(self, shard: int, purpose: str) -> torch.Generator:
+        """Random numbers that belong to a shard, whoever makes it and when."""
+        return torch.Generator().manual_seed(_seed(self.seed, self.stream, shard, purpose))
+
+
+def make_run(
+    rate: Rate,
+    sample: Sampler | None,
+    plan: Plan,
+    shard: int,
+    device: torch.device | str | None = None,
+) -> Run:
+    """The trajectories of one shard."""
+    u0 = initial_states(rate, sample, plan.size(shard), plan.generator(shard, "states"), device)
+    t0 = plan.start(shard)
+    return Run(t0, fine_trajectories(rate, u0, plan.dt, plan.steps, plan.substeps, t0))
+
+
+def with_noise(run: Run, sigma: float, generator: torch.Generator) -> Run:
+    """The run with independent normal noise of that size on every state: for robustness studies."""
+    noise = torch.randn(run.u.shape, generator=generator, dtype=torch.float64)
+    return Run(run.t0, run.u + sigma * noise.to(run.u.device))
+
+
+def initial_states(
+    rate: Any,
+    sample: Sampler | None,
+    count: int,
+    generator: torch.Generator,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """States ``[count, d]`` from the sampler, or from the system's own, checked."""
+    if sample is None:
+        if not hasattr(rate, "sample"):
+            raise ValueError(
+                "a rate of your own needs sample=, a function (n, generator=...) -> states [n, d]"
+            )
+        return rate.sample(count, generator, torch.float64, device)
+    u0 = sample(count, generator=generator)
+    if not isinstance(u0, Tensor) or u0.dim() != 2 or len(u0) != count:
+        got = list(u0.shape) if isinstance(u0, Tensor) else type(u0).__name__
+        raise ValueError(f"sample({count}) returned {got}; it must return a tensor [{count}, d]")
+    if not bool(torch.isfinite(u0).all()):
+        raise ValueError("sample returned non-finite states; a fit needs states it can start from")
+    return u0.to(dtype=torch.float64, device=device)
+
+
+def fine_trajectories(
+    rate: Rate, u0: Tensor, dt: float, steps: int, substeps: int, t0: float = 0.0
+) -> Tensor:
     """States ``[steps + 1, trajectories, d]`` every dt, by `substeps` steps of dopri5 between them.
 
     A system that knows its exact solution is asked for it instead.
     """
     u0 = u0.double()
-    t = torch.arange(steps + 1, dtype=torch.float64, device=u0.device) * dt
     exact = getattr(rate, "exact", None)
     if exact is not None:
-        return exact(t, u0)
-    fine = torch.arange(steps * substeps + 1, dtype=torch.float64, device=u0.device) * (dt / substeps)
+        return exact(torch.arange(steps + 1, dtype=torch.float64, device=u0.device) * dt, u0)
+    grid = torch.arange(steps * substeps + 1, dtype=torch.float64, device=u0.device)
     with torch.no_grad():
-        solved = evolve(rate, u0, fine, "dopri5", every=substeps)
+        solved = evolve(rate, u0, t0 + grid * (dt / substeps), "dopri5", every=substeps)
     if not bool(solved.ok.all()):
         lost = int((~solved.ok).sum())
         raise ValueError(
@@ -62,8 +171,27 @@ def substeps_for(dt: float, fine_dt: float) -> int:
     return math.ceil(dt / fine_dt - 1e-9)
 
 
+def whole_steps(dt: float, horizon: float) -> int:
+    """How many steps of dt make up the horizon."""
+    if not (dt > 0 and math.isfinite(dt)):
+        raise ValueError(f"dt = {dt} must be a positive number")
+    steps = round(horizon / dt)
+    if steps < 1 or abs(steps * dt - horizon) > 1e-9 * horizon:
+        raise ValueError(
+            f"horizon = {horizon:g} is not a whole number of steps of dt = {dt:g}; the nearest is "
+            f"{max(steps, 1) * dt:g}"
+        )
+    return steps
+
+
 def _or_none(rate: Rate, u0: Tensor, dt: float, steps: int, substeps: int) -> Any:
     try:
         return fine_trajectories(rate, u0, dt, steps, substeps)
     except ValueError:
         return None
+
+
+def _seed(*parts: Any) -> int:
+    """56 bits that are the same for the same parts on every machine."""
+    text = "\x1f".join(map(str, parts))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])

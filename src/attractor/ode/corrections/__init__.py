@@ -4,6 +4,8 @@ A correction is an `nn.Module` called ``(u, slope, dt) -> what is added`` to the
 ``u + dt * slope``. Its first argument is the size of a state. All but the linear one are a network
 Q whose last layer is linear, so that it can be fitted in closed form: `inputs` says what the
 network `net` sees, and `net.features` and `net.set_head` let a fit solve for its last layer.
+A correction with a `period` depends on the time as well: it says so with `timed`, and takes t as a
+fourth argument.
 
 >>> import torch
 >>> correction = AttNS(dim=4, width=32)

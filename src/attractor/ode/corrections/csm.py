@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attractor.ode.corrections.network import Network
+from attractor.ode.corrections.network import Network, with_phase
 
 
 class CSM(nn.Module):
@@ -15,7 +15,8 @@ class CSM(nn.Module):
 
     Args:
         dim: size of a state.
-        width, depth: of the network. Other options (activation, skip, device, dtype): see `Network`.
+        width, depth: of the network. Other options (activation, skip, body, period, device,
+            dtype): see `Network`.
     """
 
     def __init__(
@@ -23,12 +24,13 @@ class CSM(nn.Module):
     ) -> None:
         super().__init__()
         self.net = Network(dim, dim, width, depth, activation=activation, residual=True, **options)
+        self.timed = self.net.period is not None
         self.config = {"dim": dim, **self.net.config}
 
-    def inputs(self, u: Tensor, slope: Tensor, dt: Any) -> Tensor:
+    def inputs(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:
         """What the network sees."""
-        return u
+        return with_phase(u, t, self.net.period)
 
-    def forward(self, u: Tensor, slope: Tensor, dt: Any) -> Tensor:
+    def forward(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:
         """What is added to a plain step."""
-        return self.net(u)
+        return self.net(self.inputs(u, slope, dt, t))

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attractor.ode.corrections.network import Network
+from attractor.ode.corrections.network import Network, with_phase
 
 
 class FSNet(nn.Module):
@@ -16,21 +16,23 @@ class FSNet(nn.Module):
 
     Args:
         dim: size of a state.
-        width, depth: of the network. Other options (activation, skip, device, dtype): see `Network`.
+        width, depth: of the network. Other options (activation, skip, body, period, device,
+            dtype): see `Network`.
     """
 
     def __init__(self, dim: int, width: int = 1024, depth: int = 2, **options: Any) -> None:
         super().__init__()
         self.net = Network(dim, dim, width, depth, **options)
+        self.timed = self.net.period is not None
         self.config = {"dim": dim, **self.net.config}
         like = self.net.head.weight
         self.scale_in = nn.Parameter(torch.ones(dim, dtype=like.dtype, device=like.device))
         self.scale_out = nn.Parameter(torch.ones(dim, dtype=like.dtype, device=like.device))
 
-    def inputs(self, u: Tensor, slope: Tensor, dt: Any) -> Tensor:
+    def inputs(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:
         """What the network sees."""
-        return self.scale_in * u
+        return with_phase(self.scale_in * u, t, self.net.period)
 
-    def forward(self, u: Tensor, slope: Tensor, dt: Any) -> Tensor:
+    def forward(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:
         """What is added to a plain step."""
-        return self.scale_out * self.net(self.scale_in * u)
+        return self.scale_out * self.net(self.inputs(u, slope, dt, t))

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attractor.ode.corrections.network import Affine
+from attractor.ode.corrections.network import Affine, with_phase
 
 
 class Linear(nn.Module):
@@ -15,17 +15,19 @@ class Linear(nn.Module):
 
     Args:
         dim: size of a state.
+        period: for equations that repeat in time; the phase joins u as a cosine and a sine.
     """
 
-    def __init__(self, dim: int, **factory: Any) -> None:
+    def __init__(self, dim: int, period: float | None = None, **factory: Any) -> None:
         super().__init__()
-        self.config = dict(dim=dim)
-        self.net = Affine(dim, dim, **factory)
+        self.config = {"dim": dim, "period": period}
+        self.net = Affine(dim, dim, period, **factory)
+        self.timed = period is not None
 
-    def inputs(self, u: Tensor, slope: Tensor, dt: Any) -> Tensor:
+    def inputs(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:
         """What the map sees."""
-        return u
+        return with_phase(u, t, self.net.period)
 
-    def forward(self, u: Tensor, slope: Tensor, dt: Any) -> Tensor:
+    def forward(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:
         """What is added to a plain step."""
-        return self.net(u)
+        return self.net(self.inputs(u, slope, dt, t))

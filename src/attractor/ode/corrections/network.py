@@ -1,11 +1,14 @@
 """The network Q inside the corrections (AttNS, Eq. 8), and its activations."""
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from attractor.ode.corrections.sequence import BODIES
 
 
 class Rational(nn.Module):
@@ -35,16 +38,60 @@ ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
+class Layers(nn.Module):
+    """The hidden layers of a perceptron: ``a(... W_2 a(W_1 x))`` with biases.
+
+    Args:
+        inputs, width: sizes of x and of every hidden layer.
+        layers: how many.
+        activation: a name of `ACTIVATIONS`.
+        residual: layers after the first add to what they get.
+    """
+
+    def __init__(
+        self, inputs: int, width: int, layers: int, activation: str, residual: bool, **factory: Any
+    ) -> None:
+        super().__init__()
+        sizes = [inputs] + [width] * layers
+        self.layers = nn.ModuleList(nn.Linear(a, b, **factory) for a, b in pairwise(sizes))
+        self.activations = nn.ModuleList(ACTIVATIONS[activation](**factory) for _ in self.layers)
+        self.residual = residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The last hidden layer ``[*batch, width]``."""
+        for i, (layer, activation) in enumerate(zip(self.layers, self.activations)):
+            y = activation(layer(x))
+            x = x + y if self.residual and i else y
+        return x
+
+    def spread(self, scale: float, generator: torch.Generator) -> None:
+        """Random weights for standardised inputs: normal, the first layer of that scale."""
+        layers: list[Any] = list(self.layers)
+        for i, layer in enumerate(layers):
+            size = scale if i == 0 else scale / layer.in_features**0.5
+            for p in (layer.weight, layer.bias):
+                p.copy_(size * torch.randn(p.shape, generator=generator, dtype=torch.float64))
+
+    def standardise(self, mean: Tensor, deviation: Tensor) -> None:
+        """Take x from here on for what was ``(x - mean) / deviation``."""
+        first: Any = self.layers[0]
+        first.weight.div_(deviation)
+        first.bias.sub_(first.weight @ mean)
+
+
 class Network(nn.Module):
-    """``W_h a(... W_2 a(W_1 x))`` with depth h and biases, and optionally a linear way around.
+    """Q: hidden layers, a linear head, and optionally a linear way around.
 
     Args:
         inputs, outputs: sizes of x and of the result.
         width: of the hidden layers.
-        depth: number of matrices, at least 2.
-        activation: "rational", "tanh", "relu", "gelu" or "silu".
+        depth: number of layers with the head, at least 2.
+        activation: "rational", "tanh", "relu", "gelu" or "silu", for the perceptron.
         skip: add a linear map of x (it makes linear corrections exact; Table 2's "w/ skip").
         residual: hidden layers after the first add to what they get.
+        body: "mlp", or the modules of Table 2 that read x component by component: "lstm",
+            "transformer".
+        period: for equations that repeat in time: the phase of t joins x as a cosine and a sine.
     """
 
     def __init__(
@@ -56,6 +103,8 @@ class Network(nn.Module):
         activation: str = "rational",
         skip: bool = False,
         residual: bool = False,
+        body: str = "mlp",
+        period: float | None = None,
         **factory: Any,
     ) -> None:
         super().__init__()
@@ -66,29 +115,30 @@ class Network(nn.Module):
             )
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
-        self.config = {"width": width, "depth": depth, "activation": activation, "skip": skip}
-        sizes = [inputs] + [width] * (depth - 1)
-        self.layers = nn.ModuleList(nn.Linear(a, b, **factory) for a, b in pairwise(sizes))
-        self.activations = nn.ModuleList(ACTIVATIONS[activation](**factory) for _ in self.layers)
+        if body != "mlp" and body not in BODIES:
+            raise ValueError(f"body {body!r} is not one of mlp, {', '.join(BODIES)}")
+        self.config = {
+            "width": width, "depth": depth, "activation": activation, "skip": skip, "body": body,
+            "period": period,
+        }  # fmt: skip
+        self.period = period
+        inputs += 2 * (period is not None)
+        self.body: Any
+        if body == "mlp":
+            self.body = Layers(inputs, width, depth - 1, activation, residual, **factory)
+        else:
+            self.body = BODIES[body](inputs, width, depth - 1, **factory)
         self.head = nn.Linear(width, outputs, **factory)
         self.around = nn.Linear(inputs, outputs, bias=False, **factory) if skip else None
-        self.residual = residual
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """The last hidden layer ``[*batch, width]``."""
-        for i, (layer, activation) in enumerate(zip(self.layers, self.activations)):
-            y = activation(layer(x))
-            x = x + y if self.residual and i else y
-        return x
 
     def forward(self, x: Tensor) -> Tensor:
-        """Q(x)."""
-        out = self.head(self.hidden(x))
+        """Q of an x that has its phase; see `with_phase`."""
+        out = self.head(self.body(x))
         return out if self.around is None else out + self.around(x)
 
     def features(self, x: Tensor) -> Tensor:
         """What the result is linear in: hidden layer, x itself if there is a way around, and 1."""
-        parts = [self.hidden(x)]
+        parts = [self.body(x)]
         if self.around is not None:
             parts.append(x)
         return torch.cat([*parts, torch.ones_like(x[..., :1])], -1)
@@ -103,20 +153,14 @@ class Network(nn.Module):
                 self.around.weight.copy_(weights[width:-1].T)
 
     def spread(self, scale: float, generator: torch.Generator) -> None:
-        """Random hidden weights for standardised inputs: normal, the first layer of that scale."""
+        """Random hidden weights for standardised inputs, the first layer of that scale."""
         with torch.no_grad():
-            layers: list[Any] = list(self.layers)
-            for i, layer in enumerate(layers):
-                size = scale if i == 0 else scale / layer.in_features**0.5
-                for p in (layer.weight, layer.bias):
-                    p.copy_(size * torch.randn(p.shape, generator=generator, dtype=torch.float64))
+            self.body.spread(scale, generator)
 
     def standardise(self, mean: Tensor, deviation: Tensor) -> None:
         """Make the network that takes x what it was for ``(x - mean) / deviation``."""
         with torch.no_grad():
-            first: Any = self.layers[0]
-            first.weight.div_(deviation)
-            first.bias.sub_(first.weight @ mean)
+            self.body.standardise(mean, deviation)
             if self.around is not None:
                 self.around.weight.div_(deviation)
                 self.head.bias.sub_(self.around.weight @ mean)
@@ -125,9 +169,10 @@ class Network(nn.Module):
 class Affine(nn.Module):
     """``M x + b``, with what a `Network` offers to a fit; nothing in it is random."""
 
-    def __init__(self, inputs: int, outputs: int, **factory: Any) -> None:
+    def __init__(self, inputs: int, outputs: int, period: float | None = None, **factory: Any) -> None:
         super().__init__()
-        self.head = nn.Linear(inputs, outputs, **factory)
+        self.period = period
+        self.head = nn.Linear(inputs + 2 * (period is not None), outputs, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         """M x + b."""
@@ -148,3 +193,14 @@ class Affine(nn.Module):
         with torch.no_grad():
             self.head.weight.div_(deviation)
             self.head.bias.sub_(self.head.weight @ mean)
+
+
+def with_phase(x: Tensor, t: Any, period: float | None) -> Tensor:
+    """x ``[*batch, d]``, joined by the cosine and sine of the phase of t (a number or ``[*batch]``)."""
+    if period is None:
+        return x
+    if t is None:
+        raise ValueError(f"a correction with period = {period:g} needs the time as its fourth argument")
+    angle = 2 * math.pi / period * torch.as_tensor(t, device=x.device)
+    phase = torch.stack((torch.cos(angle), torch.sin(angle)), -1).to(x.dtype)
+    return torch.cat((x, phase.expand(*x.shape[:-1], 2)), -1)

@@ -1,0 +1,212 @@
+"""How the weights of a correction are found, given states, slopes and the errors of plain steps."""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attractor.core.scheme import Rate
+from attractor.core.tableaus import AnyScheme
+from attractor.ode.corrections import AttNSM
+from attractor.ode.trajectories import Run
+
+# Of the largest singular value squared.
+PENALTIES = (0.0, 1e-15, 1e-14, 1e-13, 1e-12, 1e-11, 1e-10, 1e-8, 1e-6)
+ROWS_A_FEATURE = 60
+BATCH = 4096  # of the Adam phase
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """States, their slopes, the errors ``u' - u - dt S`` of plain steps, ``[n, d]`` each, and times."""
+
+    u: Tensor
+    slope: Tensor
+    error: Tensor
+    t: Tensor  # [n]
+    dt: float
+
+    def rows(self, index: Tensor) -> "Pairs":
+        """Some of them."""
+        return Pairs(self.u[index], self.slope[index], self.error[index], self.t[index], self.dt)
+
+
+def one_step(rate: Rate, scheme: AnyScheme, dt: float, runs: list[Run], timed: bool) -> Pairs:
+    """The pairs along fine trajectories."""
+    found = []
+    for run in runs:
+        u, after = run.u[:-1], run.u[1:]
+        steps = torch.arange(len(u), dtype=u.dtype, device=u.device)
+        t = run.t0 + steps * dt
+        with torch.no_grad():
+            if timed:
+                slope = torch.stack([scheme.slope(rate, t[i], u[i], dt) for i in range(len(u))])
+            else:
+                slope = scheme.slope(rate, t[0], u.flatten(0, 1), dt).reshape(u.shape)
+        times = t[:, None].expand(u.shape[:2])
+        found.append([x.flatten(0, 1) for x in (u, slope, after - u - dt * slope, times)])
+    states, slopes, errors, when = (torch.cat(x) for x in zip(*found))
+    pairs = Pairs(states, slopes, errors, when, dt)
+    finite = torch.isfinite(pairs.slope).all(-1)
+    if not bool(finite.all()):
+        raise ValueError(
+            f"a plain step of {scheme.name} with dt = {dt:g} is non-finite from "
+            f"{int((~finite).sum())} of {len(finite)} states; use a smaller dt"
+        )
+    return pairs
+
+
+class ClosedForm:
+    """Fits the last layer of a correction to pairs by ridge least squares, in float64.
+
+    Inputs are standardised, targets divided by their spread; `fold` puts both into the weights.
+    """
+
+    def __init__(self, model: Any, pairs: Pairs, scale: float, generator: torch.Generator) -> None:
+        self.model, self.pairs = model, pairs
+        self.net = model.net
+        if hasattr(self.net, "spread"):
+            self.net.spread(scale, generator)
+        with torch.no_grad():
+            x = model.inputs(pairs.u, pairs.slope, pairs.dt, pairs.t)
+            self.mean, spread = x.mean(0), x.std(0)
+            # A component that hardly moves is noise; leave it as small as it is.
+            self.deviation = torch.where(spread > 1e-12 * (1 + self.mean.abs()), spread, 1.0)
+            self.x = x
+            size = pairs.error.std(0)
+            self.size = torch.where(size > 0, size, 1.0)
+            order = torch.randperm(len(x), generator=generator).to(x.device)
+            k = self.net.features(x[:1]).shape[-1]
+        count = min(int(0.9 * len(x)) + 1, max(20_000, ROWS_A_FEATURE * k))
+        enough = len(x) > count + 100
+        self.train = order[:count]
+        self.check = order[count : count + 20_000] if enough else order[-max(1, len(x) // 10) :]
+
+    def rows(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Standardised inputs, targets, and what multiplies Q (AttNS-m only)."""
+        some = self.pairs.rows(index)
+        x = (self.x[index] - self.mean) / self.deviation
+        if isinstance(self.model, AttNSM):  # error = gain (Q - 1), gain depending on row and component
+            gain = self.model.gain(some.slope, some.dt) / self.size
+            return x, some.error / self.size + gain, gain
+        return x, some.error / self.size, None
+
+    def train_hidden(self, steps: int, first: int, total: int, generator: torch.Generator) -> None:
+        """Adam on all weights in float32, steps `first` to `first + steps` of a cosine over total."""
+        net = copy.deepcopy(self.net).float()
+        with torch.no_grad():
+            x, target, gain = self.rows(torch.arange(len(self.x), device=self.x.device))
+            x, target = x.float(), target.float()
+            gain = None if gain is None else gain.float()
+        optimiser = torch.optim.Adam(net.parameters(), lr=1e-3)
+        batch = min(BATCH, len(x))
+        with torch.enable_grad():
+            for step in range(first, first + steps):
+                optimiser.param_groups[0]["lr"] = 5e-4 * (1 + math.cos(math.pi * step / total))
+                index = torch.randint(len(x), (batch,), generator=generator).to(x.device)
+                out = net(x[index]) if gain is None else gain[index] * net(x[index])
+                loss = (out - target[index]).square().mean()
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+        if not math.isfinite(loss.item()):
+            raise FloatingPointError(
+                "the loss of the Adam phase became non-finite; leave adam_steps at 0"
+            )
+        with torch.no_grad():
+            for ours, trained in zip(self.net.parameters(), net.parameters()):
+                ours.copy_(trained)
+
+    def solve(self) -> dict[str, float]:
+        """Set the last layer; the penalty chosen and the one-step error on rows not used for it."""
+        with torch.no_grad():
+            x, target, gain = self.rows(self.train)
+            check, check_target, check_gain = self.rows(self.check)
+            features, check = self.net.features(x), self.net.features(check)
+            if gain is None or check_gain is None:
+                weights, penalty, error = ridge(features, target, check, check_target)
+            else:
+                columns = [
+                    ridge(
+                        gain[:, j : j + 1] * features, target[:, j : j + 1],
+                        check_gain[:, j : j + 1] * check, check_target[:, j : j + 1],
+                    )
+                    for j in range(target.shape[-1])
+                ]  # fmt: skip
+                weights = torch.cat([c[0] for c in columns], -1)
+                penalty, error = columns[-1][1], sum(c[2] for c in columns) / len(columns)
+            self.net.set_head(weights)
+        return {"penalty": penalty, "one_step": error}
+
+    def fold(self) -> nn.Module:
+        """A copy of the correction that takes raw inputs and gives raw errors."""
+        model = copy.deepcopy(self.model)
+        net: Any = model.net
+        with torch.no_grad():
+            if not isinstance(model, AttNSM):
+                net.head.weight.mul_(self.size[:, None])
+                net.head.bias.mul_(self.size)
+                if getattr(net, "around", None) is not None:
+                    net.around.weight.mul_(self.size[:, None])
+            net.standardise(self.mean, self.deviation)
+        return model
+
+
+def ridge(a: Tensor, y: Tensor, check: Tensor, check_y: Tensor) -> tuple[Tensor, float, float]:
+    """Least squares ``a w = y`` for all penalties at once; the best on the check rows.
+
+    By QR and then an SVD of the small triangle: normal equations would square the condition, and
+    with it throw away half of the digits.
+    """
+    k = a.shape[-1]
+    triangle = torch.linalg.qr(torch.cat((a, y), -1), mode="r")[1]
+    left, values, right = torch.linalg.svd(triangle[:k, :k], full_matrices=False)
+    turned = left.T @ triangle[:k, k:]
+    best: tuple[Tensor, float, float] | None = None
+    for penalty in PENALTIES:
+        inverse = values / (values.square() + penalty * values[0].square())
+        inverse = torch.where(values > 1e-15 * values[0], inverse, 0.0)
+        w = right.T @ (inverse[:, None] * turned)
+        error = (check @ w - check_y).square().mean().item()
+        if best is None or error < best[2]:
+            best = w, penalty, error
+    assert best is not None
+    return best
+
+
+def train_as_printed(
+    model: nn.Module,
+    pairs: Pairs,
+    epochs: int,
+    loss_scale: float,
+    generator: torch.Generator,
+    progress: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Algorithm 1 of the AttNS paper: Adam on one-step pairs, in float32; the loss of each epoch."""
+    u, slope, error = pairs.u.float(), pairs.slope.float(), pairs.error.float()
+    batch = min(16_384, len(u))
+    total = epochs * math.ceil(len(u) / batch)
+    optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, total)
+    timed = getattr(model, "timed", False)
+    history: list[dict[str, Any]] = []
+    for epoch in range(epochs):
+        summed = torch.zeros((), dtype=torch.float64, device=u.device)
+        for index in torch.randperm(len(u), generator=generator).to(u.device).split(batch):
+            added = model(u[index], slope[index], pairs.dt, pairs.t[index] if timed else None)
+            loss = loss_scale * (added - error[index]).square().mean()
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            schedule.step()
+            summed += loss.detach() * len(index)
+        mean = summed.item() / len(u)
+        if not math.isfinite(mean):
+            raise FloatingPointError(f"the loss became non-finite in epoch {epoch}; lower loss_scale")
+        history.append({"epoch": epoch, "loss": mean})
+        progress(f"epoch {epoch + 1} of {epochs}, loss {mean:.2e}")
+    return history

@@ -1,0 +1,275 @@
+"""Fine data on disk: shards of trajectories that can be made anywhere and resumed any time.
+
+A folder holds `manifest.json` (equation, plan, and a hash of the code that makes the numbers) and a
+safetensors file a shard. The manifest is written first; a shard takes its name only when it is
+complete, so what is there can be relied on, and what is not there is made by the next call.
+
+>>> import tempfile, attractor as at
+>>> folder = tempfile.mkdtemp()
+>>> data = make_trajectories(at.systems.Lorenz(), folder, count=30, dt=0.1, horizon=1.0, shard_size=20)
+>>> [list(run.u.shape) for run in data.runs(fraction=0.5)]
+[[11, 15, 3]]
+"""
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from attractor.core.files import json_bytes, write_bytes, write_json
+from attractor.core.scheme import Rate
+from attractor.ode.solver import rate_to_json
+from attractor.ode.trajectories import (
+    Plan,
+    Run,
+    Sampler,
+    enough_substeps,
+    initial_states,
+    make_run,
+    substeps_for,
+    whole_steps,
+    with_noise,
+)
+from attractor.train.checkpoint import CheckpointError
+
+# What the numbers of a shard depend on.
+MODULES = (
+    "attractor.core.scheme",
+    "attractor.core.tableaus",
+    "attractor.core.evolve",
+    "attractor.ode.trajectories",
+)
+
+
+@dataclass(frozen=True)
+class FineData:
+    """A folder of finished shards."""
+
+    folder: Path
+    plan: Plan
+    manifest: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path | str) -> Self:
+        """The data in a folder.
+
+        Raises:
+            CheckpointError: there are none, they are damaged, or shards are still missing.
+        """
+        folder = Path(folder)
+        try:
+            manifest = json.loads((folder / "manifest.json").read_bytes())
+            plan = Plan(**manifest["plan"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{folder} holds no fine data ({type(error).__name__}: {error})"
+            ) from None
+        missing = [k for k in range(plan.shards) if not (folder / _name(k)).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{folder} lacks {len(missing)} of {plan.shards} shards; the call that began it goes on "
+                "where it was interrupted"
+            )
+        return cls(folder, plan, manifest)
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of all files and their names: equal for equal data."""
+        total = hashlib.sha256()
+        for name in ("manifest.json", *map(_name, range(self.plan.shards))):
+            with (self.folder / name).open("rb") as file:
+                total.update(f"{name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+        return total.hexdigest()
+
+    def runs(
+        self, fraction: float = 1.0, noise: float = 0.0, device: torch.device | str | None = None
+    ) -> list[Run]:
+        """The first part of the trajectories, every state with normal noise of that size.
+
+        Noise belongs to (seed, shard): the same every time, on any machine.
+        """
+        if not 0 < fraction <= 1:
+            raise ValueError(f"fraction = {fraction} must be above 0 and at most 1")
+        if noise < 0:
+            raise ValueError(f"noise = {noise} must not be negative")
+        left, found = max(1, round(fraction * self.plan.count)), []
+        for k in range(self.plan.shards):
+            if left <= 0:
+                break
+            run = _read(self.folder / _name(k), self.plan, k)
+            if noise:
+                run = with_noise(run, noise, self.plan.generator(k, "noise"))
+            found.append(Run(run.t0, run.u[:, :left].to(device)))
+            left -= self.plan.size(k)
+        return found
+
+
+def make_trajectories(
+    system_or_rate: Rate,
+    folder: Path | str,
+    *,
+    count: int,
+    dt: float,
+    horizon: float,
+    sample: Sampler | None = None,
+    fine_dt: float | None = None,
+    period: float | None = None,
+    seed: int = 0,
+    shard_size: int = 1000,
+    workers: int = 1,
+    device: torch.device | str | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> FineData:
+    """Make fine data in a folder, or go on with what is there.
+
+    Args:
+        count: how many trajectories. dt, horizon: a state every dt.
+        sample: ``(n, generator=...) -> [n, d]`` initial states, for a rate of your own.
+        fine_dt: step of the reference; None finds one.
+        period: of a rate that depends on t: shards start at different phases.
+        shard_size: trajectories in a file. The numbers depend on it, on `workers` they do not.
+        workers: processes. Several machines may also work on one folder.
+        progress: called with a line for each shard.
+
+    Raises:
+        ValueError: the folder holds data of another plan, equation or version of the code.
+    """
+    folder = Path(folder)
+    steps = whole_steps(dt, horizon)
+    if min(count, shard_size, workers) < 1:
+        raise ValueError(
+            f"count = {count}, shard_size = {shard_size}, workers = {workers}: each starts at 1"
+        )
+    plan = Plan(count, dt, steps, 1, seed, shard_size, period)
+    if fine_dt is not None:
+        substeps = substeps_for(dt, fine_dt)
+    else:
+        few = initial_states(system_or_rate, sample, 8, plan.generator(0, "substeps"))
+        substeps = enough_substeps(system_or_rate, few, dt, steps)
+    plan = dataclasses.replace(plan, substeps=substeps)
+    manifest = json.loads(
+        json_bytes(
+            {
+                "kind": "fine trajectories",
+                "rate": rate_to_json(system_or_rate),
+                "plan": dataclasses.asdict(plan),
+                "reference": "exact" if hasattr(system_or_rate, "exact") else "dopri5",
+                "code": _code_hash(system_or_rate, sample),
+            }
+        )
+    )
+    _begin(folder, manifest)
+
+    missing = [k for k in range(plan.shards) if not _is_good(folder / _name(k), plan, k)]
+    write = partial(_write, folder, system_or_rate, sample, plan, device)
+    done = plan.shards - len(missing)
+    for _ in _each(write, missing, workers):
+        done += 1
+        progress(f"shard {done} of {plan.shards}")
+    return FineData(folder, plan, manifest)
+
+
+def _begin(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest, or check that the one there says the same."""
+    try:
+        there = json.loads((folder / "manifest.json").read_bytes())
+    except FileNotFoundError:
+        write_json(folder / "manifest.json", manifest)
+        return
+    except ValueError as error:
+        raise CheckpointError(
+            f"{folder}/manifest.json is damaged ({error}); use another folder"
+        ) from None
+    flat = lambda m: {**m.pop("plan", {}), **m}
+    old, new = flat(dict(there)), flat(dict(manifest))
+    differs = sorted(k for k in {*old, *new} if old.get(k) != new.get(k))
+    if differs:
+        what = "; ".join(f"{k} was {old.get(k)!r}, is {new.get(k)!r}" for k in differs)
+        raise ValueError(f"{folder} holds other data ({what}); take another folder, or empty this one")
+
+
+def _each(write: Callable[[int], None], shards: list[int], workers: int) -> Iterable[None]:
+    workers = min(workers, len(shards))
+    if workers < 2:
+        yield from map(write, shards)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, spawn, torch.set_num_threads, (1,)) as pool:
+        try:
+            yield from pool.map(write, shards)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _write(
+    folder: Path, rate: Rate, sample: Sampler | None, plan: Plan, device: Any, shard: int
+) -> None:
+    from safetensors.torch import save
+
+    run = make_run(rate, sample, plan, shard, device)
+    about = {"shard": shard, "t0": run.t0.hex(), "sha256": _tensor_hash(run.u)}
+    # One entry, because safetensors writes several in an order that changes from run to run.
+    content = save({"u": run.u.cpu().contiguous()}, {"about": json.dumps(about)})
+    write_bytes(folder / _name(shard), content)
+
+
+def _read(path: Path, plan: Plan, shard: int) -> Run:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            about, u = json.loads(file.metadata()["about"]), file.get_tensor("u")
+        t0 = float.fromhex(about["t0"])
+        good = about["sha256"] == _tensor_hash(u) and about["shard"] == shard
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not good or u.shape[:2] != (plan.steps + 1, plan.size(shard)):
+        raise CheckpointError(f"{path} is damaged: it does not match its own hash or the plan")
+    return Run(t0, u)
+
+
+def _is_good(path: Path, plan: Plan, shard: int) -> bool:
+    try:
+        _read(path, plan, shard)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _tensor_hash(u: torch.Tensor) -> str:
+    return hashlib.sha256(u.cpu().contiguous().numpy().tobytes()).hexdigest()
+
+
+def _code_hash(rate: Any, sample: Any) -> str:
+    """Of the sources that make the numbers: ours, and those of the rate and the sampler."""
+    total = hashlib.sha256()
+    for name in MODULES:
+        total.update(inspect.getsource(sys.modules[name]).encode())
+    for thing in (rate, sample):
+        if thing is not None:
+            total.update(_source(thing).encode())
+    return total.hexdigest()
+
+
+def _source(thing: Any) -> str:
+    """The whole file a function or a class is from, since it may use what else is there."""
+    owner = thing if inspect.isroutine(thing) else type(thing)
+    try:
+        return Path(inspect.getsourcefile(owner) or "").read_text()
+    except (OSError, TypeError):
+        return getattr(owner, "__qualname__", repr(owner))
+
+
+def _name(shard: int) -> str:
+    return f"shard-{shard:05d}.safetensors"

@@ -1,0 +1,146 @@
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import attractor as at
+from attractor.core import files
+from attractor.ode import FineData, make_trajectories
+from attractor.ode.trajectories import fine_trajectories
+
+LORENZ = dict(count=50, dt=0.1, horizon=1.0, fine_dt=0.005, shard_size=8)
+
+
+def make(folder, **change):
+    return make_trajectories(at.systems.Lorenz(), folder, **{**LORENZ, **change})
+
+
+def test_shards_hold_the_fine_solution(tmp_path):
+    data = make(tmp_path)
+    (first, *_), system = data.runs(), at.systems.Lorenz()
+    assert [run.u.shape[1] for run in data.runs()] == [8] * 6 + [2]
+    torch.testing.assert_close(
+        first.u, fine_trajectories(system, first.u[0], 0.1, 10, 100), atol=1e-5, rtol=1e-5
+    )
+    assert FineData.open(tmp_path).hash == data.hash
+
+
+def test_workers_and_order_do_not_matter(tmp_path):
+    one, two = make(tmp_path / "one"), make(tmp_path / "two", workers=2)
+    assert one.hash == two.hash
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert make(tmp_path / "three").hash == one.hash
+    finally:
+        torch.set_num_threads(threads)
+    assert make(tmp_path / "other", seed=1).hash != one.hash
+    # A shard is reproduced from (seed, shard) alone: how many others there are is irrelevant.
+    longer = make(tmp_path / "longer", count=80).runs()
+    assert torch.equal(longer[3].u, one.runs()[3].u)
+
+
+def test_interrupted_at_random_ten_times_and_resumed(tmp_path, monkeypatch):
+    whole = make(tmp_path / "whole").hash
+    chance = torch.Generator().manual_seed(1)
+    honest = files.os.fsync
+
+    def unreliable(handle):
+        if torch.rand((), generator=chance) < 0.4:
+            raise KeyboardInterrupt
+        honest(handle)
+
+    interruptions = 0
+    while interruptions < 10:
+        monkeypatch.setattr(files.os, "fsync", unreliable)
+        try:
+            make(tmp_path / "torn")
+            for path in (tmp_path / "torn").iterdir():
+                path.unlink()
+        except KeyboardInterrupt:
+            interruptions += 1
+            with pytest.raises(at.CheckpointError):
+                FineData.open(tmp_path / "torn")
+    monkeypatch.setattr(files.os, "fsync", honest)
+    assert make(tmp_path / "torn").hash == whole
+
+
+def test_killed_and_resumed(tmp_path):
+    code = (
+        "import sys, attractor as at; from attractor.ode import make_trajectories\n"
+        "print('ready', flush=True)\n"
+        "make_trajectories(at.systems.Lorenz(), sys.argv[1], count=400, dt=0.1, horizon=2.0, fine_dt=0.002,"
+        " shard_size=4)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, tmp_path / "killed"], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    while len(list((tmp_path / "killed").glob("shard-*"))) < 3:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    how = dict(count=400, dt=0.1, horizon=2.0, fine_dt=0.002, shard_size=4)
+    done = len(list((tmp_path / "killed").glob("shard-*")))
+    assert 3 <= done < 100
+    made = []
+    resumed = make_trajectories(at.systems.Lorenz(), tmp_path / "killed", **how, progress=made.append)
+    assert len(made) == 100 - done
+    assert resumed.hash == make_trajectories(at.systems.Lorenz(), tmp_path / "whole", **how).hash
+
+
+def test_fractions_are_nested_and_noise_is_reproducible(tmp_path):
+    data = make(tmp_path)
+    half, all_ = data.runs(fraction=0.5), data.runs()
+    assert sum(run.u.shape[1] for run in half) == 25
+    for part, whole in zip(half, all_):
+        assert torch.equal(part.u, whole.u[:, : part.u.shape[1]])
+    noisy, again = data.runs(noise=1e-3), data.runs(noise=1e-3)
+    assert torch.equal(noisy[2].u, again[2].u)
+    spread = torch.cat([(a.u - b.u).flatten() for a, b in zip(noisy, all_)])
+    assert spread.std() == pytest.approx(1e-3, rel=0.1)
+    for bad in (dict(fraction=0), dict(fraction=1.5), dict(noise=-1)):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            data.runs(**bad)
+
+
+def test_a_period_spreads_the_starts(tmp_path):
+    rate = lambda t, u: torch.cos(t) - u
+    sample = lambda n, generator: torch.rand(n, 1, generator=generator, dtype=torch.float64)
+    how = dict(count=40, dt=0.1, horizon=1.0, shard_size=5, sample=sample, period=6.283185307179586)
+    data = make_trajectories(rate, tmp_path, **how)
+    starts = sorted(run.t0 for run in data.runs())
+    gaps = [b - a for a, b in zip(starts, [*starts[1:], starts[0] + 6.2832])]
+    assert max(gaps) < 3 * 6.2832 / 8
+    run = data.runs()[3]
+    assert torch.equal(run.u, fine_trajectories(rate, run.u[0], 0.1, 10, data.plan.substeps, run.t0))
+
+
+def test_other_data_in_the_folder_are_refused(tmp_path):
+    make(tmp_path)
+    with pytest.raises(ValueError, match=r"seed was 0, is 5\); take another folder"):
+        make(tmp_path, seed=5)
+    with pytest.raises(ValueError, match=r"code was .* rate was"):
+        make_trajectories(at.systems.HenonHeiles(), tmp_path, **LORENZ)
+
+
+def test_damage_is_found_and_mended(tmp_path):
+    data = make(tmp_path)
+    whole, shard = data.hash, tmp_path / "shard-00002.safetensors"
+    raw = bytearray(shard.read_bytes())
+    raw[-5] ^= 1
+    shard.write_bytes(raw)
+    with pytest.raises(at.CheckpointError, match="does not match its own hash"):
+        FineData.open(tmp_path).runs()
+    assert make(tmp_path).hash == whole
+    shard.unlink()
+    with pytest.raises(at.CheckpointError, match="lacks 1 of 7 shards"):
+        FineData.open(tmp_path)
+    manifest = tmp_path / "manifest.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text("{")
+    with pytest.raises(at.CheckpointError, match="damaged"):
+        make(tmp_path)
+    assert content["plan"]["count"] == 50
