@@ -17,7 +17,8 @@ GROUND, WINGS, UPPER = (
     {"integrations", "report"},
 )
 OPTIONAL = {"typer", "rich", "matplotlib", "plotly", "scipy", "transformers", "timm", "torchvision", "ray",
-            "accelerate", "safetensors", "tokenizers", "datasets", "PIL", "jax", "torchdiffeq"}  # fmt: skip
+            "accelerate", "safetensors", "tokenizers", "datasets", "PIL", "jax", "torchdiffeq",
+            "onnx", "onnxscript", "onnxruntime"}  # fmt: skip
 
 
 def imports(path):

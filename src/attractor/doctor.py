@@ -16,6 +16,7 @@ from attractor.ode import systems
 OPTIONAL = {
     "matplotlib": ("report", "pictures and the report page"),
     "scipy": ("dev", "reference solutions in tests and benchmarks"),
+    "onnxruntime": ("onnx", "export of solvers to ONNX"),
     "torchdiffeq": ("bench", "comparison with torchdiffeq"),
     "diffrax": ("bench", "comparison with diffrax"),
     "triton": ("", "GPU kernels (comes with CUDA builds of torch)"),

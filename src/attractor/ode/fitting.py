@@ -151,7 +151,7 @@ def fit(
         return HybridSolver(system_or_rate, scheme, model, dt, trust.to(torch.float32), history)
 
     if correction != "linear":
-        shared = {"width": width or 512, "activation": activation or "tanh", "skip": True, **shared}
+        shared = {"width": width or 512, "activation": activation or "sine", "skip": True, **shared}
     search = _Search(pairs, judge, seed, shared, adam_steps, started, budget, progress)
     first = SCALES[0] if correction != "linear" else 1.0
     for name, own in candidates:

@@ -68,7 +68,13 @@ class HybridSolver:
         return u + self.dt * slope + call_correction(self.correction, u, slope, self.dt, t)
 
     def solve(
-        self, u0: Tensor, t_end: float, t0: float = 0.0, every: int = 1, guard: bool = False
+        self,
+        u0: Tensor,
+        t_end: float,
+        t0: float = 0.0,
+        every: int = 1,
+        guard: bool = False,
+        compile: bool = False,
     ) -> Trajectory:
         """Follow u0 ``[*batch, d]`` from t0 to t_end in steps of dt.
 
@@ -76,6 +82,8 @@ class HybridSolver:
             every: keep every n-th state and the last.
             guard: where a state is outside the region the fit knows, take plain substeps instead of
                 the corrected step; `stats.guarded` counts them for each trajectory.
+            compile: several steps at a time with `torch.compile`, as in `evolve`; not with guard,
+                which looks at every state.
 
         Raises:
             ValueError: t_end is not a whole number of steps away, or there is no trust region.
@@ -88,7 +96,11 @@ class HybridSolver:
             )
         t = t0 + torch.arange(n + 1, dtype=torch.float64) * self.dt
         if not guard:
-            return evolve(self.rate, u0, t, self.scheme, self.correction, every=every)
+            return evolve(self.rate, u0, t, self.scheme, self.correction, every=every, compile=compile)
+        if compile:
+            raise ValueError(
+                "guard=True looks at every state, so it cannot be compiled; drop one of them"
+            )
         if self.trust is None:
             raise ValueError("guard=True needs a trust region; solvers made by fit have one")
         guarded = _Guarded(self)

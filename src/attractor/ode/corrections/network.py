@@ -29,8 +29,17 @@ class Rational(nn.Module):
         return (a[0] + x * (a[1] + x * (a[2] + x * a[3]))) / (1 + (x * (b[0] + x * b[1])).abs())
 
 
+class Sine(nn.Module):
+    """sin x: with random weights these are random Fourier features (Rahimi and Recht 2007)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Element by element."""
+        return torch.sin(x)
+
+
 ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
     "rational": Rational,
+    "sine": lambda **_: Sine(),
     "tanh": lambda **_: nn.Tanh(),
     "relu": lambda **_: nn.ReLU(),
     "gelu": lambda **_: nn.GELU(),
@@ -86,7 +95,7 @@ class Network(nn.Module):
         inputs, outputs: sizes of x and of the result.
         width: of the hidden layers.
         depth: number of layers with the head, at least 2.
-        activation: "rational", "tanh", "relu", "gelu" or "silu", for the perceptron.
+        activation: "rational", "sine", "tanh", "relu", "gelu" or "silu", for the perceptron.
         skip: add a linear map of x (it makes linear corrections exact; Table 2's "w/ skip").
         residual: hidden layers after the first add to what they get.
         body: "mlp", or the modules of Table 2 that read x component by component: "lstm",

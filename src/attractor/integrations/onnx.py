@@ -1,0 +1,255 @@
+"""A hybrid solver as a file that runs without attractor: ONNX, or PyTorch's own `.pt2`."""
+
+import io
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from attractor.core.files import write_bytes
+from attractor.ode import HybridSolver
+
+LONGEST = 32  # steps in a model: each is a copy of the graph, and takes the exporter seconds
+ROUNDING = 300  # what a step may differ by, in units of rounding; fewer than ten are usual
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A file, and the largest difference found by its check, in parts of a state's largest component.
+
+    The difference is None where nothing was checked.
+    """
+
+    path: Path
+    difference: float | None
+
+
+def export(solver: HybridSolver, path: Path | str, *, steps: int = 1, check: bool = True) -> Exported:
+    """Write the solver's step as a model ``u [batch, d] -> after [batch, d]``.
+
+    The batch is free, the dtype the solver's. Where the correction or the rate depends on the time,
+    the model takes it as a second input, a scalar `t` of the same dtype: the time of u. The file says
+    what it is: dt, scheme, correction, system and steps are in ONNX's metadata, or in the extra file
+    ``attractor.json`` of a .pt2. The trust region stays behind: nothing guards an exported step.
+
+    Args:
+        path: ends in .onnx (for onnxruntime and others) or in .pt2 (for `torch.export.load`).
+        steps: steps of dt in one call of the model, up to 32; call it again to go further.
+        check: before the file is written, load it, run it with two batch sizes, and compare.
+
+    Raises:
+        ValueError: another ending, too many steps, or no states to trace and check with.
+        RuntimeError: the step cannot be traced, converted or run, or the model gives other states.
+        ImportError: onnx, onnxscript or onnxruntime is missing.
+    """
+    path = Path(path)
+    if path.suffix not in FORMATS:
+        raise ValueError(f"{path.name!r} must end in {' or '.join(FORMATS)}, the formats of an export")
+    if not 1 <= steps <= LONGEST:
+        raise ValueError(f"steps = {steps}; one call takes 1 to {LONGEST}, call again to go further")
+    write, read = FORMATS[path.suffix]
+    about = {
+        "dt": repr(solver.dt),
+        "scheme": solver.scheme.name,
+        "correction": type(solver.correction).__name__,
+        "system": getattr(solver.rate, "__qualname__", repr(solver.rate)),
+        "steps": str(steps),
+    }
+    with torch.no_grad(), _quiet():
+        model = _Steps(solver, steps)
+        content = write(_traced(model, model.example(2)), model, about)
+        if not check:
+            return Exported(write_bytes(path, content), None)
+        run = read(content)
+        difference = max(_difference(run, model, model.example(n)) for n in (1, 7))
+    limit = ROUNDING * steps * torch.finfo(model.dtype).eps
+    if not difference <= limit:  # NaN, too
+        raise RuntimeError(
+            f"the exported model differs from {solver} by {difference:.1e} of a state's size; rounding "
+            f"explains {limit:.1e}. Nothing was written; check=False would"
+        )
+    return Exported(write_bytes(path, content), difference)
+
+
+class _Steps(nn.Module):
+    """The solver's steps as a function of u, and of t where it matters."""
+
+    def __init__(self, solver: HybridSolver, steps: int) -> None:
+        super().__init__()
+        self.solver, self.steps = solver, steps
+        self.correction, self.rate = solver.correction, solver.rate  # weights of both are exported
+        like = next(solver.correction.parameters(), torch.zeros((), dtype=torch.float64))
+        self.dtype, self.device, self.timed = like.dtype, like.device, False
+        (u,) = self.example(16)
+        rates = [solver.rate(torch.tensor(t).to(u), u) for t in (0.0, 0.37, 7.1)]
+        self.timed = getattr(solver.correction, "timed", False) or any(
+            not torch.equal(rate, rates[0]) for rate in rates
+        )
+
+    def forward(self, u: Tensor, t: Any = 0.0) -> Tensor:
+        for i in range(self.steps):
+            u = self.solver.step(u, t + i * self.solver.dt)
+        return u
+
+    def example(self, n: int) -> tuple[Tensor, ...]:
+        """n states like those of the fit, or initial ones; and a time where it matters."""
+        generator, solver = torch.Generator().manual_seed(n), self.solver
+        if solver.trust is not None:
+            mean, deviation = solver.trust.mean.cpu(), solver.trust.deviation.cpu()
+            u = mean + deviation * torch.randn(n, len(mean), generator=generator, dtype=torch.float64)
+        elif hasattr(solver.rate, "sample"):
+            u = solver.rate.sample(n, generator, torch.float64)
+        else:
+            raise ValueError(
+                f"{solver} has no trust region and its rate no sample(), so there are no states to "
+                "trace it with; give HybridSolver a trust=TrustRegion.around(states)"
+            )
+        inputs = (u, torch.tensor(0.3 * n * solver.dt)) if self.timed else (u,)
+        return tuple(x.to(self.device, self.dtype) for x in inputs)
+
+
+def _traced(model: nn.Module, example: tuple[Tensor, ...]) -> ExportedProgram:
+    free: Any = ({0: Dim("batch")}, {})[: len(example)]
+    try:
+        return torch.export.export(model, example, dynamic_shapes=free)
+    except Exception as error:
+        raise RuntimeError(
+            f"the solver's step cannot be traced: {error}\nA rate to export consists of operations on "
+            "tensors: torch.where instead of if, no .item(), no fixed batch size"
+        ) from error
+
+
+def _difference(run: Callable[..., Tensor], model: _Steps, inputs: tuple[Tensor, ...]) -> float:
+    want, got = model(*inputs), run(*inputs).to(model.device)
+    size = want.abs().amax(-1).clamp(min=torch.finfo(want.dtype).tiny)
+    return ((got - want).abs().amax(-1) / size).max().item()
+
+
+# The two formats
+
+
+def _to_pt2(program: ExportedProgram, model: _Steps, about: dict[str, str]) -> bytes:
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # paths of this machine
+    content = io.BytesIO()
+    torch.export.save(program, content, extra_files={"attractor.json": json.dumps(about)})
+    return content.getvalue()
+
+
+def _from_pt2(content: bytes) -> Callable[..., Tensor]:
+    return torch.export.load(io.BytesIO(content)).module()
+
+
+def _to_onnx(program: ExportedProgram, model: _Steps, about: dict[str, str]) -> bytes:
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"an .onnx file needs {', '.join(missing)}: pip install 'attractor[onnx]'; a .pt2 does not"
+        )
+    example = model.example(2)
+    if model.dtype == torch.float64:
+        program = _traced(_Float64Numbers(program), example)
+    names = ["u", "t"][: len(example)]
+    try:
+        made: Any = torch.onnx.export(
+            program,
+            opset_version=20,
+            dynamo=True,
+            input_names=names,
+            output_names=["after"],
+            verbose=False,
+        )
+    except torch.onnx.OnnxExporterError as error:
+        raise RuntimeError(
+            f"the solver's step has no ONNX form: {error.__cause__ or error}\nA .pt2 file holds every "
+            "operation of torch"
+        ) from error
+    proto = made.model_proto
+    proto.graph.ClearField("value_info")
+    for part in (*proto.graph.node, *proto.graph.input, *proto.graph.output):
+        part.ClearField("metadata_props")  # paths of this machine
+    for states in (proto.graph.input[0], proto.graph.output[0]):
+        states.type.tensor_type.shape.dim[0].dim_param = "batch"
+    for key, value in about.items():
+        proto.metadata_props.add(key=key, value=value)
+    return proto.SerializeToString()
+
+
+def _from_onnx(content: bytes) -> Callable[..., Tensor]:
+    import onnxruntime
+
+    try:
+        session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise RuntimeError(
+            f"onnxruntime cannot run the model: {error}\nIt lacks some operations in float64, such as "
+            "Erf (gelu): use solver.to(torch.float32), a .pt2 file, or check=False for another runtime"
+        ) from error
+    names = [x.name for x in session.get_inputs()]
+    feed = lambda inputs: {name: x.cpu().numpy() for name, x in zip(names, inputs)}
+    return lambda *inputs: torch.from_numpy(session.run(None, feed(inputs))[0])
+
+
+FORMATS: dict[str, tuple[Callable[..., bytes], Callable[[bytes], Callable[..., Tensor]]]] = {
+    ".onnx": (_to_onnx, _from_onnx),
+    ".pt2": (_to_pt2, _from_pt2),
+}
+
+
+class _Float64Numbers(nn.Module):
+    """A program with its numbers as tensors: the ONNX exporter rounds Python floats to float32."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        super().__init__()
+        self.program: Any = program.run_decompositions().module(check_guards=False)
+
+    def forward(self, u: Tensor, t: Tensor | None = None) -> Tensor:
+        return _NumbersToTensors(self.program).run(*((u,) if t is None else (u, t)))
+
+
+class _NumbersToTensors(torch.fx.Interpreter):
+    """Runs a graph of aten operations, with float64 tensors for the numbers beside float64 tensors."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = lambda x: torch.tensor(x, dtype=torch.float64)
+        numbers = [x for x in args if isinstance(x, float)]
+        aten: Any = torch.ops.aten
+        if numbers and target in (aten.full.default, aten.full_like.default, aten.scalar_tensor.default):
+            zeros = target(*(0.0 if isinstance(x, float) else x for x in args), **kwargs)
+            return zeros + tensor(numbers[0]).to(zeros.dtype)
+        doubles = [x for x in args if isinstance(x, Tensor) and x.dtype == torch.float64]
+        if doubles and isinstance(target, torch._ops.OpOverload):
+            if isinstance(kwargs.get("alpha"), float):  # u + alpha v
+                args, kwargs = (args[0], args[1] * tensor(kwargs["alpha"])), {}
+            if numbers and target._overloadname in ("Scalar", "default"):  # the same with a tensor
+                same: Any = target.overloadpacket
+                target = getattr(same, "Tensor", getattr(same, "Tensor_Tensor", target))
+            slots = [str(slot.type) for slot in target._schema.arguments]
+            args = tuple(
+                tensor(x) if isinstance(x, float) and "Tensor" in slot else x
+                for x, slot in zip(args, slots)
+            )
+        return super().call_function(target, args, kwargs)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's notes about its own deprecated calls and about packages it does not find."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,359 @@
+"""Does a hybrid solver pay? Error against work, beside plain schemes and other libraries' solvers.
+
+Two numbers decide. m: how many plain steps of the same scheme reach the error of one hybrid step.
+m*: what a hybrid step costs in plain steps. The hybrid beats its own scheme if and only if m > m*;
+it is worth having if it also beats whatever else is quickest at that error.
+
+>>> import attractor as at
+>>> from attractor.ode.compare import compare
+>>> solver = at.fit(at.systems.Logistic(growth=2.0), dt=0.5, horizon=4.0, width=16, trajectories=50)
+>>> found = compare(solver, horizon=4.0, batch=20, schemes=("rk4",), compile=False, peers=False)
+>>> found.hybrid.error < found.plain("rk4")[0].error
+True
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attractor.core import evolve, get_scheme
+from attractor.core.files import write_json
+from attractor.ode.solver import HybridSolver, rate_to_json
+from attractor.ode.trajectories import enough_substeps, fine_trajectories, initial_states, whole_steps
+
+TOLERANCES = (1e-4, 1e-6, 1e-8, 1e-10, 1e-12)
+FINEST = 512  # plain steps in one of dt, at most
+ENOUGH = 0.3  # seconds of repetition after which a time is known well enough
+PATIENCE = 20.0  # seconds a solve may take; finer settings of that method are then left out
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way to solve the problem.
+
+    Attributes:
+        method: such as "rk4", "hybrid", "SciPy DOP853".
+        setting: the step, or for error control the relative tolerance.
+        adaptive: whether the setting is a tolerance.
+        error: mean square error over all states, one every dt of the hybrid solver.
+        seconds: wall time, the median of repetitions.
+        rate_calls: for all trajectories together; the network is not among them.
+    """
+
+    method: str
+    setting: float
+    adaptive: bool
+    error: float
+    seconds: float
+    rate_calls: int
+
+    def __str__(self) -> str:
+        return f"{self.method} with {'rtol' if self.adaptive else 'dt'} = {self.setting:.2g}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison found.
+
+    Attributes:
+        hybrid: the hybrid solver's point. points: everybody else's, by method.
+        m: plain steps of the hybrid's scheme that reach its error; infinite if none was found to.
+        m_star: what a hybrid step costs in plain steps.
+        rival: the quickest other way to reach the hybrid's error, its time interpolated between
+            settings; None if nothing else reached it.
+        about: batch, horizon, dtype, threads and so on.
+    """
+
+    hybrid: Point
+    points: tuple[Point, ...]
+    m: float
+    m_star: float
+    rival: Point | None
+    about: dict[str, Any]
+
+    def plain(self, method: str) -> list[Point]:
+        """The points of one method."""
+        return [p for p in self.points if p.method == method]
+
+    @property
+    def gain(self) -> float:
+        """How many times quicker than the quickest other way; infinite if there is none."""
+        return self.rival.seconds / self.hybrid.seconds if self.rival else math.inf
+
+    @property
+    def verdict(self) -> str:
+        """One line for a person."""
+        own = f"m = {self.m:.3g}, m* = {self.m_star:.3g}"
+        if self.rival is None:
+            return f"pays: nothing else here reaches its error ({own})"
+        if self.gain > 1:
+            against = f"{self.gain:.2g}x quicker than {self.rival}"
+            return f"pays: {against}, the quickest other way to that error ({own})"
+        return f"does not pay here: use {self.rival}, {1 / self.gain:.2g}x quicker ({own})"
+
+    def save(self, folder: Path | str) -> Path:
+        """Write `compare.json`; returns its path."""
+        content = {
+            "verdict": self.verdict, "m": self.m, "m_star": self.m_star, "gain": self.gain,
+            "about": self.about, "hybrid": asdict(self.hybrid),
+            "rival": asdict(self.rival) if self.rival else None,
+            "points": [asdict(p) for p in self.points],
+        }  # fmt: skip
+        return write_json(Path(folder) / "compare.json", content)
+
+
+def compare(
+    solver: HybridSolver,
+    *,
+    horizon: float,
+    u0: Tensor | None = None,
+    batch: int = 1000,
+    sample: Callable[..., Tensor] | None = None,
+    schemes: Sequence[str] = ("rk4", "dopri5"),
+    compile: bool = True,
+    peers: bool = True,
+    jax_rate: Callable[..., Any] | None = None,
+    seed: int = 1,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Comparison:
+    """Error against wall time and rate calls, everybody in one run on one machine.
+
+    Plain schemes take steps of dt, dt/2, dt/4 ... until they are better than the hybrid; solvers with
+    error control go through tolerances. Everybody gets the same batch, in float64, and is asked for
+    the final states when timed. Plain schemes and the hybrid are compiled; solvers of other libraries
+    take the batch as one state, which is the quickest way to use them.
+
+    Args:
+        horizon: how far, a whole number of the solver's steps.
+        u0: initial states ``[batch, d]``; None samples them with `sample`, or with the system's own,
+            from a seed that a fit does not use.
+        schemes: plain schemes beside the solver's own.
+        compile: False for quick answers without compilers, about eager code.
+        peers: also solvers with error control: ours, SciPy's, torchdiffeq's and diffrax's where
+            installed.
+        jax_rate: ``(t, u, args) -> du`` in JAX, for diffrax, which cannot call a rate in torch.
+        progress: called with a line for each solve.
+    """
+    steps = whole_steps(solver.dt, horizon)
+    if u0 is None:
+        generator = torch.Generator().manual_seed(seed + 2**40)
+        u0 = initial_states(solver.rate, sample, batch, generator)
+    like = next(solver.correction.parameters())
+    u0 = u0.to(device=like.device, dtype=like.dtype)
+    progress("reference")
+    substeps = max(32, 2 * enough_substeps(solver.rate, u0.double(), solver.dt, steps))
+    truth = fine_trajectories(solver.rate, u0, solver.dt, steps, substeps)
+    race = _Race(solver, u0, truth, steps, compile, progress)
+    with torch.no_grad():
+        hybrid = race.fixed("hybrid", solver.scheme, 1, solver.correction)
+        if not math.isfinite(hybrid.error):
+            raise ValueError(
+                f"{solver} loses trajectories over horizon = {horizon:g}: nothing to compare"
+            )
+        names = [solver.scheme, *(get_scheme(s) for s in schemes if s != solver.scheme.name)]
+        points = [p for scheme in names for p in race.refine(scheme, hybrid.error)]
+        if peers:
+            points += race.adaptive(jax_rate)
+    own = [p for p in points if p.method == solver.scheme.name]
+    reach = _reach(own, hybrid.error)
+    one = min(own, key=lambda p: abs(p.setting - solver.dt))
+    by_method = [_reach([p for p in points if p.method == m], hybrid.error) for m in _methods(points)]
+    rivals = [p for p in by_method if p is not None]
+    about = {
+        "rate": rate_to_json(solver.rate), "scheme": solver.scheme.name, "dt": solver.dt,
+        "correction": {"name": type(solver.correction).__name__, **_options(solver)},
+        "horizon": horizon, "batch": len(u0), "dtype": str(u0.dtype).removeprefix("torch."),
+        "device": str(u0.device), "threads": torch.get_num_threads(), "compiled": compile,
+    }  # fmt: skip
+    return Comparison(
+        hybrid=hybrid,
+        points=tuple(points),
+        m=solver.dt / reach.setting if reach else math.inf,
+        m_star=hybrid.seconds / one.seconds,
+        rival=min(rivals, key=lambda p: p.seconds, default=None),
+        about=about,
+    )
+
+
+class _Race:
+    """Solves one problem in many ways."""
+
+    def __init__(
+        self,
+        solver: HybridSolver,
+        u0: Tensor,
+        truth: Tensor,
+        steps: int,
+        compile: bool,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.rate, self.dt, self.steps, self.u0, self.truth = solver.rate, solver.dt, steps, u0, truth
+        self.compile, self.progress = compile, progress
+        self.times = torch.arange(steps + 1, dtype=torch.float64, device=u0.device) * solver.dt
+
+    def error(self, u: Tensor) -> float:
+        value = (u.to(self.truth) - self.truth).square().mean().item()
+        return value if math.isfinite(value) else math.inf
+
+    def fixed(self, method: str, scheme: Any, substeps: int, correction: Any = None) -> Point:
+        """Steps of dt / substeps."""
+        self.progress(f"{method}, dt = {self.dt / substeps:.2g}")
+        n = self.steps * substeps
+        t = torch.arange(n + 1, dtype=torch.float64, device=self.u0.device) * (self.dt / substeps)
+        solved = evolve(self.rate, self.u0, t, scheme, correction, every=substeps)
+        error = self.error(solved.u) if bool(solved.ok.all()) else math.inf
+
+        def run() -> Any:
+            return evolve(self.rate, self.u0, t, scheme, correction, every=n, compile=self.compile)
+
+        calls = solved.stats.rate_calls
+        return Point(method, self.dt / substeps, False, error, self.seconds(run), calls)
+
+    def refine(self, scheme: Any, target: float) -> list[Point]:
+        """Halve the step until the target is reached."""
+        found: list[Point] = []
+        substeps = 1
+        while substeps <= FINEST:
+            found.append(self.fixed(scheme.name, scheme, substeps))
+            if found[-1].error <= target or found[-1].seconds > PATIENCE:
+                break
+            substeps *= 2
+        return found
+
+    def adaptive(self, jax_rate: Callable[..., Any] | None) -> list[Point]:
+        """Solvers with error control over tolerances."""
+        contenders: dict[str, Callable[[float, Any], tuple[Tensor, int]]] = {
+            "dopri5, own steps": self._ours
+        }
+        try:
+            import scipy.integrate  # noqa: F401
+        except ImportError:
+            self.progress("SciPy is not installed: left out")
+        else:
+            contenders["SciPy DOP853"] = self._scipy
+        try:
+            import torchdiffeq  # noqa: F401
+        except ImportError:
+            self.progress("torchdiffeq is not installed: left out")
+        else:
+            contenders["torchdiffeq dopri5"] = self._torchdiffeq
+        if jax_rate is not None:
+            contenders["diffrax Tsit5"] = _Diffrax(jax_rate, self.u0)
+        found = []
+        for method, solve in contenders.items():
+            for tolerance in TOLERANCES:
+                self.progress(f"{method}, rtol = {tolerance:.0e}")
+                try:
+                    u, calls = solve(tolerance, self.times)
+                except (FloatingPointError, RuntimeError, AssertionError):  # a step size fell to nothing
+                    continue
+                ends = self.times[[0, -1]]
+                seconds = self.seconds(lambda: solve(tolerance, ends))  # noqa: B023
+                found.append(Point(method, tolerance, True, self.error(u), seconds, calls))
+                if seconds > PATIENCE:
+                    break
+        return found
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        """The median of repetitions, after one that does not count."""
+        times: list[float] = []
+        run()
+        while len(times) < 3 or (sum(times) < ENOUGH and len(times) < 50):
+            start = time.perf_counter()
+            run()
+            if self.u0.is_cuda:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+            if times[-1] > PATIENCE / 4:
+                break
+        return statistics.median(times)
+
+    def _ours(self, tolerance: float, t: Tensor) -> tuple[Tensor, int]:
+        solved = evolve(self.rate, self.u0, t, "dopri5", rtol=tolerance, atol=1e-2 * tolerance)
+        return solved.u, solved.stats.rate_calls
+
+    def _scipy(self, tolerance: float, t: Tensor) -> tuple[Tensor, int]:
+        from scipy.integrate import solve_ivp
+
+        shape = self.u0.shape
+
+        def rate(t: float, y: np.ndarray) -> np.ndarray:
+            u = torch.from_numpy(y).reshape(shape)
+            return self.rate(torch.tensor(t, dtype=torch.float64), u).reshape(-1).numpy()
+
+        start, when = self.u0.double().cpu().numpy().ravel(), t.cpu().numpy()
+        options = {"rtol": max(tolerance, 3e-14), "atol": 1e-2 * tolerance, "t_eval": when}
+        solved = solve_ivp(rate, (when[0], when[-1]), start, "DOP853", **options)
+        if not solved.success:
+            raise FloatingPointError(solved.message)
+        return torch.from_numpy(solved.y.T.reshape(-1, *shape)), int(solved.nfev)
+
+    def _torchdiffeq(self, tolerance: float, t: Tensor) -> tuple[Tensor, int]:
+        import torchdiffeq
+
+        calls = 0
+
+        def rate(t: Tensor, u: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return self.rate(t, u)
+
+        return torchdiffeq.odeint(rate, self.u0, t, rtol=tolerance, atol=1e-2 * tolerance), calls
+
+
+class _Diffrax:
+    """Tsit5 with error control, compiled by JAX for each tolerance and set of times."""
+
+    def __init__(self, rate: Callable[..., Any], u0: Tensor) -> None:
+        import diffrax
+        import jax
+
+        jax.config.update("jax_enable_x64", True)
+
+        def solve(u0: Any, times: Any, tolerance: float) -> Any:
+            return diffrax.diffeqsolve(
+                diffrax.ODETerm(rate), diffrax.Tsit5(), times[0], times[-1], 1e-3, u0,
+                saveat=diffrax.SaveAt(ts=times), max_steps=1_000_000,
+                stepsize_controller=diffrax.PIDController(rtol=tolerance, atol=1e-2 * tolerance),
+            )  # fmt: skip
+
+        self.solve, self.u0 = jax.jit(solve), u0.cpu().numpy()
+
+    def __call__(self, tolerance: float, t: Tensor) -> tuple[Tensor, int]:
+        solved = self.solve(self.u0, t.cpu().numpy(), tolerance)
+        states = torch.from_numpy(np.array(solved.ys))
+        return states, 6 * int(solved.stats["num_steps"])  # Tsit5 has six stages a step
+
+
+def _reach(points: Sequence[Point], target: float) -> Point | None:
+    """Where a method reaches the target, between two of its settings on logarithmic scales."""
+    coarser: Point | None = None
+    for p in points:
+        if p.error <= target:
+            if coarser is None or not math.isfinite(coarser.error):
+                return p
+            share = math.log(coarser.error / target) / math.log(coarser.error / max(p.error, 1e-300))
+            between = lambda a, b: a * (b / a) ** share  # noqa: B023
+            return Point(
+                p.method, between(coarser.setting, p.setting), p.adaptive, target,
+                between(coarser.seconds, p.seconds), round(between(coarser.rate_calls, p.rate_calls)),
+            )  # fmt: skip
+        coarser = p
+    return None
+
+
+def _methods(points: Sequence[Point]) -> list[str]:
+    return list(dict.fromkeys(p.method for p in points))
+
+
+def _options(solver: HybridSolver) -> dict[str, Any]:
+    config: Any = getattr(solver.correction, "config", {})
+    return dict(config)
