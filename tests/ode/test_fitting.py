@@ -171,6 +171,21 @@ def test_adam_phase_trains_hidden_weights_and_stops_on_rollouts():
     assert trained.history[-1]["rollout"] == min(row["rollout"] for row in trained.history)
 
 
+def test_a_network_in_float32_serves_a_state_in_float64(tmp_path):
+    system = at.systems.PendulumChain(2)
+    how = dict(dt=0.1, horizon=2.0, correction="attns", width=64, trajectories=100)
+    full, low = at.fit(system, **how), at.fit(system, **how, precision="float32")
+    (hybrid, plain), (better, _) = errors(low, system, 2.0), errors(full, system, 2.0)
+    assert hybrid < 1e-3 * plain
+    assert hybrid < 100 * better
+    u0 = system.sample(5, dtype=torch.float64)
+    again = at.HybridSolver.load(low.save(tmp_path))
+    assert torch.equal(again.solve(u0, 1.0).u, low.solve(u0, 1.0).u)
+    added = low.correction(u0, u0, 0.1)
+    assert added.dtype == torch.float64
+    assert torch.equal(added, added.float().double())
+
+
 def test_fit_takes_data_made_before(tmp_path):
     system = at.systems.Logistic(growth=2.0)
     data = make_trajectories(system, tmp_path, count=60, dt=0.5, horizon=4.0, shard_size=25)
@@ -270,6 +285,7 @@ SAMPLE = lambda n, generator: torch.rand(n, 2, generator=generator)
         (dict(period=-1.0), "period = -1.0 must be a positive"),
         (dict(adam_steps=-1), "adam_steps = -1"),
         (dict(adam_steps=10, recipe="paper"), "steps of the default recipe"),
+        (dict(precision="float16"), "precision 'float16' is neither"),
         (dict(options={"body": "gru"}), "not one of mlp, lstm, transformer"),
         (dict(data=[]), r"runs of states \[steps \+ 1, n, 2\]"),
         (dict(rate=lambda t, u: u**3 * 50), "become non-finite even with|do not settle"),

@@ -32,6 +32,7 @@ from attractor.ode.trust import TrustRegion
 
 SCALES = (0.25, 0.15, 0.4, 0.08, 0.7)  # of the random first layer, for standardised inputs
 ADAM_ROUNDS = 5  # the last layer is solved, and rollouts are judged, after each
+LARGEST = 20_000  # trajectories followed at once
 PHASES = 8  # at which trajectories of an equation with a period start
 # Which of slope and state tells the error is the equation's business, so correction="auto" asks it.
 AUTO: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -50,8 +51,9 @@ def fit(
     correction: str = "auto",
     recipe: str = "default",
     width: int | None = None,
-    depth: int = 2,
+    depth: int | None = None,
     activation: str | None = None,
+    precision: str | None = None,
     trajectories: int = 1000,
     sample: Sampler | None = None,
     fine_dt: float | None = None,
@@ -81,7 +83,9 @@ def fit(
         scheme: what is corrected.
         correction: by what: a name of `attractor.corrections`, or "auto": the slope (AttNS), the
             state (NeurVec) or both, whichever has the smallest error on held-out rollouts.
-        width, depth, activation: of the network. options: further ones of the correction, such as
+        width, depth, activation: of the network; None for 512 and sines with the default recipe, for
+            the correction's own (the paper's) with the paper's. precision: "float32" computes it in
+            float32, about twice as fast, and fits it as such. options: further ones of the correction, such as
             ``{"body": "lstm"}``.
         trajectories: how many to learn from; some more are held out.
         sample: ``(n, generator=...) -> [n, d]`` initial states, for a rate of your own.
@@ -108,7 +112,7 @@ def fit(
     _check_choices(correction, recipe, trajectories, adam_steps, period)
     held_out = max(4, min(100, trajectories // 10))
     spread = 1 if period is None else PHASES
-    plan = Plan(trajectories, dt, steps, 1, seed, min(1000, math.ceil(trajectories / spread)), period)
+    plan = Plan(trajectories, dt, steps, 1, seed, min(LARGEST, math.ceil(trajectories / spread)), period)
     held_plan = replace(plan, count=held_out, stream="held out",
                         shard_size=math.ceil(held_out / min(4, spread)))  # fmt: skip
     few = initial_states(system_or_rate, sample, 16, plan.generator(0, "trial"), device)
@@ -132,13 +136,16 @@ def fit(
     if correction == "auto" and recipe == "paper":
         correction = "attns"
     candidates = AUTO if correction == "auto" else ((correction, {}),)
-    shared = {"depth": depth, "period": period, **(options or {})}
+    shared = {"period": period, "precision": precision, **(options or {})}
+    if depth is not None:
+        shared["depth"] = depth
     if correction == "linear":
         shared = {"period": period}
 
     if recipe == "paper":
+        given = {"width": width, "activation": activation}
         if correction != "linear":
-            shared = {"width": width or 1024, "activation": activation or "rational", **shared}
+            shared |= {k: v for k, v in given.items() if v is not None}
         torch.manual_seed(seed)
         model = get_correction(correction)(pairs.u.shape[-1], **shared, device=pairs.u.device)
         generator = torch.Generator().manual_seed(seed)

@@ -51,13 +51,17 @@ class HybridSolver:
         self.trust = trust
         self.history = history or []
 
+    @property
+    def rate_name(self) -> str:
+        """The equation's name."""
+        if _is_system(self.rate):
+            return type(self.rate).__name__
+        return getattr(self.rate, "__name__", type(self.rate).__name__)
+
     def __repr__(self) -> str:
-        name = (
-            type(self.rate).__name__ if _is_system(self.rate) else getattr(self.rate, "__name__", "rate")
-        )
         error = f", held-out MSE {self.history[-1]['rollout']:.1e}" if self.history else ""
         return (
-            f"HybridSolver({name}, {self.scheme.name}, dt {self.dt:g}, "
+            f"HybridSolver({self.rate_name}, {self.scheme.name}, dt {self.dt:g}, "
             f"{type(self.correction).__name__}{error}{', guarded' if self.trust else ''})"
         )
 

@@ -2,9 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import matplotlib
+
+from attractor.core.files import write_bytes
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -42,6 +46,103 @@ def drift(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], title: s
     axis.legend(frameon=False)
     figure.tight_layout()
     return figure
+
+
+def history(rows: Sequence[Mapping[str, Any]], plain: float | None, title: str = "") -> Any:
+    """What a fit tried: the held-out error of each candidate, or the loss of each epoch."""
+    figure, axis = plt.subplots(figsize=(6.4, 3.8))
+    if "loss" in rows[0]:
+        axis.semilogy([r["epoch"] + 1 for r in rows], [r["loss"] for r in rows], color="C0", lw=1.3)
+        _frame(axis, title, "epoch", "training loss")
+        figure.tight_layout()
+        return figure
+    kinds: dict[str, list[tuple[float, float]]] = {}
+    for r in rows:
+        name = r["correction"] + (", state too" if r.get("state") else "")
+        if r["rollout"] is not None and math.isfinite(r["rollout"]):
+            kinds.setdefault(name, []).append((r["scale"], r["rollout"]))
+    for i, (name, pairs) in enumerate(kinds.items()):
+        axis.loglog(*zip(*sorted(pairs)), "os^vDP"[i % 6], ms=7, ls="-", lw=0.8, label=name)
+    if plain is not None and math.isfinite(plain):
+        axis.axhline(plain, color=INK, ls=":", lw=1.2, label="without a correction")
+    _frame(axis, title, "scale of the random weights", "held-out mean square error")
+    scales = sorted({r["scale"] for r in rows})
+    axis.set_xticks(scales, [f"{s:g}" for s in scales])
+    axis.minorticks_off()
+    axis.legend(frameon=False, fontsize=9)
+    figure.tight_layout()
+    return figure
+
+
+def errors_over_time(
+    times: Sequence[float], lines: Mapping[str, Sequence[float]], title: str = ""
+) -> Any:
+    """Root mean square error over time, a line a method."""
+    figure, axis = plt.subplots(figsize=(6.4, 3.8))
+    for i, (name, errors) in enumerate(lines.items()):
+        axis.semilogy(times[1:], errors[1:], lw=1.4, label=name, color=plt.get_cmap("tab10")(i))
+    _frame(axis, title, "time", "root mean square error")
+    axis.legend(frameon=False, fontsize=9)
+    figure.tight_layout()
+    return figure
+
+
+def trajectories(times: Sequence[float], states: Any, title: str = "", shown: int = 6) -> Any:
+    """States ``[times, n, d]`` over time, a panel a component, up to six of each; where there are two
+    components or more, the first two against each other as well."""
+    count = min(states.shape[-1], shown)
+    figure = plt.figure(figsize=(11, max(3.6, 1.25 * count)), layout="constrained")
+    left, right = figure, None
+    if count > 1:
+        left, right = figure.subfigures(1, 2, width_ratios=(1.7, 1))  # type: ignore[misc]
+    axes = left.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
+    for i, axis in enumerate(axes):
+        for k in range(min(states.shape[1], shown)):
+            axis.plot(times, states[:, k, i], lw=1.0, color=plt.get_cmap("tab10")(k))
+        _frame(axis, title if i == 0 else "", "time" if i == count - 1 else "", f"u{i}")
+    if right is not None:
+        axis = right.subplots()
+        for k in range(min(states.shape[1], shown)):
+            axis.plot(states[:, k, 0], states[:, k, 1], lw=0.9, color=plt.get_cmap("tab10")(k))
+            axis.plot(*states[0, k, :2], "o", ms=4, color=plt.get_cmap("tab10")(k))
+        _frame(axis, "", "u0", "u1")
+    return figure
+
+
+def work_precision(found: Any, title: str = "") -> Any:
+    """A `Comparison`: error against wall time and against rate calls, the hybrid a star."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True)
+    methods = list(dict.fromkeys(p.method for p in found.points))
+    for axis, work in zip(axes, ("seconds", "rate_calls")):
+        for i, method in enumerate(methods):
+            points = [
+                p for p in found.points if p.method == method and math.isfinite(p.error) and p.error
+            ]
+            style = "--" if points and points[0].adaptive else "-"
+            line = [(getattr(p, work), p.error) for p in points]
+            if line:
+                axis.loglog(*zip(*line), style, marker="os^vDPX"[i % 7], ms=5, lw=1.2, label=method)
+        star = dict(marker="*", ms=17, color="#c0392b", ls="", label="hybrid", zorder=5)
+        axis.loglog([getattr(found.hybrid, work)], [found.hybrid.error], **star)
+        axis.axhline(found.hybrid.error, color="#c0392b", lw=0.8, ls=":")
+    _frame(axes[0], title, "seconds (the network counted)", "mean square error")
+    _frame(
+        axes[1],
+        f"m = {found.m:.3g}, m* = {found.m_star:.3g}",
+        "rate calls (the network not counted)",
+        "",
+    )
+    axes[1].legend(frameon=False, fontsize=9)
+    figure.tight_layout()
+    return figure
+
+
+def write(figure: Any, path: Path | str) -> Path:
+    """The picture as a PNG file, whole or not at all."""
+    buffer = BytesIO()
+    figure.savefig(buffer, dpi=120, bbox_inches="tight")
+    plt.close(figure)
+    return write_bytes(path, buffer.getvalue())
 
 
 def _frame(axis: Any, title: str, x: str, y: str) -> None:

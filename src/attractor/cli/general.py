@@ -1,30 +1,17 @@
-"""The command line: ``attractor demo``, ``attractor doctor``."""
+"""Commands about the library as a whole: demo, doctor."""
 
 import json
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import attractor
 from attractor import demo as demo_job
 from attractor import doctor as doctor_job
-
-app = typer.Typer(
-    help="Attention as time stepping. Start with [bold]attractor demo[/bold].",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-console = Console()
-
-Seed = Annotated[int, typer.Option(help="Seed of all random numbers.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps ...")]
+from attractor.cli.terminal import Device, Seed, app, check_device, console, need, progress_bar
 
 
 @app.callback(invoke_without_command=True)
@@ -45,10 +32,10 @@ def demo(
     device: Device = "cpu",
 ) -> None:
     """Solve three systems with every scheme; write a page with tables and pictures."""
-    _check_device(device)
-    _need("matplotlib", "report")
+    check_device(device)
+    need("matplotlib", "report")
     start = time.perf_counter()
-    with _progress() as progress:
+    with progress_bar() as progress:
         task = progress.add_task("demo", total=demo_job.jobs())
 
         def tell(what: str) -> None:
@@ -75,10 +62,10 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Versions, devices, what is missing and what that switches off, and a self-check."""
-    _check_device(device)
+    check_device(device)
     found: dict[str, Any] = {"versions": doctor_job.versions(), "devices": doctor_job.devices()}
     outcome: list[dict[str, Any]] = []
-    with _progress(quiet=as_json) as progress:
+    with progress_bar(quiet=as_json) as progress:
         checks = doctor_job.checks(device, compile)
         task = progress.add_task("self-check", total=len(checks))
         for name, check in checks:
@@ -117,34 +104,3 @@ def doctor(
         raise typer.Exit(1)
     untried = "" if compile else " (torch.compile was not tried: add --compile)"
     console.print(f"[green]All is well.[/]{untried}")
-
-
-def _progress(quiet: bool = False) -> Progress:
-    return Progress(
-        TextColumn("{task.description:44.44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console, transient=True, disable=quiet or not console.is_terminal,
-    )  # fmt: skip
-
-
-def _check_device(device: str) -> None:
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise typer.BadParameter(
-            f"{device!r} cannot be used here ({reason}); there is {', '.join(doctor_job.devices())}",
-            param_hint="--device",
-        ) from None
-
-
-def _need(package: str, extra: str) -> None:
-    if next(row for row in doctor_job.optional() if row["package"] == package)["version"] is None:
-        console.print(
-            f"[red]{package} is missing[/]; install it with: pip install 'attractor\\[{extra}]'"
-        )
-        raise typer.Exit(2)
-
-
-def main() -> None:
-    """Entry point of the `attractor` command."""
-    app()

@@ -1,0 +1,258 @@
+"""Commands of hybrid solvers: fit, solve, compare."""
+
+import shlex
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+
+from attractor import equations
+from attractor.cli.terminal import Device, Seed, app, check_device, console, need, told_as_usage
+from attractor.core.files import write_bytes, write_json
+from attractor.ode import HybridSolver
+from attractor.ode import fit as fit_solver
+from attractor.ode.compare import compare as compare_solver
+
+WHAT = "A built-in system, such as elastic-pendulum, or FILE.py:FUNCTION, or MODULE:FUNCTION."
+Equation = Annotated[str, typer.Argument(metavar="EQUATION", help=WHAT)]
+Option = Annotated[
+    list[str] | None,
+    typer.Option("--option", "-o", metavar="KEY=VALUE", help="Of a built-in system: -o links=10."),
+]
+Folder = Annotated[Path, typer.Argument(metavar="SOLVER", help="The folder of a saved solver.")]
+RateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--rate", metavar="FILE.py:FUNCTION", help="The equation it was fitted to, if it is your own."
+    ),
+]
+Horizon = Annotated[float | None, typer.Option(help="How far to go: a whole number of steps.")]
+
+
+@app.command(epilog="Example: attractor fit examples/duffing.py:rate --trajectories 500")
+def fit(
+    equation: Equation,
+    option: Option = None,
+    dt: Annotated[float | None, typer.Option(help="The big step.")] = None,
+    horizon: Horizon = None,
+    scheme: Annotated[str, typer.Option(help="The scheme to correct.")] = "rk4",
+    correction: Annotated[
+        str, typer.Option(help="auto, attns, neurvec, attns_m, csm, fsnet or linear.")
+    ] = "auto",
+    recipe: Annotated[str, typer.Option(help="default, or paper (slow).")] = "default",
+    width: Annotated[int | None, typer.Option(min=1, help="Of the network.")] = None,
+    precision: Annotated[str | None, typer.Option(help="float32: a quicker network.")] = None,
+    trajectories: Annotated[int, typer.Option(min=1, help="To learn from.")] = 1000,
+    period: Annotated[float | None, typer.Option(help="Of a rate that repeats in time.")] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Of the paper's recipe.")] = 500,
+    budget: Annotated[float | None, typer.Option(help="Seconds; then no new candidates.")] = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    out: Annotated[Path, typer.Option(help="Folder for the solver and its report.")] = Path("out/fit"),
+) -> None:
+    """Learn the error of a big step of an equation; save a solver and a report."""
+    check_device(device)
+    need("matplotlib", "report")
+    from attractor.report import hybrid as report
+
+    started = time.perf_counter()
+    with told_as_usage():
+        found = equations.find(equation, _pairs(option))
+        dt, horizon = _needed("dt", dt or found.dt), _needed("horizon", horizon or found.horizon)
+        with console.status("starting") as status, warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", UserWarning)
+            solver = fit_solver(
+                found.rate, dt=dt, horizon=horizon, scheme=scheme, correction=correction, recipe=recipe,
+                width=width, precision=precision, trajectories=trajectories, sample=found.sample,
+                period=period or found.period, epochs=epochs, budget=budget, seed=seed, device=device,
+                progress=status.update,
+            )  # fmt: skip
+            solver.save(out / "solver")
+            status.update("test trajectories")
+            tested = report.test(solver, horizon, found.sample, seed)
+    for message in dict.fromkeys(str(w.message) for w in warned):
+        console.print(f"[yellow]{message}[/]")
+    _show_candidates(solver)
+    console.print(solver, highlight=False)
+    table = Table("100 new trajectories", "mean square error", "rate calls")
+    for name, row in tested["rows"].items():
+        table.add_row(name, _number(row["error"]), str(row["rate_calls"]))
+    console.print(table)
+    numbers = {
+        "command": _command(),
+        "horizon": horizon,
+        "test": tested["rows"],
+        "history": solver.history,
+    }
+    write_json(out / "fit.json", numbers)
+    page = report.fit_page(solver, found.name, tested, out, _command())
+    seconds = time.perf_counter() - started
+    console.print(f"{seconds:.0f} s. Solver: [bold]{out / 'solver'}[/]", soft_wrap=True)
+    console.print(f"Report: [bold]{page}[/]", soft_wrap=True)
+    own = f" --rate {equation}" if ":" in equation else ""
+    console.print(
+        f"Does it pay? attractor compare {out / 'solver'}{own}", soft_wrap=True, highlight=False
+    )
+
+
+@app.command(epilog="Example: attractor solve out/fit/solver --rate examples/duffing.py:rate --n 3")
+def solve(
+    solver: Folder,
+    rate: RateOption = None,
+    t_end: Horizon = None,
+    t0: Annotated[float, typer.Option(help="When to start.")] = 0.0,
+    u0: Annotated[
+        list[str] | None, typer.Option(help="An initial state, such as 1,0.5; may be repeated.")
+    ] = None,
+    n: Annotated[int, typer.Option(min=1, help="Without --u0: so many sampled states.")] = 5,
+    every: Annotated[int, typer.Option(min=1, help="Keep every n-th state.")] = 1,
+    guard: Annotated[bool, typer.Option(help="Plain substeps where the fit knows nothing.")] = True,
+    seed: Seed = 1,
+    device: Device = "cpu",
+    out: Annotated[Path, typer.Option(help="Folder for states and picture.")] = Path("out/solve"),
+) -> None:
+    """Follow initial states with a saved solver; write them as CSV and a picture."""
+    check_device(device)
+    need("matplotlib", "report")
+    from attractor.report import figures
+
+    with told_as_usage():
+        loaded, found = _load(solver, rate, device)
+        like = next(loaded.correction.parameters())
+        if u0:
+            start = torch.tensor([_state(text) for text in u0], dtype=like.dtype, device=device)
+        else:
+            from attractor.ode.trajectories import initial_states
+
+            generator = torch.Generator().manual_seed(seed)
+            start = initial_states(loaded.rate, found.sample, n, generator, device).to(like.dtype)
+        t_end = t_end if t_end is not None else t0 + (found.horizon or 100 * loaded.dt)
+        with console.status("solving"), torch.no_grad():
+            solved = loaded.solve(start, t_end, t0, every, guard)
+    console.print(solved, highlight=False)
+    if solved.stats.guarded is not None:
+        share = solved.stats.guarded.double().mean().item() / max(1, round((t_end - t0) / loaded.dt))
+        console.print(f"plain substeps took the place of {share:.1%} of the steps", highlight=False)
+    lost = torch.nonzero(~solved.ok).flatten().tolist()
+    if lost:
+        console.print(f"[yellow]became non-finite: trajectories {lost}; they keep their last state[/]")
+    write_bytes(out / "states.csv", _csv(solved).encode())
+    figure = figures.trajectories(solved.t.tolist(), solved.u.double().cpu().numpy(), loaded.rate_name)
+    figures.write(figure, out / "states.png")
+    console.print(f"States: [bold]{out / 'states.csv'}[/], picture: [bold]{out / 'states.png'}[/]",
+                  soft_wrap=True)  # fmt: skip
+    if lost:
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: attractor compare out/fit/solver --rate examples/duffing.py:rate")
+def compare(
+    solver: Folder,
+    rate: RateOption = None,
+    horizon: Horizon = None,
+    batch: Annotated[int, typer.Option(min=1, help="Trajectories solved at once.")] = 1000,
+    scheme: Annotated[
+        list[str] | None, typer.Option(help="Plain schemes to compare with; may be repeated.")
+    ] = None,
+    compile: Annotated[bool, typer.Option(help="Compile the hybrid and its rivals.")] = True,
+    peers: Annotated[bool, typer.Option(help="Also SciPy, torchdiffeq and diffrax.")] = True,
+    seed: Seed = 1,
+    device: Device = "cpu",
+    out: Annotated[Path, typer.Option(help="Folder for numbers and picture.")] = Path("out/compare"),
+) -> None:
+    """Does a saved solver pay? Error against time, beside plain schemes and other libraries."""
+    check_device(device)
+    need("matplotlib", "report")
+    from attractor.report import figures
+
+    with told_as_usage():
+        loaded, found = _load(solver, rate, device)
+        horizon = horizon or found.horizon or 100 * loaded.dt
+        with console.status("starting") as status:
+            result = compare_solver(
+                loaded, horizon=horizon, batch=batch, sample=found.sample,
+                schemes=scheme or ("rk4", "dopri5"), compile=compile, peers=peers,
+                jax_rate=found.jax_rate, seed=seed, progress=status.update,
+            )  # fmt: skip
+    table = Table("", "", "mean square error", "milliseconds", "rate calls")
+    table.title = f"{batch} trajectories, t = {horizon:g}"
+    for point in (result.hybrid, *result.points):
+        setting = f"{'rtol' if point.adaptive else 'dt'} {point.setting:.2g}"
+        numbers = (_number(point.error), f"{point.seconds * 1e3:,.1f}", f"{point.rate_calls:,}")
+        table.add_row(point.method, setting, *numbers, style="bold" if point is result.hybrid else "")
+    console.print(table)
+    result.save(out)
+    figures.write(figures.work_precision(result, found.name), out / "compare.png")
+    console.print(f"[bold]{result.verdict}[/]", soft_wrap=True, highlight=False)
+    console.print(f"Numbers: [bold]{out / 'compare.json'}[/], picture: [bold]{out / 'compare.png'}[/]",
+                  soft_wrap=True)  # fmt: skip
+
+
+def _load(folder: Path, rate: str | None, device: str) -> tuple[HybridSolver, equations.Equation]:
+    found = equations.find(rate) if rate else None
+    loaded = HybridSolver.load(folder, found.rate if found else None).to(device)
+    if found is None:
+        name = next(n for n, cls in equations.names().items() if isinstance(loaded.rate, cls))
+        found = equations.Equation(name, loaded.rate, horizon=equations.find(name).horizon)
+    return loaded, found
+
+
+def _pairs(texts: list[str] | None) -> dict[str, str]:
+    found = {}
+    for text in texts or []:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--option {text!r} must be KEY=VALUE, such as links=10")
+        found[key] = value
+    return found
+
+
+def _needed(name: str, value: float | None) -> float:
+    if value is None:
+        raise ValueError(f"--{name} is needed: this equation does not suggest one")
+    return value
+
+
+def _state(text: str) -> list[float]:
+    try:
+        return [float(x) for x in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--u0 {text!r} must be numbers with commas between, such as 1,0.5") from None
+
+
+def _show_candidates(solver: HybridSolver) -> None:
+    rows = [row for row in solver.history if "scale" in row and "chosen" not in row]
+    if not rows:
+        return
+    best = min(row["rollout"] for row in rows)
+    table = Table("candidate", "scale", "held-out mean square error", "s")
+    for row in rows:
+        name = f"{row['correction']}{', state too' if row.get('state') else ''}"
+        style = "bold" if row["rollout"] == best else ""
+        table.add_row(
+            name, f"{row['scale']:g}", _number(row["rollout"]), f"{row['seconds']:.1f}", style=style
+        )
+    console.print(table)
+
+
+def _number(x: float | None) -> str:
+    return "lost" if x is None or x == float("inf") else f"{x:.1e}"
+
+
+def _csv(solved: Any) -> str:
+    d = solved.u.shape[-1]
+    lines = [",".join(("trajectory", "t", *(f"u{i}" for i in range(d))))]
+    u = solved.u.double().cpu()
+    for k in range(u.shape[1]):
+        for t, state in zip(solved.t.tolist(), u[:, k].tolist()):
+            lines.append(",".join((str(k), repr(t), *map(repr, state))))
+    return "\n".join(lines) + "\n"
+
+
+def _command() -> str:
+    return shlex.join(["attractor", *sys.argv[1:]])

@@ -1,0 +1,124 @@
+"""Equations by name, for the command line: built-in systems, and rates in a user's own file.
+
+A file holds a rate ``(t, u) -> du`` and beside it a sampler ``sample(n, generator)``; it may also hold
+what a fit needs, as `dt`, `horizon` and `period`, and a rate in JAX, `jax_rate`, for comparisons.
+"""
+
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from attractor.ode import systems
+
+# What the systems of the AttNS paper are solved with in its Table 4; others need --dt and --horizon.
+STEPS = {"SpringMass": (0.2, 20.0), "ElasticPendulum": (0.1, 50.0), "PendulumChain": (0.1, 10.0)}
+
+
+@dataclass(frozen=True)
+class Equation:
+    """What the command line knows about an equation.
+
+    Attributes:
+        name: for titles and files.
+        rate: ``(t, u) -> du``.
+        sample: ``(n, generator=...) -> [n, d]``; None for systems, which have their own.
+        dt, horizon, period: as its author suggests, or None.
+        jax_rate: the rate in JAX, or None.
+    """
+
+    name: str
+    rate: Any
+    sample: Callable[..., Tensor] | None = None
+    dt: float | None = None
+    horizon: float | None = None
+    period: float | None = None
+    jax_rate: Callable[..., Any] | None = None
+
+
+def names() -> dict[str, Any]:
+    """The built-in systems by the names of the command line, such as "pendulum-chain"."""
+    classes = [getattr(systems, n) for n in systems.__all__ if n != "System"]
+    return {re.sub(r"(?<=[a-z])(?=[A-Z])", "-", c.__name__).lower(): c for c in classes}
+
+
+def find(what: str, options: dict[str, str] | None = None) -> Equation:
+    """The equation called `what`: "elastic-pendulum", "file.py:rate" or "package.module:rate".
+
+    Args:
+        options: of a built-in system, such as ``{"links": "10"}``.
+
+    Raises:
+        ValueError: there is no such thing, and what there is.
+    """
+    if ":" in what:
+        if options:
+            raise ValueError(f"options {sorted(options)} are for built-in systems, not for {what!r}")
+        return _of_one_s_own(what)
+    known = names()
+    if what not in known:
+        hint = f"; for a rate in a file write {what}:rate" if what.endswith(".py") else ""
+        raise ValueError(f"no system is called {what!r}; there are {', '.join(known)}{hint}")
+    make = known[what]
+    types: dict[str, Any] = {f.name: type(f.default) for f in fields(make) if f.init}
+    given = {}
+    for key, text in (options or {}).items():
+        if types.get(key) not in (int, float, bool):
+            allowed = ", ".join(k for k, t in types.items() if t in (int, float, bool)) or "none"
+            raise ValueError(f"{what} has no option {key!r}; it has {allowed}")
+        try:
+            given[key] = types[key](text)
+        except ValueError:
+            raise ValueError(f"{key} = {text!r} is no {types[key].__name__}") from None
+    rate = make(**given)
+    dt, horizon = STEPS.get(make.__name__, (None, None))
+    return Equation(what, rate, dt=dt, horizon=horizon)
+
+
+def _of_one_s_own(what: str) -> Equation:
+    place, _, name = what.rpartition(":")
+    module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
+    rate = getattr(module, name, None)
+    if not callable(rate):
+        there = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise ValueError(f"{place} has no function {name!r}; it has {', '.join(there) or 'none'}")
+    number = lambda key: float(value) if (value := getattr(module, key, None)) is not None else None
+    return Equation(
+        name=f"{Path(place).stem}:{name}",
+        rate=rate,
+        sample=getattr(module, "sample", None),
+        dt=number("dt"),
+        horizon=number("horizon"),
+        period=number("period"),
+        jax_rate=getattr(module, "jax_rate", None),
+    )
+
+
+def _from_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}; give FILE.py:FUNCTION with a path that exists")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _from_package(place: str) -> Any:
+    try:
+        return importlib.import_module(place)
+    except ImportError as error:
+        raise ValueError(
+            f"module {place!r} cannot be imported ({error}); a file is given as FILE.py:FUNCTION"
+        ) from None
