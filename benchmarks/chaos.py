@@ -19,14 +19,16 @@ from attractor.ode.trajectories import Plan, Run, fine_trajectories, make_run
 from benchmarks.results import save
 
 DT, HORIZON, SUBSTEPS = 0.1, 10.0, 32
-TRIALS = [  # trajectories, correction, width, Adam steps
-    (2_000, "linear", None, 0),
-    (2_000, "auto", 512, 0),
-    (20_000, "auto", 512, 0),
-    (20_000, "auto", 2048, 0),
-    (20_000, "attns", 1024, 20_000),
-    (20_000, "neurvec", 1024, 20_000),
-    (20_000, "auto", 4096, 0),
+BOTH = {"state": True}  # AttNS that sees slope and state, what rollouts choose here
+TRIALS = [  # trajectories, correction, its options, width, Adam steps, scales of the random weights
+    (2_000, "linear", {}, None, 0, (1.0,)),
+    (2_000, "auto", {}, 512, 0, (0.1, 0.05, 0.2)),
+    (20_000, "auto", {}, 512, 0, (0.1, 0.05, 0.2)),
+    (20_000, "attns", BOTH, 2048, 0, (0.05, 0.1)),
+    (20_000, "attns", BOTH, 4096, 0, (0.05,)),
+    (20_000, "attns", BOTH, 8192, 0, (0.05,)),
+    (20_000, "attns", BOTH, 2048, 30_000, (0.1,)),
+    (20_000, "attns", BOTH, 12_288, 0, (0.05,)),
 ]
 
 
@@ -56,19 +58,20 @@ def main() -> None:
     plan = Plan(max(t[0] for t in TRIALS), DT, steps, SUBSTEPS, 0, 20_000)
     whole = make_run(system, None, plan, 0, device)
     print(f"data [{time.perf_counter() - start:.0f} s]", flush=True)
-    fitting.SCALES = (0.1, 0.05, 0.2)
     rows = []
-    for count, correction, width, adam in TRIALS:
+    for count, correction, options, width, adam, scales in TRIALS:
         if time.perf_counter() - start > arguments.seconds:
             break
-        began = time.perf_counter()
+        began, fitting.SCALES = time.perf_counter(), scales
         solver = fit(
-            system, dt=DT, horizon=HORIZON, correction=correction, width=width, adam_steps=adam,
+            system, dt=DT, horizon=HORIZON, correction=correction, width=width, adam_steps=adam, options=options,
             data=[Run(0.0, whole.u[:, :count])], trajectories=count, device=device, fine_dt=DT / SUBSTEPS,
         )  # fmt: skip
         with torch.no_grad():
             errors = error(solver.solve(u0, HORIZON))
-        chosen = {k: v for k, v in solver.history[-1].items() if k in ("correction", "state", "scale")}
+        chosen = {
+            k: v for k, v in solver.history[-1].items() if k in ("correction", "state", "scale")
+        } | options
         rows.append({"trajectories": count, "width": width, "adam_steps": adam, "errors": errors,
                      "seconds": time.perf_counter() - began, **chosen})  # fmt: skip
         print(f"{count} trajectories, {chosen}, width {width}, Adam {adam}: {told(errors)} "

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from attractor.ode.trajectories import Run
 # Of the largest singular value squared.
 PENALTIES = (0.0, 1e-15, 1e-14, 1e-13, 1e-12, 1e-11, 1e-10, 1e-8, 1e-6)
 ROWS_A_FEATURE = 60
+CHUNK = 65_536  # rows of features in memory at once
+WIDE = 3000  # features from which an SVD would take minutes
 BATCH = 4096  # of the Adam phase
 
 
@@ -124,23 +126,28 @@ class ClosedForm:
     def solve(self) -> dict[str, float]:
         """Set the last layer; the penalty chosen and the one-step error on rows not used for it."""
         with torch.no_grad():
-            x, target, gain = self.rows(self.train)
-            check, check_target, check_gain = self.rows(self.check)
-            features, check = self.net.features(x), self.net.features(check)
-            if gain is None or check_gain is None:
-                weights, penalty, error = ridge(features, target, check, check_target)
-            else:
-                columns = [
-                    ridge(
-                        gain[:, j : j + 1] * features, target[:, j : j + 1],
-                        check_gain[:, j : j + 1] * check, check_target[:, j : j + 1],
-                    )
-                    for j in range(target.shape[-1])
-                ]  # fmt: skip
-                weights = torch.cat([c[0] for c in columns], -1)
-                penalty, error = columns[-1][1], sum(c[2] for c in columns) / len(columns)
-            self.net.set_head(weights)
-        return {"penalty": penalty, "one_step": error}
+            gained = isinstance(self.model, AttNSM)
+            outputs = range(self.pairs.error.shape[-1]) if gained else (None,)
+            found = [self._solve_for(j) for j in outputs]
+            self.net.set_head(torch.cat([w for w, _, _ in found], -1))
+        return {"penalty": found[-1][1], "one_step": sum(e for _, _, e in found) / len(found)}
+
+    def _solve_for(self, output: int | None) -> tuple[Tensor, float, float]:
+        """Weights for one output, or for all at once, which is possible if all have one matrix."""
+
+        def equations(index: Tensor) -> tuple[Tensor, Tensor]:
+            x, target, gain = self.rows(index)
+            features = self.net.features(x)
+            if output is None or gain is None:
+                return features, target
+            return gain[:, output, None] * features, target[:, output, None]
+
+        triangle = torch.empty(0)
+        for index in self.train.split(CHUNK):
+            rows = torch.cat(equations(index), -1)
+            stacked = torch.cat((triangle, rows)) if len(triangle) else rows
+            triangle = torch.linalg.qr(stacked, mode="r")[1]
+        return ridge(triangle, *equations(self.check))
 
     def fold(self) -> nn.Module:
         """A copy of the correction that takes raw inputs and gives raw errors."""
@@ -156,26 +163,46 @@ class ClosedForm:
         return model
 
 
-def ridge(a: Tensor, y: Tensor, check: Tensor, check_y: Tensor) -> tuple[Tensor, float, float]:
-    """Least squares ``a w = y`` for all penalties at once; the best on the check rows.
+def ridge(triangle: Tensor, check: Tensor, check_y: Tensor) -> tuple[Tensor, float, float]:
+    """Least squares ``a w = y`` for all penalties; weights, penalty and error of the best on check rows.
 
-    By QR and then an SVD of the small triangle: normal equations would square the condition, and
-    with it throw away half of the digits.
+    Args:
+        triangle: the R of a QR decomposition of ``[a, y]``. Normal equations would square the
+            condition, and with it throw away half of the digits.
+        check, check_y: further rows of a and y.
     """
-    k = a.shape[-1]
-    triangle = torch.linalg.qr(torch.cat((a, y), -1), mode="r")[1]
-    left, values, right = torch.linalg.svd(triangle[:k, :k], full_matrices=False)
-    turned = left.T @ triangle[:k, k:]
+    k = check.shape[-1]
+    left, right = triangle[:k, :k], triangle[:k, k:]
     best: tuple[Tensor, float, float] | None = None
-    for penalty in PENALTIES:
-        inverse = values / (values.square() + penalty * values[0].square())
-        inverse = torch.where(values > 1e-15 * values[0], inverse, 0.0)
-        w = right.T @ (inverse[:, None] * turned)
+    for penalty, w in _solutions(left, right):
         error = (check @ w - check_y).square().mean().item()
         if best is None or error < best[2]:
             best = w, penalty, error
     assert best is not None
     return best
+
+
+def _solutions(triangle: Tensor, y: Tensor) -> Iterator[tuple[float, Tensor]]:
+    """Penalties and their solutions: by one SVD, or where that would take minutes, by a QR each."""
+    k = triangle.shape[-1]
+    if k <= WIDE:
+        left, values, right = torch.linalg.svd(triangle, full_matrices=False)
+        turned = left.T @ y
+        for penalty in PENALTIES:
+            inverse = values / (values.square() + penalty * values[0].square())
+            inverse = torch.where(values > 1e-15 * values[0], inverse, 0.0)
+            yield penalty, right.T @ (inverse[:, None] * turned)
+        return
+    probe = torch.ones(k, 1).to(triangle)
+    for _ in range(20):  # towards the largest singular value
+        probe = triangle.T @ (triangle @ (probe / probe.norm()))
+    for penalty in PENALTIES:
+        if penalty:
+            size = (penalty * probe.norm()).sqrt()
+            rows = torch.cat((triangle, size * torch.eye(k).to(triangle)))
+            both = torch.cat((rows, torch.cat((y, torch.zeros_like(triangle[:, : y.shape[-1]])))), -1)
+            solved = torch.linalg.qr(both, mode="r")[1]
+            yield penalty, torch.linalg.solve_triangular(solved[:k, :k], solved[:k, k:], upper=True)
 
 
 def train_as_printed(
