@@ -9,6 +9,7 @@ trajectory became non-finite. Minutes with a GPU and 16 cores, hours on two:
 """
 
 import argparse
+import json
 import warnings
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
@@ -18,7 +19,7 @@ import torch
 from attractor import evolve, fit, systems
 from attractor.ode.corrections import BY_NAME
 from attractor.ode.trajectories import Plan, Run, fine_trajectories, make_run
-from benchmarks.results import save
+from benchmarks.results import FOLDER, save
 
 # name, system, dt, horizon, trajectories in Table 4, the paper's factor of the loss
 CASES = [
@@ -27,6 +28,7 @@ CASES = [
     ("elastic pendulum", systems.ElasticPendulum(), 0.1, 50.0, 20_000, 1e6),
 ]
 EPOCHS = 5  # of 500
+RESULTS = FOLDER / "corrections.json"
 SEEDS = {"default": range(5), "paper": range(3)}
 
 
@@ -36,30 +38,29 @@ def main() -> None:
         "--device", default="cpu", help="for the paper's recipe; the other stays on the CPU"
     )
     parser.add_argument("--workers", type=int, default=1, help="processes of two threads each")
+    parser.add_argument("--again", action="store_true", help="do not go on with what is in results/")
     device, workers = (arguments := parser.parse_args()).device, arguments.workers
+    rows = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() and not arguments.again else []
+    done = {(r["system"], r["recipe"], int(seed)) for r in rows for seed in r["errors"]}
     tasks = [(c, r, seed, device) for r in ("paper", "default") for c in reversed(range(len(CASES)))
-             for seed in SEEDS[r]]  # fmt: skip
-    errors: dict[tuple, dict[int, float | None]] = {}
-    plain = {}
+             for seed in SEEDS[r] if (CASES[c][0], r, seed) not in done]  # fmt: skip
     with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (2,)) as pool:
         for task in as_completed([pool.submit(run, *task) for task in tasks]):
-            case, recipe, seed, plain_error, found = task.result()
-            plain[case] = plain_error
-            for key, error in found.items():
-                errors.setdefault((case, recipe, *key), {})[seed] = error
-            rows = [
-                {"system": CASES[c][0], "plain": plain[c], "recipe": r, "correction": name, "data": part,
-                 "errors": [e for _, e in sorted(each.items())]}
-                for (c, r, name, part), each in sorted(errors.items(), key=lambda item: item[0][:2])
-            ]  # fmt: skip
+            for new in task.result():
+                key = ("system", "recipe", "correction", "data")
+                old = next((r for r in rows if all(r[k] == new[k] for k in key)), None)
+                if old is None:
+                    rows.append(new)
+                else:
+                    old["errors"] |= new["errors"]
             save("corrections", {"device": _name(device), "epochs": EPOCHS, "rows": rows})
     for row in rows:
-        told = ", ".join("lost" if e is None else f"{e:.1e}" for e in row["errors"])
+        told = ", ".join("lost" if e is None else f"{e:.1e}" for e in row["errors"].values())
         print(f"{row['system']:17} {row['recipe']:8} {row['correction']:8} {row['data']:4.0%}  {told}")
 
 
-def run(case: int, recipe: str, seed: int, device: str) -> tuple:
-    """One seed of one recipe on one system: errors by correction and share of the data."""
+def run(case: int, recipe: str, seed: int, device: str) -> list[dict]:
+    """One seed of one recipe on one system: rows by correction and share of the data."""
     warnings.filterwarnings("ignore", message="the correction makes held-out")
     device = "cpu" if recipe == "default" else device
     name, system, dt, horizon, count, loss_scale = CASES[case]
@@ -70,7 +71,7 @@ def run(case: int, recipe: str, seed: int, device: str) -> tuple:
     plain = (evolve(system, u0, t).u - truth).square().mean().item()
     plan = Plan(2_000 if recipe == "default" else count, dt, steps, 16, seed, 20_000)
     whole = make_run(system, None, plan, 0, device)
-    found = {}
+    rows = []
     for correction, part in [(c, p) for c in BY_NAME for p in (0.5, 1.0)]:
         solver = fit(
             system, dt=dt, horizon=horizon, correction=correction, recipe=recipe, seed=seed, device=device,
@@ -80,9 +81,11 @@ def run(case: int, recipe: str, seed: int, device: str) -> tuple:
         with torch.no_grad():
             solved = solver.solve(u0.to(next(solver.correction.parameters()).dtype), horizon)
         good = bool(solved.ok.all())
-        found[correction, part] = (solved.u.double() - truth).square().mean().item() if good else None
+        error = (solved.u.double() - truth).square().mean().item() if good else None
+        rows.append({"system": name, "plain": plain, "recipe": recipe, "correction": correction,
+                     "data": part, "errors": {str(seed): error}})  # fmt: skip
     print(f"{name}, {recipe}, seed {seed} is done", flush=True)
-    return case, recipe, seed, plain, found
+    return rows
 
 
 def _name(device: str) -> str:
