@@ -53,7 +53,7 @@ def main() -> None:
                     rows.append(new)
                 else:
                     old["errors"] |= new["errors"]
-            save("corrections", {"device": _name(device), "epochs": EPOCHS, "rows": rows})
+            save("corrections", {"epochs": EPOCHS, "rows": rows})
     for row in rows:
         told = ", ".join("lost" if e is None else f"{e:.1e}" for e in row["errors"].values())
         print(f"{row['system']:17} {row['recipe']:8} {row['correction']:8} {row['data']:4.0%}  {told}")
@@ -83,7 +83,7 @@ def run(case: int, recipe: str, seed: int, device: str) -> list[dict]:
         good = bool(solved.ok.all())
         error = (solved.u.double() - truth).square().mean().item() if good else None
         rows.append({"system": name, "plain": plain, "recipe": recipe, "correction": correction,
-                     "data": part, "errors": {str(seed): error}})  # fmt: skip
+                     "data": part, "device": _name(device), "errors": {str(seed): error}})  # fmt: skip
     print(f"{name}, {recipe}, seed {seed} is done", flush=True)
     return rows
 

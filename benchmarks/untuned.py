@@ -21,6 +21,7 @@ CASES = [
     ("3-link pendulum", systems.PendulumChain(3), 0.1, 5.0),
 ]
 SEEDS = (1, 2, 3)
+KINDS = ("attns", "neurvec", "auto")
 
 
 def row(name, system, dt, horizon) -> dict:
@@ -34,7 +35,7 @@ def row(name, system, dt, horizon) -> dict:
         "plain": error(evolve(system, u0, t[::2])),
         "half": error(evolve(system, u0, t, every=2)),
     }
-    for correction in ("attns", "neurvec"):
+    for correction in KINDS:
         options = dict(dt=dt, horizon=horizon, trajectories=300, width=256, correction=correction)
         found[correction] = [error(fit(system, seed=s, **options).solve(u0, horizon)) for s in SEEDS]
     return found
@@ -46,10 +47,10 @@ def main() -> None:
         with torch.no_grad():
             rows.append(row(*case))
         r = rows[-1]
-        fits = {k: [f"{x:.1e}" for x in r[k]] for k in ("attns", "neurvec")}
+        fits = {k: [f"{x:.1e}" for x in r[k]] for k in KINDS}
         print(f"{r['case']:20} plain {r['plain']:.1e}, half step {r['half']:.1e}, {fits}", flush=True)
-    better = [r["case"] for r in rows if statistics.median(r["attns"]) < r["half"]]
-    print(f"AttNS beats rk4 at half the step on {len(better)} of {len(rows)}: {', '.join(better)}")
+    better = [r["case"] for r in rows if statistics.median(r["auto"]) < r["half"]]
+    print(f"auto beats rk4 at half the step on {len(better)} of {len(rows)}: {', '.join(better)}")
     save("untuned", {"seeds": SEEDS, "rows": rows})
 
 

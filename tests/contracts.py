@@ -287,9 +287,31 @@ def test_correction_can_be_compiled_whole(make):
 
 
 @every_correction
-def test_last_layer_is_linear_in_its_features(make):
+def test_correction_with_a_period_repeats_in_time(make):
+    correction = small(make, dtype=torch.float64, period=2.0)
+    u, slope = torch.rand(2, 3, 4, dtype=torch.float64)
+    assert correction.timed
+    assert not small(make).timed
+    at = lambda t: correction(u, slope, 0.1, torch.tensor(t, dtype=torch.float64))
+    torch.testing.assert_close(at(0.3), at(2.3))
+    assert (at(0.3) - at(0.9)).abs().max() > 1e-6
+    each = correction(u, slope, 0.1, torch.tensor([0.3, 0.9, 0.3], dtype=torch.float64))
+    torch.testing.assert_close(each, torch.stack((at(0.3)[0], at(0.9)[1], at(0.3)[2])))
+    with pytest.raises(ValueError, match="needs the time as its fourth argument"):
+        correction(u, slope, 0.1)
+
+
+VARIANTS = ({"body": "lstm"}, {"body": "transformer"}, {"state": True}, {"times_dt": True},
+            {"activation": "sine", "depth": 3}, {"skip": False})  # fmt: skip
+BODIES = [
+    (make, {} if make is corrections.Linear else {"width": 16, "skip": True}) for make in CORRECTIONS
+]
+BODIES += [(corrections.AttNS, {"width": 16, "skip": True, **more}) for more in VARIANTS]
+
+
+@pytest.mark.parametrize(("make", "options"), BODIES)
+def test_last_layer_is_linear_in_its_features(make, options):
     """What a closed-form fit relies on, standardisation included."""
-    options = {} if make is corrections.Linear else {"width": 16, "skip": True}
     correction = make(4, **options, dtype=torch.float64)
     net = correction.net
     u, slope = torch.rand(2, 50, 4, dtype=torch.float64) * 3 + 5
@@ -301,4 +323,7 @@ def test_last_layer_is_linear_in_its_features(make):
     expected = net.features(scaled) @ weights
     torch.testing.assert_close(net(scaled), expected)
     net.standardise(mean, deviation)
-    torch.testing.assert_close(net(x), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(net(x), expected, rtol=1e-9, atol=1e-9)
+    again = make(**correction.config, dtype=torch.float64)
+    again.load_state_dict(correction.state_dict())
+    assert torch.equal(again(u, slope, 0.1), correction(u, slope, 0.1))

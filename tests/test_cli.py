@@ -1,9 +1,11 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import attractor
+from attractor import equations
 from attractor.cli import app
 from attractor.doctor import checks
 
@@ -22,7 +24,7 @@ def test_alone_it_shows_help():
     assert "doctor" in result.output
 
 
-@pytest.mark.parametrize("command", ["demo", "doctor"])
+@pytest.mark.parametrize("command", ["demo", "doctor", "fit", "solve", "compare"])
 def test_help_has_an_example(command):
     result = runner.invoke(app, [command, "--help"])
     assert result.exit_code == 0
@@ -70,3 +72,90 @@ def test_demo_writes_a_page_that_stands_alone(tmp_path):
     rows = {(r["system"], r["scheme"], r["dt"]): r for r in results["rows"]}
     rk4 = [rows["elastic pendulum", "rk4", dt]["rms_error"] for dt in (0.1, 0.05, 0.025)]
     assert rk4[0] > 10 * rk4[1] > 100 * rk4[2]
+
+
+OWN = """
+import torch
+
+dt, horizon, period = 0.25, 2.0, 2.0
+
+
+def rate(t, u):
+    return torch.cos(torch.pi * t) - u**3
+
+
+def sample(n, generator):
+    return torch.rand(n, 1, generator=generator, dtype=torch.float64)
+
+
+not_a_rate = 3
+"""
+
+
+def test_from_a_file_of_one_s_own_to_a_solver_a_comparison_and_states(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    fitted = runner.invoke(app, ["fit", "own.py:rate", "--width", "32", "--trajectories", "64"])
+    assert fitted.exit_code == 0, fitted.output
+    numbers = json.loads((tmp_path / "out/fit/fit.json").read_text())
+    assert numbers["test"]["hybrid"]["error"] < 1e-2 * numbers["test"]["plain rk4"]["error"]
+    page = (tmp_path / "out/fit/report.html").read_text()
+    assert "A hybrid solver for own:rate" in page
+    assert page.count("<svg") == 3
+
+    solver = ["out/fit/solver", "--rate", "own.py:rate"]
+    solved = runner.invoke(app, ["solve", *solver, "--u0", "0.5", "--u0", "0.25", "--t-end", "1"])
+    assert solved.exit_code == 0, solved.output
+    rows = (tmp_path / "out/solve/states.csv").read_text().splitlines()
+    assert rows[0] == "trajectory,t,u0"
+    assert rows[1] == "0,0.0,0.5"
+    assert len(rows) == 1 + 2 * 5
+    loaded = attractor.HybridSolver.load("out/fit/solver", equations.find("own.py:rate").rate)
+    end = loaded.solve(torch.tensor([[0.5], [0.25]], dtype=torch.float64), 1.0).final
+    assert float(rows[5].split(",")[-1]) == pytest.approx(end[0].item(), rel=1e-12)
+
+    quick = ["--no-compile", "--no-peers", "--batch", "20", "--scheme", "heun"]
+    compared = runner.invoke(app, ["compare", *solver, *quick])
+    assert compared.exit_code == 0, compared.output
+    assert "m* =" in compared.output
+    found = json.loads((tmp_path / "out/compare/compare.json").read_text())
+    assert found["verdict"] in " ".join(compared.output.split())
+    assert {p["method"] for p in found["points"]} == {"rk4", "heun"}
+
+    refused = runner.invoke(app, ["solve", "out/fit/solver"])
+    assert refused.exit_code == 2
+    assert "pass it as rate=" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["elastic"], "no system is called 'elastic'; there are"),
+        (["lorenz"], "--dt is needed"),
+        (["pendulum-chain", "-o", "links=two"], "is no int"),
+        (["pendulum-chain", "-o", "length=2"], "has no option 'length'; it has links"),
+        (["pendulum-chain", "-o", "links"], "must be KEY=VALUE"),
+        (["nowhere.py:rate"], "there is no file nowhere.py"),
+        (["own.py"], "write own.py:rate"),
+        (["own.py:speed"], "has no function 'speed'; it has rate, sample"),
+        (["own.py:not_a_rate"], "has no function 'not_a_rate'"),
+        (["own.py:rate", "--period", "3"], "does not repeat with period = 3"),
+        (["own.py:rate", "--horizon", "2.1"], "not a whole number of steps"),
+        (["broken.py:rate"], "broken.py cannot be run: NameError"),
+        (["no.such.module:rate"], "cannot be imported"),
+    ],
+)
+def test_bad_equations_are_named_without_a_traceback(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "broken.py").write_text("import torch\nrate = unknown")
+    result = runner.invoke(app, ["fit", *arguments])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+def test_every_system_has_a_name_on_the_command_line():
+    assert set(equations.names()) >= {"elastic-pendulum", "spring-mass", "pendulum-chain", "van-der-pol"}
+    assert equations.find("pendulum-chain", {"links": "3"}).rate == attractor.systems.PendulumChain(3)
+    for name in equations.names():
+        assert equations.find(name).rate.dim > 0

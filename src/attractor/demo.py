@@ -1,4 +1,4 @@
-"""The demo: the three systems of the AttNS paper, solved with every scheme.
+"""The demo: the three systems of the AttNS paper, solved with every scheme, and a hybrid solver.
 
 It grows with the library. `run` computes, `write` makes the report; the command line calls both.
 """
@@ -15,7 +15,7 @@ from attractor.core import evolve
 from attractor.core.files import write_json
 from attractor.core.splitting import Splitting
 from attractor.core.tableaus import ALL
-from attractor.ode import systems
+from attractor.ode import fit, systems
 
 HORIZON = 10.0
 STEPS = (0.2, 0.1, 0.05, 0.025)
@@ -30,7 +30,7 @@ SYSTEMS: dict[str, systems.System] = {
 
 def jobs() -> int:
     """How many solves `run` makes."""
-    return sum(1 for _ in _pairs()) * len(STEPS) + len(SYSTEMS) + 2
+    return sum(1 for _ in _pairs()) * len(STEPS) + len(SYSTEMS) + 4
 
 
 def run(
@@ -76,6 +76,7 @@ def run(
         "horizon": HORIZON,
         "rows": rows,
         "long": _long_run(seed, device, progress),
+        "hybrid": _hybrid(trajectories, seed, device, progress),
     }
 
 
@@ -110,6 +111,23 @@ def write(results: dict[str, Any], folder: Path) -> Path:
         page.table(
             ["scheme", "order", "rate calls", "error", "energy drift", "lost"], table(results, name)
         )
+    hybrid = results["hybrid"]
+    page.section("Learn the error of a big step")
+    page.text(
+        f"A correction fitted in {hybrid['seconds']:.0f} s to {hybrid['fitted_from']} trajectories of "
+        f"the 2-link pendulum, steps of {SHOWN_STEP}. Tried on 100 others:"
+    )
+    rows = [[name, row["error"], row["rate_calls"]] for name, row in hybrid["rows"].items()]
+    page.table(["", "mean square error", "rate calls"], rows)
+    learned = figures.errors_over_time(hybrid["times"], hybrid["lines"], "2-link pendulum")
+    page.figure("Error over time of hybrid and plain solvers", learned)
+    page.text(
+        "Fewer rate calls are not less time: the network costs some, too. attractor compare tells "
+        "whether a solver pays on your machine."
+    )
+    page.command(
+        "attractor fit pendulum-chain -o links=2 --out out/fit\nattractor compare out/fit/solver"
+    )
     page.section("Energy over a long time")
     page.text(
         "Leapfrog and Yoshida's composition are symplectic: their energy error swings but does not "
@@ -151,6 +169,24 @@ def _long_run(seed: int, device: str | None, progress: Callable[[str], None]) ->
         error = ((system.energy(solved.u) - system.energy(u0)) / system.energy(u0)).abs().amax(-1)
         lines[scheme] = (solved.t[1:].tolist(), error[1:].tolist())
     return lines
+
+
+def _hybrid(
+    trajectories: int, seed: int, device: str | None, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """A hybrid solver of the 2-link pendulum, beside plain ones."""
+    from attractor.report import hybrid
+
+    system, count = systems.PendulumChain(links=2), 3 * trajectories
+    progress("fitting a hybrid solver")
+    solver = fit(
+        system, dt=SHOWN_STEP, horizon=HORIZON, trajectories=count, width=256, seed=seed, device=device
+    )
+    progress("trying it on new trajectories")
+    tested = hybrid.test(solver, HORIZON, None, seed)
+    seconds = solver.history[-1]["seconds"]
+    parts = {k: tested[k] for k in ("rows", "times", "lines")}
+    return {"fitted_from": count, "seconds": seconds, **parts}
 
 
 def _rms(error: Tensor) -> float:

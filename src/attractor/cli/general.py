@@ -31,7 +31,7 @@ def demo(
     seed: Seed = 0,
     device: Device = "cpu",
 ) -> None:
-    """Solve three systems with every scheme; write a page with tables and pictures."""
+    """Solve three systems with every scheme, fit a hybrid solver; write a page about it."""
     check_device(device)
     need("matplotlib", "report")
     start = time.perf_counter()
@@ -51,6 +51,13 @@ def demo(
         console.print(table)
     for scheme, (_, errors) in results["long"].items():
         console.print(f"{scheme}: energy error after 6,000 steps of Hénon-Heiles {errors[-1]:.1e}")
+    hybrid = results["hybrid"]
+    table = Table(title=f"2-link pendulum, hybrid solver fitted in {hybrid['seconds']:.0f} s")
+    for column in ("", "mean square error", "rate calls"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, row in hybrid["rows"].items():
+        table.add_row(name, f"{row['error']:.1e}", str(row["rate_calls"]))
+    console.print(table)
     page = demo_job.write(results, out)
     console.print(f"{time.perf_counter() - start:.0f} s. Report: [bold]{page}[/bold]", soft_wrap=True)
 

@@ -83,7 +83,10 @@ class ClosedForm:
             self.size = torch.where(size > 0, size, 1.0)
             order = torch.randperm(len(x), generator=generator).to(x.device)
             k = self.net.features(x[:1]).shape[-1]
-        count = min(int(0.9 * len(x)) + 1, max(20_000, ROWS_A_FEATURE * k))
+        # AttNS-m has a matrix for each output, so it makes do with fewer rows.
+        few = isinstance(model, AttNSM)
+        wanted = max(5_000, ROWS_A_FEATURE // 5 * k) if few else max(20_000, ROWS_A_FEATURE * k)
+        count = min(int(0.9 * len(x)) + 1, wanted)
         enough = len(x) > count + 100
         self.train = order[:count]
         self.check = order[count : count + 20_000] if enough else order[-max(1, len(x) // 10) :]

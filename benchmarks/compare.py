@@ -1,0 +1,87 @@
+"""Do hybrid solvers pay on this machine? Four systems over widths, against compiled plain schemes.
+
+The default recipe with the network in float32, float64 states, 1,000 trajectories at once. m: plain steps
+of the same scheme that reach the hybrid's error; m*: what a hybrid step costs in plain steps; the gain is
+over the quickest of all others at that error, dopri5 with fixed steps, SciPy, torchdiffeq and diffrax
+included (the last three once for each system).
+"""
+
+import sys
+
+from attractor import fit, systems
+from attractor.ode.compare import compare
+from benchmarks.results import save
+
+# name, system, dt, horizon, trajectories, widths (None: the linear correction), precisions
+CASES = [
+    ("elastic pendulum", systems.ElasticPendulum(), 0.1, 50.0, 500, (32, 64, 128), (None, "float32")),
+    ("2-link pendulum", systems.PendulumChain(2), 0.1, 10.0, 1000, (64, 128, 256), ("float32",)),
+    ("2-link pendulum, dt = 0.2", systems.PendulumChain(2), 0.2, 10.0, 1000, (128, 256), ("float32",)),
+    ("10-link pendulum", systems.PendulumChain(10), 0.1, 5.0, 500, (256, 1024), ("float32",)),
+    ("spring-mass, n = 20", systems.SpringMass(20), 0.2, 20.0, 300, (None,), (None,)),
+]
+
+
+def jax_rate(system):
+    """The system's rate in JAX, for diffrax; None where JAX is not installed."""
+    try:
+        import jax.numpy as jnp
+    except ImportError:
+        return None
+    if isinstance(system, systems.ElasticPendulum):
+
+        def rate(t, u, args):
+            theta, r, omega, v = (u[..., i] for i in range(4))
+            turn = (-system.g * jnp.sin(theta) - 2 * omega * v) / r
+            stretch = (
+                r * omega**2 - system.k / system.m * (r - system.length) + system.g * jnp.cos(theta)
+            )
+            return jnp.stack((omega, v, turn, stretch), -1)
+
+        return rate
+    if isinstance(system, systems.PendulumChain) and system.links == 2:
+
+        def rate(t, u, args):
+            a, b, va, vb = (u[..., i] for i in range(4))
+            c, s = jnp.cos(a - b), jnp.sin(a - b)
+            f = -s * vb**2 - 2 * 9.8 * jnp.sin(a)
+            g = s * va**2 - 9.8 * jnp.sin(b)
+            return jnp.stack((va, vb, (f - c * g) / (2 - c**2), (2 * g - c * f) / (2 - c**2)), -1)
+
+        return rate
+    return None
+
+
+def main() -> None:
+    only = sys.argv[1:]
+    rows = []
+    for name, system, dt, horizon, trajectories, widths, precisions in CASES:
+        if only and not any(name.startswith(x) for x in only):
+            continue
+        peers = True
+        for width in widths:
+            for precision in precisions:
+                correction = "linear" if width is None else "auto"
+                solver = fit(
+                    system, dt=dt, horizon=horizon, width=width, trajectories=trajectories,
+                    correction=correction, precision=precision,
+                )  # fmt: skip
+                found = compare(solver, horizon=horizon, peers=peers, jax_rate=jax_rate(system))
+                peers = False
+                chosen = solver.history[-1]
+                rows.append({
+                    "case": name, "width": width, "precision": precision or "float64",
+                    "correction": chosen["correction"], "state": chosen.get("state", False),
+                    "error": found.hybrid.error, "m": found.m, "m_star": found.m_star,
+                    "gain": found.gain, "verdict": found.verdict,
+                    "milliseconds": found.hybrid.seconds * 1e3,
+                    "points": [[p.method, p.setting, p.error, p.seconds, p.rate_calls] for p in found.points],
+                })  # fmt: skip
+                print(f"{name}, width {width}, {precision or 'float64'}: {found.hybrid.error:.1e}; "
+                      f"{found.verdict}", flush=True)  # fmt: skip
+    if not only:
+        save("compare", {"batch": 1000, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
