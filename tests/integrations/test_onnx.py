@@ -175,3 +175,12 @@ def test_what_cannot_be_done_says_so(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match=r"onnxscript.*pip install 'attractor\[onnx\]'"):
         onnx.export(solver, tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_network_in_float32_is_allowed_its_own_rounding(tmp_path):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    how = dict(dt=0.1, horizon=1.0, trajectories=50, width=32, correction="attns", precision="float32")
+    solver = at.fit(at.systems.ElasticPendulum(), **how)
+    found = onnx.export(solver, tmp_path / "low.onnx")
+    assert found.difference < 1e-6

@@ -50,7 +50,7 @@ def drift(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], title: s
 
 def history(rows: Sequence[Mapping[str, Any]], plain: float | None, title: str = "") -> Any:
     """What a fit tried: the held-out error of each candidate, or the loss of each epoch."""
-    figure, axis = plt.subplots(figsize=(6.4, 3.8))
+    figure, axis = plt.subplots(figsize=(9, 3.4))
     if "loss" in rows[0]:
         axis.semilogy([r["epoch"] + 1 for r in rows], [r["loss"] for r in rows], color="C0", lw=1.3)
         _frame(axis, title, "epoch", "training loss")
@@ -77,12 +77,13 @@ def history(rows: Sequence[Mapping[str, Any]], plain: float | None, title: str =
 def errors_over_time(
     times: Sequence[float], lines: Mapping[str, Sequence[float]], title: str = ""
 ) -> Any:
-    """Root mean square error over time, a line a method."""
-    figure, axis = plt.subplots(figsize=(6.4, 3.8))
+    """Root mean square error over time, a line a method; every second one dashed, as some coincide."""
+    figure, axis = plt.subplots(figsize=(9, 3.4))
     for i, (name, errors) in enumerate(lines.items()):
-        axis.semilogy(times[1:], errors[1:], lw=1.4, label=name, color=plt.get_cmap("tab10")(i))
+        look = dict(color=plt.get_cmap("tab10")(i), ls="--" if i % 2 else "-", lw=1.4)
+        axis.semilogy(times[1:], errors[1:], label=name, **look)
     _frame(axis, title, "time", "root mean square error")
-    axis.legend(frameon=False, fontsize=9)
+    axis.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     return figure
 
