@@ -40,7 +40,8 @@ def dense(
         key_padding=key_padding, documents=documents, window=window,
     )  # fmt: skip
 
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query * scale) @ key.transpose(-2, -1)  # scaled before float16 can overflow
     if scores.dtype in (torch.float16, torch.bfloat16):
         scores = scores.float()
     if attn_mask is not None and attn_mask.dtype != torch.bool:
