@@ -3,11 +3,14 @@
 import inspect
 from dataclasses import FrozenInstanceError, fields
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
 
 from attractor import evolve, get_scheme
+from attractor.attention import pdes
+from attractor.attention.masks import open_faces
 from attractor.core.scheme import Scheme
 from attractor.core.splitting import Splitting
 from attractor.core.tableaus import ALL
@@ -327,3 +330,172 @@ def test_last_layer_is_linear_in_its_features(make, options):
     again = make(**correction.config, dtype=torch.float64)
     again.load_state_dict(correction.state_dict())
     assert torch.equal(again(u, slope, 0.1), correction(u, slope, 0.1))
+
+
+# ---- pdes: everything attention/pdes names
+
+PDES = [*pdes.BY_NAME.values(), partial(pdes.ReactionDiffusion, split=True)]
+LINEAR = [make for make in PDES if make().linear]
+every_pde = pytest.mark.parametrize("make", PDES, ids=lambda p: repr(p()))
+linear_pde = pytest.mark.parametrize("make", LINEAR, ids=lambda p: repr(p()))
+
+
+def coefficients(pde):
+    return [f.name for f in fields(pde) if not isinstance(getattr(pde, f.name), bool)]
+
+
+def learnt(make, heads=2):
+    """The PDE with a coefficient for every head, and those coefficients."""
+    names = coefficients(make())
+    start = [torch.linspace(1.0, 0.5, heads, dtype=torch.float64) * getattr(make(), n) for n in names]
+    tensors = [s[:, None, None].requires_grad_() for s in start]
+    return names, tensors
+
+
+def maps(rows=6, keys=6, **options):
+    return torch.rand(2, rows, keys, dtype=torch.float64, **options).softmax(-1)
+
+
+def faces(keys=6):
+    """Walls in every place, row by row: causal, windowed, torn into pieces, none at all."""
+    causal = torch.ones(keys, keys, dtype=torch.bool).tril()
+    torn = torch.rand(keys, keys) > 0.4
+    return [None, open_faces(causal), open_faces(causal & causal.T.roll(2, 0)), open_faces(torn)]
+
+
+def test_every_pde_is_in_a_file_and_has_a_name():
+    from pathlib import Path
+
+    files = {p.stem for p in Path(inspect.getfile(pdes)).parent.glob("*.py")} - {
+        "__init__",
+        "pde",
+        "line",
+    }
+    assert (
+        files == {cls.__module__.rsplit(".", 1)[1] for cls in pdes.BY_NAME.values()} == set(pdes.BY_NAME)
+    )
+    assert all(getattr(pdes, cls.__name__) is pdes.get_pde(name) for name, cls in pdes.BY_NAME.items())
+    with pytest.raises(ValueError, match="no PDE is called 'heat'; there are diffusion, wave"):
+        pdes.get_pde("heat")
+
+
+@every_pde
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1,), (5,), (3, 1), (2, 3, 4)])
+def test_steps_keep_shape_and_dtype(make, dtype, shape):
+    u = torch.rand(shape).to(dtype)
+    for line in (pdes.Line(), pdes.Line(periodic=True), pdes.Line(-len(shape))):
+        moved = pdes.evolve(make(), u, line, 3, 1.0)
+        assert moved.shape == u.shape
+        assert moved.dtype == dtype
+
+
+@every_pde
+@pytest.mark.parametrize("periodic", [False, True])
+def test_gradients_of_the_steps_and_their_coefficients(make, periodic):
+    names, tensors = learnt(make)
+    u, line = (
+        maps(2, 4).requires_grad_(),
+        pdes.Line(open=None if periodic else faces(4)[1][:2], periodic=periodic),
+    )
+    run = lambda u, *cs: pdes.evolve(make(**dict(zip(names, cs))), u, line, 3, 1.0)
+    assert torch.autograd.gradcheck(run, (u, *tensors))
+
+
+@every_pde
+def test_coefficients_of_heads_are_those_of_each_head(make):
+    names, tensors = learnt(make)
+    u = maps()
+    together = pdes.evolve(make(**dict(zip(names, tensors))), u, pdes.Line(), 4, 1.0)
+    for head in range(2):
+        alone = make(**{n: t[head].item() for n, t in zip(names, tensors)})
+        torch.testing.assert_close(
+            together[head], pdes.evolve(alone, u[head], pdes.Line(), 4, 1.0), rtol=1e-13, atol=1e-15
+        )
+    assert make(**dict(zip(names, tensors))).max_dt() == pytest.approx(
+        min(make(**{n: t[head].item() for n, t in zip(names, tensors)}).max_dt() for head in range(2))
+    )
+
+
+@linear_pde
+def test_rows_keep_their_mass(make):
+    for opened in faces():
+        u = maps()
+        moved = pdes.evolve(make(), u, pdes.Line(open=opened), 8, 1.0)
+        assert (moved.sum(-1) - 1).abs().max() < 1e-12
+        assert (moved - u).abs().max() > 1e-6
+    assert (
+        pdes.evolve(make(), maps(), pdes.Line(periodic=True), 8, 1.0).sum(-1) - 1
+    ).abs().max() < 1e-12
+
+
+@linear_pde
+def test_stepping_the_values_is_the_adjoint(make):
+    """<A M, V> = <A, V M^T> for the matrix M of all steps, row by row and on the whole."""
+    for line in (*(pdes.Line(open=opened) for opened in faces()), pdes.Line(periodic=True)):
+        a, v = maps(), torch.randn(2, 6, 6, dtype=torch.float64)
+        left = (pdes.evolve(make(), a, line, 5, 1.0) * v).sum(-1)
+        right = (a * pdes.evolve(make(), v, line.adjoint, 5, 1.0)).sum(-1)
+        torch.testing.assert_close(left, right, rtol=1e-13, atol=1e-14)
+    opened = torch.rand(5) > 0.3  # one row of walls for all: then A(Nt) V = A(0) W
+    values = torch.randn(2, 6, 3, dtype=torch.float64)
+    a = maps()
+    left = pdes.evolve(make(), a, pdes.Line(open=opened), 5, 1.0) @ values
+    right = a @ pdes.evolve(make(), values, pdes.Line(-2, opened[:, None]).adjoint, 5, 1.0)
+    torch.testing.assert_close(left, right, rtol=1e-13, atol=1e-14)
+
+
+@every_pde
+def test_nothing_passes_a_wall(make):
+    u, opened = maps(), faces()[1]
+    u = u.tril()
+    moved = pdes.evolve(make(), u, pdes.Line(open=opened), 8, 1.0)
+    assert torch.equal(moved, moved.tril())
+    assert not torch.equal(pdes.evolve(make(), u, pdes.Line(), 8, 1.0).triu(1), torch.zeros(2, 6, 6))
+
+
+@every_pde
+@pytest.mark.parametrize("axis", ["key", "query", "both"])
+def test_steps_within_the_limit_stay_small(make, axis):
+    pde = make()
+    lines = {"key": pdes.Line(), "query": pdes.Line(-2), "both": pdes.Plane(pdes.Line(), pdes.Line(-2))}
+    pde.check(pde.max_dt(axis), axis)
+    u = torch.rand(16, 16, dtype=torch.float64)
+    assert pdes.evolve(pde, u, lines[axis], 200, 0.98 * pde.max_dt(axis)).abs().max() < 100
+    with pytest.raises(
+        ValueError, match=r"dt = .* is unstable for .* \(limit .*\); take 3 times as many"
+    ):
+        pde.check(2.5 * pde.max_dt(axis), axis)
+    with pytest.raises(ValueError, match="axis 'keys' is not one of key, query, both"):
+        pde.max_dt("keys")
+
+
+@every_pde
+def test_steps_can_be_compiled_whole(make):
+    names, tensors = learnt(make)
+    line = pdes.Line(open=faces()[1])
+
+    def run(u, *cs):
+        pde = make(**dict(zip(names, cs)))
+        return pdes.evolve(pde, u, line, 3, 1.0) + pdes.evolve(make(), u, line.adjoint, 3, 1.0)
+
+    whole = torch.compile(run, fullgraph=True, backend="aot_eager")
+    u = maps()
+    torch.testing.assert_close(whole(u, *tensors), run(u, *tensors))
+
+
+@every_pde
+def test_repr_makes_the_same_pde(make):
+    pde = make()
+    again = eval(repr(pde), {type(pde).__name__: type(pde)})  # a test of our own repr
+    assert again == pde
+    assert hash(again) == hash(pde)
+    name = coefficients(pde)[0]
+    assert make(**{name: 0.07}) != pde
+    tensor = torch.rand(2, 1, 1)
+    assert make(**{name: tensor}) == make(**{name: tensor})
+    assert make(**{name: tensor}) != make(**{name: tensor.clone()})
+    with pytest.raises(FrozenInstanceError):
+        setattr(pde, name, 1.0)
+    with pytest.raises(ValueError, match=f"{name} = nan of"):
+        make(**{name: float("nan")})

@@ -32,12 +32,15 @@ from attractor.core import tableaus as schemes
 __version__ = "0.1.0"
 
 __all__ = [
+    "CausalityError",
     "CheckpointError",
     "HybridSolver",
     "Scheme",
     "Splitting",
     "Stats",
     "Trajectory",
+    "assert_causal",
+    "attention",
     "compare",
     "corrections",
     "evolve",
@@ -47,20 +50,27 @@ __all__ = [
     "make_trajectories",
     "ode",
     "odeint",
+    "pde_attention",
+    "pdes",
     "schemes",
     "stiffness",
     "systems",
 ]
 
 _LAZY = {  # name -> module, or module:name in it
+    "CausalityError": "attractor.attention.causality:CausalityError",
     "CheckpointError": "attractor.train.checkpoint:CheckpointError",
     "HybridSolver": "attractor.ode.solver:HybridSolver",
+    "assert_causal": "attractor.attention.causality:assert_causal",
+    "attention": "attractor.attention",
     "compare": "attractor.ode.compare:compare",
     "corrections": "attractor.ode.corrections",
     "fit": "attractor.ode.fitting:fit",
     "integrations": "attractor.integrations",
     "make_trajectories": "attractor.ode.shards:make_trajectories",
     "ode": "attractor.ode",
+    "pde_attention": "attractor.attention.pde_attention:pde_attention",
+    "pdes": "attractor.attention.pdes",
     "systems": "attractor.ode.systems",
 }
 

@@ -1,0 +1,21 @@
+"""The transformer's wing: attention maps that move under a PDE before they meet the values.
+
+The map A(0) is what a softmax gives, ``[..., queries, keys]``. It takes `steps` steps of size `dt`
+in pseudo-time along an axis, its keys unless said otherwise, and multiplies the values. A wall is
+where a mask ends: nothing flows through it, so a causal map stays causal, exactly, and its rows
+still sum to 1. A face, the place between two neighbouring keys, is open if a query may attend to
+both.
+
+>>> import torch
+>>> from attractor.attention import assert_causal, pde_attention, pdes
+>>> query, key, value = torch.randn(3, 2, 8, 16, 64)      # 2 texts, 8 heads, 16 tokens
+>>> pde_attention(query, key, value, is_causal=True, pde=pdes.Diffusion(alpha=0.1), steps=4).shape
+torch.Size([2, 8, 16, 64])
+>>> assert_causal(lambda x: pde_attention(x, x, x, is_causal=True, pde="wave"), value)
+"""
+
+from attractor.attention import pdes
+from attractor.attention.causality import CausalityError, assert_causal
+from attractor.attention.pde_attention import pde_attention
+
+__all__ = ["CausalityError", "assert_causal", "pde_attention", "pdes"]

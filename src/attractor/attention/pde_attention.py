@@ -1,0 +1,210 @@
+"""The one entrance to PDE attention: checks what it is given, and picks an engine."""
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attractor.attention import masks
+from attractor.attention.dense import dense
+from attractor.attention.pdes import AXES, PDE, get_pde
+
+WALLS = ("mask", "sequence", "periodic")
+METHODS = ("auto", "dense")
+_warned: set[str] = set()
+
+
+def pde_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    pde: PDE | str,
+    steps: int = 4,
+    dt: float = 1.0,
+    axis: str = "key",
+    walls: str = "mask",
+    key_padding: Tensor | None = None,
+    documents: Tensor | None = None,
+    window: masks.Window | None = None,
+    method: str = "auto",
+) -> Tensor:
+    """Attention whose map moves under a PDE between its softmax and its values.
+
+    The first eight arguments are those of `torch.nn.functional.scaled_dot_product_attention`, in its
+    order and meaning, except that `is_causal` may be combined with masks; with ``steps=0`` it is that
+    function. A query that may attend to nothing has zero output.
+
+    Args:
+        query: ``[*batch, heads, queries, dim]``.
+        key: ``[*batch, heads, keys, dim]``.
+        value: ``[*batch, heads, keys, value dim]``.
+        attn_mask: broadcasts to ``[*batch, heads, queries, keys]``: bool, True = attend, or a float
+            bias. False, -inf and a float type's lowest number are walls; any other bias is not.
+        dropout_p: probability that an entry of the first map A(0) is dropped.
+        is_causal: a query attends to keys up to its own position, both counted from 0.
+        scale: of the scores, ``dim ** -0.5`` if None.
+        enable_gqa: query may have a multiple of the heads of key and value.
+        pde: an equation of `attractor.pdes`, one of your own, or a name such as ``"diffusion"``.
+        steps: how many steps the map takes.
+        dt: pseudo-time of a step.
+        axis: along which neighbours are: ``"key"``, or, for attention that is not causal, ``"query"``
+            or ``"both"``.
+        walls: where flow ends: ``"mask"``, at the edges of what a query may attend to;
+            ``"sequence"`` and ``"periodic"`` ignore the mask and exist for comparison: a causal
+            model sees its future through them.
+        key_padding: ``[batch, keys]`` bool, True = a real token.
+        documents: ``[batch, tokens]`` integer ids of packed texts that do not see each other.
+        window: (left, right), how far a query sees on either side, its own position always included,
+            -1 for no limit; a single number stands for both.
+        method: ``"auto"`` or ``"dense"``.
+
+    Returns:
+        ``[*batch, heads, queries, value dim]``, in query's dtype.
+    """
+    equation: PDE = get_pde(pde)() if isinstance(pde, str) else pde
+    _check_tensors(query, key, value, enable_gqa)
+    _check_masks(query, key, attn_mask, key_padding, documents, window)
+    _check_options(equation, steps, dt, dropout_p, axis, walls, method)
+    if axis != "key" or walls != "mask":
+        _check_causality(query, key, attn_mask, is_causal, window, axis, walls)
+    output, _ = dense(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, pde=equation, steps=steps, dt=dt,
+        axis=axis, walls=walls, key_padding=key_padding, documents=documents, window=window,
+    )  # fmt: skip
+    return output
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+    if not query.ndim == key.ndim == value.ndim >= 2:
+        raise ValueError(f"{shapes}: all three must be [*batch, heads, tokens, dim], or [tokens, dim]")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"{shapes}: the last dimension of query and key must be the same")
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"{shapes}: key and value must have the same number of tokens")
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        raise ValueError(f"{shapes}: the dimensions before the heads must be the same")
+    if query.ndim > 2:
+        heads, key_heads, value_heads = query.shape[-3], key.shape[-3], value.shape[-3]
+        if not enable_gqa and not heads == key_heads == value_heads:
+            raise ValueError(
+                f"{shapes}: the numbers of heads differ; pass enable_gqa=True to share heads"
+            )
+        if key_heads != value_heads or heads % max(key_heads, 1):
+            raise ValueError(
+                f"{shapes}: key and value must have the same number of heads, and it must divide query's"
+            )
+    if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
+        raise ValueError(
+            f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; "
+            "they must be of one floating-point type"
+        )
+
+
+def _check_masks(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    key_padding: Tensor | None,
+    documents: Tensor | None,
+    window: Any,
+) -> None:
+    shape = (*query.shape[:-1], key.shape[-2])
+    if attn_mask is not None:
+        if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+            raise ValueError(
+                f"attn_mask is {attn_mask.dtype}; give bools, True = attend, or floats to add"
+            )
+        sizes = zip(reversed(attn_mask.shape), reversed(shape))
+        if attn_mask.ndim > len(shape) or any(m not in (1, s) for m, s in sizes):
+            raise ValueError(f"attn_mask {list(attn_mask.shape)} does not broadcast to {list(shape)}")
+    for name, given in (("key_padding", key_padding), ("documents", documents)):
+        if given is None:
+            continue
+        if query.ndim != 4:
+            raise ValueError(
+                f"{name} needs a query of [batch, heads, tokens, dim], not {list(query.shape)}; "
+                "use unsqueeze for the dimensions that are missing"
+            )
+        if tuple(given.shape) != (query.shape[0], key.shape[-2]):
+            raise ValueError(f"{name} {list(given.shape)} must be {[query.shape[0], key.shape[-2]]}")
+    if key_padding is not None and key_padding.dtype != torch.bool:
+        raise ValueError(f"key_padding is {key_padding.dtype}; give bools, True = a real token")
+    if documents is not None:
+        if query.shape[-2] != key.shape[-2]:
+            raise ValueError(
+                f"documents needs as many queries as keys, not {query.shape[-2]} and {key.shape[-2]}"
+            )
+        if documents.is_floating_point():
+            raise ValueError(f"documents is {documents.dtype}; give integer ids")
+    if window is not None:
+        pair = (window, window) if isinstance(window, int) else tuple(window)
+        if len(pair) != 2 or any(not isinstance(side, int) or side < -1 for side in pair):
+            raise ValueError(
+                f"window {window!r} must be a number of tokens or (left, right), each at least 0, "
+                "or -1 for no limit"
+            )
+
+
+def _check_options(
+    pde: PDE, steps: int, dt: float, dropout_p: float, axis: str, walls: str, method: str
+) -> None:
+    if isinstance(pde, type) or not hasattr(pde, "step"):
+        raise ValueError(f"pde {pde!r} is not an equation; give one such as pdes.Diffusion(alpha=0.1)")
+    if not isinstance(steps, int) or steps < 0:
+        raise ValueError(
+            f"steps = {steps} must be a whole number of at least 0; 0 is ordinary attention"
+        )
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p = {dropout_p} is not a probability")
+    for name, given, known in (
+        ("axis", axis, AXES),
+        ("walls", walls, WALLS),
+        ("method", method, METHODS),
+    ):
+        if given not in known:
+            raise ValueError(f"{name} {given!r} is not one of {', '.join(known)}")
+    if not 0 <= dt < math.inf:
+        raise ValueError(f"dt = {dt} must be a finite number of at least 0; a PDE does not run backward")
+    if steps:
+        pde.check(dt, axis)
+
+
+def _check_causality(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    window: masks.Window | None,
+    axis: str,
+    walls: str,
+) -> None:
+    """Raises, or warns, where a flow that is free to go would bring the future into a causal map."""
+    causal = is_causal or masks.sides(window)[1] == 0
+    if not causal and attn_mask is not None and not torch.compiler.is_compiling():
+        causal = masks.sees_no_future(
+            masks.allowed(query.shape[-2], key.shape[-2], query.device, attn_mask=attn_mask)
+        )
+    if not causal:
+        return
+    if axis != "key":
+        raise ValueError(
+            f"axis {axis!r} lets a query's row flow into earlier ones, so a causal model would see its "
+            "future; use axis='key'"
+        )
+    if walls not in _warned and not torch.compiler.is_compiling():
+        _warned.add(walls)
+        warnings.warn(
+            f"walls={walls!r} lets attention flow through the causal mask: every token sees the next "
+            "ones, and a language model reads its answers. Use walls='mask' unless that is what you "
+            "want to show.",
+            stacklevel=3,
+        )

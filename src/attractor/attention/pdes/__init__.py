@@ -1,0 +1,73 @@
+"""How an attention map moves in pseudo-time, one PDE a file.
+
+A PDE is a small frozen class with four members: `linear` (a step is a matrix, so that the values
+can be stepped instead of the map), ``max_dt(axis)``, ``check(dt, axis)``, and ``step(u, velocity,
+line, dt)``, written with ``line.laplacian`` and ``line.gradient``. The `Line` knows the walls, and
+whether u is a map or, through ``line.adjoint``, the values; the PDE does not. Coefficients are
+numbers, or tensors that broadcast as ``[heads, 1, 1]``.
+
+>>> import torch
+>>> row = torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0])
+>>> wall = torch.tensor([True, True, False, True])      # nothing passes between keys 2 and 3
+>>> evolve(Diffusion(alpha=0.1), row, Line(open=wall), steps=2, dt=1.0)
+tensor([0.0100, 0.1700, 0.8200, 0.0000, 0.0000])
+
+A PDE of one's own, here fourth-order smoothing, is such a class anywhere:
+
+>>> from dataclasses import dataclass
+>>> @dataclass(frozen=True)
+... class Smoothing:
+...     kappa: float = 0.02
+...     linear = True
+...
+...     def max_dt(self, axis="key"):
+...         return 1 / (32 if axis == "both" else 8) / self.kappa
+...
+...     def check(self, dt, axis="key"):
+...         if dt > self.max_dt(axis):
+...             raise ValueError(f"dt = {dt} is unstable; the limit is {self.max_dt(axis)}")
+...
+...     def step(self, u, velocity, line, dt):
+...         return u - dt * self.kappa * line.laplacian(line.laplacian(u)), velocity
+>>> evolve(Smoothing(), row, Line(), steps=1, dt=1.0)
+tensor([-0.0200,  0.0800,  0.8800,  0.0800, -0.0200])
+
+To add one here: a file, a line below; `tests/contracts.py` then tests it.
+"""
+
+from typing import Any
+
+from attractor.attention.pdes.advection_diffusion import AdvectionDiffusion
+from attractor.attention.pdes.diffusion import Diffusion
+from attractor.attention.pdes.line import Line, Neighbourhood, Plane
+from attractor.attention.pdes.pde import AXES, PDE, evolve
+from attractor.attention.pdes.reaction_diffusion import ReactionDiffusion
+from attractor.attention.pdes.wave import Wave
+
+__all__ = [
+    "AXES",
+    "PDE",
+    "AdvectionDiffusion",
+    "Diffusion",
+    "Line",
+    "Neighbourhood",
+    "Plane",
+    "ReactionDiffusion",
+    "Wave",
+    "evolve",
+    "get_pde",
+]
+
+BY_NAME: dict[str, type[Any]] = {
+    "diffusion": Diffusion,
+    "wave": Wave,
+    "reaction_diffusion": ReactionDiffusion,
+    "advection_diffusion": AdvectionDiffusion,
+}
+
+
+def get_pde(name: str) -> type[Any]:
+    """The class of that name, such as ``"diffusion"``."""
+    if name not in BY_NAME:
+        raise ValueError(f"no PDE is called {name!r}; there are {', '.join(BY_NAME)}")
+    return BY_NAME[name]

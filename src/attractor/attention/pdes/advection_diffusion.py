@@ -1,0 +1,47 @@
+"""Advection with diffusion: attention drifts along the keys while it spreads."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from attractor.attention.pdes.line import Neighbourhood
+from attractor.attention.pdes.pde import check_coefficient, check_dt, dimensions, each_head, over, same
+
+
+@dataclass(frozen=True)
+class AdvectionDiffusion:
+    """``dA/dt = alpha L A + beta G A``, by Euler steps; beta > 0 moves mass to lower keys.
+
+    G has the face flux ``(A_j + A_{j+1}) / 2``, zero at walls, so that mass is conserved. Keeps
+    A >= 0 up to its limit if ``|beta| / 2 <= alpha``.
+
+    Args:
+        alpha, beta: numbers, or tensors that broadcast as ``[heads, 1, 1]``.
+    """
+
+    alpha: float | Tensor = 0.10
+    beta: float | Tensor = 0.03
+    linear: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_coefficient(self, "alpha")
+        check_coefficient(self, "beta", signed=True)
+
+    __eq__ = same
+
+    def max_dt(self, axis: str = "key") -> float:
+        """The largest stable step, ``min(1 / (2 alpha), 2 alpha / beta²)``; half of it on both axes."""
+        limits = [min(over(1, 2 * a), over(2 * a, b * b)) for a, b in each_head(self.alpha, self.beta)]
+        return min(limits) / dimensions(axis)
+
+    def check(self, dt: float, axis: str = "key") -> None:
+        """Raises if dt is unstable."""
+        formula = "min(1 / (2 alpha), 2 alpha / beta²)"
+        check_dt(self, dt, axis, f"{formula} / 2" if axis == "both" else formula)
+
+    def step(
+        self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """u after one step."""
+        return u + dt * (self.alpha * line.laplacian(u) + self.beta * line.gradient(u)), velocity

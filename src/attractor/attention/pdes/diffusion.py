@@ -1,0 +1,40 @@
+"""Diffusion: peaks of attention spread to their neighbours."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from attractor.attention.pdes.line import Neighbourhood
+from attractor.attention.pdes.pde import check_coefficient, check_dt, dimensions, each_head, over, same
+
+
+@dataclass(frozen=True)
+class Diffusion:
+    """``dA/dt = alpha L A``, by Euler steps. Conserves mass; keeps A >= 0 up to its limit.
+
+    Args:
+        alpha: a number, or a tensor that broadcasts as ``[heads, 1, 1]``.
+    """
+
+    alpha: float | Tensor = 0.10
+    linear: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_coefficient(self, "alpha")
+
+    __eq__ = same
+
+    def max_dt(self, axis: str = "key") -> float:
+        """The largest stable step, ``1 / (2 alpha)``; half of it on both axes."""
+        return min(over(1, 2 * alpha) for (alpha,) in each_head(self.alpha)) / dimensions(axis)
+
+    def check(self, dt: float, axis: str = "key") -> None:
+        """Raises if dt is unstable."""
+        check_dt(self, dt, axis, "1 / (4 alpha)" if axis == "both" else "1 / (2 alpha)")
+
+    def step(
+        self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """u after one step."""
+        return u + dt * self.alpha * line.laplacian(u), velocity

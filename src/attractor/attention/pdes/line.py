@@ -1,0 +1,100 @@
+"""Where a PDE acts: positions in a row, with walls between some of them.
+
+Everything is built from the two sides of a face, the place between position j and position j + 1:
+`lower` and `upper` carry positions to faces, and their transposes carry faces back. With them
+
+    difference = upper - lower            mean = (upper + lower) / 2
+    divergence = -difference^T            laplacian = divergence . open . difference
+    gradient = divergence . open . mean   gradient^T = -mean^T . open . difference
+
+where `open` sets the flux through a wall to zero. So the Laplacian is its own transpose, and what
+leaves a position arrives at its neighbour: sums along the line are conserved, walls or not.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+class Neighbourhood(Protocol):
+    """What a PDE needs to know of space: a `Line`, or a `Plane` of two."""
+
+    def laplacian(self, u: Tensor) -> Tensor:
+        """The discrete second derivative, of u's shape."""
+        ...
+
+    def gradient(self, u: Tensor) -> Tensor:
+        """The discrete first derivative in flux form, of u's shape."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """Positions along one dimension of a tensor.
+
+    Args:
+        dim: the dimension, counted from the end: -1 for the keys of a map, -2 for its queries or for
+            the keys of values.
+        open: bool, True where something may flow between positions j and j + 1; it broadcasts against
+            a tensor with n - 1 positions along `dim`. None: everywhere.
+        periodic: the last position is the first one's neighbour; there are no walls then.
+        transposed: the gradient is replaced by its transpose; see `adjoint`.
+    """
+
+    dim: int = -1
+    open: Tensor | None = None
+    periodic: bool = False
+    transposed: bool = False
+
+    @property
+    def adjoint(self) -> "Line":
+        """The transposed line: ``<line.gradient(u), v> = <u, line.adjoint.gradient(v)>``."""
+        return replace(self, transposed=not self.transposed)
+
+    def laplacian(self, u: Tensor) -> Tensor:
+        """``u_{j+1} - 2 u_j + u_{j-1}``, with no flux through walls."""
+        return self._divergence(self._through(self._upper(u) - self._lower(u)))
+
+    def gradient(self, u: Tensor) -> Tensor:
+        """``(u_{j+1} - u_{j-1}) / 2`` as the difference of face fluxes ``(u_j + u_{j+1}) / 2``."""
+        if self.transposed:
+            flux = self._through(self._upper(u) - self._lower(u))
+            return -0.5 * (self._upper_back(flux) + self._lower_back(flux))
+        return self._divergence(self._through(0.5 * (self._upper(u) + self._lower(u))))
+
+    def _through(self, flux: Tensor) -> Tensor:
+        return flux if self.open is None else torch.where(self.open, flux, 0.0)
+
+    def _divergence(self, flux: Tensor) -> Tensor:
+        return self._lower_back(flux) - self._upper_back(flux)
+
+    def _lower(self, u: Tensor) -> Tensor:
+        return u if self.periodic else u.narrow(self.dim, 0, u.shape[self.dim] - 1)
+
+    def _upper(self, u: Tensor) -> Tensor:
+        return u.roll(-1, self.dim) if self.periodic else u.narrow(self.dim, 1, u.shape[self.dim] - 1)
+
+    def _lower_back(self, flux: Tensor) -> Tensor:
+        return flux if self.periodic else pad(flux, (0, 0) * (-self.dim - 1) + (0, 1))
+
+    def _upper_back(self, flux: Tensor) -> Tensor:
+        return flux.roll(1, self.dim) if self.periodic else pad(flux, (0, 0) * (-self.dim - 1) + (1, 0))
+
+
+@dataclass(frozen=True, eq=False)
+class Plane:
+    """Keys and queries at once: derivatives are summed."""
+
+    keys: Line
+    queries: Line
+
+    def laplacian(self, u: Tensor) -> Tensor:
+        """The sum of the two Laplacians."""
+        return self.keys.laplacian(u) + self.queries.laplacian(u)
+
+    def gradient(self, u: Tensor) -> Tensor:
+        """The sum of the two gradients."""
+        return self.keys.gradient(u) + self.queries.gradient(u)

@@ -1,0 +1,104 @@
+"""What every PDE offers, the loop that steps it, and the check of its step."""
+
+import math
+from dataclasses import fields
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from attractor.attention.pdes.line import Neighbourhood
+
+AXES = ("key", "query", "both")
+
+
+class PDE(Protocol):
+    """``du/dt = P(u)`` along the keys, the queries, or both."""
+
+    @property
+    def linear(self) -> bool:
+        """Whether a step is a matrix applied to the map: then the values can be stepped instead.
+
+        Such a matrix must be a polynomial in one sum of `laplacian` and `gradient`, so that `evolve`
+        over ``line.adjoint`` is its transpose.
+        """
+        ...
+
+    def max_dt(self, axis: str = "key") -> float:
+        """The largest stable step."""
+        ...
+
+    def check(self, dt: float, axis: str = "key") -> None:
+        """Raises a ValueError if a step of that size is unstable."""
+        ...
+
+    def step(
+        self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """u and its velocity after one step; PDEs of first order in time pass the velocity on."""
+        ...
+
+
+def evolve(pde: PDE, u: Tensor, line: Neighbourhood, steps: int, dt: float) -> Tensor:
+    """u after that many steps, starting at rest."""
+    velocity = None
+    for _ in range(steps):
+        u, velocity = pde.step(u, velocity, line, dt)
+    return u
+
+
+def dimensions(axis: str) -> int:
+    """How many dimensions an axis has: both is two."""
+    if axis not in AXES:
+        raise ValueError(f"axis {axis!r} is not one of {', '.join(AXES)}")
+    return 2 if axis == "both" else 1
+
+
+def each_head(*coefficients: float | Tensor) -> list[tuple[float, ...]]:
+    """The coefficients' numbers, head by head."""
+    if not any(isinstance(c, Tensor) for c in coefficients):
+        return [tuple(float(c) for c in coefficients)]
+    tensors = [torch.as_tensor(c).detach().cpu().double() for c in coefficients]
+    return list(zip(*(t.flatten().tolist() for t in torch.broadcast_tensors(*tensors))))
+
+
+def over(a: float, b: float) -> float:
+    """a / b for numbers that are not negative; nothing limits a step whose limit is a / 0."""
+    return a / b if b > 0 else math.inf
+
+
+def check_dt(pde: Any, dt: float, axis: str, formula: str) -> None:
+    """Raises if dt is above the limit. Not for tensors: learnt ones are stable by construction."""
+    if any(isinstance(getattr(pde, field.name), Tensor) for field in fields(pde)):
+        return
+    limit = pde.max_dt(axis)
+    if dt <= limit * (1 + 1e-12):
+        return
+    if limit > 0:
+        more = math.ceil(dt / limit * (1 - 1e-12))
+        cure = f"take {more} times as many steps with dt={dt / more:g}, or smaller coefficients"
+    else:
+        cure = "choose other coefficients"
+    raise ValueError(
+        f"dt = {dt:g} is unstable for {pde} (limit {limit:g}, {formula}, axis {axis!r}); {cure}"
+    )
+
+
+def check_coefficient(pde: Any, name: str, signed: bool = False) -> None:
+    """Raises if a coefficient given as a number is not one."""
+    value = getattr(pde, name)
+    if isinstance(value, Tensor):
+        return
+    if not math.isfinite(value) or (value < 0 and not signed):
+        kind = "a finite number" if signed else "a finite number of at least 0"
+        raise ValueError(f"{name} = {value} of {type(pde).__name__} must be {kind}")
+
+
+def same(pde: Any, other: Any) -> bool:
+    """Equality of PDEs: equal numbers, and the very same tensors."""
+    if type(pde) is not type(other):
+        return False
+    pairs = [(getattr(pde, field.name), getattr(other, field.name)) for field in fields(pde)]
+    return all(
+        a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b) for a, b in pairs
+    )

@@ -1,0 +1,61 @@
+"""Reaction with diffusion: strong attention grows while it spreads."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from attractor.attention.pdes.line import Neighbourhood
+from attractor.attention.pdes.pde import check_coefficient, check_dt, dimensions, each_head, over, same
+
+
+@dataclass(frozen=True)
+class ReactionDiffusion:
+    """``dA/dt = alpha L A + beta A (1 - A)``. Not linear, and does not conserve mass.
+
+    Args:
+        alpha, beta: numbers, or tensors that broadcast as ``[heads, 1, 1]``.
+        split: each step is the exact logistic reaction over dt, then an Euler step of diffusion,
+            instead of one Euler step of both; another discretisation, with other numbers.
+    """
+
+    alpha: float | Tensor = 0.10
+    beta: float | Tensor = 0.02
+    split: bool = False
+    linear: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_coefficient(self, "alpha")
+        check_coefficient(self, "beta", signed=True)
+
+    __eq__ = same
+
+    def max_dt(self, axis: str = "key") -> float:
+        """The largest stable step, ``1 / (2 alpha + |beta|)``; split, ``1 / (2 alpha)``.
+
+        On both axes alpha counts twice.
+        """
+        d, reacts = dimensions(axis), not self.split
+        return min(over(1, 2 * d * a + reacts * abs(b)) for a, b in each_head(self.alpha, self.beta))
+
+    def check(self, dt: float, axis: str = "key") -> None:
+        """Raises if dt is unstable."""
+        spread = "4 alpha" if axis == "both" else "2 alpha"
+        check_dt(self, dt, axis, f"1 / ({spread})" if self.split else f"1 / ({spread} + |beta|)")
+
+    def step(
+        self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """u after one step."""
+        if self.split:
+            u = logistic(u, self.beta * dt)
+            return u + dt * self.alpha * line.laplacian(u), velocity
+        return u + dt * (self.alpha * line.laplacian(u) + self.beta * u * (1 - u)), velocity
+
+
+def logistic(u: Tensor, time: float | Tensor) -> Tensor:
+    """The solution of ``du/dt = u (1 - u)`` after that time, for u in [0, 1]."""
+    functions: Any = torch if isinstance(time, Tensor) else math
+    return u * functions.exp(time) / (1 + u * functions.expm1(time))

@@ -1,0 +1,42 @@
+"""The wave equation: peaks of attention split and travel."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from attractor.attention.pdes.line import Neighbourhood
+from attractor.attention.pdes.pde import check_coefficient, check_dt, dimensions, each_head, over, same
+
+
+@dataclass(frozen=True)
+class Wave:
+    """``d²A/dt² = c² L A``, by symplectic Euler steps from rest. Conserves mass; A may turn negative.
+
+    Args:
+        c: the speed, a number, or a tensor that broadcasts as ``[heads, 1, 1]``.
+    """
+
+    c: float | Tensor = 0.15
+    linear: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_coefficient(self, "c")
+
+    __eq__ = same
+
+    def max_dt(self, axis: str = "key") -> float:
+        """The largest stable step, ``1 / c``; 1 / sqrt 2 of it on both axes."""
+        return min(over(1, abs(c)) for (c,) in each_head(self.c)) / dimensions(axis) ** 0.5
+
+    def check(self, dt: float, axis: str = "key") -> None:
+        """Raises if dt is unstable."""
+        check_dt(self, dt, axis, "1 / (c sqrt 2)" if axis == "both" else "1 / c")
+
+    def step(
+        self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """u and its velocity after one step."""
+        kick = dt * self.c**2 * line.laplacian(u)
+        velocity = kick if velocity is None else velocity + kick
+        return u + dt * velocity, velocity
