@@ -42,6 +42,9 @@ results: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.stiffness
 	$(BIN)/python -m benchmarks.hybrid
 	$(BIN)/python -m benchmarks.untuned
+	$(BIN)/python -m benchmarks.theory
+	$(BIN)/python -m benchmarks.interrupted
+	$(BIN)/python -m benchmarks.compare
 	$(BIN)/python -m benchmarks.stepping
 	$(BIN)/python -m benchmarks.pages
 

@@ -238,6 +238,9 @@ def test_saved_and_loaded_solvers_give_the_same_bits(chain, tmp_path):
     for guard in (False, True):
         assert torch.equal(again.solve(u0, 2.0, guard=guard).u, solver.solve(u0, 2.0, guard=guard).u)
     assert again.history == solver.history
+    assert not any(
+        p.requires_grad for p in (*again.correction.parameters(), *solver.correction.parameters())
+    )
     half = at.HybridSolver.load(solver.to(torch.float32).save(tmp_path / "half"))
     assert torch.equal(half.solve(u0.float(), 1.0).u, solver.solve(u0.float(), 1.0).u)
     solver.to(torch.float64)

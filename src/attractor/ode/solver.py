@@ -156,7 +156,8 @@ class HybridSolver:
             known = _rate_from_json(config["rate"])
             options = dict(config["correction"])
             make = corrections.get_correction(options.pop("name"))
-            correction = _filled(make(**options, dtype=torch.float64), tensors, "correction.")
+            empty = make(**options, dtype=torch.float64).requires_grad_(False)  # as fit hands it back
+            correction = _filled(empty, tensors, "correction.")
             dim = options["dim"]
             trust = (
                 _filled(TrustRegion(dim, dtype=torch.float64), tensors, "trust.")
