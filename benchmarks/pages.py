@@ -113,7 +113,7 @@ def hybrid() -> str:
     far = []
     for r in found:
         for name, f in r.get("far", {}).items():
-            far.append([f"{r['case']}, {name}", f"{f['mean']:.1e}", f"{f['p99']:.1e}", str(f["lost"])])
+            far.append([f"{r['case']}, {name}", number(f["mean"]), number(f["p99"]), str(f["lost"])])
     return (
         text
         + "\nStarted far outside, at angles up to pi/2 instead of pi/8:\n\n"
