@@ -85,7 +85,7 @@ def fit(
             state (NeurVec) or both, whichever has the smallest error on held-out rollouts.
         width, depth, activation: of the network; None for 512 and sines with the default recipe, for
             the correction's own (the paper's) with the paper's. precision: "float32" computes it in
-            float32, about twice as fast, and fits it as such. options: further ones of the
+            float32, which is quicker, and fits it as such. options: further ones of the
             correction, such as ``{"body": "lstm"}``.
         trajectories: how many to learn from; some more are held out.
         sample: ``(n, generator=...) -> [n, d]`` initial states, for a rate of your own.

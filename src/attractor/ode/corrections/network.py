@@ -101,7 +101,7 @@ class Network(nn.Module):
         body: "mlp", or the modules of Table 2 that read x component by component: "lstm",
             "transformer".
         period: for equations that repeat in time: the phase of t joins x as a cosine and a sine.
-        precision: "float32" computes a float64 network in float32, about twice as fast: what is added
+        precision: "float32" computes a float64 network in float32, which is quicker: what is added
             to a step is small, so its relative error may be larger than the state's.
     """
 
