@@ -255,7 +255,7 @@ def summary() -> str:
         ["hybrid step of 0.1 fitted in seconds, mean square error against plain rk4",
          ", ".join(f"{r['case'].split(',')[0]} {max(r['hybrid']):.0e} ({r['plain']:.0e})"
                    for r in load("hybrid")["rows"][:2])],
-        ["the same on five systems nobody tuned on: better than rk4 at half the step",
+        ["the same on five other systems: better than rk4 at half the step",
          f"on {sum(statistics.median(r['auto']) < r['half'] for r in load('untuned')['rows'])} of "
          f"{len(load('untuned')['rows'])} (docs/hybrid.md)"],
         ["energy error after 100,000 steps of Hénon-Heiles",

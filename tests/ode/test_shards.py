@@ -126,6 +126,12 @@ def test_other_data_in_the_folder_are_refused(tmp_path):
         make_trajectories(at.systems.HenonHeiles(), tmp_path, **LORENZ)
 
 
+def test_a_rate_s_own_mistake_is_not_taken_for_stiffness(tmp_path):
+    sample = lambda n, generator: torch.rand(n, 2, generator=generator, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"returned shape \[8, 1\]"):
+        make_trajectories(lambda t, u: u[..., :1], tmp_path, count=5, dt=0.1, horizon=1.0, sample=sample)
+
+
 def test_damage_is_found_and_mended(tmp_path):
     data = make(tmp_path)
     whole, shard = data.hash, tmp_path / "shard-00002.safetensors"

@@ -14,6 +14,7 @@ True
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -252,7 +253,10 @@ class _Race:
                 self.progress(f"{method}, rtol = {tolerance:.0e}")
                 try:
                     u, calls = solve(tolerance, self.times)
-                except (FloatingPointError, RuntimeError, AssertionError):  # a step size fell to nothing
+                except (FloatingPointError, RuntimeError, AssertionError) as error:
+                    # A step size that fell to nothing: this setting has no point, and the reader is told.
+                    reason = (str(error).splitlines() or [""])[0]
+                    warnings.warn(f"{method} at rtol = {tolerance:.0e} gave up: {reason}", stacklevel=3)
                     continue
                 ends = self.times[[0, -1]]
                 seconds = self.seconds(lambda: solve(tolerance, ends))  # noqa: B023

@@ -82,7 +82,8 @@ def fit(
         dt: the big step. horizon: how far trajectories go, a whole number of steps.
         scheme: what is corrected.
         correction: by what: a name of `attractor.corrections`, or "auto": the slope (AttNS), the
-            state (NeurVec) or both, whichever has the smallest error on held-out rollouts.
+            state (NeurVec) or both, whichever has the smallest error on held-out rollouts; with the
+            paper's recipe AttNS.
         width, depth, activation: of the network; None for 512 and sines with the default recipe, for
             the correction's own (the paper's) with the paper's. precision: "float32" computes it in
             float32, which is quicker, and fits it as such. options: further ones of the

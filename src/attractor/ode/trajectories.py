@@ -120,6 +120,10 @@ def initial_states(
     return u0.to(dtype=torch.float64, device=device)
 
 
+class LostTrajectoriesError(ValueError):
+    """Trajectories that become non-finite however small the steps are."""
+
+
 def fine_trajectories(
     rate: Rate, u0: Tensor, dt: float, steps: int, substeps: int, t0: float = 0.0
 ) -> Tensor:
@@ -136,7 +140,7 @@ def fine_trajectories(
         solved = evolve(rate, u0, t0 + grid * (dt / substeps), "dopri5", every=substeps)
     if not bool(solved.ok.all()):
         lost = int((~solved.ok).sum())
-        raise ValueError(
+        raise LostTrajectoriesError(
             f"{lost} of {len(u0)} trajectories become non-finite even with steps of {dt / substeps:g}; "
             "sample initial states that can be followed to the horizon, or shorten it"
         )
@@ -187,7 +191,7 @@ def whole_steps(dt: float, horizon: float) -> int:
 def _or_none(rate: Rate, u0: Tensor, dt: float, steps: int, substeps: int) -> Any:
     try:
         return fine_trajectories(rate, u0, dt, steps, substeps)
-    except ValueError:
+    except LostTrajectoriesError:  # perhaps because the steps are too large; other errors are the rate's
         return None
 
 
