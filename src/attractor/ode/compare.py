@@ -254,7 +254,7 @@ class _Race:
                 try:
                     u, calls = solve(tolerance, self.times)
                 except (FloatingPointError, RuntimeError, AssertionError) as error:
-                    # A step size that fell to nothing: this setting has no point, and the reader is told.
+                    # A step size that fell to nothing: no point here, and the reader is told.
                     reason = (str(error).splitlines() or [""])[0]
                     warnings.warn(f"{method} at rtol = {tolerance:.0e} gave up: {reason}", stacklevel=3)
                     continue
