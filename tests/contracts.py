@@ -370,6 +370,8 @@ def test_every_pde_is_in_a_file_and_has_a_name():
         "__init__",
         "pde",
         "line",
+        "learned",
+        "scaling",
     }
     assert (
         files == {cls.__module__.rsplit(".", 1)[1] for cls in pdes.BY_NAME.values()} == set(pdes.BY_NAME)
@@ -499,3 +501,26 @@ def test_repr_makes_the_same_pde(make):
         setattr(pde, name, 1.0)
     with pytest.raises(ValueError, match=f"{name} = nan of"):
         make(**{name: float("nan")})
+
+
+@every_pde
+@pytest.mark.parametrize("heads", [None, 3])
+@pytest.mark.parametrize("axis", ["key", "both"])
+def test_learnt_coefficients_start_where_told_and_stay_stable(make, heads, axis):
+    pde, names = make(), coefficients(make())
+    learned = pdes.LearnedPDE(pde, heads, dt=0.7, axis=axis)
+    for name in names:
+        value = getattr(learned(), name)
+        assert value.shape == (heads or 1, 1, 1)
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, torch.full_like(value, getattr(pde, name)), rtol=3e-7, atol=0)
+    slopes = torch.autograd.grad(sum(getattr(learned(), n).sum() for n in names), learned.parameters())
+    assert all((g.abs() > 0.02).all() and (g.abs() < 2).all() for g in slopes)
+    for corner in torch.cartesian_prod(
+        *[torch.tensor([-1e9, -20.0, -3.0, 3.0, 20.0, 1e9])] * len(names)
+    ):
+        with torch.no_grad():
+            for parameter, logit in zip(learned.parameters(), corner.reshape(-1)):
+                parameter.fill_(logit)
+        numbers = {n: getattr(learned(), n).flatten()[0].item() for n in names}
+        make(**numbers).check(0.7, axis)  # raises if it is not stable

@@ -70,10 +70,10 @@ def literal(q, k, v, allowed, bias, pde, steps, dt):
         total = sum(math.exp(score[j]) for j in keys if ok[j])
         a = [math.exp(score[j]) / total if ok[j] else 0.0 for j in keys]
         velocity = [0.0 for _ in keys]
+        if getattr(pde, "split", False):
+            r = pde.beta * dt * steps
+            a = [x / (x + (1 - x) * math.exp(-r)) for x in a]
         for _ in range(steps):
-            if getattr(pde, "split", False):
-                r = pde.beta * dt
-                a = [x / (x + (1 - x) * math.exp(-r)) for x in a]
             near = lambda j, ok=ok: [m for m in (j - 1, j + 1) if 0 <= m < len(ok) and ok[m] and ok[j]]
             spread = [sum(a[m] - a[j] for m in near(j)) for j in keys]
             drift = [sum((m - j) * (a[m] + a[j]) / 2 for m in near(j)) for j in keys]
@@ -373,7 +373,7 @@ WRONG = {
     "steps = 2.0 must be": {"steps": 2.0},
     "axis 'keys' is not one of key": {"axis": "keys"},
     "walls 'none' is not one of mask": {"walls": "none"},
-    "method 'stepped' is not one of auto, dense": {"method": "stepped"},
+    "method 'flash' is not one of auto, dense": {"method": "flash"},
     "dropout_p = 2 is not a probability": {"dropout_p": 2},
     "give bools, True = attend": {"attn_mask": torch.ones(7, 7, dtype=torch.int64)},
     r"attn_mask \[6, 7\] does not broadcast to \[2, 2, 7, 7\]": {"attn_mask": torch.ones(6, 7).bool()},

@@ -1,12 +1,15 @@
-"""Who may attend to whom: every way of saying it, as one boolean matrix, and the walls it makes.
+"""Who may attend to whom: as one boolean matrix, or, where T x T is too much, as a `Scope`.
 
 Matrices here are ``[..., queries, keys]``, True where a query may attend, and broadcast: a dimension
 that does not matter has size 1. Positions of queries and keys are both counted from 0 (top left), as
 `torch.nn.functional.scaled_dot_product_attention` does.
 """
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 Window = int | tuple[int, int]
 
@@ -89,3 +92,179 @@ def sees_no_future(allowed: Tensor | None) -> bool:
     if allowed is None or allowed.shape[-1] == 1 or allowed.shape[-2] == 1:
         return False
     return not bool(allowed.triu(1).any())
+
+
+@dataclass(frozen=True, eq=False)
+class Scope:
+    """Who may attend to whom, without a matrix where there need not be one.
+
+    Row i may attend to key j if ``-left <= j - i <= right``, j is real, both are of one document, and
+    `mask` allows it.
+
+    Attributes:
+        queries, keys: how many there are.
+        left, right: the band around the diagonal, None where it has no edge; they may be negative.
+        real: bool ``[batch or 1, heads or 1, 1, keys]``, or None if all keys are.
+        documents: ids ``[batch, tokens]``, or None.
+        mask: bool ``[batch or 1, heads or 1, queries or 1, keys or 1]``: what has no simpler form.
+        bias: finite floats of such a shape, added to the scores.
+    """
+
+    queries: int
+    keys: int
+    left: int | None = None
+    right: int | None = None
+    real: Tensor | None = None
+    documents: Tensor | None = None
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        queries: int,
+        keys: int,
+        *,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        key_padding: Tensor | None = None,
+        documents: Tensor | None = None,
+        window: Window | None = None,
+    ) -> "Scope":
+        """The arguments of `allowed`, in their simplest form; attn_mask has four dimensions."""
+        left, right = (side if side >= 0 else None for side in sides(window))
+        if is_causal:
+            right = 0
+        real, mask, bias = None, None, None
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            walls = walls_of_bias(attn_mask)
+            bias = attn_mask.masked_fill(walls, 0.0)
+            attn_mask = None if not torch.compiler.is_compiling() and not walls.any() else ~walls
+        if attn_mask is not None:
+            real, triangle, mask = _simplest(attn_mask, queries, keys)
+            right = 0 if triangle else right
+        if key_padding is not None:
+            padding = key_padding[:, None, None, :]
+            real = padding if real is None else real & padding
+        if left is not None and left >= queries - 1:
+            left = None
+        if right is not None and right >= keys - 1:
+            right = None
+        return cls(queries, keys, left, right, real, documents, mask, bias)
+
+    @property
+    def banded(self) -> bool:
+        """Whether the walls of one row are elsewhere than those of the next."""
+        return self.left is not None or self.right is not None
+
+    def narrowed(self, by: int) -> "Scope":
+        """Without the outermost keys of the band: by so many from every edge it has."""
+        left = None if self.left is None else self.left - by
+        right = None if self.right is None else self.right - by
+        return replace(self, left=left, right=right)
+
+    def open_faces(self) -> Tensor | None:
+        """bool ``[batch or 1, heads or 1, 1, keys - 1]``: the walls that are the same for every row.
+
+        A row never attends to another document, so a wall where a document ends serves all rows.
+        """
+        parts = []
+        if self.real is not None:
+            parts.append(open_faces(self.real))
+        if self.documents is not None:
+            parts.append((self.documents[:, 1:] == self.documents[:, :-1])[:, None, None, :])
+        return parts[0] & parts[1] if len(parts) == 2 else parts[0] if parts else None
+
+    def tile(self, rows: slice, columns: slice, device: torch.device) -> Tensor | None:
+        """bool ``[batch or 1, heads or 1, rows, columns]``, or None where everything is allowed."""
+        parts = []
+        (i, end_i), (j, end_j) = (rows.start, rows.stop), (columns.start, columns.stop)
+        if (self.left is not None and j < end_i - 1 - self.left) or (
+            self.right is not None and end_j - 1 > i + self.right
+        ):
+            ahead = (
+                torch.arange(j, end_j, device=device) - torch.arange(i, end_i, device=device)[:, None]
+            )
+            if self.right is not None:
+                parts.append(ahead <= self.right)
+            if self.left is not None:
+                parts.append(ahead >= -self.left)
+        if self.real is not None:
+            parts.append(self.real[..., columns])
+        if self.documents is not None:
+            own = self.documents[:, rows, None] == self.documents[:, None, columns]
+            parts.append(own[:, None])
+        if self.mask is not None:
+            parts.append(part_of(self.mask, rows, columns))
+        together = None
+        for part in parts:
+            together = part if together is None else together & part
+        return together
+
+    def diagonals(self, first: int, width: int, device: torch.device) -> Tensor:
+        """bool ``[batch or 1, heads or 1, queries, width]``: may row i attend to key i + first + m?"""
+        row = torch.arange(self.queries, device=device)[:, None]
+        key = row + first + torch.arange(width, device=device)
+        ok = (key >= 0) & (key < self.keys)
+        if self.right is not None:
+            ok = ok & (key - row <= self.right)
+        if self.left is not None:
+            ok = ok & (key - row >= -self.left)
+        if self.real is not None:
+            ok = ok & along(self.real, first, width, self.queries)[..., 0, :, :]
+        if self.documents is not None:
+            ids = along(self.documents, first, width, self.queries)  # beyond the ends `ok` is False
+            ok = ok & (ids == self.documents[:, :, None])[:, None]
+        return ok
+
+    def bias_diagonals(self, first: int, width: int) -> Tensor | None:
+        """What is added to the score of row i and key i + first + m, as `diagonals`; or None."""
+        if self.bias is None:
+            return None
+        row = torch.arange(self.queries, device=self.bias.device)[:, None]
+        key = (row + first + torch.arange(width, device=row.device)).clamp(0, self.keys - 1)
+        return self.bias.expand(*self.bias.shape[:-2], self.queries, self.keys)[..., row, key]
+
+    def columns(self, rows: slice) -> slice:
+        """The keys that a band lets some of those rows attend to; possibly none."""
+        start = 0 if self.left is None else min(max(rows.start - self.left, 0), self.keys)
+        stop = self.keys if self.right is None else min(max(rows.stop + self.right, 0), self.keys)
+        return slice(start, max(start, stop))
+
+    def document_ranges(self) -> tuple[Tensor, Tensor] | None:
+        """For every row the first key of its document, and one past the last, ``[batch, tokens]``."""
+        if self.documents is None:
+            return None
+        ids, order = self.documents.sort(dim=-1, stable=True)
+        first = torch.searchsorted(ids, self.documents.contiguous())
+        last = torch.searchsorted(ids, self.documents.contiguous(), right=True) - 1
+        return order.gather(-1, first), order.gather(-1, last) + 1
+
+
+def along(x: Tensor, first: int, width: int, rows: int) -> Tensor:
+    """x ``[..., keys]`` as ``[..., rows, width]``: (i, m) is x at i + first + m, 0 beyond its ends."""
+    return pad(x, (-first, rows + first + width - 1 - x.shape[-1])).unfold(-1, width, 1)
+
+
+def part_of(x: Tensor, rows: slice, columns: slice) -> Tensor:
+    """The part of a matrix that may have size 1 where it does not matter."""
+    x = x if x.shape[-2] == 1 else x[..., rows, :]
+    return x if x.shape[-1] == 1 else x[..., columns]
+
+
+def _simplest(mask: Tensor, queries: int, keys: int) -> tuple[Tensor | None, bool, Tensor | None]:
+    """A mask as (real keys, whether it is causal besides, what is left of it as a matrix).
+
+    Looks at the values, so compiled code takes a mask with rows as it is.
+    """
+    last = mask[..., -1:, :].expand(*mask.shape[:-2], 1, keys)
+    if mask.shape[-2] == 1:
+        return last, False, None
+    if torch.compiler.is_compiling() or queries < keys:
+        return None, False, mask
+    if (mask == last).all():
+        return last, False, None
+    below = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril()
+    if (mask == (last & below)).all():
+        return last, True, None
+    return None, False, mask

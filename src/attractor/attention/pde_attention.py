@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -9,11 +10,23 @@ from torch import Tensor
 
 from attractor.attention import masks
 from attractor.attention.dense import dense
-from attractor.attention.pdes import AXES, PDE, get_pde
+from attractor.attention.flash import wide
+from attractor.attention.masks import Scope
+from attractor.attention.pdes import AXES, PDE, Line, get_pde, take_steps
+from attractor.attention.stepped import softmax_attention, stepped
+from attractor.attention.tiled import tiled
 
 WALLS = ("mask", "sequence", "periodic")
-METHODS = ("auto", "dense")
+METHODS = ("auto", "dense", "stepped", "tiled")
 _warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The engine that serves a call, and why it does."""
+
+    method: str
+    reason: str
 
 
 def pde_attention(
@@ -34,6 +47,7 @@ def pde_attention(
     key_padding: Tensor | None = None,
     documents: Tensor | None = None,
     window: masks.Window | None = None,
+    renormalise: bool = False,
     method: str = "auto",
 ) -> Tensor:
     """Attention whose map moves under a PDE between its softmax and its values.
@@ -64,7 +78,10 @@ def pde_attention(
         documents: ``[batch, tokens]`` integer ids of packed texts that do not see each other.
         window: (left, right), how far a query sees on either side, its own position always included,
             -1 for no limit; a single number stands for both.
-        method: ``"auto"`` or ``"dense"``.
+        renormalise: divides every row of A(Nt) by its sum, which reaction and dropout change.
+        method: ``"dense"`` builds the map, ``"stepped"`` steps the values of a linear PDE instead,
+            ``"tiled"`` builds any map a tile at a time; ``"auto"`` takes the quickest that can, and
+            `explain` tells which.
 
     Returns:
         ``[*batch, heads, queries, value dim]``, in query's dtype.
@@ -75,11 +92,190 @@ def pde_attention(
     _check_options(equation, steps, dt, dropout_p, axis, walls, method)
     if axis != "key" or walls != "mask":
         _check_causality(query, key, attn_mask, is_causal, window, axis, walls)
-    output, _ = dense(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, pde=equation, steps=steps, dt=dt,
-        axis=axis, walls=walls, key_padding=key_padding, documents=documents, window=window,
-    )  # fmt: skip
+    if renormalise:
+        value = torch.cat((value, torch.ones_like(value[..., :1])), -1)
+    choice = _choose(query, value, attn_mask, dropout_p, window, equation, steps, axis, walls, method)
+    if choice.method == "dense":
+        output, _ = dense(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, pde=equation, steps=steps, dt=dt,
+            axis=axis, walls=walls, key_padding=key_padding, documents=documents, window=window,
+        )  # fmt: skip
+    else:
+        rows = query.shape[:-1]
+        query, key, value, attn_mask = four_dimensions(query, key, value, attn_mask)
+        scope = Scope.of(
+            query.shape[-2], key.shape[-2], attn_mask=attn_mask, is_causal=is_causal,
+            key_padding=key_padding, documents=documents, window=window,
+        )  # fmt: skip
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        options: Any = {"pde": equation, "steps": steps, "dt": dt}
+        if axis == "key" and walls == "mask":
+            if choice.method == "stepped" and not dropout_p and scope.mask is None:
+                output = stepped(query, key, value, scope, scale, **options)
+            else:
+                output = tiled(query, key, value, scope, scale, dropout_p=dropout_p, **options)
+        else:
+            output = _unwalled(query, key, value, scope, scale, axis, walls, **options)
+        output = output.reshape(*rows, output.shape[-1])
+    if renormalise:
+        mass = output[..., -1:]
+        output = output[..., :-1] / mass.masked_fill(mass == 0, 1.0)
     return output
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    pde: PDE | str,
+    steps: int = 4,
+    axis: str = "key",
+    walls: str = "mask",
+    method: str = "auto",
+    window: masks.Window | None = None,
+    **others: Any,
+) -> Choice:
+    """Which engine `pde_attention` takes for these arguments, and why."""
+    equation: PDE = get_pde(pde)() if isinstance(pde, str) else pde
+    choice = _choose(query, value, attn_mask, dropout_p, window, equation, steps, axis, walls, method)
+    if choice.method != "stepped" or axis != "key" or walls != "mask":
+        return choice
+    if dropout_p:
+        return Choice("tiled", f"{choice.reason}, but dropout needs the weights themselves")
+    rows = attn_mask is not None and attn_mask.ndim > 1 and attn_mask.shape[-2] > 1
+    if (
+        rows
+        and Scope.of(
+            query.shape[-2], key.shape[-2], attn_mask=four_dimensions(query, key, value, attn_mask)[3]
+        ).mask
+        is not None
+    ):
+        return Choice("tiled", f"{choice.reason}, but attn_mask puts walls anywhere")
+    return choice
+
+
+def _choose(
+    query: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    window: masks.Window | None,
+    pde: PDE,
+    steps: int,
+    axis: str,
+    walls: str,
+    method: str,
+) -> Choice:
+    """The quickest engine that can, or the one asked for; raises if that one cannot."""
+    why_not = {
+        "stepped": _not_stepped(attn_mask, dropout_p, window, pde, axis, walls),
+        "tiled": _not_tiled(attn_mask, pde, axis, walls),
+        "dense": "",
+    }
+    if method != "auto":
+        if why_not[method]:
+            able = " or ".join(repr(name) for name, reason in why_not.items() if not reason)
+            raise ValueError(f"method {method!r} cannot do this: {why_not[method]}; use {able}")
+        return Choice(method, "asked for")
+    name = type(pde).__name__
+    queries, dim = query.shape[-2], value.shape[-1]
+    if queries <= dim and not (steps == 0 and not why_not["stepped"]):
+        return Choice("dense", f"{queries} rows of a map are less than values of {dim} dimensions")
+    if not why_not["stepped"]:
+        return Choice("stepped", f"{name} is linear")
+    if not why_not["tiled"]:
+        return Choice("tiled", f"{why_not['stepped']}, and a map of {queries} rows is built in tiles")
+    return Choice("dense", f"{why_not['tiled']}")
+
+
+def _not_stepped(
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    window: masks.Window | None,
+    pde: PDE,
+    axis: str,
+    walls: str,
+) -> str:
+    """Why the values cannot be stepped; empty if they can."""
+    if not pde.linear:
+        return f"{type(pde).__name__} is not linear"
+    if axis == "both":
+        return "axis 'both' steps keys and queries at once"
+    rows = attn_mask is not None and attn_mask.ndim > 1 and attn_mask.shape[-2] > 1
+    if axis == "query" and walls == "mask" and (rows or window is not None):
+        return "on the query axis these walls differ from key to key"
+    if (axis == "query" or walls != "mask") and dropout_p:
+        return f"dropout acts on the map, and axis {axis!r} with walls {walls!r} has no tiles"
+    return _unknown(attn_mask, pde)
+
+
+def _not_tiled(attn_mask: Tensor | None, pde: PDE, axis: str, walls: str) -> str:
+    """Why the map cannot be made a tile at a time; empty if it can."""
+    if axis != "key":
+        return f"axis {axis!r} steps rows into each other"
+    if walls != "mask":
+        return f"walls {walls!r} are not those of a tile"
+    return _unknown(attn_mask, pde)
+
+
+def _unknown(attn_mask: Tensor | None, pde: PDE) -> str:
+    if attn_mask is not None and attn_mask.requires_grad:
+        return "attn_mask wants a gradient"
+    if not hasattr(pde, "reach"):
+        return f"{type(pde).__name__} does not say its reach, how many neighbours away a step looks"
+    if not is_dataclass(pde):
+        return f"{type(pde).__name__} is not a dataclass, whose tensors can be found"
+    return ""
+
+
+def _unwalled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scope: Scope,
+    scale: float,
+    axis: str,
+    walls: str,
+    *,
+    pde: PDE,
+    steps: int,
+    dt: float,
+) -> Tensor:
+    """Linear PDEs on the query axis, or with walls that ignore the mask."""
+    dtype = value.dtype
+    periodic = walls == "periodic"
+    if axis == "key":
+        line = Line(-2, periodic=periodic).adjoint
+        value = take_steps(pde, value.to(wide(dtype)), line, steps, dt).to(dtype)
+        return softmax_attention(query, key, value, scope, scale)
+    output = softmax_attention(query, key, value, scope, scale)
+    faces = None
+    if walls == "mask" and scope.documents is not None:
+        faces = (scope.documents[:, 1:] == scope.documents[:, :-1])[:, None, :, None]
+    return take_steps(pde, output.to(wide(dtype)), Line(-2, faces, periodic), steps, dt).to(dtype)
+
+
+def four_dimensions(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """All of them ``[batch, heads, tokens, dim]``, with as many heads of key and value as of query."""
+    while query.ndim < 4:
+        query, key, value = query[None], key[None], value[None]
+    if attn_mask is not None:
+        attn_mask = attn_mask[(None,) * (query.ndim - attn_mask.ndim)]
+        if query.ndim > 4:
+            attn_mask = attn_mask.expand(*query.shape[:-3], *attn_mask.shape[-3:]).flatten(0, -4)
+    query, key, value = (x.flatten(0, -4) for x in (query, key, value))
+    shared = query.shape[1] // max(key.shape[1], 1)
+    if shared > 1:
+        key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
+    return query, key, value, attn_mask
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:

@@ -1,10 +1,10 @@
 """How an attention map moves in pseudo-time, one PDE a file.
 
-A PDE is a small frozen class with four members: `linear` (a step is a matrix, so that the values
-can be stepped instead of the map), ``max_dt(axis)``, ``check(dt, axis)``, and ``step(u, velocity,
-line, dt)``, written with ``line.laplacian`` and ``line.gradient``. The `Line` knows the walls, and
-whether u is a map or, through ``line.adjoint``, the values; the PDE does not. Coefficients are
-numbers, or tensors that broadcast as ``[heads, 1, 1]``.
+A PDE is a small frozen dataclass with five members: `linear` (a step is a matrix, so that the values
+can be stepped instead of the map), `reach` (how many neighbours away a step looks), ``max_dt(axis)``,
+``check(dt, axis)``, and ``step(u, velocity, line, dt)``, written with ``line.laplacian`` and
+``line.gradient``. The `Line` knows the walls, and whether u is a map or, through ``line.adjoint``, the
+values; the PDE does not. Coefficients are numbers, or tensors that broadcast as ``[heads, 1, 1]``.
 
 >>> import torch
 >>> row = torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0])
@@ -19,6 +19,7 @@ A PDE of one's own, here fourth-order smoothing, is such a class anywhere:
 ... class Smoothing:
 ...     kappa: float = 0.02
 ...     linear = True
+...     reach = 2
 ...
 ...     def max_dt(self, axis="key"):
 ...         return 1 / (32 if axis == "both" else 8) / self.kappa
@@ -32,6 +33,9 @@ A PDE of one's own, here fourth-order smoothing, is such a class anywhere:
 >>> evolve(Smoothing(), row, Line(), steps=1, dt=1.0)
 tensor([-0.0200,  0.0800,  0.8800,  0.0800, -0.0200])
 
+With one more member, ``interval(name, dt, axis)``, its coefficients can be learnt: `LearnedPDE` keeps
+them where the PDE is stable. `for_length` is the paper's advice on how they go with a text's length.
+
 To add one here: a file, a line below; `tests/contracts.py` then tests it.
 """
 
@@ -39,9 +43,11 @@ from typing import Any
 
 from attractor.attention.pdes.advection_diffusion import AdvectionDiffusion
 from attractor.attention.pdes.diffusion import Diffusion
+from attractor.attention.pdes.learned import LearnedPDE
 from attractor.attention.pdes.line import Line, Neighbourhood, Plane
-from attractor.attention.pdes.pde import AXES, PDE, evolve
+from attractor.attention.pdes.pde import AXES, PDE, evolve, take_steps
 from attractor.attention.pdes.reaction_diffusion import ReactionDiffusion
+from attractor.attention.pdes.scaling import for_length
 from attractor.attention.pdes.wave import Wave
 
 __all__ = [
@@ -49,13 +55,16 @@ __all__ = [
     "PDE",
     "AdvectionDiffusion",
     "Diffusion",
+    "LearnedPDE",
     "Line",
     "Neighbourhood",
     "Plane",
     "ReactionDiffusion",
     "Wave",
     "evolve",
+    "for_length",
     "get_pde",
+    "take_steps",
 ]
 
 BY_NAME: dict[str, type[Any]] = {

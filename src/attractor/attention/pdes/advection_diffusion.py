@@ -23,6 +23,7 @@ class AdvectionDiffusion:
     alpha: float | Tensor = 0.10
     beta: float | Tensor = 0.03
     linear: ClassVar[bool] = True
+    reach: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_coefficient(self, "alpha")
@@ -39,6 +40,15 @@ class AdvectionDiffusion:
         """Raises if dt is unstable."""
         formula = "min(1 / (2 alpha), 2 alpha / beta²)"
         check_dt(self, dt, axis, f"{formula} / 2" if axis == "both" else formula)
+
+    def interval(self, name: str, dt: float, axis: str = "key") -> tuple[float | Tensor, float | Tensor]:
+        """The lowest and the highest value of a coefficient for such steps: what `LearnedPDE` keeps to.
+
+        For beta it is where A stays non-negative, which is less than what is stable without walls.
+        """
+        if name == "alpha":
+            return 0.0, 0.5 / (dt * dimensions(axis))
+        return -2 * self.alpha, 2 * self.alpha
 
     def step(
         self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float

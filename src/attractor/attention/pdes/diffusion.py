@@ -19,6 +19,7 @@ class Diffusion:
 
     alpha: float | Tensor = 0.10
     linear: ClassVar[bool] = True
+    reach: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_coefficient(self, "alpha")
@@ -32,6 +33,10 @@ class Diffusion:
     def check(self, dt: float, axis: str = "key") -> None:
         """Raises if dt is unstable."""
         check_dt(self, dt, axis, "1 / (4 alpha)" if axis == "both" else "1 / (2 alpha)")
+
+    def interval(self, name: str, dt: float, axis: str = "key") -> tuple[float | Tensor, float | Tensor]:
+        """The lowest and the highest alpha that is stable for such steps: what `LearnedPDE` keeps to."""
+        return 0.0, 0.5 / (dt * dimensions(axis))
 
     def step(
         self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float

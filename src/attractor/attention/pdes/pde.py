@@ -24,6 +24,11 @@ class PDE(Protocol):
         """
         ...
 
+    @property
+    def reach(self) -> int:
+        """How many neighbours away a step looks: 1 for a `laplacian`, 2 for the laplacian of one."""
+        ...
+
     def max_dt(self, axis: str = "key") -> float:
         """The largest stable step."""
         ...
@@ -40,7 +45,18 @@ class PDE(Protocol):
 
 
 def evolve(pde: PDE, u: Tensor, line: Neighbourhood, steps: int, dt: float) -> Tensor:
-    """u after that many steps, starting at rest."""
+    """The map u after that many steps, starting at rest.
+
+    A PDE may have a method ``start(u, time)``, which changes the map entry by entry before the first
+    step; time is the whole pseudo-time to come.
+    """
+    if steps and hasattr(pde, "start"):
+        u = pde.start(u, steps * dt)
+    return take_steps(pde, u, line, steps, dt)
+
+
+def take_steps(pde: PDE, u: Tensor, line: Neighbourhood, steps: int, dt: float) -> Tensor:
+    """The map, or the values, after that many steps, without what comes before the first."""
     velocity = None
     for _ in range(steps):
         u, velocity = pde.step(u, velocity, line, dt)

@@ -17,14 +17,15 @@ class ReactionDiffusion:
 
     Args:
         alpha, beta: numbers, or tensors that broadcast as ``[heads, 1, 1]``.
-        split: each step is the exact logistic reaction over dt, then an Euler step of diffusion,
-            instead of one Euler step of both; another discretisation, with other numbers.
+        split: first the exact logistic reaction over the whole pseudo-time, then diffusion alone, so
+            that the values can take its steps; another discretisation, with other numbers.
     """
 
     alpha: float | Tensor = 0.10
     beta: float | Tensor = 0.02
     split: bool = False
     linear: ClassVar[bool] = False
+    reach: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_coefficient(self, "alpha")
@@ -45,12 +46,28 @@ class ReactionDiffusion:
         spread = "4 alpha" if axis == "both" else "2 alpha"
         check_dt(self, dt, axis, f"1 / ({spread})" if self.split else f"1 / ({spread} + |beta|)")
 
+    def interval(self, name: str, dt: float, axis: str = "key") -> tuple[float | Tensor, float | Tensor]:
+        """The lowest and the highest value of a coefficient for such steps: what `LearnedPDE` keeps to.
+
+        Split, any beta is stable; it may grow e-fold in a step.
+        """
+        if name == "alpha":
+            return 0.0, 0.5 / (dt * dimensions(axis))
+        if self.split:
+            return -1 / dt, 1 / dt
+        # Less than 1 / dt by what float32 may lose where the two cancel.
+        most = (1 - 1e-6) / dt - 2 * dimensions(axis) * self.alpha
+        return -most, most
+
+    def start(self, u: Tensor, time: float) -> Tensor:
+        """u before its first step: split, the reaction over all of the pseudo-time."""
+        return logistic(u, self.beta * time) if self.split else u
+
     def step(
         self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float
     ) -> tuple[Tensor, Tensor | None]:
         """u after one step."""
         if self.split:
-            u = logistic(u, self.beta * dt)
             return u + dt * self.alpha * line.laplacian(u), velocity
         return u + dt * (self.alpha * line.laplacian(u) + self.beta * u * (1 - u)), velocity
 

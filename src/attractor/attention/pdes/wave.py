@@ -19,6 +19,7 @@ class Wave:
 
     c: float | Tensor = 0.15
     linear: ClassVar[bool] = True
+    reach: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_coefficient(self, "c")
@@ -32,6 +33,10 @@ class Wave:
     def check(self, dt: float, axis: str = "key") -> None:
         """Raises if dt is unstable."""
         check_dt(self, dt, axis, "1 / (c sqrt 2)" if axis == "both" else "1 / c")
+
+    def interval(self, name: str, dt: float, axis: str = "key") -> tuple[float | Tensor, float | Tensor]:
+        """The lowest and the highest c that is stable for such steps: what `LearnedPDE` keeps to."""
+        return 0.0, 1 / (dt * dimensions(axis) ** 0.5)
 
     def step(
         self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float

@@ -1,0 +1,60 @@
+"""The paper's advice on sequence length (its Appendix E.1): alpha ~ 1/T², dt ~ 1/T, c ~ T^gamma."""
+
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from attractor.attention.pdes.pde import PDE
+
+# beta goes with alpha: that keeps their balance, and an advection that keeps maps non-negative does.
+POWERS = {"alpha": -2.0, "beta": -2.0}
+
+
+def for_length(
+    pde: str | PDE, tokens: int, *, reference: int = 512, dt: float = 1.0, gamma: float = 0.0
+) -> tuple[Any, float]:
+    """A PDE that suits texts of `reference` tokens, made to suit texts of `tokens`, and its step.
+
+    alpha and beta are multiplied by ``(reference / tokens) ** 2``, dt by ``reference / tokens``, a
+    wave's c by ``(tokens / reference) ** gamma``.
+
+    What that means: in a fixed number of steps a peak spreads over ``sqrt(2 alpha steps dt)`` tokens
+    (a wave: ``c steps dt``), so this width shrinks like ``T ** -1.5`` (a wave: like ``T ** (gamma -
+    1)``), both in tokens and against the length of the text. Long texts are left almost as softmax
+    made them; for the same width at every length, keep alpha and dt as they are. A wave with gamma up
+    to 1 stays within its limit if it is within it at `reference`.
+
+    Args:
+        pde: an equation with numbers for coefficients, or the name of one.
+        tokens: the length it is for.
+        reference: the length at which `pde` and `dt` are right as they are.
+        dt: the step there.
+        gamma: how a wave's speed grows with length.
+
+    Returns:
+        the PDE and its dt. Raises if they are not stable.
+
+    >>> for_length("diffusion", 1024, reference=512)
+    (Diffusion(alpha=0.025), 0.5)
+    """
+    if isinstance(pde, str):
+        from attractor.attention.pdes import get_pde
+
+        pde = get_pde(pde)()
+    given: Any = pde
+    if tokens < 1 or reference < 1:
+        raise ValueError(f"tokens = {tokens} and reference = {reference} must be at least 1")
+    ratio = tokens / reference
+    powers = {**POWERS, "c": gamma}
+    numbers = {
+        field.name: getattr(given, field.name)
+        for field in (fields(given) if is_dataclass(given) else ())
+        if not isinstance(getattr(given, field.name), bool)
+    }
+    if not numbers or not set(numbers) <= set(powers):
+        raise ValueError(
+            f"{pde!r} must be a dataclass with no other coefficients than {', '.join(powers)}: for "
+            "others the paper has no advice"
+        )
+    scaled = replace(given, **{name: x * ratio ** powers[name] for name, x in numbers.items()})
+    scaled.check(dt / ratio)
+    return scaled, dt / ratio

@@ -1,0 +1,461 @@
+"""Every engine equals the dense truth: outputs, all gradients, masks, types; what is picked, and why."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from attractor.attention import assert_causal, explain, pde_attention, pdes, tiled, window_attention
+from attractor.attention.pdes import Line, evolve, take_steps
+
+TOKENS = (1, 2, 3, 7, 64, 257)
+STEPS = (1, 2, 4, 8)
+LINEAR = ("diffusion", "wave", "advection_diffusion")
+
+
+def coefficients(heads, dtype=torch.float64):
+    """Different for every head, within the limits of all PDEs."""
+    alpha = torch.linspace(0.05, 0.3, heads, dtype=dtype).view(heads, 1, 1).requires_grad_()
+    beta = torch.linspace(0.1, -0.05, heads, dtype=dtype).view(heads, 1, 1).requires_grad_()
+    return alpha, beta
+
+
+def equation(name, alpha, beta):
+    if name == "split":
+        return pdes.ReactionDiffusion(alpha, beta, split=True), (alpha, beta)
+    if name in ("diffusion", "wave"):
+        return pdes.get_pde(name)(alpha), (alpha,)
+    return pdes.get_pde(name)(alpha, beta), (alpha, beta)
+
+
+def masks(tokens):
+    """Arguments of every kind that hides something, for a batch of two."""
+    real = torch.arange(tokens) < torch.tensor([[tokens], [tokens - tokens // 3]])
+    documents = torch.arange(tokens).div(5, rounding_mode="floor").expand(2, -1)
+    torn = torch.rand(2, 1, tokens, tokens) > 0.3
+    return {
+        "full": {},
+        "causal": {"is_causal": True},
+        "key padding": {"key_padding": real},
+        "documents": {"documents": documents},
+        "window": {"window": (6, 3)},
+        "causal key padding": {"is_causal": True, "key_padding": real.flip(-1)},
+        "causal documents": {"is_causal": True, "documents": documents.flip(-1)},
+        "documents in pieces": {"documents": torch.arange(tokens).remainder(3).expand(2, -1)},
+        "causal window": {"is_causal": True, "window": (20, -1)},
+        "wide window": {"window": (30, 40)},
+        "open window": {"window": (-1, 2)},
+        "bool": {"attn_mask": torn},
+        "bias": {"attn_mask": torch.randn(1, 2, tokens, tokens, dtype=torch.float64), "is_causal": True},
+        "-inf": {"attn_mask": torch.zeros(2, 1, tokens, tokens).double().masked_fill(~torn, -torch.inf)},
+        "all": {"key_padding": real, "documents": documents, "window": (20, 7)},
+    }  # fmt: skip
+
+
+def both(name, tokens, mask, steps, shared, method, dtype=torch.float64, keys=None, depth=8):
+    """Outputs and gradients, of dense in float64 and of the method in dtype."""
+    heads = 4
+    shapes = [(2, heads, tokens, 8), (2, heads // shared, keys or tokens, 8),
+              (2, heads // shared, keys or tokens, depth)]  # fmt: skip
+    inputs = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
+    found = []
+    for method_, dtype_ in (("dense", torch.float64), (method, dtype)):
+        q, k, v = (x.to(dtype_).detach().requires_grad_() for x in inputs)
+        pde, leaves = equation(
+            name, *coefficients(heads, torch.float64 if dtype_.itemsize == 8 else torch.float32)
+        )
+        # Heads of the bias and of a torn mask are two: the first two heads of four see it repeated.
+        given = {
+            key_: x.repeat(1, 2, 1, 1) if torch.is_tensor(x) and x.ndim == 4 and x.shape[1] == 2 else x
+            for key_, x in mask.items()
+        }
+        out = pde_attention(
+            q, k, v, pde=pde, steps=steps, method=method_, enable_gqa=shared > 1, **given
+        )
+        torch.manual_seed(1)
+        grad = torch.randn(out.shape, dtype=torch.float64).to(dtype_)
+        found.append((out, *torch.autograd.grad(out, (q, k, v, *leaves), grad)))
+    return found
+
+
+def worst(truth, others):
+    """The largest difference of any entry, relative to the largest entry, or to 1."""
+    return max(((a - b).abs().max() / a.abs().max().clamp(min=1)).item() for a, b in zip(truth, others))
+
+
+@pytest.mark.parametrize("kind", masks(7))
+@pytest.mark.parametrize("name", LINEAR)
+def test_stepped_equals_dense(name, kind):
+    torch.manual_seed(0)
+    for tokens in TOKENS:
+        for steps in STEPS:
+            for shared in (1, 4):
+                found = both(name, tokens, masks(tokens)[kind], steps, shared, "stepped")
+                assert worst(*found) < 1e-12, (tokens, steps, shared)
+
+
+@pytest.mark.parametrize("kind", masks(7))
+@pytest.mark.parametrize("name", [*pdes.BY_NAME, "split"])
+def test_tiled_equals_dense(name, kind, monkeypatch):
+    monkeypatch.setattr(tiled, "COLUMNS", 48)
+    monkeypatch.setattr(tiled, "ENTRIES", 48 * 8 * 100)
+    torch.manual_seed(0)
+    for tokens in (1, 2, 3, 7, 64, 257):
+        for steps, shared in ((1, 1), (2, 4), (4, 1), (8, 4)):
+            if tokens == 257 and steps in (2, 4):
+                continue
+            found = both(name, tokens, masks(tokens)[kind], steps, shared, "tiled")
+            assert worst(*found) < 1e-12, (tokens, steps, shared)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", masks(7))
+@pytest.mark.parametrize("name", [*pdes.BY_NAME, "split"])
+def test_tiled_equals_dense_everywhere(name, kind):
+    torch.manual_seed(0)
+    for tokens in TOKENS:
+        for steps in STEPS:
+            for shared in (1, 4):
+                found = both(name, tokens, masks(tokens)[kind], steps, shared, "tiled")
+                assert worst(*found) < 1e-12, (tokens, steps, shared)
+
+
+@pytest.mark.parametrize("method", ["stepped", "tiled"])
+@pytest.mark.parametrize(
+    "mask", [{}, {"is_causal": True}, {"window": (9, 2)}, {"window": (-1, 3)}], ids=str
+)
+def test_other_numbers_of_keys_and_of_value_dims(method, mask):
+    torch.manual_seed(0)
+    for tokens, keys in ((5, 90), (90, 5), (40, 100), (100, 40)):
+        for depth in (3, 8, 20):
+            found = both("advection_diffusion", tokens, mask, 4, 1, method, keys=keys, depth=depth)
+            assert worst(*found) < 1e-12, (tokens, keys, depth)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_axis_query_steps_the_outputs(name):
+    q, k, v = torch.randn(3, 2, 4, 70, 8, dtype=torch.float64)
+    pde, _ = equation(name, *coefficients(4))
+    real = torch.arange(70) < torch.tensor([[70], [50]])
+    documents = torch.arange(70).div(9, rounding_mode="floor").expand(2, -1)
+    for mask in (
+        {},
+        {"key_padding": real},
+        {"documents": documents},
+        {"attn_mask": torch.randn(1, 70).double()},
+    ):
+        found = [
+            pde_attention(q, k, v, pde=pde, axis="query", method=m, **mask) for m in ("dense", "stepped")
+        ]
+        torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("walls", ["sequence", "periodic"])
+@pytest.mark.filterwarnings("ignore:walls")
+def test_leaking_walls_are_the_same_leak(walls):
+    q, k, v = torch.randn(3, 2, 4, 70, 8, dtype=torch.float64)
+    torn = torch.rand(70, 70) > 0.5
+    for mask in ({}, {"is_causal": True}, {"window": 5}, {"attn_mask": torn}):
+        for name in LINEAR:
+            pde, _ = equation(name, *coefficients(4))
+            found = [
+                pde_attention(q, k, v, pde=pde, walls=walls, method=m, **mask)
+                for m in ("dense", "stepped")
+            ]
+            torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("method", ["stepped", "tiled"])
+@pytest.mark.parametrize("name", [*pdes.BY_NAME, "split"])
+def test_no_bit_of_the_past_changes_with_the_future(name, method, dtype):
+    if method == "stepped" and name not in LINEAR:
+        pytest.skip("stepped is for linear PDEs")
+    pde, _ = equation(name, 0.2, 0.1)
+    torch.manual_seed(0)
+    for mask in (
+        {"is_causal": True},
+        {"window": (11, 0)},
+        {"is_causal": True, "documents": torch.arange(90)[None] // 20},
+    ):
+
+        def model(x, mask=mask):
+            return pde_attention(x, x.flip(-1), x * 0.5, pde=pde, steps=3, method=method, **mask)
+
+        assert_causal(model, torch.randn(1, 2, 90, 8).to(dtype))
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_rows_still_sum_to_one_under_every_mask(name):
+    torch.manual_seed(0)
+    pde, _ = equation(name, 0.2, 0.1)
+    q, k = torch.randn(2, 2, 2, 80, 8, dtype=torch.float64)
+    ones = torch.ones(2, 2, 80, 1, dtype=torch.float64)
+    for kind, mask in masks(80).items():
+        none = pde_attention(q, k, ones, pde=pde, steps=0, method="dense", **mask)
+        for method in ("dense", "stepped", "tiled"):
+            mass = pde_attention(q, k, ones, pde=pde, steps=4, method=method, **mask)
+            assert (mass - none.round()).abs().max() < 1e-12, (kind, method)
+
+
+@pytest.mark.parametrize("method", ["dense", "stepped", "tiled"])
+def test_rows_without_keys_are_zero_and_have_no_gradient(method):
+    q, k, v = (torch.randn(1, 2, 80, 8, requires_grad=True) for _ in range(3))
+    real = torch.zeros(1, 80, dtype=torch.bool)
+    for mask in ({"key_padding": real}, {"key_padding": real, "is_causal": True},
+                 {"key_padding": real, "window": 3}, {"attn_mask": real[:, None, None].expand(1, 1, 80, 80)}):  # fmt: skip
+        out = pde_attention(q, k, v, pde="diffusion", method=method, **mask)
+        assert not out.any()
+        for grad in torch.autograd.grad(out, (q, k, v), torch.randn_like(out)):
+            assert not grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("method", ["stepped", "tiled"])
+@pytest.mark.parametrize("name", [*pdes.BY_NAME, "split"])
+def test_half_precision_is_as_exact_as_dense(name, method, dtype):
+    if method == "stepped" and name not in LINEAR:
+        pytest.skip("stepped is for linear PDEs")
+    torch.manual_seed(0)
+    for kind in ("full", "causal", "key padding", "causal documents", "window"):
+        mask = masks(200)[kind]
+        torch.manual_seed(3)
+        truth, ours = both(name, 200, mask, 4, 1, method, dtype)
+        torch.manual_seed(3)
+        _, dense = both(name, 200, mask, 4, 1, "dense", dtype)
+        for n, (exact, a, b) in enumerate(zip(truth, ours, dense)):
+            error, allowed = (((x.double() - exact) ** 2).mean().sqrt().item() for x in (a, b))
+            floor = (
+                torch.finfo(dtype).eps / 4 * exact.abs().max().item() if n > 3 else 1e-7
+            )  # few numbers
+            assert error <= (2 if n == 0 else 3) * allowed + floor, (kind, n, error, allowed)
+
+
+def test_dropout_is_on_the_first_map():
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 100, 4, dtype=torch.float64)
+    v = torch.eye(100, dtype=torch.float64)[None, None]
+    for mask in ({}, {"is_causal": True}):
+        kept = pde_attention(q, k, v, dropout_p=0.4, pde="diffusion", steps=0, method="tiled", **mask)
+        whole = pde_attention(q, k, v, pde="diffusion", steps=0, **mask)
+        inside = whole > 0
+        ratio = kept[inside] / whole[inside]
+        assert set(ratio.round(decimals=9).tolist()) == {0.0, round(1 / 0.6, 9)}
+        assert (ratio == 0).double().mean() == pytest.approx(0.4, abs=0.02)
+    torch.manual_seed(5)
+    kept = pde_attention(q, k, v, dropout_p=0.4, pde="diffusion", steps=0, method="tiled")
+    torch.manual_seed(5)
+    moved = pde_attention(q, k, v, dropout_p=0.4, pde="diffusion", steps=3, method="stepped")
+    torch.testing.assert_close(
+        moved, evolve(pdes.Diffusion(), kept, Line(-1), 3, 1.0), rtol=0, atol=1e-12
+    )
+    assert not pde_attention(q, k, v, dropout_p=1.0, pde="wave", method="tiled").any()
+
+
+def test_gradients_through_dropout_use_the_same_map():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 70, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+
+    def f(q, k, v):
+        torch.manual_seed(9)
+        return pde_attention(q, k, v, dropout_p=0.5, pde="reaction_diffusion", steps=2, method="tiled")[
+            ..., ::30, :
+        ]
+
+    assert torch.autograd.gradcheck(f, (q, k, v), fast_mode=True)
+
+
+def test_renormalise_brings_back_rows_that_sum_to_one():
+    q, k = torch.randn(2, 1, 2, 90, 8, dtype=torch.float64)
+    v = torch.ones(1, 2, 90, 3, dtype=torch.float64)
+    pde = pdes.ReactionDiffusion(0.1, 0.5)
+    for method in ("dense", "tiled"):
+        plain = pde_attention(q, k, v, is_causal=True, pde=pde, method=method)
+        assert (plain > 1.01).any()
+        out = pde_attention(q, k, v, is_causal=True, pde=pde, method=method, renormalise=True)
+        torch.testing.assert_close(out, v, rtol=0, atol=1e-12)
+
+
+def test_no_steps_is_ordinary_attention():
+    q, k, v = torch.randn(3, 2, 2, 90, 8)
+    for causal in (False, True):
+        out = pde_attention(q, k, v, is_causal=causal, pde="wave", steps=0)
+        assert torch.equal(out, sdpa(q, k, v, is_causal=causal))
+
+
+def test_a_causal_mask_given_as_a_matrix_is_recognised():
+    q, k, v = torch.randn(3, 1, 2, 90, 8, dtype=torch.float64)
+    below = torch.ones(90, 90, dtype=torch.bool).tril()
+    real = torch.arange(90) < 80
+    for mask in (
+        below,
+        below & real,
+        real[None].expand(90, 90),
+        torch.zeros(90, 90).double().masked_fill(~below, -torch.inf),
+    ):
+        assert explain(q, k, v, mask, pde="diffusion").method == "stepped"
+        found = [pde_attention(q, k, v, mask, pde="diffusion", method=m) for m in ("dense", "stepped")]
+        torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+    torn = torch.rand(90, 90) > 0.5
+    assert explain(q, k, v, torn, pde="diffusion") == explain(
+        q, k, v, torn, is_causal=True, pde="diffusion"
+    )
+    assert explain(q, k, v, torn, pde="diffusion").method == "tiled"
+
+
+def test_what_auto_picks_and_why():
+    q, k, v = torch.randn(3, 1, 2, 90, 8)
+    bias = torch.zeros(90, 90, requires_grad=True)
+    for choice, method, reason in [
+        (explain(q, k, v, pde="wave", is_causal=True), "stepped", "Wave is linear"),
+        (explain(q, k, v, pde="reaction_diffusion"), "tiled", "not linear"),
+        (explain(q, k, v, pde="wave", dropout_p=0.1), "tiled", "dropout"),
+        (explain(q[..., :3, :], k, v, pde="wave"), "dense", "3 rows"),
+        (explain(q, k, v, bias, pde="wave"), "dense", "gradient"),
+        (explain(q, k, v, pde="wave", axis="both"), "dense", "both"),
+        (explain(q, k, v, pde="wave", axis="query"), "stepped", "linear"),
+        (explain(q, k, v, pde="wave", axis="query", window=3), "dense", "axis 'query'"),
+        (explain(q, k, v, pde="wave", method="dense"), "dense", "asked for"),
+    ]:  # fmt: skip
+        assert choice.method == method
+        assert reason in choice.reason
+
+
+def test_an_engine_that_cannot_says_why():
+    q, k, v = torch.randn(3, 1, 2, 90, 8)
+    with pytest.raises(ValueError, match="not linear; use 'tiled' or 'dense'"):
+        pde_attention(q, k, v, pde="reaction_diffusion", method="stepped")
+    with pytest.raises(ValueError, match="axis 'both'"):
+        pde_attention(q, k, v, pde="diffusion", axis="both", method="stepped")
+    with pytest.raises(ValueError, match="use 'stepped' or 'dense'"):
+        pde_attention(q, k, v, pde="diffusion", axis="query", method="tiled")
+
+
+def test_a_pde_of_ones_own_says_its_reach():
+    from dataclasses import dataclass
+
+    @dataclass(frozen=True)
+    class Smoothing:
+        kappa: float = 0.02
+        linear = True
+        reach = 2
+
+        def max_dt(self, axis="key"):
+            return 1 / 8 / self.kappa
+
+        def check(self, dt, axis="key"):
+            pass
+
+        def step(self, u, velocity, line, dt):
+            return u - dt * self.kappa * line.laplacian(line.laplacian(u)), velocity
+
+    q, k, v = torch.randn(3, 1, 2, 150, 8, dtype=torch.float64)
+    for mask in ({}, {"is_causal": True}, {"window": (20, 5)}):
+        truth = pde_attention(q, k, v, pde=Smoothing(), method="dense", **mask)
+        for method in ("stepped", "tiled"):
+            out = pde_attention(q, k, v, pde=Smoothing(), method=method, **mask)
+            torch.testing.assert_close(out, truth, rtol=0, atol=1e-12)
+    del Smoothing.reach
+    with pytest.raises(ValueError, match="reach"):
+        pde_attention(q, k, v, pde=Smoothing(), method="stepped")
+    assert "reach" in explain(q, k, v, pde=Smoothing()).reason
+
+
+def global_mask(tokens, window, count, causal):
+    gap = torch.arange(tokens) - torch.arange(tokens)[:, None]
+    first = torch.arange(tokens) < count
+    allowed = ((gap >= -window[0]) & (gap <= window[1])) | first | first[:, None]
+    return allowed & (gap <= 0) if causal else allowed
+
+
+@pytest.mark.parametrize("name", [*pdes.BY_NAME, "split", None])
+@pytest.mark.parametrize("causal", [False, True])
+def test_windows_with_global_tokens_equal_dense(name, causal):
+    torch.manual_seed(0)
+    tokens = 150
+    real = torch.arange(tokens) < torch.tensor([[tokens], [tokens - 20]])
+    for count, window in ((1, (5, 5)), (4, (30, 20)), (3, (1, 0)), (0, (9, 9)), (200, (5, 5))):
+        for padding in (None, real):
+            leaves = [
+                torch.randn(2, 2, tokens, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)
+            ]
+            pde, coefs = (None, ()) if name is None else equation(name, *coefficients(2))
+            out = window_attention(
+                *leaves,
+                window=window,
+                global_tokens=count,
+                is_causal=causal,
+                key_padding=padding,
+                pde=pde,
+            )
+            truth = pde_attention(
+                *leaves, global_mask(tokens, window, count, causal), key_padding=padding,
+                pde=pde or "diffusion", steps=4 if pde else 0, method="dense",
+            )  # fmt: skip
+            grad = torch.randn_like(out)
+            inputs = (*leaves, *coefs)
+            found = [(o, *torch.autograd.grad(o, inputs, grad)) for o in (truth, out)]
+            assert worst(*found) < 1e-12, (count, window, padding is None)
+
+
+@pytest.mark.parametrize("method", ["stepped", "tiled"])
+def test_compiled_code_gives_the_same(method):
+    q, k, v = (torch.randn(1, 2, 100, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    alpha, _ = coefficients(2)
+    name = "diffusion" if method == "stepped" else "reaction_diffusion"
+
+    def f(q, k, v, alpha):
+        pde = pdes.Diffusion(alpha) if name == "diffusion" else pdes.ReactionDiffusion(alpha, 0.1)
+        return pde_attention(q, k, v, is_causal=True, pde=pde, steps=2, method=method)
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    found = []
+    for function in (f, compiled):
+        out = function(q, k, v, alpha)
+        found.append((out, *torch.autograd.grad(out, (q, k, v, alpha), torch.ones_like(out))))
+    assert worst(*found) < 1e-12
+
+
+def test_start_comes_before_the_steps():
+    u = torch.rand(20, dtype=torch.float64)
+    pde = pdes.ReactionDiffusion(0.2, 0.3, split=True)
+    reacted = pde.start(u, 4 * 0.5)
+    torch.testing.assert_close(
+        evolve(pde, u, Line(), 4, 0.5), take_steps(pdes.Diffusion(0.2), reacted, Line(), 4, 0.5)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("method", ["stepped", "tiled"])
+@pytest.mark.parametrize("name", [*pdes.BY_NAME, "split"])
+def test_on_a_gpu_as_exact_as_dense(name, method, dtype):
+    if method == "stepped" and name not in LINEAR:
+        pytest.skip("stepped is for linear PDEs")
+    tokens = 300
+    for kind, mask in masks(tokens).items():
+        torch.manual_seed(0)
+        inputs = torch.randn(3, 2, 2, tokens, 64, dtype=torch.float64)
+        grad = torch.randn(2, 2, tokens, 64, dtype=torch.float64)
+        found = []
+        for method_, dtype_ in (("dense", torch.float64), ("dense", dtype), (method, dtype)):
+            q, k, v = (x.to("cuda", dtype_).requires_grad_() for x in inputs.to(dtype))
+            given = {n: x.cuda() if torch.is_tensor(x) else x for n, x in mask.items()}
+            pde, leaves = equation(name, *(c.cuda().detach().requires_grad_() for c in coefficients(2, max(dtype_, torch.float32, key=lambda d: d.itemsize))))  # fmt: skip
+            out = pde_attention(q, k, v, pde=pde, steps=4, method=method_, **given)
+            found.append((out, *torch.autograd.grad(out, (q, k, v, *leaves), grad.to("cuda", dtype_))))
+        if dtype == torch.float64:
+            assert worst(found[0], found[2]) < 1e-12, kind
+        for n, (exact, b, a) in enumerate(zip(*found)):
+            error, allowed = (((x.double() - exact) ** 2).mean().sqrt().item() for x in (a, b))
+            assert error <= (2 if n == 0 else 3) * allowed + 1e-6, (kind, n, error, allowed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_causal_on_a_gpu_to_the_bit(dtype):
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 500, 64, device="cuda").to(dtype)
+    for name in pdes.BY_NAME:
+        assert_causal(
+            lambda x, name=name: pde_attention(x, x.flip(-1), x * 0.5, is_causal=True, pde=name), x
+        )

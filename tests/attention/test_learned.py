@@ -1,0 +1,204 @@
+"""Learnt coefficients: exact starts, stable for ever, float32 always; and the paper's scaling advice."""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from attractor.attention import pde_attention
+from attractor.attention.pdes import (
+    AdvectionDiffusion,
+    Diffusion,
+    LearnedPDE,
+    ReactionDiffusion,
+    Wave,
+    for_length,
+)
+
+NAMES = ["diffusion", "wave", "reaction_diffusion", "advection_diffusion"]
+STARTS = [Diffusion(0.3), Wave(0.7), ReactionDiffusion(0.2, -0.3), ReactionDiffusion(0.2, 0.9, split=True),
+          AdvectionDiffusion(0.2, -0.35)]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """A PDE of one's own that can be learnt."""
+
+    kappa: float = 0.02
+    linear = True
+    reach = 2
+
+    def max_dt(self, axis="key"):
+        return 0.125 / self.kappa
+
+    def check(self, dt, axis="key"):
+        assert isinstance(self.kappa, torch.Tensor) or dt <= self.max_dt(axis)
+
+    def interval(self, name, dt, axis="key"):
+        return 0.0, 0.125 / dt
+
+    def step(self, u, velocity, line, dt):
+        return u - dt * self.kappa * line.laplacian(line.laplacian(u)), velocity
+
+
+def numbers(pde):
+    names = [n for n in ("alpha", "beta", "c", "kappa") if hasattr(pde, n)]
+    return {n: torch.as_tensor(getattr(pde, n)).detach().flatten().tolist() for n in names}
+
+
+@pytest.mark.parametrize("start", [*STARTS, Smoothing(0.05)], ids=repr)
+def test_starts_at_the_given_numbers(start):
+    learned = LearnedPDE(start, heads=2)()
+    assert type(learned) is type(start)
+    assert getattr(learned, "split", None) == getattr(start, "split", None)
+    for name, (value, *_) in numbers(start).items():
+        assert numbers(learned)[name] == pytest.approx([value] * 2, rel=3e-7)
+
+
+def test_each_head_may_start_elsewhere():
+    alpha = torch.tensor([0.05, 0.2, 0.4])[:, None, None]
+    learned = LearnedPDE(AdvectionDiffusion(alpha, 0.03), heads=3)()
+    torch.testing.assert_close(learned.alpha, alpha)
+    torch.testing.assert_close(learned.beta, torch.full_like(alpha, 0.03))
+    with pytest.raises(
+        ValueError, match="alpha of Diffusion has 3 numbers; give one, or one for each of heads=2"
+    ):
+        LearnedPDE(Diffusion(alpha), heads=2)
+
+
+def test_tiny_coefficients_move_in_proportion():
+    learned = LearnedPDE(Diffusion(1e-9))
+    assert learned().alpha.item() == pytest.approx(1e-9, rel=1e-5)
+    (slope,) = torch.autograd.grad(learned().alpha.sum(), learned.parameters())
+    assert slope.item() == pytest.approx(1e-9, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_optimiser_can_make_it_unstable(name):
+    learned = LearnedPDE(name, heads=4, dt=1.3)
+    optimiser = torch.optim.Adam(learned.parameters(), lr=5.0)
+    generator = torch.Generator().manual_seed(0)
+    seen = []
+    for _ in range(200):
+        pde = learned()
+        push = torch.randn(4, generator=generator)
+        sum((getattr(pde, n).flatten() * push).sum() for n in numbers(pde)).backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        seen.append(numbers(learned()))
+        heads = [type(pde)(**{n: v[h] for n, v in seen[-1].items()}) for h in range(4)]
+        for head in heads:
+            head.check(1.3)
+            if name == "advection_diffusion":
+                assert abs(head.beta) <= 2 * head.alpha
+    first = [s[next(iter(s))] for s in seen]
+    assert max(map(max, first)) > 2 * min(map(min, first))  # it did move
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_half_precision_models_keep_float32(name, half):
+    learned = LearnedPDE(name, heads=2)
+    with torch.no_grad():
+        for parameter in learned.parameters():
+            parameter.add_(0.001)  # bfloat16 could not tell
+    before = numbers(learned())
+    model = nn.ModuleList([nn.Linear(2, 2), learned]).to(half)
+    assert model[0].weight.dtype == half
+    assert all(p.dtype == torch.float32 for p in learned.parameters())
+    assert numbers(learned()) == before
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert numbers(learned()) == before
+    assert all(p.dtype == torch.float64 for p in learned.double().parameters())
+    for parameter in learned.parameters():  # as loaders do that put tensors in place
+        parameter.data = parameter.data.to(half)
+    assert all(getattr(learned(), n).dtype == torch.float32 for n in before)
+
+
+def test_saved_copied_compiled():
+    for start in STARTS:
+        learned = LearnedPDE(start, heads=2)
+        with torch.no_grad():
+            for parameter in learned.parameters():
+                parameter.normal_()
+        again = LearnedPDE(
+            type(start)(**({"split": True} if getattr(start, "split", 0) else {})), heads=2
+        )
+        again.load_state_dict(learned.state_dict())  # another start does not matter
+        assert numbers(again()) == numbers(learned()) == numbers(copy.deepcopy(learned)())
+
+        def attend(x, learned=learned):
+            return pde_attention(x, x, x, is_causal=True, pde=learned(), steps=2, method="dense")
+
+        whole = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        x = torch.randn(1, 2, 5, 4)
+        torch.testing.assert_close(whole(x), attend(x))
+        whole(x).square().sum().backward()
+        assert all(p.grad.abs().min() > 0 for p in learned.parameters())
+
+
+def test_vectors_escape_weight_decay():
+    assert all(p.ndim == 1 for p in LearnedPDE("reaction_diffusion", heads=2).parameters())
+
+
+@dataclass(frozen=True)
+class Unbounded:
+    kappa: float = 0.02
+
+    def step(self, u, velocity, line, dt):
+        return u, velocity
+
+
+WRONG = {
+    r"alpha = 0.7 of Diffusion must lie between 0 and 0.5, ends excluded": (Diffusion(0.7), {}),
+    r"alpha = 0.5 of Diffusion must lie": (Diffusion(0.5), {}),
+    r"alpha = 0 of Diffusion must lie": (Diffusion(0.0), {}),
+    r"alpha = 0.3 .* between 0 and 0.25, .* with dt = 1 on axis 'both'": (Diffusion(0.3), {"axis": "both"}),
+    r"beta = 0.3 of AdvectionDiffusion must lie between -0.2 and 0.2": (AdvectionDiffusion(0.1, 0.3), {}),
+    "no PDE is called 'heat'": ("heat", {}),
+    "is not an equation; give one such as": (Diffusion, {}),
+    "dt = 0 must be more than 0": ("wave", {"dt": 0}),
+    r"nobody knows where kappa of Unbounded may go: give it a method interval\(name, dt, axis\)": (Unbounded(), {}),
+    "axis 'keys' is not one of key": ("wave", {"axis": "keys"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_errors_teach(message):
+    pde, options = WRONG[message]
+    with pytest.raises(ValueError, match=message):
+        LearnedPDE(pde, **options)
+
+
+def test_without_fields_there_is_nothing_to_learn():
+    class Fixed:
+        def step(self, u, velocity, line, dt):
+            return u, velocity
+
+    with pytest.raises(ValueError, match="Fixed has nothing to learn: make it a frozen dataclass"):
+        LearnedPDE(Fixed())
+
+
+@pytest.mark.parametrize("tokens", [128, 512, 4096])
+def test_scaling_advice(tokens):
+    ratio = tokens / 512
+    pde, dt = for_length("reaction_diffusion", tokens) if ratio >= 1 else (None, None)
+    if pde:
+        assert (pde.alpha, pde.beta, dt) == pytest.approx((0.1 / ratio**2, 0.02 / ratio**2, 1 / ratio))
+    wave, dt = for_length(Wave(0.2), tokens, dt=0.5, gamma=0.5)
+    assert (wave.c, dt) == pytest.approx((0.2 * ratio**0.5, 0.5 / ratio))
+    assert for_length(Wave(0.2), 512) == (Wave(0.2), 1.0)
+
+
+def test_scaling_keeps_to_what_is_stable_and_known():
+    for tokens in (512, 10**6):
+        wave, dt = for_length(Wave(1.0), tokens, gamma=1.0)
+        assert dt <= wave.max_dt() * (1 + 1e-12)
+    with pytest.raises(ValueError, match="is unstable for Diffusion"):
+        for_length("diffusion", 64)  # 64 times the diffusion, 8 times the step
+    with pytest.raises(ValueError, match="no other coefficients than alpha, beta, c"):
+        for_length(Smoothing(), 1024)
+    with pytest.raises(ValueError, match="must be at least 1"):
+        for_length("wave", 0)
