@@ -1,0 +1,291 @@
+"""Decoding with PDE attention: a cache of keys and values, and of the values after their steps.
+
+A new token's row of the map ends at the token itself, its wall. Keys further from it than the reach R,
+steps times the PDE's reach, multiply stepped values, and a stepped value is final as soon as R tokens
+follow it: one becomes final with each token, and is kept. The last R weights take the steps themselves,
+within 2 R keys. So a token costs ordinary cached attention and O(R) more. Under a PDE that is not
+linear the whole row takes the steps, steps / dim of the attention's cost.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attractor.attention import masks
+from attractor.attention.bands import step_values
+from attractor.attention.flash import wide
+from attractor.attention.pde_attention import pde_attention
+from attractor.attention.pdes import PDE, Line, evolve, get_pde, take_steps
+
+ROWS = 128  # of the map that are held at once when many tokens come together
+
+
+class PDECache:
+    """Keys and values of the tokens so far, for causal PDE attention a few tokens at a time.
+
+    However the tokens are cut into calls, the outputs are those of one call of ``pde_attention(...,
+    is_causal=True)`` on all of them. For inference: nothing here carries gradients, and the PDE's
+    coefficients must not change while it is in use. Where heads share keys and values but have
+    coefficients of their own, stepped values are kept for every head of the queries.
+
+    >>> import torch
+    >>> from attractor.attention import pdes
+    >>> cache = PDECache(pdes.Diffusion(alpha=0.1), steps=4)
+    >>> prompt, token = torch.randn(3, 2, 8, 10, 64), torch.randn(3, 2, 8, 1, 64)
+    >>> cache.attend(*prompt).shape, cache.attend(*token).shape, len(cache)
+    (torch.Size([2, 8, 10, 64]), torch.Size([2, 8, 1, 64]), 11)
+
+    Args:
+        pde: an equation or its name.
+        steps, dt: how many steps a map takes, and their size; no steps are ordinary attention.
+        scale: of the scores, ``dim ** -0.5`` if None.
+        axis, walls: as in `pde_attention`; only ``"key"`` and ``"mask"`` are possible.
+        capacity: tokens to make room for at once; it grows by itself.
+    """
+
+    def __init__(
+        self,
+        pde: PDE | str,
+        steps: int = 4,
+        dt: float = 1.0,
+        *,
+        scale: float | None = None,
+        axis: str = "key",
+        walls: str = "mask",
+        capacity: int = 64,
+    ) -> None:
+        if axis != "key":
+            raise ValueError(
+                f"axis {axis!r} mixes the rows of a map, and a cache does not have those to come; "
+                "use axis='key'"
+            )
+        if walls != "mask":
+            raise ValueError(
+                f"walls={walls!r} lets a row flow to keys after it, and a cache does not have those "
+                "yet; use walls='mask'"
+            )
+        if not isinstance(steps, int) or steps < 0:
+            raise ValueError(f"steps = {steps} must be a whole number of at least 0")
+        self.pde: PDE = get_pde(pde)() if isinstance(pde, str) else pde
+        self.steps, self.dt, self.scale = steps, dt, scale
+        if steps:
+            self.pde.check(dt, axis)
+        self._reach = steps * self.pde.reach if self.pde.linear else 0
+        self._capacity = capacity
+        self._length = self._final = 0  # tokens, and those of them whose stepped values are final
+        self._clear = 0  # no wall between keys from here on
+        self._key: Tensor | None = None
+        self._value: Tensor | None = None
+        self._stepped: Tensor | None = None
+        self._real: Tensor | None = None
+        self._matrices: tuple[Tensor, Tensor] | None = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    @torch.no_grad()
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding: Tensor | None = None
+    ) -> Tensor:
+        """Takes in new tokens, one or several, and attends from each to all up to it.
+
+        Args:
+            query: ``[batch, heads, new, dim]``.
+            key: ``[batch, key heads, new, dim]``; key heads divide heads.
+            value: ``[batch, key heads, new, value dim]``.
+            key_padding: ``[batch, new]`` bool, True = a real token; for prompts padded on the left.
+
+        Returns:
+            ``[batch, heads, new, value dim]``.
+        """
+        self._check(query, key, value, key_padding)
+        first = self._length
+        self._append(key, value, key_padding)
+        if self._reach:
+            self._finish(query.shape[1])
+        if first == 0 and query.shape[2] > 1:
+            return pde_attention(
+                query, key, value, is_causal=True, scale=self.scale, enable_gqa=True, pde=self.pde,
+                steps=self.steps, dt=self.dt, key_padding=key_padding,
+            )  # fmt: skip
+        parts = query.split(ROWS, 2)
+        return torch.cat([self._rows(part, first + i * ROWS) for i, part in enumerate(parts)], 2)
+
+    def reorder(self, indices: Tensor) -> None:
+        """Takes these texts of the batch, in this order, some twice and others not: beam search."""
+        for name in ("_key", "_value", "_stepped", "_real"):
+            held = getattr(self, name)
+            if held is not None:
+                setattr(self, name, held.index_select(0, indices.to(held.device)))
+
+    def crop(self, tokens: int) -> None:
+        """Keeps the first tokens, or, if negative, drops so many at the end: speculative decoding."""
+        kept = tokens if tokens >= 0 else self._length + tokens
+        if not 0 <= kept <= self._length:
+            raise ValueError(f"crop({tokens}) is not possible: the cache holds {self._length} tokens")
+        self._length = kept
+        self._clear = min(self._clear, kept)
+        self._final = min(self._final, max(kept - self._reach, 0))
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, key_padding: Tensor | None) -> None:
+        shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+        if not query.ndim == key.ndim == value.ndim == 4:
+            raise ValueError(f"{shapes}: all three must be [batch, heads, new tokens, dim]")
+        if not query.shape[2] == key.shape[2] == value.shape[2] >= 1:
+            raise ValueError(f"{shapes}: every new token needs a query, a key and a value")
+        if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1]:
+            raise ValueError(f"{shapes}: key and value must have as many heads, a divisor of query's")
+        for name, new, held in (("key", key, self._key), ("value", value, self._value)):
+            if held is not None and (new.shape[:2], new.shape[3]) != (held.shape[:2], held.shape[3]):
+                raise ValueError(
+                    f"{name} {list(new.shape)} does not go with the cache's "
+                    f"{[*held.shape[:2], self._length, held.shape[3]]}; use one cache for each layer"
+                )
+        if key_padding is not None and (
+            key_padding.dtype != torch.bool or tuple(key_padding.shape) != (key.shape[0], key.shape[2])
+        ):
+            raise ValueError(
+                f"key_padding {list(key_padding.shape)} of {key_padding.dtype} must be bool "
+                f"{[key.shape[0], key.shape[2]]}, True = a real token"
+            )
+
+    def _append(self, key: Tensor, value: Tensor, key_padding: Tensor | None) -> None:
+        first, last = self._length, self._length + key.shape[2]
+        self._key = self._put(self._key, key, first)
+        self._value = self._put(self._value, value, first)
+        if key_padding is not None and self._real is None:
+            self._real = key_padding.new_ones(key.shape[0], 1, self._key.shape[2], 1)
+        if self._real is not None:
+            real = (
+                self._real.new_ones(key.shape[0], key.shape[2]) if key_padding is None else key_padding
+            )
+            self._real = self._put(self._real, real[:, None, :, None], first)
+        if key_padding is not None:
+            padded = (~key_padding).any(0).nonzero()
+            if len(padded):
+                self._clear = first + int(padded[-1]) + 1
+        self._length = last
+
+    def _put(self, held: Tensor | None, new: Tensor, first: int) -> Tensor:
+        """New tokens into a buffer ``[batch, heads, capacity, n]``, a longer one where it is full."""
+        last = first + new.shape[2]
+        if held is None or last > held.shape[2]:
+            room = max(self._capacity, last, 0 if held is None else 2 * held.shape[2])
+            longer = new.new_zeros(new.shape[0], new.shape[1], room, new.shape[3])
+            if held is not None:
+                longer[:, :, :first] = held[:, :, :first]
+            held = longer
+        held[:, :, first:last] = new
+        return held
+
+    def _finish(self, heads: int) -> None:
+        """Stepped values of the keys that the new tokens make final."""
+        assert self._value is not None
+        reach, first, last = self._reach, self._final, self._length - self._reach
+        if last <= first:
+            return
+        low = max(first - reach, 0)
+        value = self._value[:, :, low : self._length].to(wide(self._value.dtype))
+        taps, _ = self._patterns(value)
+        if taps.ndim > 2 and taps.shape[-3] > 1 and value.shape[1] != heads:
+            # Heads share values, but not coefficients.
+            value = value.repeat_interleave(heads // value.shape[1], 1)
+        if last - first == 1 and low >= self._clear and low + 2 * reach + 1 == self._length:
+            stepped = taps @ value
+        else:
+            open = None
+            if self._real is not None:
+                open = masks.open_faces(self._real[:, :, low : self._length].mT)
+            stepped = step_values(self.pde, value, open, self.steps, self.dt)
+            stepped = stepped[:, :, first - low : last - low]
+        self._stepped = self._put(self._stepped, stepped.to(self._value.dtype), first)
+        self._final = last
+
+    def _rows(self, query: Tensor, first: int) -> Tensor:
+        """Output of the queries at positions from first on."""
+        assert self._key is not None
+        assert self._value is not None
+        reach, rows = self._reach, query.shape[2]
+        stop = first + rows
+        A, allowed = self._map(query, first)
+        if not self.pde.linear:
+            line = Line(-1, None if allowed is None else masks.open_faces(allowed))
+            A = evolve(self.pde, A, line, self.steps, self.dt)
+        if not reach:
+            return _product(A.to(query.dtype), self._value[:, :, :stop])
+
+        far, out = max(stop - reach, 0), None
+        if self._stepped is not None and far:
+            weights = A[..., :far] if rows == 1 else A[..., :far].tril(first - reach)
+            out = _product(weights.to(query.dtype), self._stepped[:, :, :far])
+        near = _upright(pad(A[..., max(first - reach + 1, 0) :], (max(reach - 1 - first, 0), 0)), reach)
+        low = first - 2 * reach + 1
+        patch = near @ self._patterns(near)[1] if low >= self._clear else self._evolved(near, first)
+        value = pad(self._value[:, :, max(low, 0) : stop], (0, 0, max(-low, 0), 0))
+        at_wall = _product(_slanted(patch).to(query.dtype), value)
+        return at_wall if out is None else (out.to(A.dtype) + at_wall.to(A.dtype)).to(query.dtype)
+
+    def _map(self, query: Tensor, first: int) -> tuple[Tensor, Tensor | None]:
+        """A(0) ``[batch, heads, rows, keys]`` of rows from first on, and what they may attend to."""
+        assert self._key is not None
+        rows, stop = query.shape[2], first + query.shape[2]
+        scale = query.shape[3] ** -0.5 if self.scale is None else self.scale
+        scores = _product(query * scale, self._key[:, :, :stop].mT)
+        scores = scores.to(wide(scores.dtype))
+        allowed = None
+        if rows > 1:
+            allowed = torch.ones(rows, stop, dtype=torch.bool, device=query.device).tril(first)
+        if self._real is not None:
+            real = self._real[:, :, :stop].mT
+            allowed = real if allowed is None else allowed & real
+        if allowed is None:
+            return scores.softmax(-1), None
+        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+        return scores.softmax(-1).masked_fill(~allowed, 0.0), allowed
+
+    def _patterns(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """What a stepped value is of its neighbours ``[..., 1, 2 R + 1]``, and what the last R weights
+        before a wall become ``[..., R, 2 R]``: both away from any other wall."""
+        if self._matrices is None or self._matrices[0].device != like.device:
+            reach, unit = self._reach, torch.eye(self._reach, dtype=like.dtype, device=like.device)
+            row = pad(unit[:1, :1], (reach, reach))
+            taps = take_steps(self.pde, row, Line(-1), self.steps, self.dt)
+            wall = take_steps(self.pde, pad(unit, (reach, 0)), Line(-1), self.steps, self.dt)
+            self._matrices = taps.to(like.dtype), wall.to(like.dtype)
+        return self._matrices
+
+    def _evolved(self, near: Tensor, first: int) -> Tensor:
+        """The last R weights of each row after their steps, ``[batch, heads, rows, 2 R]``."""
+        reach, rows = self._reach, near.shape[-2]
+        low = first - 2 * reach + 1
+        inside = torch.arange(low, first + rows, device=near.device) >= 0
+        if self._real is not None:
+            real = self._real[:, 0, max(low, 0) : first + rows, 0]
+            inside = inside & pad(real, (max(-low, 0), 0))[:, None]
+        faces = masks.open_faces(inside.unfold(-1, 2 * reach, 1))
+        return take_steps(self.pde, pad(near, (reach, 0)), Line(-1, faces), self.steps, self.dt)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` for ``[batch, heads, rows, n]`` and ``[batch, fewer heads, n, k]``."""
+    if a.shape[1] == b.shape[1]:
+        return a @ b
+    shared = a.reshape(a.shape[0], b.shape[1], -1, a.shape[3])  # the rows of heads that share a b
+    return (shared @ b).reshape(*a.shape[:3], b.shape[3])
+
+
+def _upright(slab: Tensor, width: int) -> Tensor:
+    """Of each row i of ``[..., rows, rows + width - 1]`` the entries i to i + width - 1."""
+    rows = slab.shape[-2]
+    if rows == 1:
+        return slab
+    return pad(slab.flatten(-2), (0, rows)).unflatten(-1, (rows, rows + width))[..., :width]
+
+
+def _slanted(band: Tensor) -> Tensor:
+    """The reverse of `_upright`, zeros elsewhere."""
+    rows, width = band.shape[-2:]
+    if rows == 1:
+        return band
+    flat = pad(band, (0, rows)).flatten(-2)[..., : rows * (rows + width - 1)]
+    return flat.unflatten(-1, (rows, rows + width - 1))

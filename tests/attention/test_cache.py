@@ -1,0 +1,259 @@
+"""A cache gives what one call on all tokens gives, however the tokens come."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attractor.attention import pde_attention, pdes
+from attractor.attention.cache import PDECache
+from attractor.attention.transformer import LanguageModel
+
+PDES = {
+    "diffusion": pdes.Diffusion(0.2),
+    "wave": pdes.Wave(0.4),
+    "reaction": pdes.ReactionDiffusion(0.2, 0.1),
+    "split": pdes.ReactionDiffusion(0.2, 0.1, split=True),
+    "advection": pdes.AdvectionDiffusion(0.2, 0.1),
+}
+every_pde = pytest.mark.parametrize("pde", PDES)
+
+
+def qkv(tokens=40, batch=2, heads=4, key_heads=2, dtype=torch.float64):
+    shapes = [(batch, heads, tokens, 4), (batch, key_heads, tokens, 4), (batch, key_heads, tokens, 3)]
+    return [torch.randn(s, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def each_head(pde, heads):
+    """The same PDE with a coefficient for each head."""
+    names = [n for n in ("alpha", "beta", "c") if hasattr(pde, n)]
+    sizes = torch.linspace(1.0, 0.3, heads, dtype=torch.float64)[:, None, None]
+    more = {"split": pde.split} if hasattr(pde, "split") else {}
+    return type(pde)(**{n: sizes * getattr(pde, n) for n in names}, **more)
+
+
+def fed(cache, q, k, v, cuts, real=None):
+    """Outputs of tokens that come in pieces of those sizes."""
+    parts, start = [], 0
+    for size in cuts:
+        part = slice(start, start + size)
+        padding = None if real is None or real[:, part].all() else real[:, part]
+        parts.append(cache.attend(q[:, :, part], k[:, :, part], v[:, :, part], padding))
+        start += size
+    return torch.cat(parts, 2)
+
+
+def close(found, truth):
+    assert found.shape == truth.shape
+    assert (found - truth).abs().max() <= 1e-12 * truth.abs().max()
+
+
+@every_pde
+@pytest.mark.parametrize("steps", [0, 1, 4, 7])
+@pytest.mark.parametrize("key_heads", [1, 4])
+@pytest.mark.parametrize("own", [False, True])
+def test_token_by_token(pde, steps, key_heads, own):
+    q, k, v = qkv(30, key_heads=key_heads)
+    equation = each_head(PDES[pde], 4) if own else PDES[pde]
+    truth = pde_attention(
+        q, k, v, is_causal=True, enable_gqa=True, pde=equation, steps=steps, method="dense"
+    )
+    cache = PDECache(equation, steps, capacity=4)
+    close(fed(cache, q, k, v, [1] * 30), truth)
+    assert len(cache) == 30
+
+
+@settings(max_examples=50)
+@given(
+    cuts=st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    pde=st.sampled_from(sorted(PDES)),
+    steps=st.integers(0, 5),
+    heads=st.sampled_from([(1, 1), (4, 1), (4, 2), (4, 4)]),
+    own=st.booleans(),
+    pads=st.lists(st.integers(0, 9), min_size=2, max_size=2),
+    seed=st.integers(0, 99),
+)
+def test_any_cuts(cuts, pde, steps, heads, own, pads, seed):
+    torch.manual_seed(seed)
+    tokens = sum(cuts)
+    q, k, v = qkv(tokens, heads=heads[0], key_heads=heads[1])
+    real = torch.arange(tokens) >= torch.tensor(pads)[:, None]
+    equation = each_head(PDES[pde], heads[0]) if own else PDES[pde]
+    truth = pde_attention(
+        q,
+        k,
+        v,
+        is_causal=True,
+        enable_gqa=True,
+        pde=equation,
+        steps=steps,
+        key_padding=real,
+        method="dense",
+    )
+    found = fed(PDECache(equation, steps), q, k, v, cuts, real)
+    assert (found - truth).abs().max() <= 1e-12 * truth.abs().max().clamp(min=1e-3)
+
+
+def test_padding_anywhere():
+    q, k, v = qkv()
+    real = torch.rand(2, 40) > 0.2
+    truth = pde_attention(
+        q, k, v, is_causal=True, enable_gqa=True, pde="wave", key_padding=real, method="dense"
+    )
+    for cuts in ([1] * 40, [5] * 8, [40], [3, 30, 7]):
+        close(fed(PDECache("wave"), q, k, v, cuts, real), truth)
+
+
+@every_pde
+def test_long_prompts_come_in_blocks_of_rows(pde):
+    q, k, v = qkv(270, batch=1, heads=2, key_heads=1)
+    truth = pde_attention(q, k, v, is_causal=True, enable_gqa=True, pde=PDES[pde], method="dense")
+    for cuts in ([3, 267], [120, 150]):
+        close(fed(PDECache(PDES[pde]), q, k, v, cuts), truth)
+
+
+@every_pde
+def test_crop_forgets(pde):
+    q, k, v = qkv()
+    cache = PDECache(PDES[pde])
+    truth = fed(PDECache(PDES[pde]), q, k, v, [40])
+    fed(cache, q, k, v, [10, 1, 1, 1])
+    for kept in (13, 12, 9, 3, 0):  # from each point on, guesses that turn out wrong, then the truth
+        cache.crop(kept)
+        cache.attend(*(torch.randn_like(x[:, :, :6]) for x in (q, k, v)))
+        cache.crop(-6)
+        assert len(cache) == kept
+        rest = [x[:, :, kept:] for x in (q, k, v)]
+        close(fed(cache, *rest, [1, 2, 40 - kept - 3]), truth[:, :, kept:])
+    for wrong in (41, -41):
+        with pytest.raises(ValueError, match="the cache holds 40 tokens"):
+            cache.crop(wrong)
+
+
+def test_crop_forgets_padding():
+    q, k, v = qkv()
+    cache = PDECache("diffusion")
+    cache.attend(*(x[:, :, :9] for x in (q, k, v)), torch.rand(2, 9) > 0.5)
+    cache.crop(0)
+    close(fed(cache, q, k, v, [1] * 40), fed(PDECache("diffusion"), q, k, v, [40]))
+
+
+@every_pde
+def test_reorder_is_a_choice_of_texts(pde):
+    q, k, v = qkv(batch=3)
+    real = torch.arange(40) >= torch.tensor([[0], [4], [7]])
+    order = torch.tensor([2, 0, 0, 1, 2])
+    cache = PDECache(PDES[pde])
+    fed(cache, q[:, :, :20], k[:, :, :20], v[:, :, :20], [12, 1, 7], real)
+    cache.reorder(order)
+    found = fed(cache, *(x[order, :, 20:] for x in (q, k, v)), [1] * 20)
+    truth = pde_attention(
+        q, k, v, is_causal=True, enable_gqa=True, pde=PDES[pde], key_padding=real, method="dense"
+    )
+    close(found, truth[order][:, :, 20:])
+
+
+@every_pde
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(pde, dtype):
+    q, k, v = qkv(60, dtype=dtype)
+    options = dict(is_causal=True, enable_gqa=True, pde=PDES[pde], method="dense")
+    truth = pde_attention(*(x.double() for x in (q, k, v)), **options)
+    dense = (pde_attention(q, k, v, **options).double() - truth).abs().max()
+    found = fed(PDECache(PDES[pde]), q, k, v, [1] * 60)
+    assert found.dtype == dtype
+    assert (found.double() - truth).abs().max() <= 2 * dense
+
+
+class Counted:
+    """A linear PDE that counts what it touches."""
+
+    linear, reach, touched = True, 1, 0
+
+    def check(self, dt, axis="key"):
+        pass
+
+    def step(self, u, velocity, line, dt):
+        self.touched += u.numel()
+        return u + 0.1 * line.laplacian(u), velocity
+
+
+def test_a_token_costs_no_steps_over_its_row():
+    q, k, v = qkv(200)
+    equation = Counted()
+    cache = PDECache(equation)
+    fed(cache, q[:, :, :20], k[:, :, :20], v[:, :, :20], [20])
+    fed(cache, *(x[:, :, 20:21] for x in (q, k, v)), [1])
+    equation.touched = 0
+    fed(cache, *(x[:, :, 21:] for x in (q, k, v)), [1] * 179)
+    assert equation.touched == 0  # two small matrices, made once
+
+
+def test_buffers_grow_by_doubling_and_inputs_are_not_kept():
+    q, k, v = qkv(100)
+    cache = PDECache("diffusion", capacity=8)
+    sizes = []
+    for i in range(100):
+        cache.attend(*(x[:, :, i : i + 1] for x in (q, k, v)))
+        sizes.append(cache._key.shape[2])
+    assert sorted(set(sizes)) == [8, 16, 32, 64, 128]
+    key = k.clone()
+    cache.crop(0)
+    out = cache.attend(q, key, v)
+    key.zero_()
+    close(cache.attend(*(x[:, :, -1:] for x in (q, k, v))), _last(q, k, v))
+    assert not out.requires_grad
+
+
+def _last(q, k, v):
+    again = [torch.cat((x, x[:, :, -1:]), 2) for x in (q, k, v)]
+    return pde_attention(*again, is_causal=True, enable_gqa=True, pde="diffusion")[:, :, -1:]
+
+
+def test_gradients_are_not_followed():
+    q, k, v = (x.requires_grad_() for x in qkv())
+    cache = PDECache(pdes.Diffusion(torch.full((4, 1, 1), 0.1, requires_grad=True)))
+    assert not fed(cache, q, k, v, [20, 1, 19]).requires_grad
+
+
+def test_learnt_coefficients_and_models():
+    q, k, v = qkv()
+    learned = pdes.LearnedPDE("advection_diffusion", heads=4).double()
+    truth = pde_attention(q, k, v, is_causal=True, enable_gqa=True, pde=learned(), steps=3)
+    close(fed(PDECache(learned(), 3), q, k, v, [5] * 8), truth.detach())
+    model = LanguageModel(11, dim=16, heads=2, layers=2, hidden=16, pde="wave", steps=3, per_head=True)
+    model = model.eval().double()
+    ids = torch.randint(11, (2, 30))
+    caches = [attention.new_cache() for attention in model.stack.attentions()]
+    cuts = [7, 1, 1, 1, 5, 1, 14]
+    states = torch.cat([model.states(part, caches=caches) for part in ids.split(cuts, 1)], 1)
+    close(states, model.states(ids).detach())
+
+
+def test_errors_teach():
+    q, k, v = qkv()
+    for wrong, message in {
+        "query": "a cache does not have those to come; use axis='key'",
+        "both": "use axis='key'",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            PDECache("diffusion", axis=wrong)
+    for wrong in ("sequence", "periodic"):
+        with pytest.raises(ValueError, match="a cache does not have those yet; use walls='mask'"):
+            PDECache("diffusion", walls=wrong)
+    with pytest.raises(ValueError, match="dt = 9 is unstable"):
+        PDECache("diffusion", dt=9.0)
+    with pytest.raises(ValueError, match="steps = -1 must be"):
+        PDECache("diffusion", -1)
+    cache = PDECache("diffusion")
+    cache.attend(q, k, v)
+    with pytest.raises(ValueError, match=r"does not go with the cache's \[2, 2, 40, 4\]"):
+        cache.attend(q[:1], k[:1], v[:1])
+    with pytest.raises(ValueError, match="every new token needs a query, a key and a value"):
+        cache.attend(q[:, :, :1], k, v)
+    with pytest.raises(ValueError, match="must be bool \\[2, 40\\]"):
+        cache.attend(q, k, v, torch.ones(2, 3).bool())
+    with pytest.raises(ValueError, match="a divisor of query's"):
+        cache.attend(q[:, :3], k, v)
+    with pytest.raises(ValueError, match=r"must be \[batch, heads, new tokens, dim\]"):
+        cache.attend(q[0], k[0], v[0])
