@@ -15,7 +15,38 @@ torch.Size([2, 8, 16, 64])
 """
 
 from attractor.attention import pdes
+from attractor.attention.cache import PDECache
 from attractor.attention.causality import CausalityError, assert_causal
-from attractor.attention.pde_attention import pde_attention
+from attractor.attention.diagnostics import PDETrace, coefficients, hybrid_errors, trace
+from attractor.attention.kernels import (
+    PerformerAttention,
+    RandomFeatures,
+    performer_attention,
+    performer_dense,
+)
+from attractor.attention.pde_attention import Choice, explain, pde_attention
+from attractor.attention.transformer import Classifier, LanguageModel, PDEAttention, Stack
+from attractor.attention.windows import window_attention
 
-__all__ = ["CausalityError", "assert_causal", "pde_attention", "pdes"]
+__all__ = [
+    "CausalityError",
+    "Choice",
+    "Classifier",
+    "LanguageModel",
+    "PDEAttention",
+    "PDECache",
+    "PDETrace",
+    "PerformerAttention",
+    "RandomFeatures",
+    "Stack",
+    "assert_causal",
+    "coefficients",
+    "explain",
+    "hybrid_errors",
+    "pde_attention",
+    "pdes",
+    "performer_attention",
+    "performer_dense",
+    "trace",
+    "window_attention",
+]
