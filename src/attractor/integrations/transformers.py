@@ -1,0 +1,664 @@
+"""PDE attention for Hugging Face models: one call, then a name.
+
+>>> from transformers import GPT2Config, GPT2LMHeadModel
+>>> import torch
+>>> from attractor.integrations import transformers as pde
+>>> pde.register()
+['pde_diffusion', 'pde_wave', 'pde_reaction_diffusion', 'pde_advection_diffusion']
+>>> small = GPT2Config(n_layer=2, n_head=2, n_embd=8, attn_implementation="pde_diffusion")
+>>> model = GPT2LMHeadModel(small)
+>>> model(torch.tensor([[3, 1, 4, 1, 5]])).logits.shape
+torch.Size([1, 5, 50257])
+
+So far the coefficients are the PDE's own numbers. To learn them, a set in every attention module:
+
+>>> model = pde.add_pde(model, "wave", steps=2)
+>>> model.transformer.h[0].attn.pde().c.flatten()
+tensor([0.1500], grad_fn=<ViewBackward0>)
+
+They are part of the model's parameters and of its state dict; `save_pretrained` saves them, and `load`
+brings such a model back. `check` tells whether PDE attention reaches a model's attention at all.
+
+Padding, packed texts, sliding windows and every kind of cache are walls: nothing flows through them,
+and cached generation gives what the whole text at once gives.
+"""
+
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from attractor.attention import masks, pde_attention
+from attractor.attention.dense import dense
+from attractor.attention.pdes import BY_NAME, PDE, LearnedPDE, get_pde
+
+if find_spec("transformers") is None:
+    raise ImportError(
+        "attractor.integrations.transformers needs transformers: pip install 'attractor[text]'"
+    )
+
+NAMES = {f"pde_{name}": name for name in BY_NAME}
+SETTING = "pde_attention"  # the entry of a model's config that says what add_pde added
+# Arguments of other attention functions that change their numbers, and that this one does not know.
+UNKNOWN = ("softcap", "s_aux", "sinks", "head_mask", "indices", "block_indices", "score_mod", "cache")
+
+
+class BypassError(AttributeError):
+    """A model reads the mask that was made for PDE attention, instead of handing it on."""
+
+
+def register(
+    steps: int = 4,
+    dt: float = 1.0,
+    walls: str = "mask",
+    method: str = "auto",
+    names: Mapping[str, PDE | str] = NAMES,
+) -> list[str]:
+    """Make PDE attention known to transformers; returns the values for ``attn_implementation=``.
+
+    They are ``"pde_diffusion"``, ``"pde_wave"``, ``"pde_reaction_diffusion"`` and
+    ``"pde_advection_diffusion"``, each with its PDE's own coefficients. Models look a name up whenever
+    they run, so a second call changes models that exist already: the last one counts. To have two
+    settings side by side, give them names: ``register(names={"pde_strong": pdes.Diffusion(0.3)})``.
+    What `add_pde` gave to a model stays as it is.
+
+    Args:
+        steps: how many steps a map takes; 0 is ordinary attention.
+        dt: pseudo-time of a step.
+        walls: as in `pde_attention`; with anything but ``"mask"`` a language model sees its future.
+        method: as in `pde_attention`.
+        names: what to register, and under which names: equations, or their names.
+
+    Raises:
+        ValueError: an unstable step, an option that does not exist, or a name that transformers would
+            take for something else.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    known = AttentionInterface()
+    for name, pde in names.items():
+        equation = get_pde(pde)() if isinstance(pde, str) else pde
+        reserved = [part for part in ("/", "|", "sdpa", "flash", "flex_attention") if part in name]
+        foreign = name == "eager" or (name in known and not isinstance(known[name], _Attention))
+        if reserved or foreign:
+            raise ValueError(
+                f"{name!r} is no name for PDE attention: "
+                + (f"transformers gives {reserved[0]!r} a meaning" if reserved else "it is taken")
+            )
+        setting = Setting(equation, steps, dt, walls, method)
+        AttentionInterface.register(name, _Attention(name, setting))
+        AttentionMaskInterface.register(name, make_mask)
+    return list(names)
+
+
+@dataclass(eq=False)
+class Setting:
+    """An equation, and how it is stepped."""
+
+    equation: PDE
+    steps: int
+    dt: float
+    walls: str = "mask"
+    method: str = "auto"
+
+    def __post_init__(self) -> None:
+        fields = getattr(self.equation, "__dict__", {}).values()
+        like = next((value for value in fields if isinstance(value, Tensor)), torch.zeros(1))
+        one = torch.zeros(1, like.numel(), 1, 1, device=like.device)
+        pde_attention(one, one, one, **self.options())  # it checks what it is given
+
+    def options(self) -> dict[str, Any]:
+        """As arguments of `pde_attention`."""
+        return {
+            "pde": self.equation,
+            "steps": self.steps,
+            "dt": self.dt,
+            "walls": self.walls,
+            "method": self.method,
+        }
+
+
+class Refinement(nn.Module):
+    """What `add_pde` puts into an attention module, as its `pde`; calling it returns the PDE."""
+
+    def __init__(self, setting: Setting, heads: int | None, learn: bool) -> None:
+        super().__init__()
+        self.setting = setting
+        self.learned = LearnedPDE(setting.equation, heads, setting.dt) if learn else None
+
+    def forward(self) -> PDE:
+        """The PDE with the coefficients of now."""
+        return self.setting.equation if self.learned is None else self.learned()
+
+
+# The attention function
+
+
+class _Attention:
+    """A function for transformers' AttentionInterface."""
+
+    def __init__(self, name: str, setting: Setting) -> None:
+        self.name, self.setting = name, setting
+        try:  # transformers 5.0 does not have it, and its GPT-2 cannot return maps
+            from transformers.utils.output_capturing import _active_collector
+        except ImportError:
+            _active_collector = None
+        self.collector: Any = _active_collector
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: "Tensor | Mask | None",
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        position_bias: Tensor | None = None,
+        **more: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output ``[batch, queries, heads, dim]``, and the map A(Nt) where it is asked for.
+
+        query is ``[batch, heads, queries, dim]``; key and value may have fewer heads.
+        """
+        self._refuse(more, attention_mask)
+        setting, pde = self._setting(module)
+        keys = key.shape[-2]
+        if isinstance(attention_mask, Mask):
+            where: dict[str, Any] = attention_mask.where()
+            key, value = key[..., : attention_mask.keys, :], value[..., : attention_mask.keys, :]
+        elif attention_mask is not None:
+            where = {"attn_mask": _four_dimensions(attention_mask)}
+        else:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            key, value, where = _unmasked(query, key, value, bool(causal), sliding_window)
+        if position_bias is not None:
+            where["attn_mask"] = _biased(position_bias[..., : key.shape[-2]], where.get("attn_mask"))
+
+        options = setting.options() | {"pde": pde}
+        if not self._is_map_wanted(more):
+            output = pde_attention(
+                query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=True, **where, **options
+            )
+            return output.transpose(1, 2).contiguous(), None
+        del options["method"]
+        output, A = dense(query, key, value, dropout_p=dropout, scale=scaling, **where, **options)
+        A = pad(A.to(query.dtype), (0, keys - A.shape[-1]))  # a static cache's empty end
+        return output.transpose(1, 2).contiguous(), A
+
+    def _setting(self, module: nn.Module) -> tuple[Setting, PDE]:
+        own = getattr(module, "pde", None)
+        if not isinstance(own, Refinement):
+            if hasattr(getattr(module, "config", None), SETTING):
+                raise ValueError(
+                    "this model's config says that add_pde changed it, but its modules have no PDE: "
+                    "load such a model with attractor.integrations.transformers.load"
+                )
+            return self.setting, self.setting.equation
+        if type(own.setting.equation) is not type(self.setting.equation):
+            raise ValueError(
+                f"add_pde gave this model {type(own.setting.equation).__name__}, but its "
+                f"attn_implementation is {self.name!r}; call add_pde again, or set the name that fits"
+            )
+        return own.setting, own()
+
+    def _is_map_wanted(self, more: dict[str, Any]) -> bool:
+        if more.get("output_attentions"):
+            return True
+        # Models such as GPT-2 keep the argument to themselves, and collect maps with hooks.
+        if self.collector is None or (torch.compiler.is_compiling() and not self.collector.compiling):
+            return False
+        collected = self.collector.get()
+        return collected is not None and any("attentions" in name for name in collected)
+
+    def _refuse(self, more: dict[str, Any], attention_mask: "Tensor | Mask | None") -> None:
+        unknown = [name for name in UNKNOWN if more.get(name) is not None]
+        if unknown:
+            raise ValueError(
+                f"{self.name!r} does not know {', '.join(unknown)}, which this model's attention needs; "
+                "use another attn_implementation for it"
+            )
+        bounds = more.get("cu_seq_lens_q")
+        if attention_mask is None and bounds is not None and len(bounds) > 2:
+            raise ValueError(
+                f"{self.name!r} does not read cu_seq_lens: for packed texts give position_ids that "
+                "start again at 0 with every text, and no attention_mask"
+            )
+
+
+def _unmasked(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, sliding_window: int | None
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Keys, values and masks where the model gives no mask: causal if the module is.
+
+    `sliding_window` counts a query's own position, as flash attention does.
+    """
+    queries, keys = query.shape[-2], key.shape[-2]
+    if queries == 1:  # the last token against a cache
+        first = max(keys - sliding_window, 0) if causal and sliding_window else 0
+        return key[..., first:, :], value[..., first:, :], {}
+    if causal and queries != keys:
+        raise ValueError(
+            f"{queries} queries, {keys} keys and no mask: a causal module does not know where its "
+            "queries are among the keys. Register a mask function under the name of the attention "
+            "function, as register() does, or pass a mask [batch, 1, queries, keys]"
+        )
+    where: dict[str, Any] = {"is_causal": causal}
+    if sliding_window:
+        where["window"] = (sliding_window - 1, -1 if causal else sliding_window - 1)
+    return key, value, where
+
+
+def _four_dimensions(mask: Tensor) -> Tensor:
+    if mask.ndim != 4:
+        raise ValueError(
+            f"attention_mask {list(mask.shape)} has reached the attention function; it must be "
+            "[batch, heads or 1, queries, keys] there"
+        )
+    return mask
+
+
+def _biased(bias: Tensor, mask: Tensor | None) -> Tensor:
+    """A bias and a mask as one bias, with -inf for walls: sums of large numbers may lose them."""
+    if mask is None:
+        return bias
+    if mask.dtype == torch.bool:
+        return bias.masked_fill(~mask, -torch.inf)
+    walls = masks.walls_of_bias(mask)
+    return (bias + mask.masked_fill(walls, 0.0)).masked_fill(walls, -torch.inf)
+
+
+# The mask function
+
+
+@dataclass(eq=False)
+class Mask:
+    """Who may attend to whom, in words instead of a T x T matrix, on its way through a model.
+
+    Models hand it on unread, as they do with flex_attention's BlockMask. One that reads it does its own
+    attention, which PDE attention would not reach, and where a missing mask means seeing the future:
+    so reading raises.
+    """
+
+    shape: tuple[int, int, int, int]
+    keys: int
+    is_causal: bool = False
+    key_padding: Tensor | None = None
+    documents: Tensor | None = None
+    window: tuple[int, int] | None = None
+    ndim: int = 4
+
+    def where(self) -> dict[str, Any]:
+        """As arguments of `pde_attention`, for the first `keys` keys."""
+        return {
+            "is_causal": self.is_causal,
+            "key_padding": self.key_padding,
+            "documents": self.documents,
+            "window": self.window,
+        }
+
+    def to(self, *args: Any, **kwargs: Any) -> "Mask":
+        """On another device."""
+        move = lambda tensor: None if tensor is None else tensor.to(*args, **kwargs)
+        return replace(self, key_padding=move(self.key_padding), documents=move(self.documents))
+
+    def contiguous(self) -> "Mask":
+        """Itself; `generate` asks for it."""
+        return self
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise _bypassed()
+
+    def __getattr__(self, name: str) -> NoReturn:  # of a tensor
+        raise _bypassed()
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise _bypassed()
+
+
+def _bypassed() -> BypassError:
+    return BypassError(
+        "this model computes its attention itself, outside of transformers' AttentionInterface, so PDE "
+        "attention does not reach it; use attn_implementation='eager' or 'sdpa' for it"
+    )
+
+
+def make_mask(**request: Any) -> Mask | Tensor:
+    """A function for transformers' AttentionMaskInterface: a `Mask`, or a tensor where that must be.
+
+    A tensor ``[batch, 1, queries, keys]``, True = attend, is made for several queries against a longer
+    cache, for masks of a model's own making, and where a model says that it reads the mask.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    given = request.get("attention_mask")
+    if isinstance(given, Mask):  # generate() makes the masks of static caches in advance
+        return given
+    mask = _in_words(**request)
+    if mask is not None:
+        return mask
+    request.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    return sdpa_mask(**request)
+
+
+def _in_words(
+    batch_size: int,
+    kv_length: int,
+    mask_function: Any = None,
+    q_length: int | None = None,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    attention_mask: Tensor | None = None,
+    cache_position: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **_: Any,
+) -> Mask | None:
+    """The mask as a `Mask`, if that is possible."""
+    said = _said(mask_function)
+    if said is None or not (allow_is_causal_skip or allow_is_bidirectional_skip or "documents" in said):
+        return None
+    if cache_position is not None:  # in transformers 5.0
+        q_length, q_offset = len(cache_position), cache_position[0]
+    if any(isinstance(offset, Tensor) for offset in (q_offset, kv_offset)):
+        if torch.compiler.is_compiling():
+            return None
+        q_offset, kv_offset = int(q_offset), int(kv_offset)
+    assert q_length is not None
+    if all(side < 0 or side >= kv_length - 1 for side in said.get("window", ())):
+        said.pop("window", None)  # wider than the text
+
+    keys = kv_length
+    if said.get("is_causal") and q_offset == kv_offset and q_length <= kv_length:
+        keys = q_length  # the others are the empty end of a static cache
+    elif said == {"is_causal": True} and q_length == 1 and q_offset + 1 == kv_offset + kv_length:
+        said = {}  # the last token sees them all
+    elif said and (q_offset != kv_offset or q_length != kv_length or "is_causal" in said):
+        return None
+
+    padding = attention_mask
+    if padding is not None:
+        padding = padding[:, kv_offset : kv_offset + keys].bool().expand(batch_size, -1)
+        padding = pad(padding, (0, keys - padding.shape[-1]))
+        if not torch.compiler.is_compiling() and bool(padding.all()):
+            padding = None
+    return Mask((batch_size, 1, q_length, kv_length), keys, key_padding=padding, **said)
+
+
+def _said(mask_function: Any) -> dict[str, Any] | None:
+    """What a mask function of transformers says, in `pde_attention`'s words; None for any other."""
+    from transformers import masking_utils
+
+    if mask_function is None or mask_function is masking_utils.causal_mask_function:
+        return {"is_causal": True}
+    if mask_function is masking_utils.bidirectional_mask_function:
+        return {}
+    if torch.compiler.is_compiling():  # which does not look into closures
+        return None
+    closure = getattr(mask_function, "__closure__", None)
+    if not closure or mask_function.__module__ != masking_utils.__name__:
+        return None
+    inside = dict(zip(mask_function.__code__.co_freevars, (cell.cell_contents for cell in closure)))
+    match mask_function.__qualname__.split(".")[0], *inside.items():
+        case "and_masks", ("mask_functions", functions):
+            said: dict[str, Any] = {}
+            for part in map(_said, functions):
+                if part is None or said.keys() & part.keys():
+                    return None
+                said |= part
+            return said
+        case "sliding_window_overlay", ("sliding_window", size):
+            return {"window": (size - 1, -1)}
+        case "sliding_window_bidirectional_overlay", ("sliding_window", size):
+            return {"window": (size, size)}
+        case "packed_sequence_mask_function", ("packed_sequence_mask", documents):
+            return {"documents": documents}
+    return None
+
+
+# Learned coefficients
+
+
+def add_pde(
+    model: Any,
+    pde: str | PDE = "diffusion",
+    steps: int = 4,
+    dt: float = 1.0,
+    *,
+    per_head: bool = False,
+    learn: bool = True,
+    walls: str = "mask",
+) -> Any:
+    """Give every attention module of a model a PDE of its own, and let the model use it.
+
+    The coefficients of a module are parameters under its `pde`, stable whatever training does to them
+    (see `LearnedPDE`). They start exactly at the PDE's numbers; calling this again starts them anew.
+    The settings are kept in the model's config, as `pde_attention`; `load` reads them, while
+    `from_pretrained` alone would leave the coefficients out.
+
+    Args:
+        model: a model of transformers; it is changed.
+        pde: one of the four equations with numbers to start at, or its name.
+        steps, dt, walls: as in `register`, for this model only.
+        per_head: coefficients for each head; otherwise one set for a module.
+        learn: False: the coefficients are constants.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: nothing in the model goes through transformers' AttentionInterface, or the PDE is
+            unstable. Where only a part of it does, a warning says which.
+    """
+    equation = get_pde(pde)() if isinstance(pde, str) else pde
+    name = _implementation(equation)
+    setting = Setting(equation, steps, dt, walls)
+    found = _registry_modules(model)
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no attention that PDE attention could reach: "
+                         "none of its modules calls transformers' AttentionInterface")  # fmt: skip
+    for module in found.values():
+        module.pde = Refinement(setting, _heads(module) if per_head else None, learn)
+        here = next(module.parameters(), None)
+        if here is not None and not here.is_meta:
+            module.pde.to(here.device, torch.promote_types(here.dtype, torch.float32))
+    coefficients = {f.name: getattr(equation, f.name) for f in fields(equation)}  # type: ignore[arg-type]
+    numbers = {n: c.flatten().tolist() if isinstance(c, Tensor) else c for n, c in coefficients.items()}
+    setting_of_config = {
+        "pde": name.removeprefix("pde_"), "coefficients": numbers, "steps": steps, "dt": dt,
+        "per_head": per_head, "learn": learn, "walls": walls,
+    }  # fmt: skip
+    setattr(model.config, SETTING, setting_of_config)
+    _use(model, name)
+    _warn(model, name, _outside(model, found))
+    return model
+
+
+def load(model_class: Any, folder: Any, **options: Any) -> Any:
+    """``model_class.from_pretrained(folder, **options)`` for a model that `add_pde` changed.
+
+    Args:
+        model_class: a class of transformers, such as ``GPT2LMHeadModel`` or ``AutoModelForCausalLM``.
+        folder: what `save_pretrained` wrote, or its name on the hub.
+        options: those of `from_pretrained`.
+
+    Raises:
+        ValueError: the model was saved without a PDE, or without its coefficients.
+    """
+    from transformers import AutoConfig, PreTrainedModel
+
+    hub = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token",
+           "trust_remote_code")  # fmt: skip
+    chosen = {name: options[name] for name in hub if name in options}
+    config = options.pop("config", None) or AutoConfig.from_pretrained(folder, **chosen)
+    saved = getattr(config, SETTING, None)
+    if saved is None:
+        raise ValueError(
+            f"{folder} was saved without a PDE: use {model_class.__name__}.from_pretrained, then add_pde"
+        )
+    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
+        with torch.device("meta"):
+            model_class = type(model_class.from_config(config))
+    pde, options_of_pde = _from_config(saved)
+
+    class WithPDE(model_class):
+        _keep_in_fp32_modules_strict = (*(model_class._keep_in_fp32_modules_strict or ()), "pde.learned")
+
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            with torch.device("cpu"):  # from_pretrained makes modules without numbers
+                add_pde(self, pde, **options_of_pde)
+
+    # transformers looks classes up by these
+    WithPDE.__name__, WithPDE.__qualname__ = model_class.__name__, model_class.__qualname__
+    WithPDE.__module__ = model_class.__module__
+    told = options.pop("output_loading_info", False)
+    model, info = WithPDE.from_pretrained(
+        folder,
+        config=config,
+        output_loading_info=True,
+        **{"attn_implementation": _implementation(pde)} | options,
+    )
+    missing = [name for name in info["missing_keys"] if ".pde.learned." in name]
+    if missing:
+        raise ValueError(
+            f"{folder} has no numbers for {', '.join(sorted(missing)[:3])}; it was not saved whole"
+        )
+    model.__class__ = model_class
+    return (model, info) if told else model
+
+
+def _from_config(saved: Mapping[str, Any]) -> tuple[PDE, dict[str, Any]]:
+    tensor = lambda c: torch.tensor(c)[:, None, None] if isinstance(c, list) else c
+    options = {**saved}
+    coefficients = {name: tensor(c) for name, c in options.pop("coefficients").items()}
+    return get_pde(options.pop("pde"))(**coefficients), options
+
+
+def _implementation(equation: PDE) -> str:
+    for name, kind in BY_NAME.items():
+        if type(equation) is kind:
+            return f"pde_{name}"
+    raise ValueError(
+        f"{type(equation).__name__} is not one of {', '.join(BY_NAME)}; a PDE of your own can be "
+        'registered with constant coefficients: register(names={"pde_mine": ...})'
+    )
+
+
+def _use(model: Any, name: str) -> None:
+    from transformers import AttentionInterface
+
+    if name not in AttentionInterface():
+        register(names={name: NAMES[name]})
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:  # transformers guesses from source; we have looked
+        model.config._attn_implementation = name
+
+
+def _heads(module: Any) -> int:
+    for owner in (module, getattr(module, "config", None)):
+        for attribute in ("num_heads", "num_attention_heads", "n_heads", "n_head"):
+            if isinstance(heads := getattr(owner, attribute, None), int):
+                return heads
+    raise ValueError(
+        f"how many heads {type(module).__name__} has is not written in it; use per_head=False"
+    )
+
+
+# Who is reached
+
+
+def check(model: Any, **inputs: Any) -> list[str]:
+    """Run a model once, and warn if some of its attention does not go through PDE attention.
+
+    Longformer, BigBird, Reformer, Bloom and other models that compute attention by themselves accept
+    any attn_implementation, and ignore it.
+
+    Args:
+        model: a model of transformers whose attn_implementation is one of `register`'s.
+        inputs: for its forward; its `dummy_inputs` if there are none.
+
+    Returns:
+        The names of the attention modules that PDE attention does not reach.
+    """
+    name = model.config._attn_implementation
+    given = inputs or {k: v.to(model.device) for k, v in model.dummy_inputs.items()}
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with _listening(name) as called, torch.no_grad(), suppress(BypassError):
+            model.eval()(**given)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    reached = {n: m for n, m in model.named_modules() if m in called}
+    missed = _outside(model, reached | _registry_modules(model)) or ([] if reached else [""])
+    _warn(model, name, missed)
+    return missed
+
+
+@contextmanager
+def _listening(name: str) -> Iterator[set[nn.Module]]:
+    """The modules that call PDE attention, while this lasts."""
+    from transformers import AttentionInterface
+
+    function: Any = AttentionInterface().get(name)
+    if not isinstance(function, _Attention):
+        raise ValueError(f"the model's attn_implementation is {name!r}, not one of PDE attention")
+    called: set[nn.Module] = set()
+
+    def listen(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        called.add(module)
+        return function(module, *args, **kwargs)
+
+    AttentionInterface.register(name, listen)
+    try:
+        yield called
+    finally:
+        AttentionInterface.register(name, function)
+
+
+def _registry_modules(model: nn.Module) -> dict[str, Any]:
+    """The modules whose own code asks transformers' AttentionInterface for a function."""
+    return {name: m for name, m in model.named_modules() if _asks_registry(type(m))}
+
+
+def _asks_registry(kind: type) -> bool:
+    functions = [inspect.unwrap(f) for f in vars(kind).values() if callable(f)]
+    if any("ALL_ATTENTION_FUNCTIONS" in getattr(f, "__code__", _none).co_names for f in functions):
+        return True
+    return "forward" not in vars(kind) and any(map(_asks_registry, kind.__bases__))
+
+
+_none: Any = (lambda: None).__code__
+
+
+def _outside(model: nn.Module, reached: Mapping[str, nn.Module]) -> list[str]:
+    """Modules called attention that neither are, nor contain, nor belong to those that are reached."""
+    related = lambda a, b: f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.")
+    names = [n for n, m in model.named_modules() if "attention" in type(m).__name__.lower()]
+    outside = [n for n in names if not any(related(n, r) for r in reached)]
+    return [n for n in outside if not any(n.startswith(f"{o}.") for o in outside)]
+
+
+def _warn(model: nn.Module, name: str, missed: list[str]) -> None:
+    if missed:
+        which = f"{missed[0] or 'anywhere'}" + (
+            f" and {len(missed) - 1} more" if len(missed) > 1 else ""
+        )
+        warnings.warn(
+            f"{type(model).__name__} computes attention by itself ({which}): attn_implementation="
+            f"{name!r} does not reach it, it stays ordinary attention",
+            stacklevel=3,
+        )

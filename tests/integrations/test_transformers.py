@@ -1,0 +1,711 @@
+"""Hugging Face models with PDE attention: the same as a dense map by hand, with every mask and cache."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from attractor.attention import CausalityError, assert_causal, masks, pde_attention, pdes
+
+transformers = pytest.importorskip("transformers")
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils  # noqa: E402
+
+from attractor.integrations import transformers as pde  # noqa: E402
+
+FOUR = list(pde.NAMES)
+IDS = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9, 32], [31, 41, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]])
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 50,
+         "max_position_embeddings": 64, "initializer_range": 0.4}  # fmt: skip
+TOKENS = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+
+
+def gpt2(**more):
+    config = transformers.GPT2Config(
+        n_layer=2,
+        n_head=2,
+        n_embd=16,
+        n_positions=64,
+        vocab_size=50,
+        initializer_range=0.4,
+        **TOKENS,
+        **more,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama(**more):
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **TOKENS, **heads, **more))
+
+
+def mistral(**more):  # a causal sliding window
+    more = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5, **more}
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, **TOKENS, **more))
+
+
+def bert(**more):
+    config = transformers.BertConfig(**SIZES, **TOKENS, num_attention_heads=2, **more)
+    return transformers.BertForMaskedLM(config)
+
+
+def modernbert(**more):  # one full layer, one with a window to both sides
+    config = transformers.ModernBertConfig(
+        **SIZES, **TOKENS, num_attention_heads=2, local_attention=6, global_attn_every_n_layers=2,
+        cls_token_id=1, sep_token_id=2, **more,
+    )  # fmt: skip
+    return transformers.ModernBertForMaskedLM(config)
+
+
+DECODERS = {"gpt2": gpt2, "llama": llama, "mistral": mistral}
+ENCODERS = {"bert": bert, "modernbert": modernbert}
+every_pde = pytest.mark.parametrize("name", FOUR)
+every_model = pytest.mark.parametrize("make", [*DECODERS.values(), *ENCODERS.values()])
+every_decoder = pytest.mark.parametrize("make", DECODERS.values())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors here are too small for more
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    pde.register()
+
+
+def build(make, name, **more):
+    torch.manual_seed(1)
+    return make(attn_implementation=name, **more).double().eval()
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+@torch.no_grad()
+def logits(model, ids=IDS, **more):
+    return model(ids, **more).logits
+
+
+@every_pde
+@every_model
+def test_models_run_unchanged_otherwise(make, name):
+    found = logits(build(make, name))
+    plain = logits(build(make, "sdpa"))
+    assert found.shape == plain.shape
+    assert found.isfinite().all()
+    assert (found - plain).abs().max() > 1e-4
+
+
+@every_model
+def test_no_steps_and_no_flow_are_sdpa(make):
+    plain = logits(build(make, "sdpa"))
+    pde.register(steps=0, names={"pde_resting": "wave"})
+    close(logits(build(make, "pde_resting")), plain)
+    pde.register(names={"pde_still": pdes.Diffusion(0.0)})
+    close(logits(build(make, "pde_still")), plain)
+
+
+def by_hand(q, k, v, allowed, alpha, steps):
+    """Diffusion as a matrix for every row: the path of its allowed keys."""
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~allowed, -torch.inf)
+    A = scores.softmax(-1).nan_to_num(0.0)
+    allowed = allowed.expand(A.shape)
+    out = torch.zeros_like(A)
+    for b, h, i in torch.cartesian_prod(*(torch.arange(s) for s in A.shape[:3])).tolist():
+        ok = allowed[b, h, i].double()
+        edges = torch.diag(ok[1:] * ok[:-1], 1)
+        edges = edges + edges.T
+        step = torch.eye(len(ok)).double() + alpha * (edges - torch.diag(edges.sum(0)))
+        out[b, h, i] = A[b, h, i] @ torch.linalg.matrix_power(step, steps)
+    return out @ v
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_layer_of_gpt2_by_hand(padded):
+    model = build(gpt2, "pde_diffusion").transformer
+    real = torch.ones(2, 12).bool()
+    if padded:
+        real[1, :4] = False
+    seen = []
+    model.h[0].attn.register_forward_hook(lambda module, args, output: seen.append((args, output[0])))
+    with torch.no_grad():
+        model(IDS, attention_mask=real.long())
+        ((hidden, *_), found), = seen  # fmt: skip
+        q, k, v = (
+            x.unflatten(-1, (2, 8)).transpose(1, 2) for x in model.h[0].attn.c_attn(hidden).split(16, -1)
+        )
+        allowed = torch.ones(12, 12).bool().tril() & real[:, None, None]
+        want = model.h[0].attn.c_proj(by_hand(q, k, v, allowed, 0.1, 4).transpose(1, 2).flatten(2))
+    close(found, want)
+
+
+def test_grouped_heads_and_windows_by_hand():
+    """Mistral's own attention function, called as its module does."""
+    model = build(mistral, "pde_diffusion").model
+    seen = []
+    function = AttentionInterface()["pde_diffusion"]
+
+    def listen(module, query, key, value, mask, **options):
+        output = function(module, query, key, value, mask, **options)
+        seen.append((query, key, value, output[0]))
+        return output
+
+    AttentionInterface.register("pde_diffusion", listen)
+    model(IDS)
+    AttentionInterface.register("pde_diffusion", function)
+    assert len(seen) == 2
+    gap = torch.arange(12)[:, None] - torch.arange(12)
+    for q, k, v, found in seen:
+        assert k.shape[1] == 2
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        close(found, by_hand(q, k, v, (gap >= 0) & (gap < 5), 0.1, 4).transpose(1, 2))
+        assert found.is_contiguous()
+
+
+# Masks
+
+
+def padded(side, pads=4):
+    """IDS with padding around the second text, and what models want to know about it."""
+    ids = torch.zeros(2, 12 + pads, dtype=torch.long)
+    real = torch.zeros(2, 12 + pads, dtype=torch.long)
+    first = [0, pads] if side == "left" else [0, 0]
+    for b, (start, n) in enumerate(zip(first, (12 + pads, 12))):
+        text = IDS[b].repeat(2)[:n]
+        ids[b, start : start + n] = text
+        real[b, start : start + n] = 1
+    positions = (real.cumsum(-1) - 1).clamp(min=0)
+    return {"input_ids": ids, "attention_mask": real, "position_ids": positions}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@every_model
+def test_padding_changes_nothing(make, side):
+    model = build(make, "pde_advection_diffusion")
+    given = padded(side)
+    with torch.no_grad():
+        found = model(**given).logits
+    for b in range(2):
+        real = given["attention_mask"][b].bool()
+        close(found[b][real], logits(model, given["input_ids"][b : b + 1, real])[0])
+
+
+@every_decoder
+def test_packed_texts_do_not_see_each_other(make):
+    model = build(make, "pde_wave")
+    packed, positions = IDS.flatten()[None, :20], torch.cat((torch.arange(12), torch.arange(8)))[None]
+    found = logits(model, packed, position_ids=positions, use_cache=False)
+    close(found[:, :12], logits(model, packed[:, :12]))
+    close(found[:, 12:], logits(model, packed[:, 12:]))
+
+
+def config(model, **more):
+    model.config._attn_implementation = "pde_diffusion"
+    return {
+        "config": model.config,
+        "inputs_embeds": torch.empty(2, 12, 16),
+        "attention_mask": None,
+        **more,
+    }
+
+
+REAL = padded("left", 0)["attention_mask"].index_fill(1, torch.tensor([0, 1]), 0)
+REQUESTS = {
+    "causal": (masking_utils.create_causal_mask, {}),
+    "padded": (masking_utils.create_causal_mask, {"attention_mask": REAL}),
+    "packed": (masking_utils.create_causal_mask, {"position_ids": torch.arange(12).repeat(2, 1) % 5}),
+    "window": (masking_utils.create_sliding_window_causal_mask, {}),
+    "padded window": (masking_utils.create_sliding_window_causal_mask, {"attention_mask": REAL}),
+    "packed window": (masking_utils.create_sliding_window_causal_mask,
+                      {"position_ids": torch.arange(12).repeat(2, 1) % 7}),
+    "full": (masking_utils.create_bidirectional_mask, {}),
+    "padded full": (masking_utils.create_bidirectional_mask, {"attention_mask": REAL}),
+    "full window": (masking_utils.create_bidirectional_sliding_window_mask, {}),
+    "padded full window": (masking_utils.create_bidirectional_sliding_window_mask, {"attention_mask": REAL}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_masks_in_words_are_those_of_transformers(kind):
+    create, given = REQUESTS[kind]
+    request = config(mistral(), **given)
+    if "full" not in kind:
+        request["past_key_values"] = None
+    found = create(**request)
+    assert isinstance(found, pde.Mask)
+    request["config"]._attn_implementation = "eager"
+    bias = create(**request)
+    want = torch.ones(2, 1, 12, 12).bool() if bias is None else (bias == 0).expand(2, 1, 12, 12)
+    allowed = masks.allowed(12, found.keys, torch.device("cpu"), **found.where())
+    got = want.new_ones(2, 1, 12, 12) if allowed is None else allowed.expand(2, 1, 12, 12)
+    assert torch.equal(got, want)
+
+
+def test_windows_wider_than_the_text_are_none():
+    request = config(mistral(sliding_window=12), past_key_values=None)
+    assert masking_utils.create_sliding_window_causal_mask(**request).window is None
+    request["config"].sliding_window = 11
+    assert masking_utils.create_sliding_window_causal_mask(**request).window == (10, -1)
+
+
+def test_other_masks_are_tensors():
+    request = config(mistral(), past_key_values=None)
+    own = masking_utils.create_causal_mask(**request, and_mask_function=lambda b, h, q, k: k != 3)
+    assert own.shape == (2, 1, 12, 12)
+    assert not own[..., 3].any()
+    assert torch.equal(own[0, 0, :, 4:], torch.ones(12, 12).tril().bool()[:, 4:])
+    request["config"].attention_chunk_size = 4
+    chunks = masking_utils.create_chunked_causal_mask(**request)
+    assert torch.equal(chunks[0, 0], torch.block_diag(*[torch.ones(4, 4).tril()] * 3).bool())
+    four = torch.ones(2, 1, 12, 12).bool()
+    assert masking_utils.create_causal_mask(**request | {"attention_mask": four}) is four
+
+
+@every_model
+def test_a_mask_of_ones_own(make):
+    model = build(make, "pde_diffusion")
+    below = torch.ones(2, 1, 12, 12).bool().tril()
+    if make in DECODERS.values():
+        for mask in (below, torch.zeros(2, 1, 12, 12).double().masked_fill(~below, -torch.inf)):
+            window = {"sliding_window": None} if make is mistral else {}
+            close(logits(build(make, "pde_diffusion", **window), attention_mask=mask),
+                  logits(build(make, "pde_diffusion", **window)))  # fmt: skip
+    elif make is bert:
+        close(logits(model, attention_mask=torch.ones(2, 1, 12, 12).bool()), logits(model))
+
+
+# Caches
+
+
+CACHES = {
+    "dynamic": {},
+    "static": {"cache_implementation": "static"},
+    "in chunks": {"prefill_chunk_size": 5},
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("side", [None, "left"])
+@every_decoder
+def test_cached_generation_equals_uncached(make, side, cache):
+    model = build(make, "pde_reaction_diffusion" if make is gpt2 else "pde_diffusion")
+    given = padded("left") if side else {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+    given.pop("position_ids", None)
+    options = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    cached = model.generate(**given, **options, **CACHES[cache])
+    uncached = model.generate(**given, **options, use_cache=False)
+    assert torch.equal(cached.sequences, uncached.sequences)
+    torch.testing.assert_close(torch.stack(cached.logits), torch.stack(uncached.logits))  # in float32
+
+
+@every_pde
+@every_decoder
+def test_several_queries_against_a_cache(make, name):
+    model = build(make, name)
+    given = padded("left")
+    with torch.no_grad():
+        whole = model(**given, use_cache=False).logits
+        first = {**{n: x[:, :7] for n, x in given.items()}, "use_cache": True}
+        past = model(**first).past_key_values
+        rest = {n: x[:, 7:] for n, x in given.items()} | {"attention_mask": given["attention_mask"]}
+        later = model(**rest, past_key_values=past).logits
+    close(later, whole[:, 7:])
+
+
+# Causality
+
+
+@every_pde
+@every_decoder
+def test_decoders_are_causal(make, name):
+    assert_causal(build(make, name), IDS)
+    assert_causal(pde.add_pde(make(), pde.NAMES[name]), IDS)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_leaks_are_caught(make):
+    pde.register(walls="sequence", names={"pde_leaking": "diffusion"})
+    model = build(make, "pde_leaking")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(CausalityError, match="sees its future"):
+            assert_causal(model, IDS)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_a_forgotten_mask_is_caught(make):
+    def naive(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **more):
+        output = pde_attention(
+            query, key, value, attention_mask, scale=scaling, enable_gqa=True, pde="diffusion"
+        )
+        return output.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("forgetful", naive)
+    with pytest.raises(CausalityError, match="sees its future"):
+        assert_causal(build(make, "forgetful"), IDS)
+    # ours asks the module, and refuses to guess
+    AttentionInterface.register("forgetful", AttentionInterface()["pde_diffusion"])
+    model = build(make, "forgetful")
+    assert_causal(model, IDS)
+    past = model(IDS[:, :5], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="7 queries, 12 keys and no mask"):
+        model(IDS[:, 5:], past_key_values=past)
+
+
+# Maps
+
+
+@every_pde
+@every_model
+def test_maps(make, name):
+    model = build(make, name)
+    with torch.no_grad():
+        told = model(IDS, output_attentions=True)
+    close(told.logits, logits(model))
+    assert len(told.attentions) == 2
+    for A in told.attentions:
+        assert A.shape == (2, A.shape[1], 12, 12)
+        assert A.dtype == torch.float64
+        if make in DECODERS.values():
+            assert torch.equal(A, A.tril())
+        if name != "pde_reaction_diffusion":
+            close(A.sum(-1), torch.ones(A.shape[:-1]).double())
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_maps_while_generating(cache):
+    model = build(llama, "pde_diffusion")
+    made = model.generate(
+        IDS,
+        max_new_tokens=3,
+        do_sample=False,
+        output_attentions=True,
+        return_dict_in_generate=True,
+        **CACHES[cache],
+    )
+    shapes = [tuple(step[0].shape) for step in made.attentions]
+    keys = [12, 13, 14] if cache == "dynamic" else [14] * 3
+    assert shapes == [(2, 4, 12 if i == 0 else 1, n) for i, n in enumerate(keys)]
+    for step in made.attentions:
+        close(step[0].sum(-1), torch.ones(step[0].shape[:-1]).double())
+
+
+# Learned coefficients
+
+
+@every_pde
+@every_model
+def test_coefficients_start_at_the_pdes_own_and_learn(make, name):
+    plain = build(make, name)
+    model = pde.add_pde(build(make, "sdpa"), pde.NAMES[name])
+    # float32 logits of the coefficients, so not to the last bit
+    torch.testing.assert_close(logits(model), logits(plain), rtol=1e-4, atol=1e-5)
+    learned = {n: p for n, p in model.named_parameters() if ".pde." in n}
+    names = [n for n in ("alpha", "beta", "c") if hasattr(pdes.get_pde(pde.NAMES[name])(), n)]
+    assert len(learned) == 2 * len(names)
+    model(IDS).logits.square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in learned.values())
+    with torch.no_grad():
+        for p in learned.values():
+            p += 1e3
+    assert logits(model).isfinite().all()
+
+
+def test_a_set_for_every_head():
+    for make, heads in ((gpt2, 2), (llama, 4), (bert, 2), (modernbert, 2)):
+        model = pde.add_pde(build(make, "sdpa"), "diffusion", per_head=True)
+        learned = [p for n, p in model.named_parameters() if ".pde." in n]
+        assert [p.shape for p in learned] == [(heads,)] * 2
+        with torch.no_grad():
+            learned[0][0] += 1
+        model(IDS).logits.sum().backward()
+        assert all((p.grad != 0).all() for p in learned)
+
+
+def test_own_settings_of_a_model():
+    strong = pdes.Diffusion(0.3)
+    model = pde.add_pde(build(gpt2, "sdpa"), strong, steps=2, dt=1.5, learn=False)
+    assert not [n for n, _ in model.named_parameters() if ".pde." in n]
+    pde.register(steps=2, dt=1.5, names={"pde_strong": strong})
+    assert torch.equal(logits(model), logits(build(gpt2, "pde_strong")))
+    pde.register(steps=1)  # for others
+    assert torch.equal(logits(model), logits(build(gpt2, "pde_strong")))
+    pde.add_pde(model, "diffusion", steps=1, learn=False)
+    assert torch.equal(logits(model), logits(build(gpt2, "pde_diffusion")))
+    model.set_attn_implementation("pde_wave")
+    with pytest.raises(
+        ValueError, match="gave this model Diffusion, but its attn_implementation is 'pde_wave'"
+    ):
+        logits(model)
+    model.set_attn_implementation("sdpa")
+    close(logits(model), logits(build(gpt2, "sdpa")))
+
+
+@every_pde
+@pytest.mark.parametrize("make", [gpt2, llama, bert, modernbert])
+def test_saved_and_loaded(make, name, tmp_path):
+    model = pde.add_pde(build(make, "sdpa"), pde.NAMES[name], steps=3, dt=0.5, per_head=True)
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            if ".pde." in n:
+                p += torch.randn_like(p)
+    model.save_pretrained(tmp_path)
+    again = pde.load(type(model), tmp_path)
+    assert type(again) is type(model)
+    assert again.config._attn_implementation == name
+    assert not again.training
+    assert torch.equal(logits(again), logits(model))
+    with pytest.raises(ValueError, match="load such a model with"):
+        logits(type(model).from_pretrained(tmp_path, attn_implementation=name))
+    fresh = pde.add_pde(build(make, "sdpa"), pde.NAMES[name], steps=3, dt=0.5, per_head=True)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(logits(fresh), logits(model))
+
+
+def test_loaded_by_auto_classes_and_in_half_precision(tmp_path):
+    model = pde.add_pde(
+        build(gpt2, "sdpa"), pdes.Diffusion(torch.tensor([0.05, 0.4])[:, None, None]), per_head=True
+    )
+    model.save_pretrained(tmp_path)
+    again = pde.load(transformers.AutoModelForCausalLM, tmp_path)
+    assert type(again) is transformers.GPT2LMHeadModel
+    assert torch.equal(logits(again), logits(model))
+    base, info = pde.load(transformers.AutoModel, tmp_path, output_loading_info=True)
+    assert type(base) is transformers.GPT2Model
+    assert not info["missing_keys"]
+    torch.testing.assert_close(base.h[0].attn.pde().alpha.flatten().float(), torch.tensor([0.05, 0.4]))
+    half = pde.load(transformers.AutoModelForCausalLM, tmp_path, dtype=torch.bfloat16)
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(logits(half).double(), logits(model), rtol=0.1, atol=0.5)
+    assert half.transformer.h[1].attn.pde.learned.alpha_logit.dtype == torch.float32
+
+
+def test_constants_are_loaded_too(tmp_path):
+    model = pde.add_pde(
+        build(bert, "sdpa"), pdes.ReactionDiffusion(0.2, 0.3, split=True), 3, 0.5, learn=False
+    )
+    model.save_pretrained(tmp_path)
+    again = pde.load(transformers.AutoModelForMaskedLM, tmp_path)
+    assert again.bert.encoder.layer[0].attention.self.pde() == pdes.ReactionDiffusion(
+        0.2, 0.3, split=True
+    )
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_folders_without_coefficients(tmp_path):
+    build(gpt2, "sdpa").save_pretrained(tmp_path / "plain")
+    with pytest.raises(
+        ValueError, match=r"was saved without a PDE: use GPT2LMHeadModel\.from_pretrained, then"
+    ):
+        pde.load(transformers.GPT2LMHeadModel, tmp_path / "plain")
+    model = pde.add_pde(build(gpt2, "sdpa"))
+    model.save_pretrained(
+        tmp_path / "part", state_dict={n: p for n, p in model.state_dict().items() if ".pde." not in n}
+    )
+    with pytest.raises(ValueError, match="has no numbers for"):
+        pde.load(transformers.GPT2LMHeadModel, tmp_path / "part")
+
+
+# Models that are not reached
+
+
+def test_models_that_are_reached():
+    for make in (*DECODERS.values(), *ENCODERS.values()):
+        model = build(make, "pde_diffusion").train()
+        model.get_input_embeddings().eval()
+        modes = [m.training for m in model.modules()]
+        assert pde.check(model) == []
+        assert [m.training for m in model.modules()] == modes
+    with pytest.raises(ValueError, match="attn_implementation is 'sdpa', not one of PDE attention"):
+        pde.check(build(gpt2, "sdpa"))
+
+
+def bloom(**more):
+    config = transformers.BloomConfig(
+        hidden_size=16, n_layer=1, n_head=2, vocab_size=50, **TOKENS, **more
+    )
+    return transformers.BloomForCausalLM(config)
+
+
+def reformer(**more):
+    config = transformers.ReformerConfig(
+        hidden_size=16, num_attention_heads=2, attention_head_size=8, feed_forward_size=16, vocab_size=50,
+        attn_layers=["local"], axial_pos_embds=False, max_position_embeddings=64, is_decoder=True,
+        local_attn_chunk_length=4, **more,
+    )  # fmt: skip
+    return transformers.ReformerModelWithLMHead(config)
+
+
+def test_models_that_bypass_it_say_so():
+    for model in (build(bloom, "pde_diffusion"), build(reformer, "pde_diffusion")):
+        with pytest.warns(
+            UserWarning, match="'pde_diffusion' does not reach it, it stays ordinary attention"
+        ):
+            missed = pde.check(model, input_ids=IDS)
+        assert len(missed) == 1
+        with pytest.raises(ValueError, match="has no attention that PDE attention could reach"):
+            pde.add_pde(model)
+
+
+def test_a_model_that_bypasses_it_cannot_leak():
+    """Bloom adds the mask itself, and with None, as sdpa's function makes it, it sees the future."""
+    AttentionInterface.register("unheard", AttentionInterface()["pde_diffusion"])
+    AttentionMaskInterface.register("unheard", masking_utils.sdpa_mask)
+    with pytest.raises(CausalityError):
+        assert_causal(build(bloom, "unheard"), IDS)
+    with pytest.raises(pde.BypassError, match="computes its attention itself"):
+        logits(build(bloom, "pde_diffusion"))
+
+
+class Both(nn.Module):
+    """A model with attention of its own beside a model of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = gpt2()
+        self.attention = nn.MultiheadAttention(16, 2)
+        self.config = self.inner.config
+
+    def set_attn_implementation(self, name):
+        self.inner.set_attn_implementation(name)
+
+
+def test_a_part_that_is_not_reached():
+    with pytest.warns(UserWarning, match=r"Both computes attention by itself \(attention\)"):
+        model = pde.add_pde(Both())
+    assert len([n for n, _ in model.named_parameters() if ".pde." in n]) == 2
+
+
+# Arguments
+
+
+def attend(queries=6, keys=6, mask=None, causal=True, name="pde_diffusion", heads=2, **more):
+    module = nn.Module()
+    module.is_causal = causal
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, n, 4).double() for h, n in ((heads, queries), (2, keys), (2, keys)))
+    return AttentionInterface()[name](module, q, k, v, mask, **more)[0], (q, k, v)
+
+
+@pytest.mark.parametrize("argument", pde.UNKNOWN)
+def test_what_it_does_not_know_raises(argument):
+    attend(**{argument: None})
+    with pytest.raises(ValueError, match=f"'pde_diffusion' does not know {argument}, which"):
+        attend(**{argument: 30.0})
+
+
+def test_packed_lengths_without_positions_raise():
+    attend(cu_seq_lens_q=torch.tensor([0, 6]))
+    with pytest.raises(ValueError, match="give position_ids that start again"):
+        attend(cu_seq_lens_q=torch.tensor([0, 3, 6]))
+
+
+def test_without_a_mask():
+    plain = {"pde": "diffusion", "enable_gqa": True}
+    for causal in (True, False):
+        found, (q, k, v) = attend(causal=causal)
+        close(found, pde_attention(q, k, v, is_causal=causal, **plain).transpose(1, 2))
+        found, (q, k, v) = attend(causal=causal, sliding_window=3)
+        window = (2, 0) if causal else 2
+        close(found, pde_attention(q, k, v, window=window, **plain).transpose(1, 2))
+        found, (q, k, v) = attend(causal=not causal, is_causal=causal, heads=4)
+        close(found, pde_attention(q, k, v, is_causal=causal, **plain).transpose(1, 2))
+    found, (q, k, v) = attend(queries=1)
+    close(found, pde_attention(q, k, v, **plain).transpose(1, 2))
+    found, (q, k, v) = attend(queries=1, sliding_window=3)
+    close(found, pde_attention(q, k[:, :, -3:], v[:, :, -3:], **plain).transpose(1, 2))
+    found, (q, k, v) = attend(queries=3, causal=False)
+    close(found, pde_attention(q, k, v, **plain).transpose(1, 2))
+    for shape in ((2, 6), (6, 6)):
+        with pytest.raises(ValueError, match=r"it must be \[batch, heads or 1, queries, keys\]"):
+            attend(mask=torch.ones(shape).bool())
+
+
+def test_a_bias_of_positions():
+    bias = torch.randn(1, 2, 6, 6).double()
+    below = torch.ones(1, 1, 6, 6).bool().tril()
+    lowest = torch.zeros(1, 1, 6, 6).double().masked_fill(~below, torch.finfo(torch.float64).min)
+    found, (q, k, v) = attend(position_bias=bias)
+    want = pde_attention(q, k, v, bias.masked_fill(~below, -torch.inf), pde="diffusion").transpose(1, 2)
+    close(found, want)
+    for mask in (below, lowest):
+        close(attend(position_bias=bias, mask=mask, causal=False)[0], want)
+
+
+def test_dropout_and_scaling_are_passed_on():
+    found, (q, k, v) = attend(scaling=0.3)
+    close(found, pde_attention(q, k, v, is_causal=True, scale=0.3, pde="diffusion").transpose(1, 2))
+    assert attend(dropout=1.0)[0].abs().max() == 0
+
+
+# Registration
+
+
+def test_registering_again_changes_the_setting():
+    model = build(gpt2, "pde_diffusion")
+    before = logits(model)
+    assert pde.register() == FOUR
+    assert torch.equal(logits(model), before)
+    pde.register(steps=8)
+    assert not torch.equal(logits(model), before)
+    pde.register()
+    assert torch.equal(logits(model), before)
+    assert all(AttentionMaskInterface()[name] is pde.make_mask for name in FOUR)
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    {
+        "dt = 7 is unstable": {"dt": 7.0},
+        "steps = -1 must be": {"steps": -1},
+        "walls 'none' is not one of": {"walls": "none"},
+        "method 'magic' is not one of": {"method": "magic"},
+        "no PDE is called 'heat'": {"names": {"pde_heat": "heat"}},
+        "'my_sdpa' is no name for PDE attention: transformers gives 'sdpa' a meaning": {"names": {"my_sdpa": "wave"}},
+        "'a/b' is no name": {"names": {"a/b": "wave"}},
+        "'eager' is no name for PDE attention: it is taken": {"names": {"eager": "wave"}},
+        "'paged' is no name": {"names": {"paged": "wave"}},
+    }.items(),
+)  # fmt: skip
+def test_errors_teach(message, options):
+    AttentionInterface.register("paged", print)
+    with pytest.raises(ValueError, match=message):
+        pde.register(**options)
+    del AttentionInterface._global_mapping["paged"]
+
+
+def test_adding_what_cannot_be_added():
+    with pytest.raises(ValueError, match="unstable"):
+        pde.add_pde(gpt2(), pdes.Diffusion(0.9))
+    with pytest.raises(ValueError, match="Own is not one of diffusion"):
+        pde.add_pde(gpt2(), Own())
+
+
+class Own(pdes.Diffusion):
+    """A PDE of one's own."""
+
+
+def test_an_equation_of_ones_own():
+    pde.register(names={"pde_own": Own(0.2)})
+    pde.register(names={"pde_same": pdes.Diffusion(0.2)})
+    assert torch.equal(logits(build(llama, "pde_own")), logits(build(llama, "pde_same")))
+
+
+@pytest.mark.parametrize("make", [llama, bert])
+def test_models_can_be_compiled_whole(make):
+    model = pde.add_pde(build(make, "sdpa"))
+    given = {"input_ids": IDS, "attention_mask": REAL}
+    more = {"use_cache": False} if make is llama else {}
+    with torch.no_grad():
+        whole = torch.compile(model, fullgraph=True, backend="aot_eager")(**given, **more).logits
+        close(whole[:, 2:], model(**given).logits[:, 2:])
