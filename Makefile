@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format test-slow test-gpu bench results clean
+.PHONY: demo test lint format test-slow test-gpu bench results leak clean
 
 demo: $(STAMP)
 	$(BIN)/attractor demo --out out/demo
@@ -46,7 +46,12 @@ results: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.interrupted
 	$(BIN)/python -m benchmarks.compare
 	$(BIN)/python -m benchmarks.stepping
+	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.pages
+
+# The small run of the experiment, minutes on a CPU; DATA (or ATTRACTOR_DATA) is a folder with WikiText-2.
+leak: $(STAMP)
+	$(BIN)/python -m experiments.leak --quick --out out/leak $(if $(DATA),--data $(DATA))
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

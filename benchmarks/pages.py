@@ -1,4 +1,4 @@
-"""Put the numbers of benchmarks/results/ into the tables of README and docs.
+"""Put the numbers of benchmarks/results/ and experiments/results/ into the tables of README and docs.
 
 ``python -m benchmarks.pages`` rewrites what stands between ``<!-- results: NAME -->`` and
 ``<!-- end -->``; the tests compare.
@@ -17,8 +17,12 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def load(name: str) -> dict[str, Any]:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+def load(name: str, folder: str = "benchmarks") -> dict[str, Any]:
+    return json.loads((ROOT / folder / "results" / f"{name}.json").read_text())
+
+
+def measured(name: str) -> bool:
+    return (ROOT / "benchmarks" / "results" / f"{name}.json").exists()
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -233,6 +237,125 @@ def theory() -> str:
     return text
 
 
+def attention() -> str:
+    text = command("attention")
+    if not measured("attention"):
+        return text + "Not measured yet.\n"
+    found = load("attention")
+    rows = {(r["tokens"], r["causal"], r["method"], r["pass"]): r for r in found["rows"]}
+    known = ("sdpa", "dense", "stepped", "tiled", "split", "windowed")
+    methods = [m for m in known if any(r["method"] == m for r in found["rows"])]
+
+    def cell(key: tuple[int, bool, str]) -> str:
+        passes = [rows.get((*key, kind)) for kind in ("forward", "both")]
+        if not any(passes):
+            return ""
+        times = pair(passes, "milliseconds", size)
+        return times if key[2] == "sdpa" else f"{times} ({pair(passes, 'ratio', times_sdpa)})"
+
+    cases = list(dict.fromkeys((r["tokens"], r["causal"]) for r in found["rows"]))
+    text += (
+        f"Milliseconds, forward / forward and backward, in brackets times SDPA's: batch {found['batch']}, "
+        f"{found['heads']} heads of {found['dim']}, {found['steps']} steps, float32, CPU. Diffusion, but for "
+        "`tiled` and `split`: reaction-diffusion, as it is and split.\n\n"
+    )
+    text += table(
+        ["tokens", *methods],
+        [[f"{n:,}{', causal' if causal else ''}", *(cell((n, causal, m)) for m in methods)]
+         for n, causal in cases],
+    )  # fmt: skip
+    text += "\nPeak memory beyond inputs, outputs and their gradients, in MB, causal:\n\n"
+    text += table(
+        ["tokens", *methods],
+        [[f"{n:,}", *(pair([rows.get((n, True, m, kind)) for kind in ("forward", "both")], "peak_mb", size)
+                      for m in methods)]
+         for n, causal in cases if causal],
+    )  # fmt: skip
+    return text + (windows(found) if found.get("windows") else "")
+
+
+def windows(found: dict[str, Any]) -> str:
+    """Sliding windows with global tokens at lengths where no map would fit."""
+    rows = {(r["tokens"], r.get("method", "diffusion"), r["pass"]): r for r in found["windows"]}
+    methods = list(dict.fromkeys(method for _, method, _ in rows))
+    lengths = list(dict.fromkeys(tokens for tokens, _, _ in rows))
+    passes = lambda n, m: [rows.get((n, m, kind)) for kind in ("forward", "both")]
+    cells = [
+        [
+            f"{n:,}",
+            *(pair(passes(n, m), key, size) for key in ("milliseconds", "peak_mb") for m in methods),
+        ]
+        for n in lengths
+    ]
+    head = ["tokens", *(f"{m}, {unit}" for unit in ("ms", "MB") for m in methods)]
+    what = ""
+    if "window" in found:
+        left, n = found["window"][0], found["global_tokens"]
+        what = f" of {left} tokens back with {n} global tokens"
+    return f"\nCausal windows{what}, forward / forward and backward:\n\n" + table(head, cells)
+
+
+def pair(rows: list[dict[str, Any] | None], key: str, number: Any) -> str:
+    """One number of each row, a dash where there is none."""
+    if not any(rows):
+        return ""
+    return " / ".join("–" if r is None or r[key] is None else number(r[key]) for r in rows)
+
+
+def size(x: float) -> str:
+    return f"{x:,.0f}" if x >= 10 else f"{x:.1f}"
+
+
+def times_sdpa(x: float) -> str:
+    return f"{x:.0f}x" if x >= 10 else f"{x:.2f}x"
+
+
+def leak() -> str:
+    found = load("leak", "experiments")["arms"]
+    rows = []
+    for name, arm in found.items():
+        if "8 steps" in name:
+            continue
+        last = arm["history"][-1]
+        causal = (
+            "causal" if arm["causality"]["causal"] else f"output {arm['causality']['position']} leaks"
+        )
+        numbers = (last[k] for k in ("perplexity", "sample_forced", "sample_left_to_right"))
+        rows.append([name, *map(perplexity, numbers), causal, f"{arm['seconds']:.0f} s"])
+    recipe = found["standard"]["recipe"]
+    text = (
+        "`python -m experiments.leak --data FOLDER --device cuda`\n\n"
+        f"WikiText-2, WordPiece, {recipe['layers']} layers of {recipe['dim']}, {recipe['tokens']} tokens, "
+        f"{recipe['updates']:,} updates of {recipe['batch']} texts, one seed, {found['standard']['device']}. "
+        f"The sample is {recipe['honest_windows'] * recipe['honest_positions']:,} tokens.\n\n"
+    )
+    head = ["validation perplexity", "teacher forcing", "the sample, teacher forcing",
+            "the sample, left to right", "`assert_causal`", "training"]  # fmt: skip
+    return text + table(head, rows)
+
+
+def eight_steps() -> str:
+    """The arms with 8 steps: of the real recipe if they were run, else of the small one."""
+    for name in ("leak", "leak_quick"):
+        arms = {k: arm for k, arm in load(name, "experiments")["arms"].items() if "8 steps" in k}
+        if arms:
+            break
+    recipe = next(iter(arms.values()))["recipe"]
+    finite = sum(arm["finite"] for arm in arms.values())
+    each = ", ".join(
+        f"{k.split(',')[0].replace('_', '-')} {perplexity(arm['history'][-1]['perplexity'])}"
+        for k, arm in arms.items()
+    )
+    return (
+        f"Eight steps, {recipe['updates']:,} updates of {recipe['layers']} layers of {recipe['dim']} on "
+        f"{recipe['tokenizer']}: {finite} of {len(arms)} PDEs stay finite throughout. Perplexities: {each}.\n"
+    )
+
+
+def perplexity(x: float) -> str:
+    return f"{x:.2f}" if x < 10 else f"{x:,.1f}" if x < 1e5 else f"{x:.0e}"
+
+
 def span(values: list) -> str:
     """Smallest to largest, in few characters."""
     if any(v is None for v in values):
@@ -261,8 +384,37 @@ def summary() -> str:
         ["energy error after 100,000 steps of Hénon-Heiles",
          f"leapfrog {e['leapfrog'][-1]:.3f} (first tenth {e['leapfrog'][0]:.3f}), "
          f"rk4 {e['rk4'][-1]:.2f} (first tenth {e['rk4'][0]:.2f})"],
+        *attention_summary(),
     ]  # fmt: skip
     return table(["", ""], rows).replace("---:", "---")
+
+
+def attention_summary() -> list[list[str]]:
+    rows = []
+    stepped = [] if not measured("attention") else [
+        r for r in load("attention")["rows"]
+        if r["method"] == "stepped" and r["causal"] and r["tokens"] >= 2048
+    ]  # fmt: skip
+    if stepped:
+        ratios = [r["ratio"] for r in stepped]
+        most = max(r["tokens"] for r in stepped)
+        rows.append(
+            [f"causal diffusion of attention maps, 4 steps, 2,048 to {most:,} tokens, CPU",
+             f"{min(ratios):.2f} to {max(ratios):.2f} times the time of SDPA, forward and backward"]
+        )  # fmt: skip
+    arms = load("leak", "experiments")["arms"]
+    last = {
+        name: arms[name]["history"][-1]
+        for name in ("standard", "diffusion, walls", "diffusion, no walls")
+    }
+    fair, walls, none = last.values()
+    rows.append(
+        ["WikiText-2 perplexity, one recipe: standard, diffusion with walls, without",
+         f"{perplexity(fair['perplexity'])}, {perplexity(walls['perplexity'])}, "
+         f"{perplexity(none['perplexity'])}, which is a leak: left to right "
+         f"{perplexity(none['sample_left_to_right'])} (docs/attention.md)"]
+    )  # fmt: skip
+    return rows
 
 
 def command(name: str) -> str:

@@ -701,6 +701,9 @@ def test_an_equation_of_ones_own():
     assert torch.equal(logits(build(llama, "pde_own")), logits(build(llama, "pde_same")))
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="Dynamo of torch 2.11 stumbles over transformers' lazy imports"
+)
 @pytest.mark.parametrize("make", [llama, bert])
 def test_models_can_be_compiled_whole(make):
     model = pde.add_pde(build(make, "sdpa"))

@@ -13,9 +13,9 @@ from torch.nn.functional import pad
 
 from attractor.attention import masks
 from attractor.attention.bands import step_values
-from attractor.attention.flash import wide
 from attractor.attention.pde_attention import pde_attention
 from attractor.attention.pdes import PDE, Line, evolve, get_pde, take_steps
+from attractor.attention.precision import autocast_as_sdpa, wide
 
 ROWS = 128  # of the map that are held at once when many tokens come together
 
@@ -79,6 +79,7 @@ class PDECache:
         self._stepped: Tensor | None = None
         self._real: Tensor | None = None
         self._matrices: tuple[Tensor, Tensor] | None = None
+        self._attend = autocast_as_sdpa(self._take_in)
 
     def __len__(self) -> int:
         return self._length
@@ -98,6 +99,9 @@ class PDECache:
         Returns:
             ``[batch, heads, new, value dim]``.
         """
+        return self._attend(query, key, value, key_padding=key_padding)
+
+    def _take_in(self, query: Tensor, key: Tensor, value: Tensor, key_padding: Tensor | None) -> Tensor:
         self._check(query, key, value, key_padding)
         first = self._length
         self._append(key, value, key_padding)

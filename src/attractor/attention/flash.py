@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from attractor.attention.masks import Scope, part_of
+from attractor.attention.precision import wide
 
 ROWS = 512  # of a strip whose rows differ in what they may attend to
 HELD = 1 << 23  # entries of a map that plain torch holds at a time
@@ -70,10 +71,13 @@ class _SplitSoftmax(torch.autograd.Function):
         lse = lse.masked_fill(lse == -torch.inf, 0.0)
         if scope is not None:
             share = (far_lse - lse).exp()[..., lse.shape[-1] - far.shape[-2] :, None]
-            far = far.to(near.dtype).mul_(share)
+            far = far.to(near.dtype) * share
         weights = (near - lse[..., None]).exp()
         ctx.scope, ctx.scale = scope, scale
-        ctx.save_for_backward(query, key, value, far.to(value.dtype), weights, lse)
+        # Neither another name for the output nor one changed in place may be saved: torch 2.11 compiles
+        # that to a gradient of zero.
+        saved = far if far.dtype == value.dtype else far.to(value.dtype)
+        ctx.save_for_backward(query, key, value, saved, weights, lse)
         return far, weights
 
     @staticmethod
@@ -198,11 +202,6 @@ def _grown(part: Tensor, where: slice, whole: Tensor) -> Tensor:
     return full
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which softmax and stencils are computed: float32 for half precisions."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 @dataclass(frozen=True, eq=False)
 class Strip:
     """Some rows, the keys they meet, and which of these they may attend to.
@@ -246,7 +245,11 @@ def _strips(query: Tensor, scope: Scope, plain: bool) -> Iterator[Strip]:
         if rows.start < rows.stop and columns.stop > 0:
             yield _whole(scope, rows, columns)
         return
-    height = max(1, HELD // (query.shape[0] * query.shape[1] * scope.keys)) if plain else ROWS
+    height = ROWS
+    if scope.left is not None and scope.right is not None:  # a strip meets its height and a band's width
+        height = min(ROWS, max(128, (scope.left + scope.right) // 2))
+    if plain:
+        height = max(1, HELD // (query.shape[0] * query.shape[1] * scope.keys))
     ranges = None if torch.compiler.is_compiling() else _document_columns(scope, height)
     for n, start in enumerate(range(_first_row(scope), scope.queries, height)):
         rows = slice(start, min(start + height, scope.queries))

@@ -20,8 +20,8 @@ from torch.nn.functional import pad
 from attractor.attention import masks
 from attractor.attention.bands import band_values, step_values
 from attractor.attention.dense import space
-from attractor.attention.flash import wide
 from attractor.attention.pdes import PDE, Line, evolve, get_pde, take_steps
+from attractor.attention.precision import autocast_as_sdpa, wide
 
 
 class RandomFeatures(nn.Module):
@@ -89,6 +89,7 @@ class RandomFeatures(nn.Module):
         return f"dim={dim}, count={count}{heads}, orthogonal={self.orthogonal}"
 
 
+@autocast_as_sdpa
 def performer_attention(
     query: Tensor,
     key: Tensor,

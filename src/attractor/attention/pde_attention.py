@@ -10,9 +10,9 @@ from torch import Tensor
 
 from attractor.attention import masks
 from attractor.attention.dense import dense
-from attractor.attention.flash import wide
 from attractor.attention.masks import Scope
 from attractor.attention.pdes import AXES, PDE, Line, get_pde, take_steps
+from attractor.attention.precision import autocast_as_sdpa, wide
 from attractor.attention.stepped import softmax_attention, stepped
 from attractor.attention.tiled import tiled
 
@@ -29,6 +29,7 @@ class Choice:
     reason: str
 
 
+@autocast_as_sdpa
 def pde_attention(
     query: Tensor,
     key: Tensor,
@@ -92,6 +93,8 @@ def pde_attention(
     _check_options(equation, steps, dt, dropout_p, axis, walls, method)
     if axis != "key" or walls != "mask":
         _check_causality(query, key, attn_mask, is_causal, window, axis, walls)
+    if attn_mask is not None and attn_mask.is_floating_point():
+        attn_mask = attn_mask.to(wide(query.dtype))
     if renormalise:
         value = torch.cat((value, torch.ones_like(value[..., :1])), -1)
     choice = _choose(query, value, attn_mask, dropout_p, window, equation, steps, axis, walls, method)

@@ -23,6 +23,7 @@ from attractor.attention import flash
 from attractor.attention.bands import Stencil, band_scores, band_values, step_values
 from attractor.attention.masks import Scope, along
 from attractor.attention.pdes import PDE, Line, take_steps
+from attractor.attention.precision import wide
 
 Others = tuple[Tensor, Callable[[Tensor], Tensor]]
 
@@ -48,12 +49,12 @@ def stepped(
             weights add to the output.
     """
     open = scope.open_faces()
-    wide = flash.wide(query.dtype)
-    stencil = Stencil.of(pde, steps, dt, value.to(wide)) if open is None and steps else None
+    dtype = wide(query.dtype)
+    stencil = Stencil.of(pde, steps, dt, value.to(dtype)) if open is None and steps else None
     if stencil is not None and stencil.fits(scope.keys):
-        far_values = stencil.step(value.to(wide)).to(value.dtype)
+        far_values = stencil.step(value.to(dtype)).to(value.dtype)
     else:
-        far_values = step_values(pde, value.to(wide), open, steps, dt).to(value.dtype)
+        far_values = step_values(pde, value.to(dtype), open, steps, dt).to(value.dtype)
     reach = steps * pde.reach
     bands = _bands(scope, reach) if reach else []
     if not bands and others is None:
@@ -72,7 +73,7 @@ def stepped(
     for near, (first, _, patch_first, patch_width) in zip(nears, bands):
         offset = first - patch_first
         spread = _spread(near, offset, patch_first, patch_width, scope, open, stencil, pde, steps, dt)
-        out = band_values(spread, value.to(wide), patch_first, onto=out)
+        out = band_values(spread, value.to(dtype), patch_first, onto=out)
     out = pad(out, (0, 0, scope.queries - out.shape[-2], 0))
     return (out if others is None else out + others[1](rest)).to(value.dtype)
 
@@ -84,7 +85,7 @@ def softmax_attention(query: Tensor, key: Tensor, value: Tensor, scope: Scope, s
         if plain and scope.bias is None:
             return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     if scope.documents is not None or scope.banded or scope.mask is not None:
-        none = query.new_full((*query.shape[:-1], 1), -torch.inf, dtype=flash.wide(query.dtype))
+        none = query.new_full((*query.shape[:-1], 1), -torch.inf, dtype=wide(query.dtype))
         out, _ = flash.split_softmax(query, key, value, none, scope, scale)
         return pad(out, (0, 0, scope.queries - out.shape[-2], 0)).to(value.dtype)
     bias, real = scope.bias, scope.real
@@ -102,8 +103,8 @@ def _near_scores(
     query: Tensor, key: Tensor, scope: Scope, scale: float, first: int, width: int
 ) -> Tensor:
     """Scores ``[batch, heads, queries, width]`` of row i with keys i + first + m; -inf where masked."""
-    wide = flash.wide(query.dtype)
-    scores = scale * band_scores(query.to(wide), key.to(wide), first, width)
+    dtype = wide(query.dtype)
+    scores = scale * band_scores(query.to(dtype), key.to(dtype), first, width)
     bias = scope.bias_diagonals(first, width)
     if bias is not None:
         scores = scores + bias

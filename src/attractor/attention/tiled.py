@@ -25,10 +25,12 @@ from attractor.attention import flash
 from attractor.attention.bands import step_values
 from attractor.attention.masks import Scope, open_faces, part_of
 from attractor.attention.pdes import PDE, Line, take_steps
+from attractor.attention.precision import wide
 from attractor.attention.stepped import Others
 
 COLUMNS = 256  # of a tile, without its halo
-ENTRIES = 1 << 18  # of a tile over all heads, about what stays in a cache
+ENTRIES = 1 << 18  # of a tile over all heads, about what stays in a CPU's cache
+ENTRIES_GPU = 1 << 24  # about what keeps a GPU busy
 
 
 def tiled(
@@ -53,7 +55,7 @@ def tiled(
         others: as in `stepped`.
     """
     dtype = value.dtype
-    query, key, value = (x.to(flash.wide(dtype)) for x in (query, key, value))
+    query, key, value = (x.to(wide(dtype)) for x in (query, key, value))
     lse = flash.log_sum_exp(query, key, scope, scale)
     if others is not None:
         lse = torch.logaddexp(lse, others[0].logsumexp(-1))
@@ -104,7 +106,8 @@ class _Job:
 
     def tiles(self, query: Tensor, stepped: Tensor) -> Iterator["_Tile"]:
         scope, by_source = self.scope, stepped.shape[-2] > 0
-        height = max(16, ENTRIES // (COLUMNS * query.shape[0] * query.shape[1]))
+        entries = ENTRIES if query.device.type == "cpu" else ENTRIES_GPU
+        height = max(16, entries // (COLUMNS * query.shape[0] * query.shape[1]))
         for start in range(0, scope.queries, height):
             rows = slice(start, min(start + height, scope.queries))
             columns = scope.columns(rows)

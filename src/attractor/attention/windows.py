@@ -5,21 +5,25 @@ everything. Time and memory are O(T) for every PDE. Between the global tokens an
 not touch them is a wall.
 """
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attractor.attention import masks
-from attractor.attention.bands import step_values
-from attractor.attention.flash import wide
 from attractor.attention.masks import Scope, open_faces
 from attractor.attention.pde_attention import four_dimensions, pde_attention
 from attractor.attention.pdes import PDE, Diffusion, Line, evolve, get_pde
-from attractor.attention.stepped import stepped
+from attractor.attention.precision import autocast_as_sdpa, wide
+from attractor.attention.stepped import Others, stepped
 from attractor.attention.tiled import tiled
 
+ROWS = 8192  # at a time: what they need for a while then stays small
 
+
+@autocast_as_sdpa
 def window_attention(
     query: Tensor,
     key: Tensor,
@@ -55,6 +59,8 @@ def window_attention(
         raise ValueError(
             f"query has {tokens} tokens and key {key.shape[-2]}: windows need as many of both"
         )
+    if query.ndim != 4:
+        raise ValueError(f"query {list(query.shape)} must be [batch, heads, tokens, dim]")
     equation: PDE = Diffusion() if pde is None else get_pde(pde)() if isinstance(pde, str) else pde
     steps = 0 if pde is None else steps
     common: Any = {
@@ -63,7 +69,7 @@ def window_attention(
     }  # fmt: skip
     left, right = masks.sides(window)
     right = 0 if is_causal else right
-    if left < 0 or global_tokens == 0:
+    if left < 0:
         return pde_attention(query, key, value, key_padding=key_padding, window=(left, right), **common)
     count = min(global_tokens, tokens)
 
@@ -80,13 +86,12 @@ def window_attention(
     # A window that starts at key `count` or before joins the global tokens without a gap.
     joined = min(tokens, count + left + 1)
     parts = []
-    if is_causal:
-        parts.append(whole_rows(joined, (-1, 0)))
-    else:
+    if not is_causal and count:
         parts.append(whole_rows(count, (-1, -1)))
-        parts.append(whole_rows(joined, (-1, right), start=count))
+    if is_causal or count < joined:
+        parts.append(whole_rows(joined, (-1, right), start=0 if is_causal else count))
     if joined < tokens:
-        parts.append(_apart(query, key, value, count, joined, (left, right), key_padding, **common))
+        parts += _apart(query, key, value, count, joined, (left, right), key_padding, **common)
     return torch.cat(parts, -2)
 
 
@@ -105,33 +110,61 @@ def _apart(
     pde: PDE,
     steps: int,
     dt: float,
-) -> Tensor:
-    """The rows from `start` on, whose windows do not touch the first `count` keys."""
+) -> Iterator[Tensor]:
+    """The rows from `start` on, whose windows do not touch the first `count` keys, some at a time."""
+    left, right = window
+    tokens = query.shape[-2]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     query, key, value, _ = four_dimensions(query, key, value, None)
-    first_keys, first_values = key[..., :count, :], value[..., :count, :].to(wide(value.dtype))
-    rows = query[..., start:, :]
-    scores = (rows * scale).to(wide(query.dtype)) @ first_keys.mT.to(wide(key.dtype))
-    real = None if key_padding is None else key_padding[:, None, None, :count]
-    if real is not None:
-        scores = scores.masked_fill(~real, -torch.inf)
-    faces = None if real is None else open_faces(real)
-
-    # Keys are counted from the first one that the first of these rows sees.
-    origin = start - window[0]
-    padding = None if key_padding is None else key_padding[:, origin:]
-    shift = window[0]
-    scope = Scope.of(rows.shape[-2], key.shape[-2] - origin, key_padding=padding)
-    scope = Scope(
-        scope.queries, scope.keys, 0, shift + window[1] if window[1] >= 0 else None, scope.real
-    )
     options: Any = {"pde": pde, "steps": steps, "dt": dt}
-    rest = key[..., origin:, :], value[..., origin:, :]
-    if pde.linear and not dropout_p:
-        taken = step_values(pde, first_values, faces, steps, dt)
-        return stepped(rows, *rest, scope, scale, others=(scores, lambda w: w @ taken), **options)
+    real = None if key_padding is None else key_padding[:, None, None, :]
+    globals_ = _Globals(key, value, None if real is None else real[..., :count], count, options)
 
-    def moved(weights: Tensor) -> Tensor:
-        return evolve(pde, weights, Line(-1, faces), steps, dt) @ first_values
+    # A row needs no key beyond its window, and feels no wall but its own: so do parts of the sequence.
+    size = tokens if right < 0 else max(ROWS, left, right)
+    cuts = [left, *([size] * ((tokens - start - 1) // size)), (tokens - start - 1) % size + 1]
+    keys, values = (x[..., start - left :, :].split(cuts, -2) for x in (key, value))
+    for n, rows in enumerate(query[..., start:, :].split(size, -2), 1):
+        k, v = (_with_margins(x, n, left, right) for x in (keys, values))
+        first = start - left + (n - 1) * size  # the first key that these rows see
+        near = None if real is None else real[..., first : first + k.shape[-2]]
+        band = None if right < 0 else left + right  # to the right of the first key of a row
+        scope = Scope(rows.shape[-2], k.shape[-2], 0, band, near)
+        if pde.linear and not dropout_p:
+            yield stepped(rows, k, v, scope, scale, others=globals_.others(rows, scale), **options)
+        else:
+            others = globals_.others(rows, scale)
+            yield tiled(rows, k, v, scope, scale, dropout_p=dropout_p, others=others, **options)
 
-    return tiled(rows, *rest, scope, scale, dropout_p=dropout_p, others=(scores, moved), **options)
+
+def _with_margins(parts: Sequence[Tensor], n: int, left: int, right: int) -> Tensor:
+    """Part n, with the last keys of the one before and the first of the one after."""
+    before = parts[n - 1][..., parts[n - 1].shape[-2] - left :, :]
+    after = [] if right <= 0 or n + 1 == len(parts) else [parts[n + 1][..., :right, :]]
+    return torch.cat((before, parts[n], *after), -2)
+
+
+@dataclass(frozen=True, eq=False)
+class _Globals:
+    """The first tokens, as others see them that are far: between walls of their own."""
+
+    key: Tensor
+    value: Tensor
+    real: Tensor | None
+    count: int
+    options: dict[str, Any]
+
+    def others(self, rows: Tensor, scale: float) -> Others | None:
+        """Scores of the rows, and what their weights add, as `stepped` wants them."""
+        if not self.count:
+            return None
+        key, value = (x[..., : self.count, :].to(wide(x.dtype)) for x in (self.key, self.value))
+        scores = (rows * scale).to(key.dtype) @ key.mT
+        if self.real is not None:
+            scores = scores.masked_fill(~self.real, -torch.inf)
+        faces = None if self.real is None else open_faces(self.real)
+
+        def add(weights: Tensor) -> Tensor:
+            return evolve(u=weights, line=Line(-1, faces), **self.options) @ value
+
+        return scores, add

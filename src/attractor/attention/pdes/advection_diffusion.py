@@ -6,7 +6,15 @@ from typing import ClassVar
 from torch import Tensor
 
 from attractor.attention.pdes.line import Neighbourhood
-from attractor.attention.pdes.pde import check_coefficient, check_dt, dimensions, each_head, over, same
+from attractor.attention.pdes.pde import (
+    check_coefficient,
+    check_dt,
+    dimensions,
+    each_head,
+    over,
+    plus,
+    same,
+)
 
 
 @dataclass(frozen=True)
@@ -54,4 +62,5 @@ class AdvectionDiffusion:
         self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float
     ) -> tuple[Tensor, Tensor | None]:
         """u after one step."""
-        return u + dt * (self.alpha * line.laplacian(u) + self.beta * line.gradient(u)), velocity
+        spread = plus(u, dt * self.alpha, line.laplacian(u))
+        return plus(spread, dt * self.beta, line.gradient(u)), velocity

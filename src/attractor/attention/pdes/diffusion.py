@@ -6,7 +6,15 @@ from typing import ClassVar
 from torch import Tensor
 
 from attractor.attention.pdes.line import Neighbourhood
-from attractor.attention.pdes.pde import check_coefficient, check_dt, dimensions, each_head, over, same
+from attractor.attention.pdes.pde import (
+    check_coefficient,
+    check_dt,
+    dimensions,
+    each_head,
+    over,
+    plus,
+    same,
+)
 
 
 @dataclass(frozen=True)
@@ -42,4 +50,4 @@ class Diffusion:
         self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float
     ) -> tuple[Tensor, Tensor | None]:
         """u after one step."""
-        return u + dt * self.alpha * line.laplacian(u), velocity
+        return plus(u, dt * self.alpha, line.laplacian(u)), velocity

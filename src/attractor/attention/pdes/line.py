@@ -1,7 +1,7 @@
 """Where a PDE acts: positions in a row, with walls between some of them.
 
 Everything is built from the two sides of a face, the place between position j and position j + 1:
-`lower` and `upper` carry positions to faces, and their transposes carry faces back. With them
+`lower` and `upper` carry positions to faces, and their transposes carry faces back. So
 
     difference = upper - lower            mean = (upper + lower) / 2
     divergence = -difference^T            laplacian = divergence . open . difference
@@ -56,32 +56,35 @@ class Line:
 
     def laplacian(self, u: Tensor) -> Tensor:
         """``u_{j+1} - 2 u_j + u_{j-1}``, with no flux through walls."""
-        return self._divergence(self._through(self._upper(u) - self._lower(u)))
+        return self._divergence(self._through(self._difference(u)))
 
     def gradient(self, u: Tensor) -> Tensor:
         """``(u_{j+1} - u_{j-1}) / 2`` as the difference of face fluxes ``(u_j + u_{j+1}) / 2``."""
         if self.transposed:
-            flux = self._through(self._upper(u) - self._lower(u))
-            return -0.5 * (self._upper_back(flux) + self._lower_back(flux))
-        return self._divergence(self._through(0.5 * (self._upper(u) + self._lower(u))))
+            flux = self._through(self._difference(u))
+            upper = flux.roll(1, self.dim) if self.periodic else self._padded(flux, 1, 0)
+            lower = flux if self.periodic else self._padded(flux, 0, 1)
+            return -0.5 * (upper + lower)
+        if self.periodic:
+            return self._divergence(0.5 * (u.roll(-1, self.dim) + u))
+        n = u.shape[self.dim] - 1
+        return self._divergence(
+            self._through(0.5 * (u.narrow(self.dim, 1, n) + u.narrow(self.dim, 0, n)))
+        )
 
     def _through(self, flux: Tensor) -> Tensor:
         return flux if self.open is None else torch.where(self.open, flux, 0.0)
 
+    def _difference(self, u: Tensor) -> Tensor:
+        return u.roll(-1, self.dim) - u if self.periodic else u.diff(dim=self.dim)
+
     def _divergence(self, flux: Tensor) -> Tensor:
-        return self._lower_back(flux) - self._upper_back(flux)
+        if self.periodic:
+            return flux - flux.roll(1, self.dim)
+        return self._padded(flux, 1, 1).diff(dim=self.dim)
 
-    def _lower(self, u: Tensor) -> Tensor:
-        return u if self.periodic else u.narrow(self.dim, 0, u.shape[self.dim] - 1)
-
-    def _upper(self, u: Tensor) -> Tensor:
-        return u.roll(-1, self.dim) if self.periodic else u.narrow(self.dim, 1, u.shape[self.dim] - 1)
-
-    def _lower_back(self, flux: Tensor) -> Tensor:
-        return flux if self.periodic else pad(flux, (0, 0) * (-self.dim - 1) + (0, 1))
-
-    def _upper_back(self, flux: Tensor) -> Tensor:
-        return flux.roll(1, self.dim) if self.periodic else pad(flux, (0, 0) * (-self.dim - 1) + (1, 0))
+    def _padded(self, flux: Tensor, before: int, after: int) -> Tensor:
+        return pad(flux, (0, 0) * (-self.dim - 1) + (before, after))
 
 
 @dataclass(frozen=True, eq=False)

@@ -63,6 +63,13 @@ def take_steps(pde: PDE, u: Tensor, line: Neighbourhood, steps: int, dt: float) 
     return u
 
 
+def plus(u: Tensor, factor: float | Tensor, change: Tensor) -> Tensor:
+    """``u + factor * change``, in one pass over memory."""
+    if isinstance(factor, Tensor):
+        return torch.addcmul(u, factor.to(u.dtype), change)
+    return torch.add(u, change, alpha=factor)
+
+
 def dimensions(axis: str) -> int:
     """How many dimensions an axis has: both is two."""
     if axis not in AXES:

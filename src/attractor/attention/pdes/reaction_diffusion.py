@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from attractor.attention.pdes.line import Neighbourhood
-from attractor.attention.pdes.pde import check_coefficient, check_dt, dimensions, each_head, over, same
+from attractor.attention.pdes.pde import (
+    check_coefficient,
+    check_dt,
+    dimensions,
+    each_head,
+    over,
+    plus,
+    same,
+)
 
 
 @dataclass(frozen=True)
@@ -68,8 +76,9 @@ class ReactionDiffusion:
     ) -> tuple[Tensor, Tensor | None]:
         """u after one step."""
         if self.split:
-            return u + dt * self.alpha * line.laplacian(u), velocity
-        return u + dt * (self.alpha * line.laplacian(u) + self.beta * u * (1 - u)), velocity
+            return plus(u, dt * self.alpha, line.laplacian(u)), velocity
+        spread = plus(u, dt * self.alpha, line.laplacian(u))
+        return plus(spread, dt * self.beta, u * (1 - u)), velocity
 
 
 def logistic(u: Tensor, time: float | Tensor) -> Tensor:

@@ -6,7 +6,15 @@ from typing import ClassVar
 from torch import Tensor
 
 from attractor.attention.pdes.line import Neighbourhood
-from attractor.attention.pdes.pde import check_coefficient, check_dt, dimensions, each_head, over, same
+from attractor.attention.pdes.pde import (
+    check_coefficient,
+    check_dt,
+    dimensions,
+    each_head,
+    over,
+    plus,
+    same,
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,7 @@ class Wave:
         self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float
     ) -> tuple[Tensor, Tensor | None]:
         """u and its velocity after one step."""
-        kick = dt * self.c**2 * line.laplacian(u)
-        velocity = kick if velocity is None else velocity + kick
-        return u + dt * velocity, velocity
+        speed = dt * self.c**2
+        force = line.laplacian(u)
+        velocity = speed * force if velocity is None else plus(velocity, speed, force)
+        return plus(u, dt, velocity), velocity
