@@ -143,13 +143,17 @@ def untuned() -> str:
 
 
 def compare() -> str:
+    number = lambda x, digits=2: "∞" if x is None else f"{x:.{digits}g}"
     rows = [
         [r["case"], "linear" if r["width"] is None else str(r["width"]), r["precision"], f"{r['error']:.1e}",
-         f"{r['m']:.3g}", f"{r['m_star']:.3g}", f"{r['m'] / r['m_star']:.2g}", f"{r['gain']:.2g}"]
+         number(r["m"], 3), f"{r['m_star']:.3g}", number(r["m"] and r["m"] / r["m_star"]), number(r["gain"])]
         for r in load("compare")["rows"]
     ]  # fmt: skip
     head = ["", "width", "network in", "MSE", "m", "m*", "m / m*", "gain over the quickest other"]
-    return command("compare") + table(head, rows)
+    text = command("compare") + table(head, rows)
+    if any(r["gain"] is None for r in load("compare")["rows"]):
+        text += "\n∞: nothing else that was tried reaches the hybrid's error.\n"
+    return text
 
 
 def corrections() -> str:
@@ -307,7 +311,7 @@ def size(x: float) -> str:
 
 
 def times_sdpa(x: float) -> str:
-    return f"{x:.0f}x" if x >= 10 else f"{x:.2f}x"
+    return f"{x:.0f}x" if x >= 10 else f"{x:.1f}x" if x >= 2 else f"{x:.2f}x"
 
 
 def leak() -> str:

@@ -494,3 +494,61 @@ def test_causal_on_a_gpu_to_the_bit(dtype):
         assert_causal(
             lambda x, name=name: pde_attention(x, x.flip(-1), x * 0.5, is_causal=True, pde=name), x
         )
+
+
+def test_diffusion_within_its_limit_keeps_the_map_from_turning_negative():
+    torch.manual_seed(0)
+    q, k = 4 * torch.randn(2, 2, 2, 60, 8, dtype=torch.float64)
+    eye = torch.eye(60, dtype=torch.float64).expand(2, 2, 60, 60)
+    for alpha in (0.1, 0.499):
+        for mask in masks(60).values():
+            for method in ("dense", "stepped", "tiled"):
+                A = pde_attention(q, k, eye, pde=pdes.Diffusion(alpha), steps=8, method=method, **mask)
+                assert A.min() >= -1e-15
+
+
+def test_second_derivatives_raise_instead_of_being_wrong():
+    q, k, v = (torch.randn(1, 1, 80, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    for mask in ({"is_causal": True}, {"window": 5}):
+        for method in ("stepped", "tiled"):
+            out = pde_attention(q, k, v, pde="diffusion", method=method, **mask)
+            with pytest.raises(RuntimeError, match="use method='dense'"):
+                torch.autograd.grad(out.sum(), q, create_graph=True)
+        out = pde_attention(q, k, v, pde="diffusion", method="dense", **mask)
+        (slope,) = torch.autograd.grad((out**2).sum(), q, create_graph=True)
+        assert torch.autograd.grad((slope**2).sum(), q)[0].any()
+
+
+@pytest.mark.parametrize("axis", ["query", "both"])
+def test_padding_does_not_flow_into_real_rows(axis):
+    q, k, v = torch.randn(3, 2, 2, 90, 8, dtype=torch.float64)
+    real = torch.arange(90) < torch.tensor([[90], [60]])
+    documents = torch.arange(90).div(40, rounding_mode="floor").expand(2, -1)
+    for mask in ({}, {"documents": documents}):
+        found = []
+        for change in (0, 1):
+            padding = change * 5.0 * ~real[:, None, :, None]
+            found.append(
+                pde_attention(
+                    q + padding,
+                    k + padding,
+                    v + padding,
+                    key_padding=real,
+                    axis=axis,
+                    pde="diffusion",
+                    **mask,
+                )
+            )
+        assert torch.equal(found[0][1, :, :60], found[1][1, :, :60])
+
+
+def test_explain_raises_where_the_call_would():
+    q, k, v = torch.randn(3, 1, 2, 90, 8)
+    with pytest.raises(TypeError):
+        explain(q, k, v, pde="wave", is_casual=True)
+    with pytest.raises(ValueError, match="not one of auto"):
+        explain(q, k, v, pde="wave", method="flash")
+    with pytest.raises(ValueError, match="use axis='key'"):
+        explain(q, k, v, pde="wave", is_causal=True, axis="query")
+    with pytest.raises(ValueError, match="call it"):
+        pde_attention(q, k, v, pde=pdes.LearnedPDE("diffusion"))

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from attractor.attention.pdes import PDE, Line, take_steps
+from attractor.attention.precision import first_derivatives_only
 
 BLOCK = 32
 
@@ -127,7 +127,7 @@ class _Scores(torch.autograd.Function):
         return _upright(_products(rows, keys, before, after), before + after + 1)
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         rows, keys = ctx.saved_tensors
         grad = _leaning(grad)
@@ -151,7 +151,7 @@ class _Values(torch.autograd.Function):
         return sums
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         band, keys = ctx.saved_tensors
         of_onto = grad[..., ctx.onto, :] if ctx.needs_input_grad[2] else None
@@ -176,7 +176,7 @@ class _Steps(torch.autograd.Function):
         return stepped
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         matrix, top, bottom, value = ctx.saved_tensors
         reach, keys = top.shape[-2], value.shape[-2]

@@ -67,9 +67,12 @@ def _perturb(model: Callable[[Tensor], Any], inputs: Tensor, time: int, toleranc
     n = inputs.shape[time]
     before = _output(model(inputs), n, time)
     if (size := _differences(before, _output(model(inputs), n, time), time).max().item()) > tolerance:
+        module = isinstance(model, nn.Module)
+        cure = "fix its seed" if module else "put the modules it uses into eval mode, fix its seed"
         raise ValueError(
-            f"the model's output changes by {size:.2g} when nothing changes: it is random even in eval "
-            "mode, so its causality cannot be tested; fix its seed or give a tolerance"
+            f"the model's output changes by {size:.2g} when nothing changes: it is random"
+            f"{' even in eval mode' if module else ''}, so its causality cannot be tested; {cure}, "
+            "or give a tolerance"
         )
     other = _other(inputs)
     leaks = []

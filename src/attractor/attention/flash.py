@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from attractor.attention.masks import Scope, part_of
-from attractor.attention.precision import wide
+from attractor.attention.precision import first_derivatives_only, wide
 
 ROWS = 512  # of a strip whose rows differ in what they may attend to
 HELD = 1 << 23  # entries of a map that plain torch holds at a time
@@ -81,7 +80,7 @@ class _SplitSoftmax(torch.autograd.Function):
         return far, weights
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, grad_far: Tensor, grad_weights: Tensor) -> tuple[Any, ...]:
         query, key, value, far, weights, lse = ctx.saved_tensors
         # The operator's backward subtracts <grad, out> from every score's gradient. For one softmax
@@ -111,7 +110,7 @@ class _LogSumExp(torch.autograd.Function):
         return lse
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         query, key, lse = ctx.saved_tensors
         # Values of zero, and an output whose product with its gradient is -grad: what is left of the

@@ -87,17 +87,18 @@ def pde_attention(
     Returns:
         ``[*batch, heads, queries, value dim]``, in query's dtype.
     """
-    equation: PDE = get_pde(pde)() if isinstance(pde, str) else pde
-    _check_tensors(query, key, value, enable_gqa)
-    _check_masks(query, key, attn_mask, key_padding, documents, window)
-    _check_options(equation, steps, dt, dropout_p, axis, walls, method)
-    if axis != "key" or walls != "mask":
-        _check_causality(query, key, attn_mask, is_causal, window, axis, walls)
+    equation = _check(
+        query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, pde, steps, dt, axis, walls,
+        key_padding, documents, window, method,
+    )  # fmt: skip
+    choice = _choose(query, value, attn_mask, dropout_p, window, equation, steps, axis, walls, method)
+    if axis != "key" and key_padding is not None and query.shape[-2] == key.shape[-2]:
+        # Padding is a row as well, and would flow into the rows of real tokens.
+        documents = key_padding.long() if documents is None else 2 * documents + key_padding
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask = attn_mask.to(wide(query.dtype))
     if renormalise:
         value = torch.cat((value, torch.ones_like(value[..., :1])), -1)
-    choice = _choose(query, value, attn_mask, dropout_p, window, equation, steps, axis, walls, method)
     if choice.method == "dense":
         output, _ = dense(
             query, key, value, attn_mask, dropout_p, is_causal, scale, pde=equation, steps=steps, dt=dt,
@@ -138,29 +139,57 @@ def explain(
     *,
     pde: PDE | str,
     steps: int = 4,
+    dt: float = 1.0,
     axis: str = "key",
     walls: str = "mask",
-    method: str = "auto",
+    key_padding: Tensor | None = None,
+    documents: Tensor | None = None,
     window: masks.Window | None = None,
-    **others: Any,
+    renormalise: bool = False,
+    method: str = "auto",
 ) -> Choice:
-    """Which engine `pde_attention` takes for these arguments, and why."""
-    equation: PDE = get_pde(pde)() if isinstance(pde, str) else pde
+    """Which engine `pde_attention` takes for these arguments, and why; raises where it would."""
+    equation = _check(
+        query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, pde, steps, dt, axis, walls,
+        key_padding, documents, window, method,
+    )  # fmt: skip
     choice = _choose(query, value, attn_mask, dropout_p, window, equation, steps, axis, walls, method)
     if choice.method != "stepped" or axis != "key" or walls != "mask":
         return choice
     if dropout_p:
         return Choice("tiled", f"{choice.reason}, but dropout needs the weights themselves")
-    rows = attn_mask is not None and attn_mask.ndim > 1 and attn_mask.shape[-2] > 1
-    if (
-        rows
-        and Scope.of(
-            query.shape[-2], key.shape[-2], attn_mask=four_dimensions(query, key, value, attn_mask)[3]
-        ).mask
-        is not None
-    ):
+    mask = four_dimensions(query, key, value, attn_mask)[3]
+    if Scope.of(query.shape[-2], key.shape[-2], attn_mask=mask).mask is not None:
         return Choice("tiled", f"{choice.reason}, but attn_mask puts walls anywhere")
     return choice
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+    pde: PDE | str,
+    steps: int,
+    dt: float,
+    axis: str,
+    walls: str,
+    key_padding: Tensor | None,
+    documents: Tensor | None,
+    window: masks.Window | None,
+    method: str,
+) -> PDE:
+    """The equation, if everything else is as it should be."""
+    equation: PDE = get_pde(pde)() if isinstance(pde, str) else pde
+    _check_tensors(query, key, value, enable_gqa)
+    _check_masks(query, key, attn_mask, key_padding, documents, window)
+    _check_options(equation, steps, dt, dropout_p, axis, walls, method)
+    if axis != "key" or walls != "mask":
+        _check_causality(query, key, attn_mask, is_causal, window, axis, walls)
+    return equation
 
 
 def _choose(
@@ -357,7 +386,8 @@ def _check_options(
     pde: PDE, steps: int, dt: float, dropout_p: float, axis: str, walls: str, method: str
 ) -> None:
     if isinstance(pde, type) or not hasattr(pde, "step"):
-        raise ValueError(f"pde {pde!r} is not an equation; give one such as pdes.Diffusion(alpha=0.1)")
+        hint = "call it: it returns one" if isinstance(pde, torch.nn.Module) else "give one"
+        raise ValueError(f"pde {pde!r} is not an equation; {hint} such as pdes.Diffusion(alpha=0.1)")
     if not isinstance(steps, int) or steps < 0:
         raise ValueError(
             f"steps = {steps} must be a whole number of at least 0; 0 is ordinary attention"
@@ -405,5 +435,5 @@ def _check_causality(
             f"walls={walls!r} lets attention flow through the causal mask: every token sees the next "
             "ones, and a language model reads its answers. Use walls='mask' unless that is what you "
             "want to show.",
-            stacklevel=3,
+            stacklevel=5,
         )

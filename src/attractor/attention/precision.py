@@ -1,4 +1,4 @@
-"""In which type things are computed: half precision outside, single inside."""
+"""In which type things are computed (half precision outside, single inside), and how often derived."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -6,6 +6,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 Attention = TypeVar("Attention", bound=Callable[..., Tensor])
 
@@ -30,3 +31,19 @@ def autocast_as_sdpa(attention: Attention) -> Attention:
             return attention(query, key, value, *args, **options)
 
     return cast(Attention, in_one_type)
+
+
+def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward that raises where a graph of it is wanted, instead of leaving out what it gives."""
+    once = once_differentiable(backward)
+
+    @wraps(backward)
+    def guarded(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "this engine of pde_attention has no second derivatives, which create_graph=True asks "
+                "for; use method='dense'"
+            )
+        return once(ctx, *grads)
+
+    return guarded

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import dropout, pad
 from torch.utils.checkpoint import checkpoint
 
@@ -25,7 +24,7 @@ from attractor.attention import flash
 from attractor.attention.bands import step_values
 from attractor.attention.masks import Scope, open_faces, part_of
 from attractor.attention.pdes import PDE, Line, take_steps
-from attractor.attention.precision import wide
+from attractor.attention.precision import first_derivatives_only, wide
 from attractor.attention.stepped import Others
 
 COLUMNS = 256  # of a tile, without its halo
@@ -201,7 +200,7 @@ class _Tiled(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         query, key, value, stepped, lse, *coefficients = ctx.saved_tensors
         job: _Job = ctx.job

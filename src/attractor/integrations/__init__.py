@@ -8,3 +8,14 @@
 >>> solve_ivp(lambda t, u: [u[1], -u[0]], (0, 5), [1.0, 0.0], method=method).y[:, -1].round(6)
 array([0.283662, 0.958924])
 """
+
+from importlib import import_module
+from types import ModuleType
+
+_ADAPTERS = ("onnx", "scipy", "transformers")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in _ADAPTERS:
+        raise AttributeError(f"attractor.integrations has no {name!r}; there are {', '.join(_ADAPTERS)}")
+    return import_module(f"attractor.integrations.{name}")
