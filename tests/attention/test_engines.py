@@ -313,15 +313,17 @@ def test_a_causal_mask_given_as_a_matrix_is_recognised():
 def test_what_auto_picks_and_why():
     q, k, v = torch.randn(3, 1, 2, 90, 8)
     bias = torch.zeros(90, 90, requires_grad=True)
+    long = torch.randn(1, 2, 800, 8)
     for choice, method, reason in [
         (explain(q, k, v, pde="wave", is_causal=True), "stepped", "Wave is linear"),
-        (explain(q, k, v, pde="reaction_diffusion"), "tiled", "not linear"),
+        (explain(long, long, long, pde="reaction_diffusion"), "tiled", "not linear"),
+        (explain(q, k, v, pde="reaction_diffusion"), "dense", "the map is small"),
         (explain(q, k, v, pde="wave", dropout_p=0.1), "tiled", "dropout"),
         (explain(q[..., :3, :], k, v, pde="wave"), "dense", "3 rows"),
         (explain(q, k, v, bias, pde="wave"), "dense", "gradient"),
         (explain(q, k, v, pde="wave", axis="both"), "dense", "both"),
         (explain(q, k, v, pde="wave", axis="query"), "stepped", "linear"),
-        (explain(q, k, v, pde="wave", axis="query", window=3), "dense", "axis 'query'"),
+        (explain(q, k, v, pde="wave", axis="query", window=3), "dense", "query axis"),
         (explain(q, k, v, pde="wave", method="dense"), "dense", "asked for"),
     ]:  # fmt: skip
         assert choice.method == method

@@ -18,6 +18,7 @@ from attractor.attention.tiled import tiled
 
 WALLS = ("mask", "sequence", "periodic")
 METHODS = ("auto", "dense", "stepped", "tiled")
+SMALL = 1 << 20  # entries of a map, over all heads, up to which tiles are more trouble than they save
 _warned: set[str] = set()
 
 
@@ -91,7 +92,9 @@ def pde_attention(
         query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, pde, steps, dt, axis, walls,
         key_padding, documents, window, method,
     )  # fmt: skip
-    choice = _choose(query, value, attn_mask, dropout_p, window, equation, steps, axis, walls, method)
+    choice = _choose(
+        query, key, value, attn_mask, dropout_p, window, equation, steps, axis, walls, method
+    )
     if axis != "key" and key_padding is not None and query.shape[-2] == key.shape[-2]:
         # Padding is a row as well, and would flow into the rows of real tokens.
         documents = key_padding.long() if documents is None else 2 * documents + key_padding
@@ -153,7 +156,9 @@ def explain(
         query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, pde, steps, dt, axis, walls,
         key_padding, documents, window, method,
     )  # fmt: skip
-    choice = _choose(query, value, attn_mask, dropout_p, window, equation, steps, axis, walls, method)
+    choice = _choose(
+        query, key, value, attn_mask, dropout_p, window, equation, steps, axis, walls, method
+    )
     if choice.method != "stepped" or axis != "key" or walls != "mask":
         return choice
     if dropout_p:
@@ -194,6 +199,7 @@ def _check(
 
 def _choose(
     query: Tensor,
+    key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
     dropout_p: float,
@@ -216,11 +222,13 @@ def _choose(
             raise ValueError(f"method {method!r} cannot do this: {why_not[method]}; use {able}")
         return Choice(method, "asked for")
     name = type(pde).__name__
-    queries, dim = query.shape[-2], value.shape[-1]
+    queries, keys, dim = query.shape[-2], key.shape[-2], value.shape[-1]
     if queries <= dim and not (steps == 0 and not why_not["stepped"]):
         return Choice("dense", f"{queries} rows of a map are less than values of {dim} dimensions")
     if not why_not["stepped"]:
         return Choice("stepped", f"{name} is linear")
+    if query.shape[:-1].numel() * keys <= SMALL:
+        return Choice("dense", f"{why_not['stepped']}, and the map is small")
     if not why_not["tiled"]:
         return Choice("tiled", f"{why_not['stepped']}, and a map of {queries} rows is built in tiles")
     return Choice("dense", f"{why_not['tiled']}")
