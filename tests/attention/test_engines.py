@@ -139,6 +139,16 @@ def test_other_numbers_of_keys_and_of_value_dims(method, mask):
             assert worst(*found) < 1e-12, (tokens, keys, depth)
 
 
+def test_a_single_key_with_padding_and_a_window():
+    torch.manual_seed(0)
+    for real in (True, False):
+        for mask in ({"window": (5, 2)}, {"window": (0, -1), "is_causal": True}, {"is_causal": True}):
+            given = mask | {"key_padding": torch.tensor([[real], [True]])}
+            for name in LINEAR:
+                found = both(name, 100, given, 6, 2, "stepped", keys=1)
+                assert worst(*found) < 1e-12, (mask, name)
+
+
 @pytest.mark.parametrize("name", LINEAR)
 def test_axis_query_steps_the_outputs(name):
     q, k, v = torch.randn(3, 2, 4, 70, 8, dtype=torch.float64)

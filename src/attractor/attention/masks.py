@@ -170,7 +170,7 @@ class Scope:
         """
         parts = []
         if self.real is not None:
-            parts.append(open_faces(self.real))
+            parts.append(self.real[..., 1:] & self.real[..., :-1])
         if self.documents is not None:
             parts.append((self.documents[:, 1:] == self.documents[:, :-1])[:, None, None, :])
         return parts[0] & parts[1] if len(parts) == 2 else parts[0] if parts else None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attractor.attention import masks
-from attractor.attention.masks import Scope, open_faces
+from attractor.attention.masks import Scope
 from attractor.attention.pde_attention import four_dimensions, pde_attention
 from attractor.attention.pdes import PDE, Diffusion, Line, evolve, get_pde
 from attractor.attention.precision import autocast_as_sdpa, wide
@@ -162,7 +162,7 @@ class _Globals:
         scores = (rows * scale).to(key.dtype) @ key.mT
         if self.real is not None:
             scores = scores.masked_fill(~self.real, -torch.inf)
-        faces = None if self.real is None else open_faces(self.real)
+        faces = None if self.real is None else self.real[..., 1:] & self.real[..., :-1]
 
         def add(weights: Tensor) -> Tensor:
             return evolve(u=weights, line=Line(-1, faces), **self.options) @ value
