@@ -6,6 +6,7 @@ block after. So a band costs a few products of small matrices, whatever its widt
 of the sequence count as zeros.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,27 @@ def band_values(weights: Tensor, value: Tensor, first: int, onto: Tensor | None 
     value, first = _beside(value, first, width, block, rows)
     sums = _Values.apply(_blocks(weights, block), value, onto, rows, -first, first + width - 1)
     return _head(sums, rows)
+
+
+def band(rows: Tensor, keys: Tensor, first: int, width: int) -> Tensor:
+    """`band_scores` where as many rows as keys end their bands at themselves, without a derivative."""
+    count, block = rows.shape[-2], max(BLOCK, width)
+    rows, keys = _blocks(rows, block), _blocks(keys, block)
+    return _head(_band(rows, keys, -first, 0).flatten(-3, -2), count)
+
+
+def band_sums(weights: Tensor, keys: Tensor, first: int) -> Tensor:
+    """`band_values`, likewise."""
+    count, block = weights.shape[-2], max(BLOCK, weights.shape[-1])
+    weights, keys = _blocks(weights, block), _blocks(keys, block)
+    return _head(_sums(weights, keys, -first, 0).flatten(-3, -2), count)
+
+
+def band_returns(weights: Tensor, rows: Tensor, first: int) -> Tensor:
+    """What rows give back to their keys by a band of weights, likewise."""
+    count, block = weights.shape[-2], max(BLOCK, weights.shape[-1])
+    weights, rows = _blocks(weights, block), _blocks(rows, block)
+    return _head(_returns(weights, rows, rows.shape[-3], -first, 0).flatten(-3, -2), count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,15 +146,14 @@ class _Scores(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, keys: Tensor, before: int, after: int) -> Tensor:
         ctx.sides = before, after
         ctx.save_for_backward(rows, keys)
-        return _upright(_products(rows, keys, before, after), before + after + 1)
+        return _band(rows, keys, before, after)
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         rows, keys = ctx.saved_tensors
-        grad = _leaning(grad)
-        of_rows = grad @ _slabs(keys, rows.shape[-3], *ctx.sides)
-        return of_rows, _folded(grad, rows, keys.shape[-3], *ctx.sides), None, None
+        of_rows = _sums(grad, keys, *ctx.sides)
+        return of_rows, _returns(grad, rows, keys.shape[-3], *ctx.sides), None, None
 
 
 class _Values(torch.autograd.Function):
@@ -144,7 +165,7 @@ class _Values(torch.autograd.Function):
     ) -> Tensor:
         ctx.sides, ctx.onto = (before, after), slice(rows, rows)
         ctx.save_for_backward(band, keys)
-        sums = (_leaning(band) @ _slabs(keys, band.shape[-3], before, after)).flatten(-3, -2)
+        sums = _sums(band, keys, before, after).flatten(-3, -2)
         if onto is not None:
             ctx.onto = slice(rows - onto.shape[-2], rows)
             sums[..., ctx.onto, :] += onto
@@ -156,8 +177,8 @@ class _Values(torch.autograd.Function):
         band, keys = ctx.saved_tensors
         of_onto = grad[..., ctx.onto, :] if ctx.needs_input_grad[2] else None
         grad = grad.unflatten(-2, band.shape[-3:-1])
-        of_band = _upright(_products(grad, keys, *ctx.sides), band.shape[-1])
-        of_keys = _folded(_leaning(band), grad, keys.shape[-3], *ctx.sides)
+        of_band = _band(grad, keys, *ctx.sides)
+        of_keys = _returns(band, grad, keys.shape[-3], *ctx.sides)
         return of_band, of_keys, of_onto, None, None, None
 
 
@@ -167,51 +188,73 @@ class _Steps(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, top: Tensor, bottom: Tensor, value: Tensor) -> Tensor:
         ctx.save_for_backward(matrix, top, bottom, value)
-        reach, keys = top.shape[-2], value.shape[-2]
-        blocks = _blocks(value, matrix.shape[-2])
-        stepped = matrix.unsqueeze(-3) @ _slabs(blocks, blocks.shape[-3], reach, reach)
-        stepped = _head(stepped.flatten(-3, -2), keys)
-        stepped[..., :reach, :] = top @ value[..., : 2 * reach, :]
-        stepped[..., keys - reach :, :] = bottom @ value[..., keys - 2 * reach :, :]
-        return stepped
+        return steps_forward(matrix, top, bottom, value)
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         matrix, top, bottom, value = ctx.saved_tensors
-        reach, keys = top.shape[-2], value.shape[-2]
+        return steps_backward(matrix, top, bottom, value, grad.clone(), ctx.needs_input_grad)
+
+
+def steps_forward(matrix: Tensor, top: Tensor, bottom: Tensor, value: Tensor) -> Tensor:
+    """`Stencil.step`, without a derivative."""
+    reach, keys = top.shape[-2], value.shape[-2]
+    blocks = _blocks(value, matrix.shape[-2])
+    stepped = _head(_sums_by_one(matrix, blocks, reach).flatten(-3, -2), keys)
+    stepped[..., :reach, :] = top @ value[..., : 2 * reach, :]
+    stepped[..., keys - reach :, :] = bottom @ value[..., keys - 2 * reach :, :]
+    return stepped
+
+
+def steps_backward(
+    matrix: Tensor,
+    top: Tensor,
+    bottom: Tensor,
+    value: Tensor,
+    grad: Tensor,
+    needed: Sequence[bool],
+    onto: Tensor | None = None,
+) -> tuple[Any, ...]:
+    """Gradients of the four, those that are needed; grad is used up, that of value added to `onto`."""
+    reach, keys = top.shape[-2], value.shape[-2]
+    of_first, of_last = grad[..., :reach, :].clone(), grad[..., keys - reach :, :].clone()
+    grad[..., :reach, :], grad[..., keys - reach :, :] = 0.0, 0.0
+    inner = _blocks(grad, matrix.shape[-2])
+    found: list[Any] = [None, None, None, None]
+    if any(needed[:3]):
         first, last = value[..., : 2 * reach, :], value[..., keys - 2 * reach :, :]
-        of_first, of_last = grad[..., :reach, :], grad[..., keys - reach :, :]
-        inner = grad.clone()
-        inner[..., :reach, :], inner[..., keys - reach :, :] = 0.0, 0.0
-        inner, blocks = _blocks(inner, matrix.shape[-2]), _blocks(value, matrix.shape[-2])
-        found: list[Any] = [None, None, None, None]
-        if any(ctx.needs_input_grad[:3]):
-            shape = matrix.unsqueeze(-3).shape
-            found[0] = _products(inner, blocks, reach, reach).sum_to_size(shape).squeeze(-3)
-            found[1] = (of_first @ first.mT).sum_to_size(top.shape)
-            found[2] = (of_last @ last.mT).sum_to_size(bottom.shape)
-        if ctx.needs_input_grad[3]:
-            of_value = _folded(matrix.unsqueeze(-3), inner, blocks.shape[-3], reach, reach)
-            of_value = _head(of_value.flatten(-3, -2), keys)
-            of_value[..., : 2 * reach, :] += top.mT @ of_first
-            of_value[..., keys - 2 * reach :, :] += bottom.mT @ of_last
-            found[3] = of_value
-        return tuple(found)
+        products = _band(inner, _blocks(value, matrix.shape[-2]), reach, reach).sum((-3, -2))
+        found[0] = torch.zeros_like(matrix)  # all rows of it are one, moved along: one gets it all
+        found[0][..., 0, : 2 * reach + 1] = products.sum_to_size(found[0][..., 0, : 2 * reach + 1].shape)
+        found[1] = (of_first @ first.mT).sum_to_size(top.shape)
+        found[2] = (of_last @ last.mT).sum_to_size(bottom.shape)
+    if needed[3]:  # the transpose of a matrix with constant diagonals: the same, turned round
+        blocks = None if onto is None else _blocks(onto, matrix.shape[-2])
+        of_value = _sums_by_one(matrix.flip(-1, -2), inner, reach, blocks).flatten(-3, -2)
+        of_value = _head(of_value, keys)
+        of_value[..., : 2 * reach, :] += top.mT @ of_first
+        of_value[..., keys - 2 * reach :, :] += bottom.mT @ of_last
+        found[3] = of_value
+    return tuple(found)
 
 
 def _upright(products: Tensor, width: int) -> Tensor:
     """The band of a product with slabs: entry (i, i + m) as (i, m)."""
-    strides = (*products.stride()[:-2], products.shape[-1] + 1, 1)
-    return products.as_strided((*products.shape[:-1], width), strides).contiguous()
+    return _diagonals(products, width).contiguous()
+
+
+def _diagonals(matrix: Tensor, width: int) -> Tensor:
+    """The entries (i, i + m) of a matrix that multiplies slabs, as a view ``[..., block, width]``."""
+    strides = (*matrix.stride()[:-2], matrix.shape[-1] + 1, 1)
+    return matrix.as_strided((*matrix.shape[:-1], width), strides)
 
 
 def _leaning(band: Tensor) -> Tensor:
     """A band as a matrix that multiplies slabs: entry (i, m) at (i, i + m), zeros elsewhere."""
     block, width = band.shape[-2:]
     matrix = band.new_zeros(*band.shape[:-1], block + width - 1)
-    strides = (*matrix.stride()[:-2], block + width, 1)
-    matrix.as_strided(band.shape, strides).copy_(band)
+    _diagonals(matrix, width).copy_(band)
     return matrix
 
 
@@ -228,17 +271,106 @@ def _products(rows: Tensor, keys: Tensor, before: int, after: int) -> Tensor:
     return rows @ _slabs(keys, rows.shape[-3], before, after).mT
 
 
-def _folded(weights: Tensor, rows: Tensor, key_blocks: int, before: int, after: int) -> Tensor:
-    """What rows give back to the keys of their slabs, ``[..., key blocks, block, dim]``."""
-    blocks, block = rows.shape[-3:-1]
-    of_keys = weights[..., before : before + block].mT @ rows
-    if key_blocks > blocks:
-        of_keys = pad(of_keys, (0, 0, 0, 0, 0, key_blocks - blocks))
-    if before:
-        end = weights[..., :before].mT @ rows
-        of_keys[..., : blocks - 1, block - before :, :] += end[..., 1:, :, :]
-    if after:
-        start = weights[..., before + block :].mT @ rows
-        reached = min(key_blocks - 1, blocks)
-        of_keys[..., 1 : reached + 1, :after, :] += start[..., :reached, :, :]
-    return of_keys
+def _band(rows: Tensor, keys: Tensor, before: int, after: int) -> Tensor:
+    """Products of rows ``[..., blocks, block, dim]`` and keys: ``[..., blocks, block, width]``."""
+    width, inner = before + after + 1, _inner_slabs(keys, before, after)
+    if inner is None or rows.shape[:-1] != keys.shape[:-1]:
+        return _upright(_products(rows, keys, before, after), width)
+    band = rows.new_empty(*rows.shape[:-1], width)
+    flat, flat_rows = band.flatten(0, -3), rows.flatten(0, -3)
+    held = rows.new_empty(_blocks_at_once(keys), rows.shape[-2], inner.shape[-2])
+    for part in _parts(keys, len(held)):
+        products = held[: part.stop - part.start]
+        torch.bmm(flat_rows[part], inner[part.start - 1 : part.stop - 1].mT, out=products)
+        flat[part] = _diagonals(products, width)
+    for block, slab in _outer_slabs(keys, before, after):
+        band[..., block, :, :] = _diagonals(rows[..., block, :, :] @ slab.mT, width)
+    return band
+
+
+def _sums(band: Tensor, keys: Tensor, before: int, after: int) -> Tensor:
+    """Sums of keys by a band ``[..., blocks, block, width]``: ``[..., blocks, block, dim]``."""
+    inner = _inner_slabs(keys, before, after)
+    if inner is None or band.shape[:-1] != keys.shape[:-1]:
+        return _leaning(band) @ _slabs(keys, band.shape[-3], before, after)
+    sums, flat = torch.empty_like(keys), band.flatten(0, -3)
+    held = band.new_zeros(_blocks_at_once(keys), band.shape[-2], inner.shape[-2])
+    for part in _parts(keys, len(held)):
+        weights = held[: part.stop - part.start]
+        _diagonals(weights, band.shape[-1]).copy_(flat[part])
+        torch.bmm(weights, inner[part.start - 1 : part.stop - 1], out=sums.flatten(0, -3)[part])
+    for block, slab in _outer_slabs(keys, before, after):
+        sums[..., block, :, :] = _leaning(band[..., block, :, :]) @ slab
+    return sums
+
+
+def _sums_by_one(matrix: Tensor, keys: Tensor, reach: int, onto: Tensor | None = None) -> Tensor:
+    """Sums of keys, for all blocks of a sequence by the same matrix ``[..., block, slab]``."""
+    inner, blocks = _inner_slabs(keys, reach, reach), keys.shape[-3]
+    if inner is None:
+        sums = matrix.unsqueeze(-3) @ _slabs(keys, blocks, reach, reach)
+        return sums if onto is None else onto.add_(sums)
+    sums = torch.empty_like(keys) if onto is None else onto
+    outer = [(block, matrix @ slab) for block, slab in _outer_slabs(keys, reach, reach)]
+    if onto is not None:
+        outer = [(block, onto[..., block, :, :] + sum) for block, sum in outer]
+    out, every = sums.flatten(0, -3), matrix.expand(*keys.shape[:-3], *matrix.shape[-2:]).flatten(0, -3)
+    for n, one in enumerate(every):  # a call a sequence: to bring them together would copy matrices
+        part = slice(max(n * blocks, 1), min((n + 1) * blocks, len(out) - 1))
+        slabs, one = inner[part.start - 1 : part.stop - 1], one.expand(part.stop - part.start, -1, -1)
+        torch.baddbmm(out[part], one, slabs, beta=int(onto is not None), out=out[part])
+    for block, slab in outer:
+        sums[..., block, :, :] = slab
+    return sums
+
+
+def _blocks_at_once(keys: Tensor) -> int:
+    """On a CPU about a sequence: what is needed beside the result then stays in the cache."""
+    count, blocks = keys.shape[:-2].numel(), keys.shape[-3]
+    return min(count, max(blocks, 64)) if keys.device.type == "cpu" else count
+
+
+def _parts(keys: Tensor, size: int) -> Iterator[slice]:
+    """All blocks of all sequences but the very first and last, so many at a time."""
+    end = keys.shape[:-2].numel() - 1
+    for start in range(1, end, size):
+        yield slice(start, min(start + size, end))
+
+
+def _inner_slabs(keys: Tensor, before: int, after: int) -> Tensor | None:
+    """The slabs of all blocks of all sequences but the very first and last, as one view.
+
+    Those at the ends of a sequence look into its neighbours: `_outer_slabs` has the true ones. None
+    where there is no such view.
+    """
+    block, dim = keys.shape[-2:]
+    count = keys.shape[:-2].numel()
+    if torch.compiler.is_compiling() or not keys.is_contiguous() or keys.shape[-3] < 3:
+        return None
+    start = keys.storage_offset() + (block - before) * dim
+    return keys.as_strided((count - 2, before + block + after, dim), (block * dim, dim, 1), start)
+
+
+def _outer_slabs(keys: Tensor, before: int, after: int) -> tuple[tuple[int, Tensor], tuple[int, Tensor]]:
+    """The first and the last block's slab."""
+    first = torch.cat((keys[..., 0, :, :], keys[..., 1, :after, :]), -2)
+    last = torch.cat((keys[..., -2, keys.shape[-2] - before :, :], keys[..., -1, :, :]), -2)
+    return (0, pad(first, (0, 0, before, 0))), (-1, pad(last, (0, 0, 0, after)))
+
+
+def _returns(band: Tensor, rows: Tensor, key_blocks: int, before: int, after: int) -> Tensor:
+    """What rows give back to their keys by a band of weights, ``[..., key blocks, block, dim]``."""
+    missing = key_blocks - rows.shape[-3]
+    if missing:
+        band, rows = (pad(x, (0, 0, 0, 0, 0, missing)) for x in (band, rows))
+    return _sums(_turned(band, before, after), rows, after, before)
+
+
+def _turned(band: Tensor, before: int, after: int) -> Tensor:
+    """The band of the transposed map: entry (i, m) of a key is what row i - after + m gives it."""
+    width = band.shape[-1]
+    wider = pad(band.flatten(-3, -2), (0, 0, after, before))
+    shape = (*band.shape[:-3], band.shape[-3] * band.shape[-2], width)
+    strides = (*wider.stride()[:-2], width, width - 1)
+    turned = wider[..., width - 1 :].as_strided(shape, strides)
+    return turned.unflatten(-2, band.shape[-3:-1])

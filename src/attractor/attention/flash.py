@@ -163,8 +163,11 @@ def attend_backward(
     lse: Tensor,
     scope: Scope,
     scale: float,
+    onto: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, for any finite log-sum-exp and any output.
+
+    Those of query and key are added to `onto` where it is given.
 
     grad and out are of the last rows, as `attend` gives them. With the weights ``exp(score - lse)`` the
     gradient of a score is ``weight * (<grad, value> - <grad, out>)``.
@@ -178,21 +181,28 @@ def attend_backward(
         parts = backward(*rows, *strip.cut(query, key, value), lse[..., strip.rows], strip, scale)
         if single:
             return (
-                _grown(parts[0], strip.rows, query), _grown(parts[1], strip.columns, key),
+                _grown(parts[0], strip.rows, query, onto and onto[0]),
+                _grown(parts[1], strip.columns, key, onto and onto[1]),
                 _grown(parts[2], strip.columns, value),
-            )  # fmt: skip
+            )
         if grads is None:  # sums over strips lose little in half precision if kept in single
             grads = [torch.zeros_like(x, dtype=wide(x.dtype)) for x in (query, key, value)]
-        grads[0][..., strip.rows, :] = parts[0].to(grads[0].dtype)
+            grads[:2] = onto or grads[:2]
+        grads[0][..., strip.rows, :] += parts[0]
         grads[1][..., strip.columns, :] += parts[1]
         grads[2][..., strip.columns, :] += parts[2]
     if grads is None:
-        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        return *(onto or (torch.zeros_like(query), torch.zeros_like(key))), torch.zeros_like(value)
+    if onto is not None:
+        return *onto, grads[2].to(value.dtype)
     return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
 
 
-def _grown(part: Tensor, where: slice, whole: Tensor) -> Tensor:
-    """A tensor like `whole`, zero but for that part of its tokens."""
+def _grown(part: Tensor, where: slice, whole: Tensor, onto: Tensor | None = None) -> Tensor:
+    """A tensor like `whole`, zero but for that part of its tokens; or `onto`, with it added."""
+    if onto is not None:
+        onto[..., where, :] += part
+        return onto
     if part.shape == whole.shape:
         return part
     full = torch.empty_like(whole)

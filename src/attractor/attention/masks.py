@@ -157,6 +157,12 @@ class Scope:
         """Whether the walls of one row are elsewhere than those of the next."""
         return self.left is not None or self.right is not None
 
+    @property
+    def just_causal(self) -> bool:
+        """Whether every one of as many queries as keys sees all keys up to its own, and no bias."""
+        free = self.real is None and self.documents is None and self.mask is None and self.bias is None
+        return free and self.left is None and self.right == 0 and self.queries == self.keys
+
     def narrowed(self, by: int) -> "Scope":
         """Without the outermost keys of the band: by so many from every edge it has."""
         left = None if self.left is None else self.left - by

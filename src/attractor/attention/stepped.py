@@ -24,6 +24,7 @@ from attractor.attention.bands import Stencil, band_scores, band_values, step_va
 from attractor.attention.masks import Scope, along
 from attractor.attention.pdes import PDE, Line, take_steps
 from attractor.attention.precision import wide
+from attractor.attention.wall import causal
 
 Others = tuple[Tensor, Callable[[Tensor], Tensor]]
 
@@ -51,6 +52,8 @@ def stepped(
     open = scope.open_faces()
     dtype = wide(query.dtype)
     stencil = Stencil.of(pde, steps, dt, value.to(dtype)) if open is None and steps else None
+    if stencil is not None and others is None and scope.just_causal and stencil.fits(scope.keys):
+        return causal(query, key, value, stencil, scale, pde=pde, steps=steps, dt=dt)
     if stencil is not None and stencil.fits(scope.keys):
         far_values = stencil.step(value.to(dtype)).to(value.dtype)
     else:
