@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format test-slow test-gpu bench results leak clean
+.PHONY: demo test lint format test-slow test-gpu bench results leak gates clean
 
 demo: $(STAMP)
 	$(BIN)/attractor demo --out out/demo
@@ -48,11 +48,16 @@ results: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.compare
 	$(BIN)/python -m benchmarks.stepping
 	$(BIN)/python -m benchmarks.attention
+	$(BIN)/python -m benchmarks.probing
 	$(BIN)/python -m benchmarks.pages
 
 # The small run of the experiment, minutes on a CPU; DATA (or ATTRACTOR_DATA) is a folder with WikiText-2.
 leak: $(STAMP)
 	$(BIN)/python -m experiments.leak --quick --out out/leak $(if $(DATA),--data $(DATA))
+
+# Small gated networks on the digits that come with the library: minutes on a CPU.
+gates: $(STAMP)
+	$(BIN)/python -m experiments.gates --out out/gates/digits.json
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from attractor.core.files import write_text
+from experiments.gates import PAPER
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -354,6 +355,68 @@ def eight_steps() -> str:
         f"Eight steps, {recipe['updates']:,} updates of {recipe['layers']} layers of {recipe['dim']} on "
         f"{recipe['tokenizer']}: {finite} of {len(arms)} PDEs stay finite throughout. Perplexities: {each}.\n"
     )
+
+
+def probing() -> str:
+    found = load("probing")
+    rows = [
+        [r["network"], str(r["blocks"]), f"{r['milliseconds']:.0f}", f"{r['batch_ratio']:.2f}x",
+         f"{r['call_ratio']:.2f}x"]
+        for r in found["rows"]
+    ]  # fmt: skip
+    text = (
+        f"Batch {found['batch']} on a CPU: a plain forward in milliseconds, a further batch of a probe and "
+        "a whole call of `probe` with one batch (which first looks at the graph), as multiples of it.\n\n"
+    )
+    return command("probing") + text + table(["network", "blocks", "forward", "batch", "call"], rows)
+
+
+def training() -> str:
+    found = load("training")
+    rows = [
+        [f"{r['loop']}" + (f", {r['gate']}" if r["gate"] != "none" else ""),
+         f"{r['milliseconds_per_step']:.1f}", f"{r['seconds_per_epoch']:.2f}",
+         f"{r['speedup']:.2f}x" if "speedup" in r else "", f"{r['first_epoch_seconds']:.0f}"]
+        for r in found["rows"]
+    ]  # fmt: skip
+    text = (
+        f"ResNet{found['depth']}, batch {found['batch']}, {found['precision']}, {found['device']}: a step in "
+        "milliseconds, an epoch of CIFAR in seconds, how much faster than an ordinary PyTorch loop in the "
+        f"same run, and the first {found['steps']} steps (capture and compilation) in seconds.\n\n"
+    )
+    return command("training") + text + table(["", "step", "epoch", "", "first"], rows)
+
+
+def gates() -> str:
+    found = load("gates_cifar10", "experiments")
+    text = (
+        "`python -m experiments.gates --data cifar10 --device cuda`\n\n"
+        f"CIFAR-10, ResNet{found['network']['depth']}, {found['recipe']['epochs']} epochs, batch "
+        f"{found['recipe']['batch']}, {found['device']}; test accuracy after the last epoch, mean and "
+        "deviation over seeds, and the gain over no gate at the same seeds with its standard error. The "
+        "paper's gains are of ResNet164 after 164 epochs. TNS is of 256 test images: before training and "
+        "after, with step 1; and with the gate as the step.\n\n"
+    )
+    number = lambda x, digits: "" if x is None else f"{x:.{digits}f}"
+    with_error = lambda x, e: "" if x is None else f"{x:+.2f}" + ("" if e is None else f" ± {e:.2f}")
+    rows = [
+        [r["arm"], str(r["seeds"]), f"{r['accuracy']:.2f}" + (f" ± {r['spread']:.2f}" if r["spread"] else ""),
+         with_error(r["gain"], r["gain_error"]),
+         f"{PAPER[r['arm']] - PAPER['none']:+.2f}" if r["arm"] != "none" else "",
+         f"{r['parameters']:,}", number(r["seconds_per_epoch"], 2),
+         f"{r['tns_initial_one']:.2f}, {r['tns_trained_one']:.2f}",
+         f"{r['tns_initial_gate']:.2f}, {r['tns_trained_gate']:.2f}"]
+        for r in found["summary"]
+    ]  # fmt: skip
+    head = ["gate", "seeds", "accuracy, %", "gain", "paper's gain", "parameters", "s/epoch", "TNS, step 1",
+            "TNS, step F"]  # fmt: skip
+    told = [
+        f"- TNS {column.replace('_', ', ')}, {over}: Kendall {c['kendall']:+.2f} (p {c['kendall_p']:.2g}), "
+        f"Spearman {c['spearman']:+.2f} (p {c['spearman_p']:.2g})\n"
+        for over, columns in found["correlations"].items()
+        for column, c in columns.items()
+    ]
+    return text + table(head, rows) + "\nRank correlation of TNS with accuracy:\n\n" + "".join(told)
 
 
 def perplexity(x: float) -> str:

@@ -1,6 +1,7 @@
 """What every member of a plug-in folder must satisfy. Members are found, not listed."""
 
 import inspect
+from copy import deepcopy
 from dataclasses import FrozenInstanceError, fields
 from fractions import Fraction
 from functools import partial
@@ -17,6 +18,7 @@ from attractor.core.tableaus import ALL
 from attractor.core.trees import defect
 from attractor.ode import corrections, systems
 from attractor.ode.corrections import BY_NAME
+from attractor.residual import gates
 
 # ---- schemes: everything in core/tableaus.py
 
@@ -524,3 +526,220 @@ def test_learnt_coefficients_start_where_told_and_stay_stable(make, heads, axis)
                 parameter.fill_(logit)
         numbers = {n: getattr(learned(), n).flatten()[0].item() for n in names}
         make(**numbers).check(0.7, axis)  # raises if it is not stable
+
+
+# ---- gates: everything residual/gates exports
+
+every_gate = pytest.mark.parametrize("make", gates.BY_NAME.values(), ids=gates.BY_NAME)
+every_precision = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+
+
+def branch(size=(4, 5), batch=3, channels=6, dtype=torch.float64):
+    """The output of a residual branch, and its shortcut."""
+    return torch.randn(2, batch, channels, *size, dtype=torch.float64).to(dtype).unbind(0)
+
+
+def stirred(gate):
+    """The gate with every parameter and statistic moved away from where it starts."""
+    with torch.no_grad():
+        for name, p in [*gate.named_parameters(), *gate.named_buffers()]:
+            if p.is_floating_point():
+                p.add_(0.4 * torch.rand_like(p) if "running_var" in name else 0.4 * torch.randn_like(p))
+    return gate
+
+
+def gated(gate, f, x):
+    """One pass through a stage of one block."""
+    gate.start()
+    return gate(f, x)
+
+
+def test_every_gate_is_in_a_file_and_has_a_name():
+    from pathlib import Path
+
+    files = {p.stem for p in Path(inspect.getfile(gates)).parent.glob("*.py")}
+    assert (
+        files - {"__init__", "gate", "excitation"}
+        == {cls.__module__.rsplit(".", 1)[1] for cls in gates.BY_NAME.values()}
+        == set(gates.BY_NAME)
+    )
+    for name, cls in gates.BY_NAME.items():
+        assert cls.__name__.lower() == name
+        assert cls.__name__ in gates.__all__
+        assert getattr(gates, cls.__name__) is cls is gates.get_gate(name)
+        assert type(gates.make_gate(name, 6)) is cls
+    with pytest.raises(ValueError, match="no gate is called 'senet'; there are none, se, cbam"):
+        gates.get_gate("senet")
+
+
+@every_gate
+def test_gate_is_made_with_its_channels_first(make):
+    first, *options = inspect.signature(make).parameters.values()
+    assert first.name == "channels"
+    assert all(o.default is not o.empty for o in options)
+    assert {o.name for o in options if o.kind is o.KEYWORD_ONLY} >= {"identity", "device", "dtype"}
+    assert make.__doc__ is not None
+    paper = inspect.getmodule(make).__doc__
+    assert paper.startswith(make.__name__)
+    assert any(str(year) in paper for year in range(2018, 2025))
+    assert all(p.device.type == "meta" for p in make(6, device="meta").state_dict().values())
+    assert {p.dtype for p in make(6, dtype=torch.float64).parameters()} == {torch.float64}
+    for wrong in (0, -3, 2.0, True, "64"):
+        with pytest.raises(ValueError, match=rf"{make.__name__}\(channels=.*positive integer"):
+            make(wrong)
+    for shape in ((3, 5, 4, 4), (3, 6), (3, 6, 4), (6, 4, 4)):
+        with pytest.raises(ValueError, match=r"it takes \[batch, 6, height, width\]"):
+            make(6)(torch.rand(shape), torch.rand(shape))
+
+
+@every_gate
+@every_precision
+@pytest.mark.parametrize("size", [(1, 1), (1, 5), (7, 4), (9, 9)])
+def test_gate_keeps_shape_and_dtype_at_any_size(make, dtype, size):
+    f, x = branch(size, dtype=dtype)
+    before = f.clone()
+    for gate in (
+        make(6, dtype=dtype),
+        make(6, identity=True, dtype=dtype),
+        stirred(make(6, dtype=dtype)),
+    ):
+        for training in (True, False):
+            out = gated(gate.train(training), f, x)
+            assert out.shape == f.shape
+            assert out.dtype == dtype
+            assert out.isfinite().all()
+    assert torch.equal(f, before)
+
+
+@every_gate
+@pytest.mark.parametrize("identity", [False, True])
+def test_gate_multiplies_by_its_weights(make, identity):
+    gate = stirred(make(6, identity=identity, dtype=torch.float64))
+    f, x = branch()
+    gate.start()
+    factor = gate.weights(f, x)
+    assert factor.dtype == f.dtype
+    assert torch.broadcast_shapes(factor.shape, f.shape) == f.shape
+    assert factor.min() >= 0
+    assert factor.max() <= (2**make.sigmoids if identity else 1)
+    assert factor.std() > 1e-4  # it does look at f
+    if not make.normalisation:
+        torch.testing.assert_close(gated(gate, f, x), f * factor, rtol=1e-13, atol=1e-14)
+    if not make.needs_x:
+        assert torch.equal(gated(gate, f, None), gated(gate, f, x))
+
+
+@every_gate
+@pytest.mark.parametrize("training", [True, False])
+def test_gradients_of_a_gate(make, training):
+    gate = stirred(make(6, dtype=torch.float64)).train(training)
+    names, parameters = zip(*gate.named_parameters())
+    f, x = (t.requires_grad_() for t in branch((2, 3)))
+
+    def run(f, x, *parameters):
+        gate.start()
+        return torch.func.functional_call(gate, dict(zip(names, parameters)), (f, x))
+
+    assert torch.autograd.gradcheck(run, (f, x, *parameters))
+
+
+@every_gate
+def test_gradients_of_a_gate_are_finite_where_nothing_varies(make):
+    gate = stirred(make(6))
+    for f in (torch.zeros(3, 6, 4, 4), torch.ones(3, 6, 1, 1), torch.full((3, 6, 4, 4), 1e4)):
+        out = gated(gate, f.requires_grad_(), f.detach())
+        gradients = torch.autograd.grad(out.square().mean(), [f, *gate.parameters()])
+        assert all(g.isfinite().all() for g in gradients)
+
+
+@every_gate
+@every_precision
+@pytest.mark.parametrize("training", [True, False])
+def test_gate_that_starts_at_one_changes_nothing_and_learns(make, dtype, training):
+    gate = make(6, identity=True, dtype=dtype).train(training)
+    f, x = branch(dtype=dtype)
+    plain = torch.nn.BatchNorm2d(6, dtype=dtype).train(training)(f) if make.normalisation else f
+    for _ in range(3):  # blocks of a stage
+        out = gate(f, x)
+        assert torch.equal(out, plain)
+    out.float().square().sum().backward()
+    own = [p for n, p in gate.named_parameters() if not (make.normalisation and n in ("weight", "bias"))]
+    assert any(p.grad.abs().max() > 0 for p in own)
+    with torch.no_grad():
+        for p in own:
+            p.sub_(0.1 * p.grad.sign())
+    assert not torch.equal(gated(gate, f, x), plain)
+
+
+@every_gate
+def test_gate_is_restored_from_its_state(make):
+    gate = stirred(make(6))
+    f, x = branch(dtype=torch.float32)
+    gated(gate, f, x)  # statistics move
+    again = make(6)
+    again.load_state_dict(gate.state_dict(), strict=True)
+    for training in (True, False):
+        assert torch.equal(gated(again.train(training), f, x), gated(gate.train(training), f, x))
+
+
+@every_gate
+def test_gate_can_be_copied_after_use(make):
+    gate = stirred(make(6))
+    f, x = branch(dtype=torch.float32)
+    gated(gate, f.requires_grad_(), x)
+    again = deepcopy(gate)
+    assert torch.equal(gated(again, f, x), gated(gate, f, x))
+    assert not {id(p) for p in again.parameters()} & {id(p) for p in gate.parameters()}
+    assert len(again.state_dict()) == len(gate.state_dict())
+
+
+@every_gate
+@pytest.mark.parametrize("training", [True, False])
+def test_gate_can_be_compiled_whole(make, training):
+    gate = stirred(make(6)).train(training)
+    twin = deepcopy(gate)
+    whole = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    for size in ((4, 5), (6, 3)):
+        f, x = branch(size, dtype=torch.float32)
+        results = []
+        for g, run in ((gate, gate), (twin, whole)):
+            g.start()
+            g.zero_grad()
+            leaf = f.clone().requires_grad_()
+            out = run(run(leaf, x), x)  # two blocks
+            out.square().sum().backward()
+            results.append([out, leaf.grad, *(p.grad for p in g.parameters())])
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+@every_gate
+def test_samples_of_a_batch_do_not_see_each_other(make):
+    gate = stirred(make(6, dtype=torch.float64)).eval()
+    f, x = branch()
+    together = gated(gate, f, x)
+    alone = torch.cat([gated(gate, f[i : i + 1], x[i : i + 1]) for i in range(3)])
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-13)
+
+
+@every_gate
+def test_gate_under_autocast_keeps_its_statistics_wide(make):
+    gate = stirred(make(32)).eval()
+    f, x = branch(batch=8, channels=32, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = gated(gate, f, x)
+    assert out.dtype == torch.bfloat16
+    exact = gated(deepcopy(gate).double(), f.double(), x.double())
+    assert (out - exact).abs().max() < 0.02 * exact.abs().max()
+    with torch.autocast("cpu", torch.bfloat16):
+        gate.start()
+        assert gate.weights(f.float(), x.float()).dtype == torch.float32
+
+
+@every_gate
+def test_gate_keeps_channels_last(make):
+    gate = stirred(make(6))
+    f, x = (t.to(memory_format=torch.channels_last) for t in branch(dtype=torch.float32))
+    out = gated(gate, f, x)
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    assert not out.is_contiguous()
+    torch.testing.assert_close(out, gated(gate, f.contiguous(), x.contiguous()))

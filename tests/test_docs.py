@@ -32,6 +32,7 @@ def test_doctests(module):
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
 def test_examples_run(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(example)])
     exec(compile(example.read_text(), str(example), "exec"), {"__name__": "__main__"})
 
 

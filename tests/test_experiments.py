@@ -3,7 +3,9 @@
 import json
 import random
 
-from experiments import leak
+import pytest
+
+from experiments import gates, leak
 
 
 def test_leak(tmp_path):
@@ -31,3 +33,23 @@ def test_leak(tmp_path):
     again = leak.main([*common, "--updates", "2"])  # nothing is run twice
     assert again["arms"] == results["arms"]
     assert (tmp_path / "out" / "leak_quick.json").stat().st_mtime_ns == before
+
+
+def test_gates(tmp_path):
+    path = tmp_path / "gates.json"
+    common = ["--depth", "29", "--epochs", "1", "--gates", "none", "stepnet", "--out", str(path)]
+    gates.main([*common, "--seeds", "1"])
+    found = gates.main([*common, "--seeds", "2"])
+    rows = {row["arm"]: row for row in found["summary"]}
+    assert {name: row["seeds"] for name, row in rows.items()} == {"none": 2, "stepnet": 2}
+    assert rows["none"]["gain"] is None
+    assert rows["stepnet"]["gain"] == pytest.approx(
+        rows["stepnet"]["accuracy"] - rows["none"]["accuracy"]
+    )
+    assert rows["stepnet"]["tns_trained_gate"] > rows["stepnet"]["tns_trained_one"] > 0
+    assert found["correlations"]["models"]["one"]["kendall"] is not None
+    for picture in ("tns", "nsi", "surface", "proportion"):
+        assert (tmp_path / f"gates_{picture}.png").stat().st_size > 0
+    before = path.read_text()
+    assert gates.main([*common, "--seeds", "2"])["arms"] == found["arms"]  # nothing is run twice
+    assert path.read_text() == before

@@ -16,6 +16,11 @@ from attractor.ode import systems
 OPTIONAL = {
     "matplotlib": ("report", "pictures and the report page"),
     "scipy": ("dev", "reference solutions in tests and benchmarks"),
+    "accelerate": ("train", "training"),
+    "pillow": ("vision", "images from files"),
+    "transformers": ("text", "PDE attention and probes in its models"),
+    "timm": ("vision", "gates and probes in its models"),
+    "torchvision": ("vision", "its weights, models and detectors"),
     "onnxruntime": ("onnx", "export of solvers to ONNX"),
     "torchdiffeq": ("bench", "comparison with torchdiffeq"),
     "diffrax": ("bench", "comparison with diffrax"),

@@ -83,7 +83,7 @@ def find(what: str, options: dict[str, str] | None = None) -> Equation:
 
 def _of_one_s_own(what: str) -> Equation:
     place, _, name = what.rpartition(":")
-    module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place)
+    module = module_from_file(Path(place)) if place.endswith(".py") else module_from_package(place)
     rate = getattr(module, name, None)
     if not callable(rate):
         there = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
@@ -100,7 +100,8 @@ def _of_one_s_own(what: str) -> Equation:
     )
 
 
-def _from_file(path: Path) -> Any:
+def module_from_file(path: Path) -> Any:
+    """A module from a Python file; its code is run."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}; give FILE.py:FUNCTION with a path that exists")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -115,7 +116,8 @@ def _from_file(path: Path) -> Any:
     return module
 
 
-def _from_package(place: str) -> Any:
+def module_from_package(place: str) -> Any:
+    """A module by its dotted name."""
     try:
         return importlib.import_module(place)
     except ImportError as error:

@@ -1,13 +1,14 @@
 """The command line.
 
 General: ``attractor demo`` and ``doctor``. Hybrid solvers: ``attractor fit``, ``solve`` and ``compare``.
+Residual networks: ``attractor probe``.
 One file a group; importing it adds its commands to the application.
 """
 
-from attractor.cli import general, solvers
+from attractor.cli import general, networks, solvers
 from attractor.cli.terminal import app
 
-__all__ = ["app", "general", "main", "solvers"]
+__all__ = ["app", "general", "main", "networks", "solvers"]
 
 
 def main() -> None:

@@ -1,7 +1,5 @@
 """Commands of hybrid solvers: fit, solve, compare."""
 
-import shlex
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -12,7 +10,16 @@ import typer
 from rich.table import Table
 
 from attractor import equations
-from attractor.cli.terminal import Device, Seed, app, check_device, console, need, told_as_usage
+from attractor.cli.terminal import (
+    Device,
+    Seed,
+    app,
+    check_device,
+    console,
+    given_command,
+    need,
+    told_as_usage,
+)
 from attractor.core.files import write_bytes, write_json
 from attractor.ode import HybridSolver
 from attractor.ode import fit as fit_solver
@@ -84,13 +91,13 @@ def fit(
         table.add_row(name, _number(row["error"]), str(row["rate_calls"]))
     console.print(table)
     numbers = {
-        "command": _command(),
+        "command": given_command(),
         "horizon": horizon,
         "test": tested["rows"],
         "history": solver.history,
     }
     write_json(out / "fit.json", numbers)
-    page = report.fit_page(solver, found.name, tested, out, _command())
+    page = report.fit_page(solver, found.name, tested, out, given_command())
     seconds = time.perf_counter() - started
     console.print(f"{seconds:.0f} s. Solver: [bold]{out / 'solver'}[/]", soft_wrap=True)
     console.print(f"Report: [bold]{page}[/]", soft_wrap=True)
@@ -252,7 +259,3 @@ def _csv(solved: Any) -> str:
         for t, state in zip(solved.t.tolist(), u[:, k].tolist()):
             lines.append(",".join((str(k), repr(t), *map(repr, state))))
     return "\n".join(lines) + "\n"
-
-
-def _command() -> str:
-    return shlex.join(["attractor", *sys.argv[1:]])

@@ -1,5 +1,7 @@
 """What all commands share: the application, the console, options, progress, and checks of input."""
 
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -61,3 +63,8 @@ def need(package: str, extra: str) -> None:
             f"[red]{package} is missing[/]; install it with: pip install 'attractor\\[{extra}]'"
         )
         raise typer.Exit(2)
+
+
+def given_command() -> str:
+    """The command as it was typed, for what is written beside results."""
+    return shlex.join(["attractor", *sys.argv[1:]])

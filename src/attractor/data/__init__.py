@@ -1,14 +1,18 @@
 """Data sets as tensors. Each loader reads files of a folder, or asks the hub it is usually found on.
 
-The folder is an argument, or what the environment variable ``ATTRACTOR_DATA`` names.
+The folder is an argument, or what the environment variable ``ATTRACTOR_DATA`` names. One set of images
+needs neither:
 
->>> from attractor.data import text
+>>> from attractor.data import images, text
+>>> digits = images.load("digits")
+>>> digits.images.shape, digits.images.dtype, len(digits.classes)
+(torch.Size([1437, 1, 8, 8]), torch.uint8, 10)
 >>> words = text.Words.of(["the cat sat", "the dog"])
 >>> ids, real = text.padded(["the cat", "a dog ran"], words, max_tokens=8)
 >>> ids.tolist(), real.tolist()
 ([[3, 4, 0], [1, 6, 1]], [[True, True, False], [True, True, True]])
 """
 
-from attractor.data import text
+from attractor.data import images, text
 
-__all__ = ["text"]
+__all__ = ["images", "text"]

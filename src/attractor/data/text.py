@@ -9,7 +9,6 @@ import csv
 import hashlib
 import io
 import lzma
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,8 +19,8 @@ import torch
 from torch import Tensor
 
 from attractor.core.files import write_bytes
+from attractor.data.folders import Folder, folder_of
 
-Folder = Path | str | None
 SPLITS = ("train", "valid", "test")
 
 # name -> split -> names a file may have, without .xz; and the same data on the Hugging Face hub.
@@ -171,7 +170,7 @@ class WordPiece:
                 "WordPiece needs the tokenizers library: pip install 'attractor[text]'; text.Words and "
                 "text.Bytes need nothing"
             ) from None
-        place = _folder(vocabulary)
+        place = folder_of(vocabulary)
         if place is not None and place.is_dir():
             place = place / VOCABULARY
         if place is not None and place.is_file():
@@ -267,11 +266,6 @@ def _flat(texts: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
     return np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
 
 
-def _folder(folder: Folder) -> Path | None:
-    named = folder if folder is not None else os.environ.get("ATTRACTOR_DATA") or None
-    return None if named is None else Path(named)
-
-
 def _find(name: str, split: str, folder: Folder) -> Path | None:
     """The file of a split, compressed or not; None if it is not there."""
     if name not in FILES:
@@ -280,7 +274,7 @@ def _find(name: str, split: str, folder: Folder) -> Path | None:
         raise ValueError(
             f"{name} has no split {split!r}, but {', '.join(FILES[name])}; hold out a part of another"
         )
-    place = _folder(folder)
+    place = folder_of(folder)
     if place is None:
         return None
     found = (place / f"{file}{end}" for file in FILES[name][split] for end in ("", ".xz"))
@@ -297,7 +291,7 @@ def _read(path: Path) -> str:
 def _from_hub(name: str, split: str, folder: Folder) -> Any:
     """The rows of a split, by the `datasets` library."""
     file = f"{FILES[name][split][0]}.xz"
-    place = _folder(folder)
+    place = folder_of(folder)
     missing = (
         f"{file} is not in {place}" if place is not None
         else f"give the folder of {file} with folder= or in ATTRACTOR_DATA"

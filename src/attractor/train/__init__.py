@@ -1,6 +1,21 @@
-"""What all wings train and keep with: one checkpoint format (and, in time, one training loop).
+"""What all wings train and keep with: one training loop, one checkpoint format.
 
->>> import tempfile, torch
+A `Recipe` says how, `train` does it, `train_seeds` from several seeds:
+
+>>> import torch
+>>> from types import SimpleNamespace
+>>> from attractor.train import Recipe, train
+>>> labels = torch.arange(64) % 2
+>>> images = (labels * 200).to(torch.uint8)[:, None, None, None].expand(64, 1, 4, 4)
+>>> data = SimpleNamespace(images=images, labels=labels, mean=(0.5,), std=(0.3,))
+>>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
+>>> recipe = Recipe(epochs=2, batch=16, learning_rate=0.1, warmup=0, crop=0)
+>>> train(model, data, data, recipe, device="cpu").accuracy
+1.0
+
+`checkpoint` is the format everything is kept in:
+
+>>> import tempfile
 >>> from attractor.train import checkpoint
 >>> folder = tempfile.mkdtemp() + "/weights"
 >>> _ = checkpoint.save(folder, "example", {"w": torch.ones(2)}, {"made by": "hand"})
@@ -9,6 +24,26 @@
 """
 
 from attractor.train import checkpoint
+from attractor.train.capture import compiled_blocks, repeated_blocks
 from attractor.train.checkpoint import CheckpointError
+from attractor.train.history import DivergedError, History, Progress, Seeds
+from attractor.train.loop import Classify, evaluate, train, train_seeds
+from attractor.train.recipe import PAPER, SHORT, Recipe
 
-__all__ = ["CheckpointError", "checkpoint"]
+__all__ = [
+    "PAPER",
+    "SHORT",
+    "CheckpointError",
+    "Classify",
+    "DivergedError",
+    "History",
+    "Progress",
+    "Recipe",
+    "Seeds",
+    "checkpoint",
+    "compiled_blocks",
+    "evaluate",
+    "repeated_blocks",
+    "train",
+    "train_seeds",
+]

@@ -1,0 +1,167 @@
+"""Commands of residual networks: probe."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+
+from attractor import networks
+from attractor.cli.terminal import (
+    Device,
+    Seed,
+    app,
+    check_device,
+    console,
+    given_command,
+    need,
+    progress_bar,
+    told_as_usage,
+)
+from attractor.core.files import write_json
+from attractor.residual.probing import probe as probe_network
+from attractor.residual.profile import StiffnessProfile
+
+WHAT = (
+    "timm:NAME, torchvision:NAME, transformers:NAME, attractor:NAME, FILE.py:FUNCTION, MODULE:FUNCTION."
+)
+Name = Annotated[str, typer.Argument(metavar="NAME", help=WHAT)]
+
+
+@app.command(
+    epilog="Example: attractor probe attractor:resnet_cifar -o depth=20 -o gate=se --data digits"
+)
+def probe(
+    name: Name,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", "-o", metavar="KEY=VALUE", help="Of the network: -o depth=20."),
+    ] = None,
+    pretrained: Annotated[
+        bool | None,
+        typer.Option("--pretrained/--random", help="Weights of its hub; by default if it has some."),
+    ] = None,
+    weights: Annotated[Path | None, typer.Option(help="Trained weights, a .safetensors file.")] = None,
+    initial: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The network before training, if it is your own.")
+    ] = None,
+    images: Annotated[Path | None, typer.Option(help="A folder with image files.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Test images of cifar10, cifar100, stl10, digits.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where the data set is; else ATTRACTOR_DATA.")
+    ] = None,
+    texts: Annotated[Path | None, typer.Option(help="A file with a text a line.")] = None,
+    noise: Annotated[
+        int | None, typer.Option(min=1, help="So many random inputs; without a source, --inputs.")
+    ] = None,
+    size: Annotated[int | None, typer.Option(min=1, help="Height and width of images.")] = None,
+    inputs: Annotated[int, typer.Option(min=1, help="Inputs at most.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Inputs at once.")] = 32,
+    granularity: Annotated[str, typer.Option(help="block, or addition.")] = "block",
+    step: Annotated[str, typer.Option(help="one, or gate: gates as step sizes.")] = "one",
+    within: Annotated[str, typer.Option(help="Only additions in that module, as encoder.")] = "",
+    seed: Seed = 0,
+    device: Device = "cpu",
+    out: Annotated[Path, typer.Option(help="Folder for profile and pictures.")] = Path("out/probe"),
+) -> None:
+    """How stiff a residual network is, block by block, beside its random initialisation."""
+    check_device(device)
+    need("matplotlib", "report")
+    from attractor.report import stiffness as pictures
+
+    started = time.perf_counter()
+    with told_as_usage():
+        torch.manual_seed(seed)
+        with console.status(f"making {name}"):
+            found = networks.find(name, _options(option), pretrained, weights)
+            before = _before(found, initial, option, seed)
+        count = noise or inputs
+        side = size or found.size
+        sources = {"--images": images, "--data": data, "--texts": texts, "--noise": noise}
+        given = [k for k, v in sources.items() if v is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other; give one")
+        batches: Iterator[Any]
+        if images is not None:
+            batches = networks.folder_of_images(found, images, count, batch, side)
+        elif data is not None:
+            batches = networks.data_set(found, data, folder, count, batch, seed)
+        elif texts is not None:
+            batches = networks.texts(found, texts, count, batch)
+        else:
+            batches = networks.noise(found, count, batch, seed, side)
+        with progress_bar() as progress:
+            task = progress.add_task(f"probing {name}", total=count)
+            profile = probe_network(
+                found.model, batches, step, granularity=granularity, device=device, initial=before,  # type: ignore[arg-type]
+                limit=count, within=within, settle=not found.trained,
+                progress=lambda n: progress.update(task, completed=n),
+            )  # fmt: skip
+    _show(profile, name)
+    if found.trained and before is None:
+        console.print("[yellow]initial: not known; give --initial NAME, a function that makes it[/]")
+    if not found.trained:
+        console.print("The weights are random: these are the values at initialisation.")
+    source = next((f"{k} {sources[k]}" for k in given), f"--noise {count}")
+    numbers = {"command": given_command(), "network": name, "source": source, "trained": found.trained}
+    write_json(out / "probe.json", {**numbers, **profile.numbers()})
+    profile.save(out / "profile")
+    for kind in pictures.KINDS:
+        if kind != "gates" or profile.gated:
+            _draw(profile, kind, out)
+    seconds = time.perf_counter() - started
+    console.print(
+        f"{seconds:.0f} s. Profile: [bold]{out / 'profile'}[/], numbers: [bold]{out / 'probe.json'}[/], "
+        f"picture: [bold]{out / 'all.png'}[/]",
+        soft_wrap=True,
+    )
+
+
+def _before(
+    found: networks.Network, initial: str | None, option: list[str] | None, seed: int
+) -> torch.nn.Module | None:
+    """The network with random weights, if the one to be probed is trained."""
+    torch.manual_seed(seed)
+    if initial is not None:
+        return networks.find(initial, _options(option), pretrained=False).model
+    return found.fresh() if found.trained and found.fresh is not None else None
+
+
+def _show(profile: StiffnessProfile, name: str) -> None:
+    table = Table(title=f"{name}: NSI of {profile.nsi.shape[0]} inputs, step {profile.step}")
+    columns = ("stage", "first", "blocks", "mean", "largest", "initial", "gate")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "first" else "right")
+    for row in profile.stages():
+        row = {**row, "stage": row["stage"] + 1}
+        table.add_row(*(_cell(row[c]) for c in columns))
+    console.print(table)
+    for step, pair in profile.totals().items():
+        trained, before = _cell(pair["trained"]), _cell(pair["initial"])
+        console.print(f"TNS, step {step}: [bold]{trained}[/], initial {before}", highlight=False)
+
+
+def _draw(profile: StiffnessProfile, kind: str, out: Path) -> None:
+    try:
+        profile.plot(kind, out / f"{kind}.png")
+    except ValueError as error:  # one block a stage, or gates that do not vary
+        console.print(f"[yellow]no picture of {kind}:[/] {error}", soft_wrap=True, highlight=False)
+
+
+def _options(texts: list[str] | None) -> dict[str, Any]:
+    found = {}
+    for text in texts or []:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--option {text!r} must be KEY=VALUE, such as depth=20")
+        found[key] = networks.parse(value)
+    return found
+
+
+def _cell(value: Any) -> str:
+    return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)

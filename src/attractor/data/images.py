@@ -1,0 +1,291 @@
+"""Images and their labels: CIFAR-10 and -100, STL-10, the digits that come with the library, any folder.
+
+`load` gives an `ImageSet`, all of it as bytes in memory, from the first of these that has it:
+
+- sheets: ``cifar10_part_a.webp``, ``cifar10_part_b.webp`` and ``cifar10_labels.npz``; for CIFAR-100
+  parts a, b and c. Images are tiled row by row in lossless WebP. Part b alone is a smaller CIFAR-10
+  (20,000 training images), part a alone a smaller CIFAR-100; both hold the whole test set;
+- the binary files of the data sets' own pages: ``data_batch_1.bin`` and so on, ``train.bin``,
+  ``train_X.bin``, in the folder or in the one their archive makes;
+- torchvision, then the `datasets` library, where installed; both fetch what is missing.
+
+``load("imagefolder")`` gives an `ImageFolder` instead, whose images are decoded as they are needed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attractor.data.folders import Folder, folder_of
+from attractor.data.imagefolder import ImageFolder
+
+Raw = tuple[np.ndarray, np.ndarray, list[str]]  # uint8 [n, c, h, w], labels [n], names of the classes
+NAMES = ("digits", "cifar10", "cifar100", "stl10", "imagefolder")
+CACHE = Path("~/.cache/attractor")  # where torchvision fetches to if no folder is named
+# Mean and deviation of the official training set; others are computed when they are loaded.
+STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "cifar10": ((0.491400, 0.482158, 0.446531), (0.247032, 0.243485, 0.261588)),
+    "cifar100": ((0.507075, 0.486549, 0.440918), (0.267334, 0.256438, 0.276150)),
+}
+BINARY = {
+    "cifar10": ("cifar-10-batches-bin", {"train": [f"data_batch_{i}.bin" for i in range(1, 6)],
+                                         "test": ["test_batch.bin"]}, "batches.meta.txt"),
+    "cifar100": ("cifar-100-binary", {"train": ["train.bin"], "test": ["test.bin"]},
+                 "fine_label_names.txt"),
+    "stl10": ("stl10_binary", {"train": ["train_X.bin", "train_y.bin"],
+                               "test": ["test_X.bin", "test_y.bin"]}, "class_names.txt"),
+}  # fmt: skip
+HUB = {
+    "cifar10": ("uoft-cs/cifar10", "img", "label"),
+    "cifar100": ("uoft-cs/cifar100", "img", "fine_label"),
+    "stl10": ("tanganke/stl10", "image", "label"),
+}
+DIGITS_TRAIN = 1437  # of 1,797; the last 360, by other hands, are for testing
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSet:
+    """Images as bytes, with what is needed to feed them to a network.
+
+    Attributes:
+        images: uint8 ``[n, channels, height, width]``.
+        labels: int64 ``[n]``, from 0.
+        classes: their names.
+        mean, std: of each channel over the training set, of values scaled to 0..1; the same for test
+            images, which have to be normalised as the training images were.
+        name: of the data set; a part of it says so.
+    """
+
+    images: Tensor
+    labels: Tensor
+    classes: list[str]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    name: str = "images"
+
+    def __post_init__(self) -> None:
+        if self.images.dtype != torch.uint8 or self.images.dim() != 4:
+            given = f"{self.images.dtype} {list(self.images.shape)}"
+            raise ValueError(f"images are {given}; they must be uint8 [n, channels, height, width]")
+        if self.labels.dtype != torch.int64 or self.labels.shape != self.images.shape[:1]:
+            given = f"{self.labels.dtype} {list(self.labels.shape)}"
+            raise ValueError(f"labels are {given}; they must be int64 [{len(self.images)}]")
+        if not len(self.mean) == len(self.std) == self.images.shape[1]:
+            given = f"{len(self.mean)} means and {len(self.std)} deviations"
+            raise ValueError(f"{given} for {self.images.shape[1]} channels; there must be one for each")
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def take(self, index: Tensor) -> "ImageSet":
+        """Those images, in that order."""
+        return replace(self, images=self.images[index], labels=self.labels[index])
+
+    def subset(self, n: int, seed: int = 0) -> "ImageSet":
+        """n images drawn without replacement; the same for the same seed."""
+        return self.hold_out(n, seed)[1]
+
+    def hold_out(self, n: int, seed: int = 0) -> tuple["ImageSet", "ImageSet"]:
+        """The set without n images drawn at random, and those n: a training and a validation set."""
+        if not 0 <= n <= len(self):
+            raise ValueError(f"{n} images of {self.name}, which has {len(self)}")
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
+        return self.take(order[n:]), self.take(order[:n])
+
+    def rgb(self) -> "ImageSet":
+        """Grey images as three equal channels; coloured ones as they are."""
+        if self.images.shape[1] == 3:
+            return self
+        return replace(self, images=self.images.repeat(1, 3, 1, 1), mean=self.mean * 3, std=self.std * 3)
+
+    def normalised(self, index: Tensor | slice = slice(None)) -> Tensor:
+        """Images as a network sees them: float32 of mean 0 and deviation 1 ``[k, channels, h, w]``."""
+        mean, std = (
+            torch.tensor(x, device=self.images.device)[:, None, None] for x in (self.mean, self.std)
+        )
+        return (self.images[index] / 255 - mean) / std
+
+
+@overload
+def load(  # type: ignore[overload-overlap]
+    name: Literal["imagefolder"], split: str = ..., folder: Folder = ...
+) -> ImageFolder: ...
+@overload
+def load(name: str, split: str = ..., folder: Folder = ...) -> ImageSet: ...
+def load(name: str, split: str = "train", folder: Folder = None) -> ImageSet | ImageFolder:
+    """The training or test images of a data set.
+
+    Args:
+        name: ``"digits"`` (1,437 and 360 grey images of 8 x 8; comes with the library), ``"cifar10"``,
+            ``"cifar100"``, ``"stl10"`` or ``"imagefolder"``.
+        split: ``"train"`` or ``"test"``; of an image folder the name of a subfolder, such as ``"val"``.
+        folder: where the files are; None: the folder that ``ATTRACTOR_DATA`` names.
+
+    Raises:
+        FileNotFoundError: the data set was not found; says what was looked for where.
+    """
+    if name not in NAMES:
+        raise ValueError(f"no image data set is called {name!r}; there are {', '.join(NAMES)}")
+    place = folder_of(folder)
+    if name == "imagefolder":
+        if place is None:
+            raise FileNotFoundError(
+                f"give the folder of {split}/<class>/<image> with folder= or in ATTRACTOR_DATA"
+            )
+        return ImageFolder(place / split, train=split == "train")
+    if split not in ("train", "test"):
+        raise ValueError(
+            f"{name} has no split {split!r}, but train, test; ImageSet.hold_out divides one"
+        )
+    images, labels, classes = _found(name, split, place)
+    if name in STATISTICS:
+        mean, std = STATISTICS[name]
+    else:
+        mean, std = _statistics(images if split == "train" else _found(name, "train", place)[0])
+    official = {"cifar10": 50_000, "cifar100": 50_000}.get(name, 0)
+    part = f" ({len(images):,} of {official:,})" if split == "train" and len(images) < official else ""
+    return ImageSet(
+        torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels.astype(np.int64)),
+        classes, mean, std, name + part,
+    )  # fmt: skip
+
+
+def _found(name: str, split: str, place: Path | None) -> Raw:
+    """From the first source that has it. A source gives what it found, or says why it found nothing."""
+    reasons = []
+    for source in SOURCES[name]:
+        found = source(name, split, place)
+        if not isinstance(found, str):
+            return found
+        reasons.append(found)
+    where = "no folder is named with folder= or in ATTRACTOR_DATA" if place is None else f"in {place}"
+    raise FileNotFoundError(f"no {split} images of {name}: {where}; {'; '.join(reasons)}")
+
+
+def _digits(name: str, split: str, place: Path | None) -> Raw:
+    # UCI "Optical Recognition of Handwritten Digits", test part (E. Alpaydin, C. Kaynak; CC BY 4.0).
+    with np.load(Path(__file__).with_name("digits.npz")) as file:
+        images, labels = file["x"], file["y"]
+    part = slice(DIGITS_TRAIN) if split == "train" else slice(DIGITS_TRAIN, None)
+    scaled = np.round(images[part, None] * (255 / 16)).astype(np.uint8)  # 17 levels of grey
+    return scaled, labels[part], [str(i) for i in range(10)]
+
+
+def _sheets(name: str, split: str, place: Path | None) -> Raw | str:
+    """What the sheets of a folder hold of CIFAR, in the official order."""
+    parts = "ab" if name == "cifar10" else "abc"
+    least = "b" if name == "cifar10" else "a"  # the part with the test images
+    wanted = f"looked for {name}_part_{least}.webp and {name}_labels.npz"
+    if place is None or not (place / f"{name}_labels.npz").is_file():
+        return wanted
+    files = {p: path for p in parts if (path := place / f"{name}_part_{p}.webp").is_file()}
+    if least not in files:
+        return wanted
+    with np.load(place / f"{name}_labels.npz") as file:
+        known = {key: file[key] for key in file}
+    if name == "cifar10":
+        classes, last = known["names"].tolist(), _sheet(files["b"])
+        if split == "test":
+            return last[20_000:], known["test"], classes
+        if "a" not in files:
+            return last[:20_000], known["train"][30_000:], classes
+        return np.concatenate((_sheet(files["a"]), last[:20_000])), known["train"], classes
+    classes = known["fine_names"].tolist()
+    if split == "test":
+        return _sheet(files["a"])[:10_000], known["test"], classes
+    images = np.concatenate([_sheet(path)[10_000 * (p == "a") :] for p, path in files.items()])
+    order = np.argsort(np.concatenate([known[f"index_{p}"] for p in files]))
+    return images[order], np.concatenate([known[f"train_{p}"] for p in files])[order], classes
+
+
+def _sheet(path: Path) -> np.ndarray:
+    """The images ``[n, 3, 32, 32]`` of a sheet."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise ImportError(f"reading {path.name} needs Pillow: pip install 'attractor[vision]'") from None
+    with Image.open(path) as picture:
+        sheet = np.asarray(picture.convert("RGB"))
+    rows, columns = sheet.shape[0] // 32, sheet.shape[1] // 32
+    return sheet.reshape(rows, 32, columns, 32, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, 32, 32)
+
+
+def _binary(name: str, split: str, place: Path | None) -> Raw | str:
+    """What the files of the data set's own page hold."""
+    inner, files, names = BINARY[name]
+    wanted = f"looked for {files[split][0]}, also in {inner}"
+    if place is None:
+        return wanted
+    for folder in (place, place / inner):
+        paths = [folder / file for file in files[split]]
+        if all(path.is_file() for path in paths):
+            break
+    else:
+        return wanted
+    classes = (folder / names).read_text().split() if (folder / names).is_file() else []
+    blocks = [np.fromfile(path, np.uint8) for path in paths]
+    if name == "stl10":  # columns first; labels from 1
+        images = blocks[0].reshape(-1, 3, 96, 96).transpose(0, 1, 3, 2)
+        labels = blocks[1] - 1
+    else:
+        marks = 1 if name == "cifar10" else 2  # CIFAR-100: coarse, then fine label
+        rows = np.concatenate(blocks).reshape(-1, marks + 3 * 32 * 32)
+        images, labels = rows[:, marks:].reshape(-1, 3, 32, 32), rows[:, marks - 1]
+    return images, labels, classes or [str(i) for i in range(int(labels.max()) + 1)]
+
+
+def _torchvision(name: str, split: str, place: Path | None) -> Raw | str:
+    try:
+        from torchvision import datasets
+    except ImportError:
+        return "torchvision is not installed"
+    root = place or CACHE.expanduser()
+    try:
+        if name == "stl10":
+            data: Any = datasets.STL10(root, split=split, download=True)
+            return data.data, data.labels, data.classes
+        make = datasets.CIFAR10 if name == "cifar10" else datasets.CIFAR100
+        data = make(root, train=split == "train", download=True)
+    except Exception as error:
+        return f"torchvision could not fetch it ({type(error).__name__}: {error})"
+    return data.data.transpose(0, 3, 1, 2), np.array(data.targets), data.classes
+
+
+def _hub(name: str, split: str, place: Path | None) -> Raw | str:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        return "the datasets library is not installed"
+    path, image, label = HUB[name]
+    try:
+        rows = load_dataset(path, split=split)
+    except Exception as error:
+        return f"{path} could not be fetched ({type(error).__name__}: {error})"
+    images = np.stack([np.asarray(row[image].convert("RGB")) for row in rows])
+    return images.transpose(0, 3, 1, 2), np.array(rows[label]), list(rows.features[label].names)
+
+
+SOURCES: dict[str, tuple[Callable[[str, str, Path | None], Raw | str], ...]] = {
+    "digits": (_digits,),
+    "cifar10": (_sheets, _binary, _torchvision, _hub),
+    "cifar100": (_sheets, _binary, _torchvision, _hub),
+    "stl10": (_binary, _torchvision, _hub),
+}
+
+
+def _statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation of each channel of uint8 images, of values scaled to 0..1."""
+    values = np.arange(256) / 255
+    mean, std = [], []
+    for channel in range(images.shape[1]):
+        parts = np.array_split(images[:, channel], max(1, len(images) // 1000))
+        counts = sum(np.bincount(part.ravel(), minlength=256) for part in parts)
+        share = counts / np.sum(counts)
+        mean.append(float(share @ values))
+        std.append(float(np.sqrt(share @ (values - mean[-1]) ** 2)))
+    return tuple(mean), tuple(std)

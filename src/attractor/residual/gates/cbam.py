@@ -1,0 +1,77 @@
+"""CBAM: "Convolutional Block Attention Module" (Woo et al., ECCV 2018)."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from attractor.residual.gates.excitation import Excitation, narrow
+from attractor.residual.gates.gate import Gate, average, check_batch, check_branch, opened
+
+
+class CBAM(Gate):
+    """A weight a channel, then a weight a pixel of what is left.
+
+    Channels: ``sigma(M(mean f) + M(max f))`` with the two layers M of SE, mean and max over space.
+    Pixels: ``sigma(BN(conv(mean, max)))``, mean and max over the channels of f times the first weights.
+    ``2 C h + h + C + 100`` parameters for ``h = max(1, C // reduction)``: the authors' own form,
+    0.01 M short of what the StepNet paper states for ResNet164.
+
+    Args:
+        channels: C.
+        reduction: how much narrower the middle of M is.
+        kernel_size: of the convolution over pixels, odd.
+        identity, device, dtype: see `Gate`; with identity M's second layer and BN's scale start at 0.
+    """
+
+    sigmoids: ClassVar[int] = 2
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        reduction: int = 16,
+        kernel_size: int = 7,
+        identity: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(channels, identity)
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            raise ValueError(f"CBAM(kernel_size={kernel_size}); it is odd, such as 7, to have a middle")
+        hidden = narrow("CBAM", channels, reduction)
+        self.excitation = Excitation(
+            channels, channels, hidden, zero=identity, device=device, dtype=dtype
+        )
+        self.conv = nn.Conv2d(
+            2, 1, kernel_size, padding=kernel_size // 2, bias=False, device=device, dtype=dtype
+        )
+        self.norm = nn.BatchNorm2d(1, momentum=0.01, device=device, dtype=dtype)
+        if identity:
+            nn.init.zeros_(self.norm.weight)
+
+    def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
+        """F ``[batch, channels, height, width]``."""
+        channels = self._channels(f)
+        return channels * self._pixels(f * channels)
+
+    def forward(self, f: Tensor, x: Tensor | None = None) -> Tensor:
+        """The gated branch ``f * F``; F itself, as large as f, is not built."""
+        f = f * self._channels(f)
+        return f * self._pixels(f)
+
+    def _channels(self, f: Tensor) -> Tensor:
+        """[batch, channels, 1, 1]."""
+        check_branch("CBAM", self.channels, f)
+        dtype = self.excitation.reduce.weight.dtype
+        mean, largest = average(f, dtype).flatten(1), f.amax((2, 3)).to(dtype)
+        z = self.excitation(mean) + self.excitation(largest)
+        return opened(z, self.identity)[..., None, None].to(f.dtype)
+
+    def _pixels(self, f: Tensor) -> Tensor:
+        """[batch, 1, height, width]."""
+        dtype = self.conv.weight.dtype
+        mean, largest = f.mean(1, keepdim=True, dtype=dtype), f.amax(1, keepdim=True).to(dtype)
+        check_batch("CBAM", self.norm, f.shape[0] * f.shape[2] * f.shape[3])
+        z = self.norm(self.conv(torch.cat((mean, largest), 1)))
+        return opened(z, self.identity).to(f.dtype)

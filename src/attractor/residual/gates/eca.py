@@ -1,0 +1,47 @@
+"""ECA: "ECA-Net: Efficient Channel Attention" (Wang et al., CVPR 2020)."""
+
+import torch
+from torch import Tensor, nn
+
+from attractor.residual.gates.gate import Gate, average, check_branch, opened
+
+
+class ECA(Gate):
+    """``sigma(conv(pool(f)))``: a channel's weight comes from its mean and its neighbours' means.
+
+    k parameters, k the kernel's size.
+
+    Args:
+        channels: C.
+        kernel_size: odd; None is the paper's ``(log2(C) + 1) / 2``, rounded down and then up to an odd
+            number: 3 for 64 channels, 5 for 128 to 512.
+        identity, device, dtype: see `Gate`; with identity the kernel starts at 0.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        kernel_size: int | None = None,
+        identity: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(channels, identity)
+        size = adaptive_kernel(channels) if kernel_size is None else kernel_size
+        if size < 1 or size % 2 == 0:
+            raise ValueError(f"ECA(kernel_size={size}); it is odd, such as 3, or None for the paper's")
+        self.conv = nn.Conv1d(1, 1, size, padding=size // 2, bias=False, device=device, dtype=dtype)
+        if identity:
+            nn.init.zeros_(self.conv.weight)
+
+    def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
+        """F ``[batch, channels, 1, 1]``."""
+        check_branch("ECA", self.channels, f)
+        z = self.conv(average(f, self.conv.weight.dtype).flatten(2).mT)  # [batch, 1, channels]
+        return opened(z.mT[..., None], self.identity).to(f.dtype)
+
+
+def adaptive_kernel(channels: int) -> int:
+    """``floor((log2(channels) + 1) / 2)``, or the next number if that is even."""
+    return channels.bit_length() // 2 | 1

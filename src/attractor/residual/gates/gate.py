@@ -1,0 +1,91 @@
+"""What a gate is: something that multiplies a residual branch."""
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+class Gate(nn.Module):
+    """A step size for a residual branch: called ``gate(f, x)``, it returns f already multiplied.
+
+    Members are made with the number of channels first. Facts about a kind of gate are told by its class:
+    whether it belongs on blocks with an identity shortcut only, whether all blocks of a stage share one,
+    whether it looks at the shortcut, whether it is a normalisation (and takes the place of a block's
+    batch normalisations instead of following the last), and how many sigmoids are multiplied in F, which
+    lies between 0 and 1.
+
+    Args of every member, by keyword: `identity` starts the gate at exactly 1, so that a trained network
+    computes the same function on the day a gate is put into it: every sigmoid is doubled (F then lies
+    between 0 and ``2 ** sigmoids``) and its argument starts at 0; `device` and `dtype`.
+    """
+
+    identity_blocks_only: ClassVar[bool] = False
+    shared: ClassVar[bool] = False
+    needs_x: ClassVar[bool] = False
+    normalisation: ClassVar[bool] = False
+    sigmoids: ClassVar[int] = 1
+
+    def __init__(self, channels: int, identity: bool = False) -> None:
+        super().__init__()
+        check_channels(type(self).__name__, channels)
+        self.channels, self.identity = channels, identity
+
+    @abstractmethod
+    def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
+        """F, what multiplies f: it broadcasts against f ``[batch, channels, height, width]``."""
+
+    def forward(self, f: Tensor, x: Tensor | None = None) -> Tensor:
+        """The gated branch ``f * F``.
+
+        Args:
+            f: output of the residual branch ``[batch, channels, height, width]``.
+            x: the shortcut it will be added to, of the same shape; only some gates look at it.
+        """
+        return f * self.weights(f, x)
+
+    def start(self) -> None:
+        """Called before the first block of a stage; a gate with a memory forgets it here."""
+
+    def extra_repr(self) -> str:
+        """The arguments, for ``print(gate)``."""
+        return f"{self.channels}, identity=True" if self.identity else f"{self.channels}"
+
+
+def check_channels(name: str, channels: Any) -> None:
+    """Raise if channels is not a positive integer."""
+    if isinstance(channels, bool) or not isinstance(channels, int) or channels < 1:
+        raise ValueError(f"{name}(channels={channels!r}); the number of channels is a positive integer")
+
+
+def check_branch(name: str, channels: int, f: Tensor) -> None:
+    """Raise if f is not ``[batch, channels, height, width]``."""
+    if f.dim() != 4 or f.shape[1] != channels:
+        raise ValueError(
+            f"{name}({channels}) was given a tensor of shape {list(f.shape)}; "
+            f"it takes [batch, {channels}, height, width]"
+        )
+
+
+def check_batch(name: str, norm: nn.Module, values: int) -> None:
+    """Raise if a batch normalisation inside a gate would see one value a channel in training."""
+    if norm.training and values < 2 and not isinstance(norm, nn.SyncBatchNorm):
+        raise ValueError(
+            f"{name} normalises over the batch and was given one sample in training, which has no "
+            "variance; train with batches of at least 2 (drop_last=True in the loader), or call .eval()"
+        )
+
+
+def average(f: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mean over space ``[batch, channels, 1, 1]``.
+
+    `dtype` is that of the gate's parameters: a network under autocast hands over halves, and its
+    statistics are float32.
+    """
+    return f.mean((2, 3), keepdim=True, dtype=dtype)
+
+
+def opened(z: Tensor, identity: bool) -> Tensor:
+    """A sigmoid; with `identity` twice that, which is exactly 1 at 0."""
+    return 2 * z.sigmoid() if identity else z.sigmoid()

@@ -1,0 +1,40 @@
+"""SE: "Squeeze-and-Excitation Networks" (Hu, Shen and Sun, CVPR 2018)."""
+
+import torch
+from torch import Tensor
+
+from attractor.residual.gates.excitation import Excitation, narrow
+from attractor.residual.gates.gate import Gate, average, check_branch, opened
+
+
+class SE(Gate):
+    """``sigma(W2 relu(W1 pool(f)))``, pool the mean over space; a weight a channel.
+
+    ``2 C h + h + C`` parameters for ``h = max(1, C // reduction)``.
+
+    Args:
+        channels: C.
+        reduction: how much narrower the middle is.
+        identity, device, dtype: see `Gate`; with identity W2 starts at 0.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        reduction: int = 16,
+        identity: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(channels, identity)
+        hidden = narrow("SE", channels, reduction)
+        self.excitation = Excitation(
+            channels, channels, hidden, zero=identity, device=device, dtype=dtype
+        )
+
+    def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
+        """F ``[batch, channels, 1, 1]``."""
+        check_branch("SE", self.channels, f)
+        z = self.excitation(average(f, self.excitation.reduce.weight.dtype).flatten(1))
+        return opened(z, self.identity)[..., None, None].to(f.dtype)

@@ -1,0 +1,67 @@
+"""SEM: "Switchable Self-attention Module" (Zhong, Wen and Qin, 2022, arXiv:2209.05680)."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from attractor.residual.gates.eca import adaptive_kernel
+from attractor.residual.gates.excitation import Excitation, narrow
+from attractor.residual.gates.gate import Gate, average, check_branch, opened
+
+
+class SEM(Gate):
+    """Three excitations of the pooled f, and a decision on how much each counts.
+
+    ``F = sigma(w1 SE) sigma(w2 ECA) sigma(w3 IE)`` with SE's two layers, ECA's convolution, IE a scale
+    and a shift a channel (starting at 0 and -1), and ``w = sigma(Linear(pool(f)))``, three numbers a
+    sample. ``2 C h + h + C + k + 2 C + 3 C + 3`` parameters, h and k as in SE and ECA.
+
+    Args:
+        channels: C.
+        reduction: how much narrower SE's middle is.
+        kernel_size: ECA's; None is the paper's for that many channels.
+        identity, device, dtype: see `Gate`; with identity all three excitations start at 0.
+    """
+
+    sigmoids: ClassVar[int] = 3
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        reduction: int = 16,
+        kernel_size: int | None = None,
+        identity: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(channels, identity)
+        size = adaptive_kernel(channels) if kernel_size is None else kernel_size
+        if size < 1 or size % 2 == 0:
+            raise ValueError(f"SEM(kernel_size={size}); it is odd, such as 3, or None for the paper's")
+        hidden = narrow("SEM", channels, reduction)
+        self.excitation = Excitation(
+            channels, channels, hidden, zero=identity, device=device, dtype=dtype
+        )
+        self.conv = nn.Conv1d(1, 1, size, padding=size // 2, bias=False, device=device, dtype=dtype)
+        self.scale = nn.Parameter(torch.zeros(channels, device=device, dtype=dtype))
+        self.shift = nn.Parameter(torch.full_like(self.scale, 0.0 if identity else -1.0))
+        self.decide = nn.Linear(channels, 3, device=device, dtype=dtype)
+        if identity:
+            nn.init.zeros_(self.conv.weight)
+
+    def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
+        """F ``[batch, channels, 1, 1]``."""
+        check_branch("SEM", self.channels, f)
+        mean = average(f, self.scale.dtype).flatten(1)
+        excitations = (
+            self.excitation(mean),
+            self.conv(mean[:, None])[:, 0],
+            self.scale * mean + self.shift,
+        )
+        decision = self.decide(mean).sigmoid()
+        se, eca, ie = (
+            opened(decision[:, i, None] * z, self.identity) for i, z in enumerate(excitations)
+        )
+        return (se * eca * ie)[..., None, None].to(f.dtype)

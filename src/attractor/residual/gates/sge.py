@@ -1,0 +1,63 @@
+"""SGE: "Spatial Group-wise Enhance" (Li, Hu and Yang, 2019, arXiv:1905.09646)."""
+
+import torch
+from torch import Tensor, nn
+
+from attractor.residual.gates.gate import Gate, average, check_branch, opened
+
+
+class SGE(Gate):
+    """A weight a pixel and group of channels: how much the pixel looks like the group's mean.
+
+    Within a group ``s = <f, pool(f)>`` over its channels, standardised over space, and
+    ``F = sigma(scale s + shift)`` with a scale and a shift a group, starting at 0 and 1: 2 parameters a
+    group. The deviation is ``sqrt(variance + eps^2)`` with the variance divided by the number of pixels,
+    so that single pixels and constant maps have finite gradients.
+
+    Args:
+        channels: C.
+        groups: None is the largest divisor of C up to 64, the paper's number.
+        eps: see above.
+        identity, device, dtype: see `Gate`; with identity the shift starts at 0.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        groups: int | None = None,
+        eps: float = 1e-5,
+        identity: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(channels, identity)
+        if groups is None:
+            groups = max(g for g in range(1, min(channels, 64) + 1) if channels % g == 0)
+        if groups < 1 or channels % groups:
+            raise ValueError(
+                f"SGE({channels}, groups={groups}): the groups are of equal size; give a divisor of "
+                f"{channels}, or None for the largest up to 64"
+            )
+        self.groups, self.eps = groups, eps
+        self.scale = nn.Parameter(torch.zeros(groups, device=device, dtype=dtype))
+        self.shift = nn.Parameter(torch.full_like(self.scale, 0.0 if identity else 1.0))
+
+    def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
+        """F ``[batch, channels, height, width]``, the same within a group."""
+        return self._maps(f).repeat_interleave(self.channels // self.groups, 1).flatten(1, 2)
+
+    def forward(self, f: Tensor, x: Tensor | None = None) -> Tensor:
+        """The gated branch ``f * F``; F is not repeated within the groups."""
+        maps = self._maps(f)
+        return (f.unflatten(1, (self.groups, -1)) * maps).flatten(1, 2)
+
+    def _maps(self, f: Tensor) -> Tensor:
+        """[batch, groups, 1, height, width]."""
+        check_branch("SGE", self.channels, f)
+        grouped = (f * average(f, self.scale.dtype)).unflatten(1, (self.groups, -1))
+        likeness = grouped.sum(2, keepdim=True)
+        variance, mean = torch.var_mean(likeness, (3, 4), correction=0, keepdim=True)
+        standard = (likeness - mean) / (variance + self.eps**2).sqrt()
+        scale, shift = (p[:, None, None, None] for p in (self.scale, self.shift))
+        return opened(scale * standard + shift, self.identity).to(f.dtype)

@@ -1,0 +1,154 @@
+"""StepNet (Huang et al., ICCV 2023).
+
+"Understanding Self-attention Mechanism via Dynamical System Perspective".
+"""
+
+from functools import reduce
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+
+from attractor.residual.gates.excitation import Excitation, narrow
+from attractor.residual.gates.gate import Gate, average, check_batch, check_branch, opened
+from attractor.residual.gates.iebn import IEBN
+
+Inputs: TypeAlias = Literal["pair", "x", "next", "difference"]
+Adaptor: TypeAlias = Literal["stepnet", "a", "b", "c", "d"]
+Reading: TypeAlias = Literal["after", "inside"]
+
+
+class StepNet(Gate):
+    """A step size from where a block starts, x_t, and where a plain step would lead, x_{t+1} = x_t + f.
+
+    The Adaptor sees both states pooled over space (pooling is linear, so x_t + f is never built), mixes
+    them channel by channel (the paper's group convolution: channel c of x_t with channel c of x_{t+1}),
+    normalises over the batch, scales and shifts (IE, starting at 0 and -1), and takes a sigmoid:
+    ``F = sigma(scale BN(p pool(x_t) + q pool(x_{t+1})) + shift)``; 2C + 2C + 2C parameters. It belongs
+    on blocks with an identity shortcut, and training needs at least two samples.
+
+    Args:
+        channels: C.
+        inputs: what the Adaptor sees (Table 4): both states, only x_t ("x"), only x_{t+1} ("next"), or
+            their difference, which is f. One input instead of two makes 5C of 6C.
+        adaptor: "stepnet", or an alternative of Figure 5, which is not legible; our reading: "a" without
+            IE (4C), "b" the two layers of SE on the pair (3 C h + h + C), "c" without BN (4C), "d" no
+            mixing but an IEBN for each state, summed (8C).
+        iebn: "after": IE follows BN, as above. "inside": the paper's IEBN taken literally,
+            ``gamma xhat sigma(scale z + shift) + beta`` before the sigmoid, with as many parameters.
+        reduction: how much narrower the middle of adaptor "b" is.
+        identity, device, dtype: see `Gate`; with identity the sigmoid's argument starts at 0.
+    """
+
+    identity_blocks_only: ClassVar[bool] = True
+    needs_x: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        inputs: Inputs = "pair",
+        adaptor: Adaptor = "stepnet",
+        iebn: Reading = "after",
+        reduction: int = 16,
+        identity: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(channels, identity)
+        check_choice("inputs", inputs, get_args(Inputs))
+        check_choice("adaptor", adaptor, get_args(Adaptor))
+        check_choice("iebn", iebn, get_args(Reading))
+        if iebn == "inside" and adaptor not in ("stepnet", "d"):
+            raise ValueError(
+                f"StepNet(adaptor={adaptor!r}, iebn='inside'): this adaptor has not both BN and IE; "
+                "leave iebn out, or take adaptor 'stepnet' or 'd'"
+            )
+        self.inputs, self.adaptor = inputs, adaptor
+        factory: Any = {"device": device, "dtype": dtype}
+        states = 2 if inputs == "pair" else 1
+        if adaptor == "b":
+            hidden = narrow("StepNet", channels, reduction)
+            self.excitation = Excitation(states * channels, channels, hidden, zero=identity, **factory)
+            return
+        if adaptor != "d":
+            bound = states**-0.5  # as nn.Conv2d starts
+            self.mix = nn.Parameter(torch.empty(channels, states, **factory).uniform_(-bound, bound))
+        heads = states if adaptor == "d" else 1
+        self.heads = nn.ModuleList(
+            make_head(channels, adaptor, iebn, identity, **factory) for _ in range(heads)
+        )
+
+    def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
+        """F ``[batch, channels, 1, 1]``."""
+        check_branch("StepNet", self.channels, f)
+        states = self._states(f, x)
+        if self.adaptor == "b":
+            z = self.excitation(torch.cat(states, 1).flatten(1))[..., None, None]
+            return opened(z, self.identity).to(f.dtype)
+        for layer in self.heads.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                check_batch("StepNet", layer, f.shape[0])
+        if self.adaptor != "d":
+            states = [(torch.stack(states, -1) * self.mix[:, None, None]).sum(-1)]
+        z = reduce(torch.add, [head(state) for head, state in zip(self.heads, states)])
+        return opened(z, self.identity).to(f.dtype)
+
+    def _states(self, f: Tensor, x: Tensor | None) -> list[Tensor]:
+        """What the Adaptor sees, pooled: one or two tensors [batch, channels, 1, 1]."""
+        dtype = next(self.parameters()).dtype
+        if self.inputs == "difference":
+            return [average(f, dtype)]
+        if x is None:
+            raise ValueError(
+                "StepNet looks at the shortcut as well: call gate(f, x) with the x that f is added to "
+                "(inputs='difference' needs f only)"
+            )
+        if x.shape != f.shape:
+            raise ValueError(
+                f"StepNet was given f of shape {list(f.shape)} and x of shape {list(x.shape)}; x is "
+                "what f is added to: where the shortcut is projected, give the projection"
+            )
+        now = average(x, dtype)
+        if self.inputs == "x":
+            return [now]
+        ahead = now + average(f, dtype)
+        return [ahead] if self.inputs == "next" else [now, ahead]
+
+    def extra_repr(self) -> str:
+        """The arguments, for ``print(gate)``."""
+        return f"{super().extra_repr()}, inputs={self.inputs!r}, adaptor={self.adaptor!r}"
+
+
+class IE(nn.Module):
+    """``scale z + shift``, a scale and a shift a channel, starting at 0 and `shift`."""
+
+    def __init__(self, channels: int, shift: float, **factory: Any) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(channels, **factory))
+        self.shift = nn.Parameter(torch.full((channels,), shift, **factory))
+
+    def forward(self, z: Tensor) -> Tensor:
+        """z is ``[batch, channels, 1, 1]``."""
+        return self.scale[:, None, None] * z + self.shift[:, None, None]
+
+
+def make_head(
+    channels: int, adaptor: Adaptor, iebn: Reading, identity: bool, **factory: Any
+) -> nn.Sequential:
+    """What stands between a pooled state and the sigmoid; with `identity` its output starts at 0."""
+    ie = IE(channels, 0.0 if identity else -1.0, **factory)
+    if adaptor == "c":
+        return nn.Sequential(ie)
+    norm = IEBN(channels, **factory) if iebn == "inside" else nn.BatchNorm2d(channels, **factory)
+    if iebn == "after" and adaptor != "a":
+        return nn.Sequential(norm, ie)
+    if identity:
+        nn.init.zeros_(norm.weight)
+    return nn.Sequential(norm)
+
+
+def check_choice(name: str, given: Any, allowed: tuple[str, ...]) -> None:
+    """Raise if an option is none of its values."""
+    if given not in allowed:
+        raise ValueError(f"StepNet({name}={given!r}); it is one of {', '.join(allowed)}")

@@ -1,0 +1,324 @@
+"""Gates in a network one already has: `insert_gates`.
+
+A gate sits on f, the output of a block's residual branch, before the addition. It becomes the block's
+child `gate`, so that all other names, and the weights saved under them, stay as they were. By default it
+starts at exactly 1: no output changes on the day it is inserted.
+
+>>> import torch
+>>> from attractor.residual.resnet import resnet34
+>>> model = resnet34(num_classes=10).eval()
+>>> images = torch.rand(1, 3, 64, 64)
+>>> before = model(images)
+>>> model = insert_gates(model, "stepnet", where=["layer3.1", "layer4.2"])
+>>> list(gated_blocks(model)), bool((model(images) - before).abs().max() < 1e-6)
+(['layer3.1', 'layer4.2'], True)
+
+A block is recognised by its parts, not by its class. Our own blocks have a slot for a gate and call it
+themselves. The blocks of torchvision, timm and transformers get it by two hooks: one before the block
+hands gate and shortcut to the end of the branch, one there applies them. Hooks are plain functions that
+reach everything through the module they are called with, so that a copy of a model is whole.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import groupby
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from attractor.residual.gates import get_gate, make_gate
+
+Model = TypeVar("Model", bound=nn.Module)
+Norm = tuple[nn.Module, str, nn.Module]  # what holds it, its name there, itself
+Where = str | Iterable[int | str] | Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True)
+class ResidualBlock:
+    """A block ``x + f(x)`` of convolutions: where it is, and what of it matters to a gate."""
+
+    name: str
+    module: nn.Module
+    channels: int  # of f
+    branch: str  # the part whose output is f
+    shortcut: str | None  # the part that projects x; None where x itself is added
+
+    @property
+    def stage(self) -> str:
+        """Name of the module that holds this block and the others of its stage."""
+        return self.name.rpartition(".")[0]
+
+    def gate(self) -> nn.Module | None:
+        """The gate it has, if any: its child, or the last of its normalisations that are gates."""
+        gates = [norm for _, _, norm in self.norms() if getattr(norm, "normalisation", False)]
+        child = self.module._modules.get("gate")
+        return child if child is not None or not gates else gates[-1]
+
+    def norms(self) -> list[Norm]:
+        """Batch normalisations of the branch."""
+        parts = self.module._modules
+        return _norms(self.module, without=(parts.get(self.shortcut or ""), parts.get("gate")))
+
+
+def residual_blocks(model: nn.Module) -> list[ResidualBlock]:
+    """The residual blocks of a ResNet of this library, torchvision, timm or transformers, in order.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    blocks = [block for name, module in model.named_modules() if (block := _read(name, module))]
+    if not blocks:
+        raise ValueError(
+            f"{type(model).__name__} has no residual blocks of convolutions; looked for modules with "
+            "conv1, bn1, ..., conv3, bn3 (or up to conv2, bn2) and downsample, as in torchvision and "
+            "timm, or with layer and shortcut, as in transformers"
+        )
+    return blocks
+
+
+def gated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The gates of a model by the names of their blocks, in order."""
+    gates = {block.name: block.gate() for block in residual_blocks(model)}
+    return {name: gate for name, gate in gates.items() if gate is not None}
+
+
+def insert_gates(
+    model: Model, gate: Any, where: Where = "default", *, identity: bool = True, **options: Any
+) -> Model:
+    """Put a gate into the residual blocks of a model, in place; the model is returned.
+
+    Args:
+        model: a ResNet of this library, torchvision, timm or transformers.
+        gate: a name such as "stepnet", a class of `gates`, or a function from the number of channels to
+            a module called ``(f, x)``; identity, device and dtype are passed on if it takes them. IEBN
+            takes the place of batch normalisations: of every one in the chosen blocks but the
+            shortcut's, and of the stem's where all blocks are chosen.
+        where: which blocks. "default" is all, or those with an identity shortcut if the gate is meant
+            for these alone (StepNet); "all"; "identity"; a list of indices or names of blocks, as
+            `residual_blocks` gives them; or a function ``(name, block) -> bool``.
+        identity: start at exactly 1, so that the model computes what it did before.
+        **options: of the gate.
+
+    Raises:
+        ValueError: if there are no blocks, where chooses none of them, or there are gates already.
+    """
+    blocks = residual_blocks(model)
+    if there := gated_blocks(model):
+        raise ValueError(
+            f"{len(there)} blocks have a gate already, {next(iter(there))} is the first; insert all "
+            "gates with one call into a model that has none"
+        )
+    if gate is None or gate == "none":
+        return model
+    options = {**_accepted(gate, identity=identity), **options}
+    kinds = (make_gate(gate, block.channels, **options) for block in blocks)
+    kind: Any = next((made for made in kinds if made is not None), None)
+    if isinstance(where, str) and where == "default":
+        where = "identity" if getattr(kind, "identity_blocks_only", False) else "all"
+    chosen = _choose(blocks, where)
+    if getattr(kind, "normalisation", False):
+        stem = _stem_norms(model, blocks[0]) if len(chosen) == len(blocks) else []
+        norms = [*stem, *(norm for block in chosen for norm in block.norms())]
+        _replace(norms, partial(kind.of, **options))
+        return model
+    gates = [(block, made) for block in chosen if (made := _make(gate, block, options)) is not None]
+    if getattr(kind, "shared", False):
+        gates = _share(gates)
+    for block, made in gates:
+        _attach(block, made)
+    return model
+
+
+class SharedGate(nn.Module):
+    """A gate that belongs to another block: used here, but its weights are kept only there."""
+
+    def __init__(self, gate: nn.Module) -> None:
+        super().__init__()
+        self.elsewhere: Any = (gate,)  # in a tuple, so that it is not registered as a child
+
+    def forward(self, f: Tensor, x: Tensor | None = None) -> Tensor:
+        """The gated branch ``[batch, channels, height, width]``, by the other block's gate."""
+        return self.elsewhere[0](f, x)
+
+    def start(self) -> None:
+        """Let the gate forget what it has seen."""
+        self.elsewhere[0].start()
+
+
+class EarlyShortcut(nn.Module):
+    """What a projected shortcut becomes when a gate needs it: computed before the branch, and once.
+
+    `_early` puts this class in front of the shortcut's own. When the block calls its shortcut, it gets
+    the result that waits here, so that batch statistics are updated once.
+    """
+
+    waiting: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The projected x ``[batch, channels, height, width]``."""
+        if self.waiting is None:
+            return super().forward(x)
+        early, self.waiting = self.waiting, None
+        return early
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _empty, (type(self).__bases__[1],), self.__dict__
+
+
+@cache
+def _early(shortcut: Any) -> Any:
+    return type(shortcut.__name__, (EarlyShortcut, shortcut), {})
+
+
+def _empty(shortcut: Any) -> nn.Module:
+    return _early(shortcut).__new__(_early(shortcut))
+
+
+def _read(name: str, module: nn.Module) -> ResidualBlock | None:
+    """The block that a module is, if it is one."""
+    parts: dict[str, Any] = module._modules
+    convolution, branch, shortcut = None, "layer", "shortcut"  # transformers
+    if isinstance(parts.get("layer"), nn.Sequential) and "shortcut" in parts:
+        convolution = [
+            None,
+            *(part for part in parts["layer"].modules() if isinstance(part, nn.Conv2d)),
+        ][-1]
+    elif "conv1" in parts and hasattr(module, "downsample"):  # torchvision, timm, our own
+        last = "3" if "conv3" in parts else "2"
+        convolution, branch, shortcut = parts.get(f"conv{last}"), f"bn{last}", "downsample"
+    if not isinstance(convolution, nn.Conv2d) or branch not in parts:
+        return None
+    projects = not isinstance(parts.get(shortcut), nn.Identity | None)
+    return ResidualBlock(name, module, convolution.out_channels, branch, shortcut if projects else None)
+
+
+def _choose(blocks: list[ResidualBlock], where: Where) -> list[ResidualBlock]:
+    """Those of the blocks that where means, in the model's order."""
+    if callable(where):
+        chosen = [block for block in blocks if where(block.name, block.module)]
+    elif isinstance(where, str):
+        if where not in ("all", "identity"):
+            raise ValueError(
+                f"where {where!r} is not one of default, all, identity; one block is a list of one"
+            )
+        chosen = [block for block in blocks if where == "all" or block.shortcut is None]
+    else:
+        wanted = {_index(blocks, item) for item in where}
+        chosen = [block for i, block in enumerate(blocks) if i in wanted]
+    if not chosen:
+        raise ValueError(f"where {where!r} chooses none of the {len(blocks)} blocks")
+    return chosen
+
+
+def _index(blocks: list[ResidualBlock], item: int | str) -> int:
+    names = [block.name for block in blocks]
+    if isinstance(item, str) and item in names:
+        return names.index(item)
+    if isinstance(item, int) and -len(blocks) <= item < len(blocks):
+        return item % len(blocks)
+    raise ValueError(
+        f"there is no block {item!r}; there are 0 to {len(blocks) - 1}, called {', '.join(names)}"
+    )
+
+
+def _make(gate: Any, block: ResidualBlock, options: dict[str, Any]) -> nn.Module | None:
+    """A gate for this block, on its device, in its precision and its mode; or None, if that is made."""
+    weight = next(block.module.parameters())
+    factory: Any = {"device": weight.device, "dtype": weight.dtype}
+    made: Any = make_gate(gate, block.channels, **{**_accepted(gate, **factory), **options})
+    return made if made is None else made.to(**factory).train(block.module.training)
+
+
+def _accepted(gate: Any, **arguments: Any) -> dict[str, Any]:
+    """Those of the arguments that a gate takes; a user's function need not take any."""
+    takes = inspect.signature(get_gate(gate) if isinstance(gate, str) else gate).parameters
+    everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+    return {name: value for name, value in arguments.items() if everything or name in takes}
+
+
+def _share(gates: list[tuple[ResidualBlock, nn.Module]]) -> list[tuple[ResidualBlock, nn.Module]]:
+    """One gate a stage: it belongs to the first block, starts before it, and forgets after the last."""
+    shared = []
+    for _, group in groupby(gates, lambda pair: pair[0].stage):
+        (first, gate), *others = group
+        shared += [(first, gate), *((block, SharedGate(gate)) for block, _ in others)]
+        first.module.register_forward_pre_hook(start_gate)
+        shared[-1][0].module.register_forward_hook(start_gate)
+    return shared
+
+
+def start_gate(block: Any, *_: Any) -> None:
+    """As a hook before the first block of a stage and after the last: a shared gate forgets."""
+    block.gate.start()
+
+
+def _attach(block: ResidualBlock, gate: nn.Module) -> None:
+    """Make the gate a part of the block, and see that it is called."""
+    module: Any = block.module
+    calls_it_itself = "gate" in module.__dict__  # as None, until now
+    module.gate = gate
+    if calls_it_itself:
+        return
+    early = block.shortcut if getattr(gate, "needs_x", True) else None
+    if early:
+        projection: Any = module.get_submodule(early)
+        projection.__class__ = _early(projection.__class__)
+    hand_over = partial(
+        _hand_over, branch=block.branch, early=early, projects=block.shortcut is not None
+    )
+    module.register_forward_pre_hook(hand_over)
+    module.get_submodule(block.branch).register_forward_hook(_apply)
+
+
+def _hand_over(block: Any, args: Any, *, branch: str, early: str | None, projects: bool) -> None:
+    """Before a block: its gate, and its shortcut if known, begin to wait at the end of the branch."""
+    x = None if projects else args[0]
+    if early:
+        projection = block.get_submodule(early)
+        projection.waiting = None  # of a forward that was broken off
+        x = projection.waiting = projection(args[0])
+    block.get_submodule(branch).waiting = (block.gate, x)
+
+
+def _apply(end: Any, args: Any, f: Tensor) -> Tensor:
+    """At the end of the branch: f is gated."""
+    waiting = getattr(end, "waiting", None)
+    if waiting is None:
+        raise RuntimeError(
+            f"a {type(end).__name__} at the end of a gated branch was called outside of its block; call "
+            "the block as a whole"
+        )
+    end.waiting = None
+    gate, x = waiting
+    return gate(f, x)
+
+
+def _norms(module: nn.Module, without: Iterable[nn.Module | None] = ()) -> list[Norm]:
+    """Batch normalisations inside a module, but not inside some of its parts."""
+    skip = {inner for part in without if part is not None for inner in part.modules()}
+    return [
+        (holder, name, part)
+        for holder in module.modules()
+        for name, part in holder.named_children()
+        if isinstance(part, nn.BatchNorm2d) and part not in skip
+    ]
+
+
+def _stem_norms(model: nn.Module, first: ResidualBlock) -> list[Norm]:
+    """Batch normalisations that come before the first block."""
+    order = {module: i for i, module in enumerate(model.modules())}
+    return [norm for norm in _norms(model) if order[norm[2]] < order[first.module]]
+
+
+def _replace(norms: list[Norm], of: Callable[[nn.Module], nn.Module]) -> None:
+    """Put what ``of(norm)`` makes in the place of every batch normalisation."""
+    kinds = {type(norm) for _, _, norm in norms}
+    if kinds != {nn.BatchNorm2d}:
+        found = ", ".join(sorted(kind.__name__ for kind in kinds)) or "none"
+        raise ValueError(
+            f"this gate takes the place of BatchNorm2d; the blocks' normalisations are {found}"
+        )
+    for holder, name, norm in norms:
+        setattr(holder, name, of(norm))

@@ -1,0 +1,189 @@
+"""How stiff a residual network's trajectory of features is, for any network, without touching its code.
+
+A residual network moves a state, ``x_{t+1} = x_t + f(x_t)``. `probe` runs it on batches and returns the
+neural stiffness index of every block and input, ``NSI = |x_{t+1} - x_t| / |x_t|``, as a
+`StiffnessProfile`. No features are kept: norms are taken at each addition, and only they remain.
+
+The first batch's first inputs show where the network adds (see `graph`); after that the pass is only
+counted, operation by operation, and stopped at those that matter. Where a batch makes the network take
+another way, its graph is looked at anew.
+
+- *What x is.* The operand of the addition that the other was made from, or a stage's projected
+  shortcut. In a network with an activation or a norm after the sum, x is what comes out of it, and
+  x_{t+1} is the sum before it.
+- *Blocks.* Several additions in one block, such as attention and MLP, are one step from the block's
+  first x to its last sum; only that first x is held, until the block ends. ``granularity="addition"``
+  takes each by itself.
+- *Steps.* ``step="one"`` is the formula as above; ``step="gate"`` takes a gate F for the step size, and
+  so the norm of what is multiplied by it, ``|f| / |x|``. Both are recorded in one pass.
+- *Padding.* Tokens that ``attention_mask`` leaves out are left out of all norms.
+- *Before training* batch normalisations know no statistics, and in eval mode a network without them is
+  not the one that training starts from. For `initial`, and with ``settle=True``, those that have never
+  seen a batch work with the first batch's, while the probe lasts.
+- *Inputs* are counted along the first axis of features that has as many entries as the batch, or in
+  parts of the first axis where windows or tokens were moved into it.
+
+>>> import torch
+>>> from torch import nn
+>>> class Block(nn.Module):
+...     def __init__(self, width):
+...         super().__init__()
+...         self.f = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.Tanh())
+...     def forward(self, x):
+...         return x + self.f(x)
+>>> profile = probe(nn.Sequential(*[Block(8) for _ in range(4)]), [torch.randn(16, 8)])
+>>> profile.nsi.shape, profile.names, profile.stage.tolist()
+(torch.Size([16, 4]), ('0', '1', '2', '3'), [0, 0, 0, 0])
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from attractor.core.stiffness import Mean
+from attractor.residual.meter import Batch, Call, Meter, Padding
+from attractor.residual.profile import Step, StiffnessProfile
+from attractor.residual.trunk import Granularity
+
+
+def probe(
+    model: nn.Module,
+    batches: Iterable[Any],
+    step: Step = "one",
+    *,
+    granularity: Granularity = "block",
+    device: torch.device | str | None = None,
+    initial: nn.Module | None = None,
+    limit: int | None = None,
+    padding: Padding = None,
+    within: str = "",
+    call: Call | None = None,
+    mean: Mean = "input",
+    settle: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> StiffnessProfile:
+    """NSI of every residual block of a network, input by input.
+
+    Args:
+        model: any module with residual additions. It runs in eval mode without gradients, and is left
+            as it was found.
+        batches: tensors, tuples (input, label, ...), or mappings with the names of the model's
+            arguments; the first axis counts inputs. One batch alone is taken for a list of one.
+            Floating inputs take the dtype of the model's first parameter.
+        step: "one", or "gate" for gates as step sizes; `StiffnessProfile.with_step` gives the other.
+        granularity: "block", or "addition" for each addition by itself.
+        device: where to run; by default where the model is.
+        initial: the same network as it was before training, probed on the same inputs.
+        limit: so many inputs at most.
+        padding: what takes a batch and returns True or 1 for real tokens ``[batch, tokens]``, or such a
+            tensor if there is one batch; False counts every token. By default a mapping's
+            ``attention_mask``.
+        within: keep to additions inside the module of that path, such as "encoder".
+        call: how the model is called, ``(model, batch)``, where its arguments are unusual.
+        mean: what a block's NSI is compared with in TNS, see `attractor.stiffness`.
+        settle: give batch normalisations that have never seen a batch the statistics of the first one.
+        progress: told the number of inputs done.
+
+    Raises:
+        ValueError: nothing is added to what it came from, or the inputs cannot be told apart.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; probe takes an nn.Module")
+    for name, value, allowed in (
+        ("step", step, ("one", "gate")),
+        ("granularity", granularity, ("block", "addition")),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} = {value!r}; it is one of {', '.join(map(repr, allowed))}")
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit = {limit}; at least one input is needed")
+    if isinstance(batches, Tensor | Mapping):
+        batches = [batches]
+    done = 0
+    with at_rest(model, device) as net, at_rest(initial, device) as fresh:
+        meters = [Meter(m, granularity, within, call) for m in (net, fresh) if m is not None]
+        for given in batches:
+            batch = Batch.of(given, meters[0].model, padding)
+            if limit is not None:
+                batch = batch.first(limit - done)
+            for meter in meters:
+                if not done and (settle or meter is not meters[0]):
+                    settle_norms(meter, batch)
+                meter.see(batch)
+            done += batch.size
+            if progress is not None:
+                progress(done)
+            if done == limit:
+                break
+    if not done:
+        raise ValueError("batches held nothing; give at least one batch of inputs")
+    profiles = [meter.profile(step, mean, granularity) for meter in meters]
+    return profiles[0].beside(profiles[1]) if len(profiles) > 1 else profiles[0]
+
+
+@contextmanager
+def at_rest(model: nn.Module | None, device: torch.device | str | None) -> Iterator[nn.Module | None]:
+    """A model in eval mode on the device, eager and without fused layers; then as it was before."""
+    if model is None:
+        yield None
+        return
+    inner = (
+        model.module
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+        else model
+    )
+    modes = [(module, module.training) for module in inner.modules()]
+    untouched = [(norm, {k: b.clone() for k, b in norm.named_buffers()}) for norm in unseen(inner)]
+    home = next(iter(inner.parameters()), torch.empty(0)).device
+    fast = torch.backends.mha.get_fastpath_enabled()
+    try:
+        if device is not None:
+            inner.to(device)
+        for module, _ in modes:
+            module.training = False
+        torch.backends.mha.set_fastpath_enabled(False)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield inner
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for module, training in modes:
+            module.training = training
+        for norm, buffers in untouched:
+            for name, buffer in norm.named_buffers():
+                buffer.copy_(buffers[name])
+        if device is not None:
+            inner.to(home)
+
+
+def unseen(model: nn.Module) -> list[_BatchNorm]:
+    """Batch normalisations whose statistics are still those they were made with."""
+    found = []
+    for norm in model.modules():
+        if (
+            isinstance(norm, _BatchNorm)
+            and norm.running_mean is not None
+            and norm.running_var is not None
+        ):
+            still = not bool(norm.running_mean.any()) and bool((norm.running_var == 1).all())
+            if still and not norm.num_batches_tracked:
+                found.append(norm)
+    return found
+
+
+def settle_norms(meter: Meter, batch: Batch) -> None:
+    """Give batch normalisations that have never seen a batch the statistics of this one."""
+    norms = unseen(meter.model)
+    if not norms or batch.size < 2:
+        return
+    momenta = [norm.momentum for norm in norms]
+    try:
+        for norm in norms:
+            norm.training, norm.momentum = True, 1.0
+        meter.call(meter.model, batch.given)
+    finally:
+        for norm, momentum in zip(norms, momenta):
+            norm.training, norm.momentum = False, momentum

@@ -1,0 +1,305 @@
+"""The trunk of a residual network: which of its additions are steps of one chain, blocks and stages.
+
+The *trunk* is the longest chain of steps, each linked to the last step that its own x came from; what
+adds inside a branch hangs beside it. Additions that belong to one module, such as attention and MLP of
+a transformer's layer, are one *block*. A *stage* ends where the number of elements of one input's
+features, or of their channels, changes.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from math import prod
+from typing import Literal, TypeAlias
+
+from torch import nn
+
+from attractor.residual.dispatch import Path, Stack
+
+Granularity: TypeAlias = Literal["block", "addition"]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A factor of a branch: the number of the operation, and which arguments are f and F.
+
+    A constant number behind a gate is kept as one more, with `scalar`: it belongs to f, not to F.
+    `layout` is the order of axes that makes the product to the sum's f, but for a reshape.
+    """
+
+    index: int
+    branch: int
+    factor: int
+    scalar: bool = False
+    layout: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Addition:
+    """One residual step.
+
+    Attributes:
+        index: number of the operation in the pass.
+        state, branch: which arguments are x and f; branch is None in a fused operation.
+        node, state_node: of the sum and of x.
+        before: the node of the step that x came from, or -1.
+        length: of the chain that ends here.
+        inside: the nodes of the steps within its branch.
+        gates: those at the end of the branch, in order.
+        projected: whether x is a projection.
+        shape: of one input's sum.
+        layout: the order of axes that makes the sum before to this x, but for a reshape; None if that is
+            not known.
+        home: the path of its block.
+        stack: the calls around it, and around the end of its branch.
+    """
+
+    index: int
+    state: int
+    branch: int | None
+    node: int
+    state_node: int
+    before: int
+    length: int
+    inside: frozenset[int]
+    gates: tuple[Gate, ...]
+    projected: bool
+    shape: tuple[int, ...]
+    layout: tuple[int, ...] | None
+    home: Path
+    stack: Stack
+
+    @property
+    def call(self) -> int | None:
+        """The number of its block's call; None if that module is a list, which is not called."""
+        return next((number for path, number in self.stack if path == self.home), None)
+
+    @property
+    def turned(self) -> bool:
+        """Whether axes changed places since the sum before."""
+        return self.layout is not None and self.layout != tuple(range(len(self.layout)))
+
+
+@dataclass(frozen=True)
+class Block:
+    """One step of the profile: an addition, or those of one block taken together.
+
+    Attributes:
+        first, last: its first and last addition.
+        gates: of each addition.
+        direct: whether f is an operand, so that its norm can be taken as it is; otherwise the increment
+            is the sum at the end less x at the start.
+        copied: whether x must be copied to be there at the end, as something writes to it.
+        layout: how x's axes change places before the end, or None.
+    """
+
+    name: str
+    stage: int
+    first: Addition
+    last: Addition
+    gates: tuple[tuple[Gate, ...], ...]
+    direct: bool
+    copied: bool
+    layout: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Event:
+    """What is to be done at one operation.
+
+    Attributes:
+        digest: the hash of all operations up to it.
+        starts, ends: the block whose first or last addition it is, if it is one.
+        gates: blocks, additions of them and gates, if it is a gate.
+    """
+
+    digest: int
+    starts: int | None
+    ends: int | None
+    gates: tuple[tuple[int, int, Gate], ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The blocks of a trunk, what is to be done at which operation, and the hash of the whole pass."""
+
+    blocks: tuple[Block, ...]
+    events: dict[int, Event]
+    end: int = 0
+
+
+def find_trunk(steps: Mapping[int, Addition]) -> list[Addition]:
+    """The longest chain of steps; of equal ones the one that ends last.
+
+    A chain that goes around all branches with steps inside but for the last one is led around that too.
+    """
+
+    def chain(end: Addition) -> list[Addition]:
+        found = [end]
+        while found[-1].before >= 0:
+            found.append(steps[found[-1].before])
+        return found[::-1]
+
+    trunk = chain(max(steps.values(), key=lambda step: (step.length, step.index)))
+    while True:
+        nodes = {step.node for step in trunk}
+        around = [k for k in steps.values() if trunk[-1].node in k.inside and k.before in nodes]
+        if not around or not any(step.inside for step in trunk):
+            return trunk
+        trunk = chain(min(around, key=lambda step: step.index))
+
+
+def make_plan(
+    steps: Mapping[int, Addition],
+    granularity: Granularity,
+    model: nn.Module,
+    digests: Mapping[int, int],
+    written: Mapping[int, list[int]],
+) -> Plan:
+    """Blocks and stages of the trunk.
+
+    Args:
+        steps: by the node of their sums.
+        digests: the hash of the pass up to each operation that may matter.
+        written: the operations that wrote to a node's storage.
+    """
+    trunk = find_trunk(steps)
+    parts = [[step] for step in trunk]
+    if granularity == "block":
+        parts = join(join_siblings(absorb(trunk), model))
+    stages = stage_numbers([part[-1].shape for part in parts])
+    names = unique([".".join(part[0].home) for part in parts])
+    blocks = []
+    for name, stage, part in zip(names, stages, parts):
+        first, last = part[0], part[-1]
+        copied = any(first.index <= i <= last.index for i in written.get(first.state_node, ()))
+        turn = next((step.layout for step in part[1:] if step.turned), None)
+        direct = len(part) == 1 and first.branch is not None
+        gates = tuple(step.gates for step in part)
+        blocks.append(Block(name, stage, first, last, gates, direct, copied, turn))
+    return Plan(tuple(blocks), _events(blocks, digests))
+
+
+def _events(blocks: list[Block], digests: Mapping[int, int]) -> dict[int, Event]:
+    starts = {block.first.index: k for k, block in enumerate(blocks)}
+    ends = {block.last.index: k for k, block in enumerate(blocks) if not block.direct}
+    gates: dict[int, list[tuple[int, int, Gate]]] = {}
+    for k, block in enumerate(blocks):
+        for j, found in enumerate(block.gates):
+            for gate in found:
+                gates.setdefault(gate.index, []).append((k, j, gate))
+    at = lambda i: Event(digests[i], starts.get(i), ends.get(i), tuple(gates.get(i, ())))
+    return {i: at(i) for i in {*starts, *ends, *gates}}
+
+
+def block_path(own: Path, branch: Path) -> Path:
+    """The path of the block that an addition belongs to.
+
+    Args:
+        own: the module in whose forward it is written.
+        branch: the module that holds all of its branch.
+
+    What both have in common, if its name holds a number (``layer1.0``, ``encoder_layer_3``). Else the
+    first such part of the branch, for additions written outside of their block (``x + block(x)``).
+    Else the list element around it, for those written inside a part (``layer.0.attention``).
+    """
+    common = common_path([own, branch])
+    if common and _numbered(common[-1]):
+        return common
+    for n in range(len(common) + 1, len(branch) + 1):
+        if _numbered(branch[n - 1]):
+            return branch[:n]
+    return _list_element(common) or common or branch
+
+
+def common_path(paths: Iterable[Path]) -> Path:
+    """What all paths begin with."""
+    rows = zip(*paths)
+    found: list[str] = []
+    for parts in rows:
+        if len(set(parts)) > 1:
+            break
+        found.append(parts[0])
+    return tuple(found)
+
+
+def absorb(trunk: list[Addition]) -> list[Addition]:
+    """Give a numbered part of a block, as ``blocks.0.cpe1``, the home of its neighbour ``blocks.0``."""
+    found = list(trunk)
+    for i, step in enumerate(trunk):
+        above = _list_element(step.home)
+        if above and above != step.home and above in {s.home for s in trunk[max(i - 1, 0) : i + 2]}:
+            found[i] = replace(step, home=above)
+    return found
+
+
+def join_siblings(trunk: list[Addition], model: nn.Module) -> list[Addition]:
+    """Give the parts of one block, kept as a list in it, one home: T5's ``block.0.layer.0`` and ``.1``.
+
+    They are parts, and not blocks of a stage, if each list holds modules of different classes and all
+    lists the same ones.
+    """
+    above = [_list_element(step.home[:-1]) if step.home[-1:] else () for step in trunk]
+    if not all(step.home and step.home[-1].isdigit() for step in trunk) or not all(above):
+        return trunk
+    if any(step.projected for step in trunk):
+        return trunk
+    kinds = [type(_submodule(model, step.home)) for step in trunk]
+    runs = [[k for _, k in run] for _, run in groupby(zip(above, kinds), lambda pair: pair[0])]
+    if len(runs[0]) < 2 or len(set(runs[0])) < len(runs[0]) or any(run != runs[0] for run in runs):
+        return trunk
+    return [replace(step, home=path) for step, path in zip(trunk, above)]
+
+
+def join(trunk: list[Addition]) -> list[list[Addition]]:
+    """Consecutive additions of one call of a block, as long as it is known how their axes lie.
+
+    Those of a network without parts stay by themselves.
+    """
+    parts = [[trunk[0]]]
+    for step in trunk[1:]:
+        last = parts[-1][-1]
+        same = step.home and (step.home, step.call) == (last.home, last.call)
+        turns = step.turned and any(s.turned for s in parts[-1][1:])
+        if same and step.layout is not None and not turns:
+            parts[-1].append(step)
+        else:
+            parts.append([step])
+    return parts
+
+
+def stage_numbers(shapes: list[tuple[int, ...]]) -> list[int]:
+    """Numbers from 0, one more where the features of one input change, but for the order of axes."""
+    numbers = [0]
+    for old, new in pairwise(shapes):  # channels come first or last: [C, H, W], [H, W, C], [tokens, C]
+        same = prod(old) == prod(new) and bool({old[0], old[-1]} & {new[0], new[-1]})
+        numbers.append(numbers[-1] + (old != new and not same))
+    return numbers
+
+
+def unique(names: list[str]) -> list[str]:
+    """Names with a number after a colon where one occurs more than once."""
+    names = [name or "model" for name in names]
+    numbers: dict[str, int] = {}
+    found = []
+    for name in names:
+        numbers[name] = numbers.get(name, 0) + 1
+        found.append(f"{name}:{numbers[name]}" if names.count(name) > 1 else name)
+    return found
+
+
+def _list_element(path: Path) -> Path:
+    """``layer.0`` of ``layer.0.attention``: up to the last part that is a number."""
+    ends = [n for n, part in enumerate(path, 1) if part.isdigit()]
+    return path[: ends[-1]] if ends else ()
+
+
+def _submodule(model: nn.Module, path: Path) -> nn.Module | None:
+    try:
+        return model.get_submodule(".".join(path))
+    except AttributeError:  # the path of a compiled module leaves a part out
+        return None
+
+
+def _numbered(part: str) -> bool:
+    return any(letter.isdigit() for letter in part)

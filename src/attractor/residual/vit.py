@@ -1,0 +1,252 @@
+"""A vision transformer for small images: any attention, any gate, or StepNet in place of attention.
+
+A layer takes two steps, ``x + gate(mix(norm(x)), x)`` and ``x + gate(think(norm(x)), x)``: mix is
+attention among the patches of an image, think a network on each of them.
+
+>>> import torch
+>>> model = vit(image_size=32, patch=4, dim=64, depth=2, heads=4, num_classes=10, gate="se")
+>>> model(torch.rand(2, 3, 32, 32)).shape
+torch.Size([2, 10])
+
+Appendix G of "Understanding Self-attention Mechanism via Dynamical System Perspective" (Huang et al.,
+ICCV 2023) puts StepNet in place of attention. It reads attention as ``x + f3(x) * F(f1(x), f2(x))``,
+values times a step size (Eq. 32). So with ``mixer="stepnet"`` the values stay, a linear map of every
+patch, and StepNet is the step size; patches see each other only through its mean over all of them.
+
+>>> small = {"image_size": 8, "patch": 2, "in_channels": 1, "dim": 32, "depth": 2}
+>>> vit(**small, mixer="stepnet")(torch.rand(2, 1, 8, 8)).shape
+torch.Size([2, 10])
+
+Another attention is one argument, a class or function of ``(dim, heads)``:
+
+>>> import attractor as at
+>>> vit(**small, attention=at.attention.PDEAttention)(torch.rand(2, 1, 8, 8)).shape
+torch.Size([2, 10])
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from attractor.residual.gates import make_gate
+from attractor.residual.insert import SharedGate, start_gate
+
+
+class SelfAttention(nn.Module):
+    """Standard attention with several heads."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        if heads < 1 or dim % heads:
+            raise ValueError(f"dim = {dim} must be a multiple of heads = {heads}")
+        self.heads = heads
+        self.project = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the tokens ``[batch, tokens, dim]`` see of each other, of the same shape."""
+        batch, tokens, dim = x.shape
+        heads = self.project(x).view(batch, tokens, 3, self.heads, dim // self.heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, tokens, dim / heads]
+        seen = scaled_dot_product_attention(query, key, value)
+        return self.out(seen.transpose(1, 2).reshape(batch, tokens, dim))
+
+
+class Step(nn.Module):
+    """``x + gate(branch(norm(x)), x)``.
+
+    Args:
+        dim: of the tokens.
+        branch: a module from tokens ``[batch, tokens, dim]`` to tokens.
+        grid: rows and columns of tokens; a gate sees a map ``[batch, dim, rows, columns]``.
+        dropout: on what is added.
+    """
+
+    def __init__(self, dim: int, branch: nn.Module, grid: tuple[int, int], dropout: float) -> None:
+        super().__init__()
+        self.norm, self.branch, self.dropout = nn.LayerNorm(dim), branch, nn.Dropout(dropout)
+        self.grid = grid
+        self.gate: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The state after the step ``[batch, tokens, dim]``."""
+        f = self.branch(self.norm(x))
+        if self.gate is not None:
+            f = self.gate(self.as_map(f), self.as_map(x)).flatten(2).transpose(1, 2)
+        return x + self.dropout(f)
+
+    def as_map(self, x: Tensor) -> Tensor:
+        """A view of tokens ``[batch, tokens, dim]`` as a map ``[batch, dim, rows, columns]``."""
+        return x.transpose(1, 2).unflatten(2, self.grid)
+
+
+class Layer(nn.Module):
+    """A step that mixes the tokens, then one of a network on each."""
+
+    def __init__(self, mix: Step, think: Step) -> None:
+        super().__init__()
+        self.mix, self.think = mix, think
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The state after both steps ``[batch, tokens, dim]``."""
+        return self.think(self.mix(x))
+
+
+class ViT(nn.Module):
+    """Patches, learnt positions, layers, and a linear classifier; arguments as in `vit`."""
+
+    def __init__(
+        self,
+        image_size: int | tuple[int, int],
+        patch: int,
+        dim: int,
+        depth: int,
+        num_classes: int,
+        mixer: Callable[[], nn.Module],
+        *,
+        hidden: int,
+        in_channels: int,
+        pool: str,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+        if height % patch or width % patch:
+            raise ValueError(
+                f"images of {height} x {width} cannot be cut into patches of {patch} x {patch}"
+            )
+        if pool not in ("mean", "cls"):
+            raise ValueError(f"pool {pool!r} is not one of mean, cls")
+        self.image_size = (height, width)
+        rows, columns = height // patch, width // patch
+        tokens, grid = rows * columns, (rows, columns)
+        if pool == "cls":  # with one more token there is no grid
+            tokens, grid = tokens + 1, (tokens + 1, 1)
+        self.patches = nn.Conv2d(in_channels, dim, patch, patch)
+        self.cls = nn.Parameter(0.02 * torch.randn(1, 1, dim)) if pool == "cls" else None
+        self.positions = nn.Parameter(0.02 * torch.randn(1, tokens, dim))
+        self.layers = nn.Sequential(
+            *(
+                Layer(
+                    Step(dim, mixer(), grid, dropout),
+                    Step(dim, _network(dim, hidden), grid, dropout),
+                )
+                for _ in range(depth)
+            )
+        )
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits ``[batch, num_classes]`` of images ``[batch, in_channels, height, width]``."""
+        if images.shape[-2:] != self.image_size:
+            raise ValueError(
+                f"images of {' x '.join(map(str, images.shape[-2:]))}; this model has positions for "
+                f"{' x '.join(map(str, self.image_size))}: resize them, or make it with image_size="
+            )
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        if self.cls is not None:
+            x = torch.cat((self.cls.expand(len(x), -1, -1), x), 1)
+        x = self.norm(self.layers(x + self.positions))
+        return self.head(x.mean(1) if self.cls is None else x[:, 0])
+
+
+def vit(
+    image_size: int | tuple[int, int] = 32,
+    patch: int = 4,
+    dim: int = 192,
+    depth: int = 9,
+    heads: int = 4,
+    num_classes: int = 10,
+    gate: Any = "none",
+    *,
+    attention: Callable[[int, int], nn.Module] | None = None,
+    mixer: Any = "attention",
+    where: str = "both",
+    gate_options: Mapping[str, Any] | None = None,
+    hidden: int | None = None,
+    in_channels: int = 3,
+    pool: str = "mean",
+    dropout: float = 0.0,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> ViT:
+    """A vision transformer that normalises before each step.
+
+    Args:
+        image_size: height and width, or one number for both.
+        patch: side of a patch.
+        dim: of the tokens.
+        depth: number of layers.
+        heads: of the attention.
+        num_classes: of the classifier.
+        gate: name or class of a gate, or a function from channels to one; it multiplies what a step adds
+            and sees the patches as a map (with pool="cls" as a map of one column).
+        attention: instead of standard attention, a class or function ``(dim, heads) -> Module``; the
+            module is called with tokens ``[batch, tokens, dim]`` and returns as many.
+        mixer: "attention"; or a gate, as "stepnet", which multiplies plain values in place of attention.
+        where: steps with the gate: "both", "mixer", "network"; a mixer that is a gate has no other.
+        gate_options: more arguments of the gate.
+        hidden: width of the networks; 4 dim if not given.
+        in_channels: of the images.
+        pool: what is classified: the "mean" of all tokens, or a "cls" token of its own.
+        dropout: on what a step adds.
+        device, dtype: of the parameters.
+    """
+    attends = isinstance(mixer, str) and mixer == "attention"
+    if isinstance(attention, nn.Module):
+        raise TypeError(
+            f"attention is a {type(attention).__name__} already made, but every layer needs its own; "
+            "give its class or a function (dim, heads) -> Module"
+        )
+    if attention is not None and not attends:
+        raise ValueError(f"attention= and mixer={mixer!r} exclude each other; give one of them")
+    if where not in ("both", "mixer", "network"):
+        raise ValueError(f"where {where!r} is not one of both, mixer, network")
+    if where == "mixer" and not attends:
+        raise ValueError(f"mixer={mixer!r} is a gate itself; another goes where='network'")
+    if not attends:
+        where = "network"
+    attend = attention or SelfAttention
+    model = ViT(
+        image_size,
+        patch,
+        dim,
+        depth,
+        num_classes,
+        (lambda: attend(dim, heads)) if attends else (lambda: nn.Linear(dim, dim)),
+        hidden=hidden or 4 * dim,
+        in_channels=in_channels,
+        pool=pool,
+        dropout=dropout,
+    )
+    mixes, thinks = [layer.mix for layer in model.layers], [layer.think for layer in model.layers]
+    if not attends:
+        _add_gates(mixes, mixer, dim, {})
+    if where != "network":
+        _add_gates(mixes, gate, dim, gate_options or {})
+    if where != "mixer":
+        _add_gates(thinks, gate, dim, gate_options or {})
+    return model.to(device=device, dtype=dtype)
+
+
+def _network(dim: int, hidden: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
+
+
+def _add_gates(steps: list[Any], gate: Any, dim: int, options: Mapping[str, Any]) -> None:
+    for step in steps:
+        step.gate = make_gate(gate, dim, **options)
+    first: Any = steps[0].gate
+    if getattr(first, "normalisation", False):
+        raise ValueError(
+            f"{type(first).__name__} takes the place of batch normalisations; a ViT has none"
+        )
+    if getattr(first, "shared", False):  # by all layers, which are one stage
+        for step in steps[1:]:
+            step.gate = SharedGate(first)
+        steps[0].register_forward_pre_hook(start_gate)
+        steps[-1].register_forward_hook(start_gate)

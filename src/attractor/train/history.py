@@ -1,0 +1,124 @@
+"""What training tells: progress on the way, rows of numbers, and what several seeds give."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from statistics import mean, stdev
+from typing import Any
+
+Row = dict[str, Any]
+
+
+@dataclass
+class History:
+    """A row of numbers for each epoch, the final one included.
+
+    A row has `epoch` (from 1), `lr` (of the last step), `train_loss`, `train_accuracy` (over the epoch,
+    while weights change), `valid_loss`, `valid_accuracy`, `seconds` of training and `images_per_second`;
+    of a loss of one's own, what it names. What is not finite is None.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    @property
+    def final(self) -> Row:
+        """The last epoch's row."""
+        if not self.rows:
+            raise ValueError("no epoch is finished")
+        return self.rows[-1]
+
+    @property
+    def accuracy(self) -> float:
+        """Validation accuracy after the last epoch, not the best of all."""
+        if self.final.get("valid_accuracy") is None:
+            raise ValueError(f"no valid_accuracy in the last row, which has {', '.join(self.final)}")
+        return self.final["valid_accuracy"]
+
+    def column(self, name: str) -> list[Any]:
+        """One number, epoch by epoch."""
+        return [row.get(name) for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """Histories of the same training from several seeds."""
+
+    seeds: tuple[int, ...]
+    histories: tuple[History, ...]
+    name: str = "valid_accuracy"
+
+    @property
+    def values(self) -> list[float]:
+        """The final epoch's number for every seed."""
+        return [history.final[self.name] for history in self.histories]
+
+    @property
+    def mean(self) -> float:
+        """Over seeds."""
+        return mean(self.values)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation over seeds (of a sample: divided by n - 1); NaN for a single one."""
+        return stdev(self.values) if len(self.values) > 1 else math.nan
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f} ± {self.spread:.4f} ({len(self.seeds)} seeds)"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training is; given to `tell` about once a second, and with a row at the end of every epoch.
+
+    ``str`` makes a line of it, so ``tell=print`` will do.
+    """
+
+    seed: int
+    epoch: int  # from 1
+    epochs: int
+    step: int  # of this epoch, done
+    steps: int
+    per_second: float  # images or samples
+    unit: str
+    seconds_left: float
+    loss: float  # mean over the epoch so far
+    row: Row | None = None
+
+    def __str__(self) -> str:
+        where = f"seed {self.seed}, epoch {self.epoch}/{self.epochs}"
+        left = f"{self.per_second:,.0f} {self.unit}/s, {_clock(self.seconds_left)} left"
+        if self.row is None:
+            return f"{where}, step {self.step}/{self.steps}: loss {self.loss:.4f}, {left}"
+        told = [
+            f"{k} {v:.4f}"
+            for k, v in self.row.items()
+            if k.startswith(("train_", "valid_")) and v is not None
+        ]
+        return f"{where}: {', '.join(told)}, {left}"
+
+
+class DivergedError(FloatingPointError):
+    """The training loss is no longer a finite number.
+
+    Attributes:
+        history: of the epochs before.
+        epoch, step: of the first such loss, from 1.
+    """
+
+    def __init__(self, message: str, history: History, epoch: int, step: int) -> None:
+        super().__init__(message)
+        self.history, self.epoch, self.step = history, epoch, step
+
+
+def _clock(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

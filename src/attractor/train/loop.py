@@ -1,0 +1,429 @@
+"""The training loop: one for images and text, for one process and several, on CPU and GPU.
+
+An epoch of training is a run of steps (forward, loss, backward, clipping, update) that the host only
+starts: batches are made on the device, losses stay there until the epoch ends or somebody wants to see
+them, and on a GPU the whole step is one CUDA graph. Then all of the validation data, once.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from attractor.core.files import write_json
+from attractor.train.capture import Blocks, Captured, compiled_blocks
+from attractor.train.feeds import Feed, feed_of
+from attractor.train.history import DivergedError, History, Progress, Row, Seeds
+from attractor.train.place import Place
+from attractor.train.recipe import SHORT, Recipe
+from attractor.train.runs import RunFolder
+
+# (model, batch) -> the loss, or numbers by name with "loss" among them: a tensor with one entry an item,
+# of which the mean is taken, or a scalar, which counts as one item.
+Loss = Callable[[nn.Module, Any], Tensor | dict[str, Tensor]]
+Counted = tuple[Tensor, dict[str, int]]  # sums [names], and of how many items
+Tell = Callable[[Progress], None]
+
+
+def train(
+    model: nn.Module,
+    train_data: Any,
+    valid_data: Any = None,
+    recipe: Recipe = SHORT,
+    *,
+    loss: Loss | None = None,
+    device: torch.device | str | None = None,
+    out: Path | str | None = None,
+    resume: bool = True,
+    save_every: int = 1,
+    tell: Tell | None = None,
+    blocks: Blocks | None = None,
+) -> History:
+    """Train a model in place by a recipe; the same model, data and recipe give the same result.
+
+    Args:
+        model: any network; it is moved to the device and left there, in evaluation mode.
+        train_data: images, that is, whatever has `images` uint8 ``[n, c, h, w]``, `labels` ``[n]``,
+            `mean` and `std` (such as `attractor.data.images.load` gives), or batches: a list, a
+            DataLoader, anything with a length that can be gone through again.
+        valid_data: likewise; None: no validation.
+        loss: ``(model, batch) -> Tensor`` or a dictionary with "loss" and further numbers to report: one
+            entry an item, or a scalar. None: cross-entropy and accuracy of batches (inputs, labels).
+        device: None: a GPU if there is one. Under ``accelerate launch`` each process has its own, its
+            share of every batch, and gradients are averaged.
+        out: a folder for log.jsonl and a checkpoint after every `save_every` epochs (0: none).
+        resume: go on from the checkpoint in `out`, if there is one, as if there had been no break.
+        tell: called with `Progress`; ``print`` will do.
+        blocks: what capture="compile" compiles; None: the blocks that repeat.
+
+    Raises:
+        DivergedError: the training loss is not finite; names epoch and step.
+    """
+    place = Place.find(device, recipe.precision)
+    with ExitStack() as stack:
+        stack.enter_context(_own_surroundings(place.device))
+        training = _Training(model, train_data, valid_data, recipe, loss, place)
+        stack.callback(training.finish)
+        if recipe.capture == "compile":
+            stack.enter_context(compiled_blocks(model, blocks))
+        folder = None if out is None else RunFolder(out, recipe)
+        history = History()
+        if folder:
+            stack.callback(folder.close)
+            if resume:
+                history = folder.resume(model, training.optimiser, training.scaler, training.feed.steps)
+            elif place.is_main:
+                folder.forget()
+        place.wait()
+        for epoch in range(len(history), recipe.epochs):
+            torch.manual_seed(recipe.stream("epoch", epoch, place.share[0]))  # dropout, DataLoaders
+            try:
+                row, progress = training.epoch(epoch, tell if place.is_main else None)
+            except DivergedError as error:
+                error.history = history
+                if folder and place.is_main:
+                    folder.log([*history, {"epoch": epoch + 1, "train_loss": None, "step": error.step}])
+                raise
+            history.rows.append(row)
+            if folder and place.is_main:
+                folder.log(history.rows)
+                if save_every and ((epoch + 1) % save_every == 0 or epoch + 1 == recipe.epochs):
+                    folder.save(model, training.optimiser, training.scaler, history, training.feed.steps)
+            place.wait()
+            if tell and place.is_main:
+                tell(progress)
+    return history
+
+
+def train_seeds(
+    make_model: Callable[[], nn.Module],
+    train_data: Any,
+    valid_data: Any,
+    recipe: Recipe = SHORT,
+    *,
+    seeds: Sequence[int] = (0, 1, 2),
+    out: Path | str | None = None,
+    after: Callable[[nn.Module, History, int], None] | None = None,
+    name: str = "valid_accuracy",
+    **options: Any,
+) -> Seeds:
+    """Train from several seeds, one after the other: mean and spread of the final epoch.
+
+    Args:
+        make_model: called after ``torch.manual_seed(seed)``: weights differ like everything else.
+        out: each seed has a folder in it, ``seed-0``; summary.json holds what they give.
+        after: called with each trained model, its history and its seed.
+        name: of the number that `Seeds` is about.
+        options: of `train`.
+    """
+    if not seeds or len(set(seeds)) != len(seeds):
+        raise ValueError(f"seeds = {tuple(seeds)}; give one or more, all different")
+    histories = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        model = make_model()
+        inner = None if out is None else Path(out) / f"seed-{seed}"
+        own = replace(recipe, seed=seed)
+        history = train(model, train_data, valid_data, own, out=inner, **options)
+        histories.append(history)
+        if after:
+            after(model, history, seed)
+    found = Seeds(tuple(seeds), tuple(histories), name)
+    if out is not None:
+        summary = {"name": name, "seeds": seeds, "values": found.values, "mean": found.mean,
+                   "spread": found.spread, "final": [h.final for h in histories]}  # fmt: skip
+        write_json(Path(out) / "summary.json", summary)
+    return found
+
+
+def evaluate(
+    model: nn.Module, data: Any, *, loss: Loss | None = None, batch: int = 500, precision: str = "fp32"
+) -> dict[str, float]:
+    """Means over all of the data, every sample once: "loss" and "accuracy", or what `loss` names.
+
+    On the model's device, in evaluation mode; the model is left in the mode it was in.
+    """
+    like = _example(model)
+    place = Place(like.device, precision)
+    feed = feed_of(data, Recipe(batch=batch), train=False, like=like)
+    was_training = model.training
+    try:
+        sums = _Sums(feed.steps, place)
+        look = _Evaluation(model, loss or Classify(), feed, place, captured=False)
+        model.eval()
+        for inputs in feed.epoch(0):
+            sums.add(look(*inputs))
+        return sums.means()
+    finally:
+        model.train(was_training)
+
+
+class Classify:
+    """Cross-entropy and accuracy, an entry a sample, of batches (inputs, labels)."""
+
+    def __init__(self, label_smoothing: float = 0.0) -> None:
+        self.label_smoothing = label_smoothing
+
+    def __call__(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """`label_smoothing` is for training alone."""
+        x, labels = batch
+        logits = model(x)
+        smoothing = self.label_smoothing if model.training else 0.0
+        found = cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+        return {"loss": found, "accuracy": logits.detach().argmax(-1) == labels}
+
+
+class _Training:
+    """All that takes part in training a model: feeds, optimiser, steps."""
+
+    def __init__(
+        self, model: nn.Module, train_data: Any, valid_data: Any, recipe: Recipe, loss: Loss | None,
+        place: Place,
+    ) -> None:  # fmt: skip
+        if loss is not None and recipe.label_smoothing:
+            raise ValueError("label_smoothing belongs to the default loss; yours has to do it itself")
+        loss = loss or Classify(recipe.label_smoothing)
+        graph = _captures(recipe, place)
+        self.model, self.recipe, self.place = model, recipe, place
+        model.to(place.device)
+        if recipe.channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        like = _example(model)
+        self.feed = feed_of(train_data, recipe, train=True, like=like, share=place.share)
+        self.rate = torch.zeros((), device=place.device) if graph else None
+        self.optimiser = recipe.make_optimiser(model, self.rate)
+        self.scaler = torch.amp.GradScaler(place.device.type, enabled=place.precision == "fp16")
+        shared, self.finish_sharing = place.shared(model)
+        step = _Step(shared, model, self.optimiser, self.scaler, loss, self.feed, recipe, place, graph)
+        self.step: Callable[..., Counted] = Captured(step, step.snapshot) if graph else step
+        self.valid: Feed | None = None
+        if valid_data is not None:
+            self.valid = feed_of(valid_data, recipe, train=False, like=like, share=place.share)
+            look = _Evaluation(model, loss, self.valid, place, graph)
+            self.look: Callable[..., Counted] = Captured(look) if graph else look
+
+    def epoch(self, epoch: int, tell: Tell | None) -> tuple[Row, Progress]:
+        """One pass over the training data, and one over the validation data."""
+        feed, recipe = self.feed, self.recipe
+        self.model.train()
+        sums, watch = _Sums(feed.steps, self.place), _Watch(recipe, epoch, feed, tell)
+        rate = 0.0
+        for i, inputs in enumerate(feed.epoch(epoch)):
+            rate = recipe.rate(epoch + (i + 0.5) / feed.steps)
+            self.set_rate(rate)
+            sums.add(self.step(*inputs))
+            if watch.wants_to_look(feed.size(*inputs)) and self.place.share[1] == 1:
+                self.check(sums, epoch)
+                watch.look(i + 1, sums.means()["loss"])
+        if not sums.done:
+            raise ValueError(f"no batches in epoch {epoch + 1}: the data can only be gone through once")
+        self.check(sums, epoch)
+        found = sums.means()  # waits for the device
+        seconds = watch.seconds
+        row: Row = {"epoch": epoch + 1, "lr": rate}
+        row |= {f"train_{name}": value for name, value in found.items()}
+        if self.valid is not None:
+            self.model.eval()
+            sums = _Sums(self.valid.steps, self.place)
+            # Evaluation is short: code of its own for it would take longer to compile than it saves.
+            own = recipe.capture == "compile"
+            with torch.compiler.set_stance("force_eager") if own else nullcontext():
+                for inputs in self.valid.epoch(epoch):
+                    sums.add(self.look(*inputs))
+            row |= {f"valid_{name}": value for name, value in sums.means().items()}
+        per_second = watch.samples * self.place.share[1] / max(seconds, 1e-9)
+        row |= {"seconds": seconds, f"{feed.unit}_per_second": per_second}
+        row = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
+        return row, watch.progress(feed.steps, found["loss"], row)
+
+    def set_rate(self, rate: float) -> None:
+        """The learning rate of the next step."""
+        if self.rate is not None:
+            self.rate.fill_(rate)
+        else:
+            for group in self.optimiser.param_groups:
+                group["lr"] = rate
+
+    def check(self, sums: "_Sums", epoch: int) -> None:
+        """Raise if a loss of this epoch is not finite, in whichever process."""
+        step = sums.first_bad()
+        if step is not None:
+            rate = self.recipe.rate(epoch + (step - 0.5) / sums.steps)
+            raise DivergedError(
+                f"the loss is not finite at epoch {epoch + 1}, step {step} of {sums.steps}, where the "
+                f"learning rate is {rate:.3g}: lower it, lengthen warmup, or set clip=1.0",
+                History(), epoch + 1, step,
+            )  # fmt: skip
+
+    def finish(self) -> None:
+        """Leave the model as a plain one."""
+        self.finish_sharing()
+        self.optimiser.zero_grad(set_to_none=True)  # gradients lie in the graph's memory
+        self.model.eval()
+
+
+class _Step:
+    """Forward, loss, backward, clipping, update; nothing in it waits for the device."""
+
+    def __init__(
+        self, shared: nn.Module, model: nn.Module, optimiser: torch.optim.Optimizer, scaler: Any,
+        loss: Loss, feed: Feed, recipe: Recipe, place: Place, captured: bool,
+    ) -> None:  # fmt: skip
+        self.shared, self.model, self.optimiser, self.scaler = shared, model, optimiser, scaler
+        self.loss, self.feed, self.clip = loss, feed, recipe.clip
+        self.place, self.captured = place, captured
+
+    def __call__(self, *inputs: Tensor) -> Counted:
+        self.optimiser.zero_grad(set_to_none=True)
+        with self.place.half(cache=not self.captured):
+            numbers = _numbers(self.loss(self.shared, self.feed.batch(*inputs)))
+        self.scaler.scale(numbers["loss"].mean()).backward()
+        if self.clip is not None:
+            self.scaler.unscale_(self.optimiser)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.scaler.step(self.optimiser)
+        self.scaler.update()
+        return _counted(numbers, self.place)
+
+    def snapshot(self) -> Callable[[], None]:
+        """Copies of all that a step changes, and what puts them back."""
+        states = [s for state in self.optimiser.state.values() for s in state.values()]
+        tensors = [*self.model.parameters(), *self.model.buffers(), *filter(torch.is_tensor, states)]
+        copies = [x.detach().clone() for x in tensors]
+        random = torch.cuda.get_rng_state(self.place.device)
+
+        def restore() -> None:
+            with torch.no_grad():
+                for x, copy in zip(tensors, copies):
+                    x.copy_(copy)
+            torch.cuda.set_rng_state(random, self.place.device)
+
+        return restore
+
+
+class _Evaluation:
+    """Forward and the loss's numbers."""
+
+    def __init__(self, model: nn.Module, loss: Loss, feed: Feed, place: Place, captured: bool) -> None:
+        self.model, self.loss, self.feed, self.place, self.captured = model, loss, feed, place, captured
+
+    def __call__(self, *inputs: Tensor) -> Counted:
+        with torch.no_grad(), self.place.half(cache=not self.captured):
+            return _counted(_numbers(self.loss(self.model, self.feed.batch(*inputs))), self.place)
+
+
+class _Sums:
+    """Numbers of the steps of an epoch, kept on the device."""
+
+    def __init__(self, steps: int, place: Place) -> None:
+        self.steps, self.place, self.done = steps, place, 0
+        self.rows = torch.zeros(0)
+        self.counts: dict[str, int] = {}
+
+    def add(self, counted: Counted) -> None:
+        sums, counts = counted
+        if not self.done:
+            self.rows = sums.new_zeros(self.steps, len(sums))
+            self.counts = dict.fromkeys(counts, 0)
+        if counts.keys() != self.counts.keys():
+            raise ValueError(f"the loss named {', '.join(self.counts)} and later {', '.join(counts)}")
+        self.rows[self.done].copy_(sums)
+        for name, count in counts.items():
+            self.counts[name] += count
+        self.done += 1
+
+    def means(self) -> dict[str, float]:
+        """Over all items of all steps and processes so far."""
+        own = torch.tensor(list(self.counts.values()), dtype=self.rows.dtype)
+        sums, counts = self.place.total(torch.stack((self.rows.sum(0).cpu(), own)))
+        return dict(zip(self.counts, (sums / counts).tolist()))
+
+    def first_bad(self) -> int | None:
+        """The first step, from 1, whose loss is not finite in any process."""
+        place = list(self.counts).index("loss")
+        bad = self.place.total((~self.rows[:, place].isfinite()).cpu().double())
+        return int(bad.nonzero()[0]) + 1 if bad.any() else None
+
+
+class _Watch:
+    """Time and throughput of an epoch, and when to look up from it."""
+
+    EVERY = 1.0  # seconds
+
+    def __init__(self, recipe: Recipe, epoch: int, feed: Feed, tell: Tell | None) -> None:
+        self.recipe, self.epoch, self.feed, self.tell = recipe, epoch, feed, tell
+        self.began = self.looked = time.perf_counter()
+        self.samples = 0
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    def wants_to_look(self, samples: int) -> bool:
+        self.samples += samples
+        return time.perf_counter() - self.looked > self.EVERY
+
+    def look(self, step: int, loss: float) -> None:
+        self.looked = time.perf_counter()
+        if self.tell:
+            self.tell(self.progress(step, loss))
+
+    def progress(self, step: int, loss: float, row: Row | None = None) -> Progress:
+        spent, steps = self.seconds, self.feed.steps
+        left = (self.recipe.epochs - self.epoch) * steps - step
+        name = f"{self.feed.unit}_per_second"
+        per_second = row[name] if row else self.samples / max(spent, 1e-9)
+        return Progress(
+            self.recipe.seed, self.epoch + 1, self.recipe.epochs, step, steps, per_second,
+            self.feed.unit, spent / step * left, loss, row,
+        )  # fmt: skip
+
+
+def _numbers(found: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
+    numbers = found if isinstance(found, dict) else {"loss": found}
+    if "loss" not in numbers:
+        raise ValueError(f"the loss function named {', '.join(numbers)}; one must be called 'loss'")
+    return numbers
+
+
+def _counted(numbers: dict[str, Tensor], place: Place) -> Counted:
+    sums = torch.stack([value.detach().to(place.wide).sum() for value in numbers.values()])
+    return sums, {name: value.numel() for name, value in numbers.items()}
+
+
+def _example(model: nn.Module) -> Tensor:
+    """A parameter, for device and dtype."""
+    found = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if found is None:
+        raise ValueError(f"{type(model).__name__} has no parameters")
+    return found
+
+
+def _captures(recipe: Recipe, place: Place) -> bool:
+    """Whether steps go into a CUDA graph."""
+    if recipe.capture == "graph" and place.device.type != "cuda":
+        raise ValueError(
+            f"capture = 'graph' on {place.device}; it needs a GPU, 'auto' takes one if there is"
+        )
+    possible = place.device.type == "cuda" and place.share[1] == 1 and place.precision != "fp16"
+    return possible and recipe.capture != "none"
+
+
+@contextmanager
+def _own_surroundings(device: torch.device) -> Iterator[None]:
+    """Random numbers and cuDNN's choice of algorithms as training needs them, and as they were after."""
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+            stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+            torch.backends.cudnn.benchmark = True
+        devices = [torch.cuda.current_device()] if device.type == "cuda" else []
+        stack.enter_context(torch.random.fork_rng(devices))
+        yield

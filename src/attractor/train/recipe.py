@@ -1,0 +1,151 @@
+"""How to train: everything that is the same for all networks of a comparison."""
+
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+CHOICES = {
+    "schedule": ("cosine", "steps", "constant"),
+    "optimiser": ("sgd", "adamw"),
+    "padding": ("zero", "reflect"),
+    "precision": ("auto", "fp32", "bf16", "fp16"),
+    "capture": ("auto", "none", "graph", "compile"),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training recipe; `dataclasses.replace` makes another of it. The defaults are `SHORT`.
+
+    Attributes:
+        epochs: passes over the training set.
+        batch: images a step, over all processes together; an incomplete last batch is left out. (Data
+            that come as batches keep their own.)
+        learning_rate: the highest.
+        warmup: epochs, or a part of one, in which the rate grows linearly from 0.
+        schedule: after that: "cosine" falls to `floor`, "steps" is multiplied by `decay` at every one of
+            the `milestones` (epochs from 0), "constant".
+        floor: where the cosine ends, as a part of learning_rate.
+        optimiser: "sgd" with `momentum` and `nesterov`, or "adamw" with `betas`.
+        weight_decay: of all parameters with SGD, of those with two or more dimensions with AdamW;
+            `decay_vectors` True or False decides it for both.
+        label_smoothing: of the training loss; validation is without.
+        clip: largest norm of the gradient; None: as it comes.
+        crop: pixels added on each side, with `padding` "zero" (black) or "reflect", before a random part
+            of the old size is cut out. flip: left to right, half of the time.
+        precision: "bf16" and "fp16" are mixed (torch.autocast); "auto": what `accelerate launch` says,
+            else "bf16" on a GPU that has it, else "fp32".
+        channels_last: memory format of images and weights.
+        capture: "graph": the whole step, optimiser included, as one CUDA graph; "compile": the same with
+            the model's repeated blocks compiled; "none": operation by operation; "auto": "graph" on a
+            GPU, else "none". Steps in fp16 and of several processes are never put into a graph.
+        seed: of batches, crops and dropout. Weights are the caller's: seed before making the model.
+    """
+
+    epochs: int = 30
+    batch: int = 256
+    learning_rate: float = 0.2
+    warmup: float = 5.0
+    schedule: str = "cosine"
+    milestones: tuple[int, ...] = ()
+    decay: float = 0.1
+    floor: float = 0.0
+    optimiser: str = "sgd"
+    momentum: float = 0.9
+    nesterov: bool = True
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 5e-4
+    decay_vectors: bool | None = None
+    label_smoothing: float = 0.0
+    clip: float | None = None
+    crop: int = 4
+    padding: str = "zero"
+    flip: bool = True
+    precision: str = "auto"
+    channels_last: bool = True
+    capture: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} = {getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        for name, least in (("epochs", 0), ("batch", 1), ("crop", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} = {value!r} must be an integer from {least} on")
+        for name in ("learning_rate", "warmup", "weight_decay", "decay", "floor"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} = {getattr(self, name)} must be a number from 0 on")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing = {self.label_smoothing} must be in [0, 1)")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip = {self.clip} must be positive, or None")
+        if (self.schedule == "steps") != bool(self.milestones):
+            raise ValueError(
+                f"milestones = {self.milestones} with schedule {self.schedule!r}; only schedule 'steps' "
+                "has milestones, and it needs them"
+            )
+
+    def rate(self, time: float) -> float:
+        """The learning rate at a time in epochs since the start; a step's is that in its middle."""
+        if time < self.warmup:
+            return self.learning_rate * time / self.warmup
+        if self.schedule == "steps":
+            return self.learning_rate * self.decay ** sum(time >= m for m in self.milestones)
+        if self.schedule == "constant":
+            return self.learning_rate
+        done = min(1.0, (time - self.warmup) / max(self.epochs - self.warmup, 1e-9))
+        return self.learning_rate * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2)
+
+    def stream(self, *what: Any) -> int:
+        """A seed for one purpose, such as ``("batches", epoch)``: a pure function of the recipe's seed.
+
+        Nothing random is carried from one epoch to the next, so there is no generator's state to keep.
+        """
+        digest = hashlib.sha256(repr((self.seed, *what)).encode()).digest()
+        return int.from_bytes(digest[:8], "big") >> 1
+
+    def make_optimiser(self, model: nn.Module, rate: Tensor | None = None) -> torch.optim.Optimizer:
+        """The optimiser of a model's parameters that are to be trained.
+
+        Args:
+            model: already where it will be trained.
+            rate: the learning rate as a tensor ``[]`` on the same GPU, for steps in a CUDA graph: what
+                is written there later is the rate of the next step.
+        """
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if not parameters:
+            raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient")
+        vectors = self.optimiser == "sgd" if self.decay_vectors is None else self.decay_vectors
+        groups = _groups(parameters, self.weight_decay, vectors)
+        fused = True if all(p.is_cuda and p.is_floating_point() for p in parameters) else None
+        lr = self.learning_rate if rate is None else rate
+        if self.optimiser == "sgd":
+            return torch.optim.SGD(
+                groups, lr, momentum=self.momentum, nesterov=self.nesterov, fused=fused
+            )
+        adamw = torch.optim.AdamW(groups, lr, self.betas, fused=fused, capturable=rate is not None)
+        adamw._warned_capturable_if_run_uncaptured = True  # the steps before the capture are no mistake
+        return adamw
+
+
+def _groups(parameters: Iterable[nn.Parameter], decay: float, vectors: bool) -> list[dict[str, Any]]:
+    decayed: list[nn.Parameter] = []
+    spared: list[nn.Parameter] = []
+    for p in parameters:
+        (decayed if vectors or p.dim() > 1 else spared).append(p)
+    groups = [{"params": decayed, "weight_decay": decay}, {"params": spared, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+SHORT = Recipe()  # for a fair short comparison
+PAPER = Recipe(  # Table 6 of the StepNet paper, ResNet164 on CIFAR
+    epochs=164, batch=128, learning_rate=0.1, warmup=0.0, schedule="steps", milestones=(81, 122),
+    nesterov=False, weight_decay=1e-4,
+)  # fmt: skip

@@ -1,0 +1,401 @@
+"""Gates in networks that exist: nothing changes on the first day, and everything works as before."""
+
+import copy
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from attractor.residual import insert
+from attractor.residual.gates import BY_NAME, IEBN, SE, StepNet
+from attractor.residual.insert import gated_blocks, insert_gates, residual_blocks
+from attractor.residual.resnet import resnet50, resnet_cifar
+
+GATES = list(BY_NAME)
+
+
+def unsettled(model):
+    """Normalisations with statistics and weights as of a trained network."""
+    for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
+        nn.init.normal_(norm.running_mean, 0, 0.2)
+        nn.init.uniform_(norm.running_var, 0.5, 2.0)
+        nn.init.uniform_(norm.weight, 0.3, 1.0)
+        nn.init.normal_(norm.bias, 0, 0.2)
+    return model
+
+
+class TheirBlock(nn.Module):
+    """A block as torchvision's and timm's: no slot for a gate, in-place sums, the shortcut computed last."""
+
+    def __init__(self, inputs, outputs, stride=1, bottleneck=True):
+        super().__init__()
+        kernels = (1, 3, 1) if bottleneck else (3, 3)
+        inside = outputs // 4 if bottleneck else outputs
+        self.norms = len(kernels)
+        for i, kernel in enumerate(kernels, 1):
+            last, carries = i == len(kernels), kernel == 3 and (bottleneck or i == 1)
+            convolution = nn.Conv2d(inputs if i == 1 else inside, outputs if last else inside, kernel,
+                                    stride if carries else 1, kernel // 2, bias=False)  # fmt: skip
+            setattr(self, f"conv{i}", convolution)
+            setattr(self, f"bn{i}", nn.BatchNorm2d(convolution.out_channels))
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = None
+        if stride > 1 or inputs != outputs:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+    def forward(self, x):
+        out = x
+        for i in range(1, self.norms + 1):
+            out = getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(out))
+            if i < self.norms:
+                out = self.relu(out)
+        if self.downsample is not None:
+            x = self.downsample(x)
+        out += x
+        return self.relu(out)
+
+
+class Theirs(nn.Module):
+    def __init__(self, bottleneck=True):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8)
+        self.relu = nn.ReLU(inplace=True)
+        self.layer1 = nn.Sequential(TheirBlock(8, 16, 1, bottleneck), TheirBlock(16, 16, 1, bottleneck))
+        self.layer2 = nn.Sequential(TheirBlock(16, 32, 2, bottleneck), TheirBlock(32, 32, 1, bottleneck))
+        self.fc = nn.Linear(32, 5)
+
+    def forward(self, images):
+        x = self.relu(self.bn1(self.conv1(images)))
+        return self.fc(self.layer2(self.layer1(x)).mean((2, 3)))
+
+
+class Logits(nn.Module):
+    """A model of transformers that returns a tensor."""
+
+    def __init__(self, kind):
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        sizes = {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2], "num_labels": 5}
+        config = transformers.ResNetConfig(layer_type=kind, **sizes)
+        self.model = transformers.ResNetForImageClassification(config)
+
+    def forward(self, images):
+        return self.model(images).logits
+
+
+FOREIGN = {
+    "theirs-basic": partial(Theirs, bottleneck=False),
+    "theirs-bottleneck": Theirs,
+    "transformers-basic": partial(Logits, "basic"),
+    "transformers-bottleneck": partial(Logits, "bottleneck"),
+}
+OWN = {
+    "own": partial(resnet_cifar, 20, 5, width=4),
+    "own-pre": partial(resnet_cifar, 20, 5, width=4, preactivation=True),
+}
+
+
+def make(model):
+    torch.manual_seed(2)
+    return unsettled({**FOREIGN, **OWN}[model]())
+
+
+def disturb(model, size=0.05):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(size * torch.randn_like(p))
+    return model
+
+
+@pytest.fixture(scope="module")
+def big():
+    torch.manual_seed(0)
+    model = unsettled(resnet50(10))
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        outputs = {mode: copy.deepcopy(model).train(mode)(images) for mode in (False, True)}
+    return model, images, outputs
+
+
+@pytest.mark.parametrize(("gate", "where"), [*((gate, "default") for gate in GATES), ("stepnet", "all")])
+def test_a_resnet50_computes_the_same_on_the_first_day(big, gate, where):
+    model, images, outputs = big
+    for mode in (False, True):
+        gated = insert_gates(copy.deepcopy(model).train(mode), gate, where)
+        with torch.no_grad():
+            torch.testing.assert_close(gated(images), outputs[mode], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["all", "identity"])
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("model", [*FOREIGN, *OWN])
+def test_the_first_day_elsewhere(model, gate, where):
+    images = torch.randn(3, 3, 16, 16)
+    plain, gated = make(model), insert_gates(make(model), gate, where)
+    assert len(gated_blocks(gated)) == (
+        len(residual_blocks(plain)) if where == "all" else len(residual_blocks(plain)) // 2
+    )
+    for mode in (False, True):
+        torch.testing.assert_close(
+            gated.train(mode)(images), plain.train(mode)(images), rtol=0, atol=1e-6
+        )
+    before, after = plain.state_dict(), gated.state_dict()
+    for name in before:  # statistics too: they moved once
+        torch.testing.assert_close(after[name], before[name], rtol=1e-6, atol=1e-6)
+    added = after.keys() - before.keys()
+    own = {"scale", "shift"} if gate == "iebn" else set()
+    assert all(".gate." in name or name.rpartition(".")[2] in own for name in added)
+    gated.load_state_dict(before, strict=False)
+
+    fresh = insert_gates(make(model), gate, where, identity=False).eval()
+    assert (fresh(images) - plain.eval()(images)).abs().max() > 1e-5  # it does act
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("model", ["theirs-bottleneck", "transformers-basic", "own"])
+def test_copies_states_and_gradients(model, gate):
+    images = torch.randn(3, 3, 16, 16)
+    gated = insert_gates(make(model), gate, "all")
+    gated(images).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in gated.parameters())
+    if gate != "dia":  # two sigmoids of zero weights: only the last layers learn at first
+        for each in gated_blocks(gated).values():
+            assert any(p.grad.abs().max() > 0 for p in each.parameters())
+    twin = copy.deepcopy(gated).eval()
+    kept = gated.eval()(images)
+    assert torch.equal(twin(images), kept)
+    disturb(twin)
+    assert torch.equal(gated(images), kept)
+    assert not torch.equal(twin(images), kept)
+    gated.load_state_dict(twin.state_dict())
+    assert torch.equal(gated(images), twin(images))
+    again = pickle.loads(pickle.dumps(twin))
+    assert torch.equal(again(images), twin(images))
+
+
+@pytest.mark.parametrize(
+    ("model", "gate"),
+    [("theirs-bottleneck", "stepnet"), ("theirs-basic", "dia"), ("transformers-bottleneck", "stepnet"),
+     ("transformers-basic", "cbam"), ("transformers-basic", "iebn")],
+)  # fmt: skip
+def test_compiles_whole(model, gate):
+    gated = disturb(insert_gates(make(model), gate, "all"))
+    images = torch.randn(2, 3, 8, 8)
+    again = copy.deepcopy(gated)
+    whole = torch.compile(again, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        torch.testing.assert_close(whole(images), gated(images))
+    whole(images).sum().backward()
+    gated(images).sum().backward()
+    for ours, theirs in zip(gated.parameters(), again.parameters()):
+        torch.testing.assert_close(theirs.grad, ours.grad, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(gated.buffers(), again.buffers()):
+        torch.testing.assert_close(theirs, ours)
+
+
+class Spy(nn.Module):
+    """A gate of a user's: it looks at x, which it need not announce."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = []
+
+    def forward(self, f, x=None):
+        self.given.append((f.detach().clone(), x.detach().clone()))
+        return 0.5 * f
+
+
+@pytest.mark.parametrize("model", FOREIGN)
+def test_gates_see_the_branch_and_the_shortcut(model):
+    plain, gated = make(model), insert_gates(make(model), lambda channels: Spy(), "all")
+    calls = []
+    for block in residual_blocks(gated):
+        if block.shortcut:
+            first = next(
+                m
+                for m in block.module.get_submodule(block.shortcut).modules()
+                if isinstance(m, nn.Conv2d)
+            )
+            first.register_forward_hook(lambda *_: calls.append(1))
+    states = {}
+    for block in residual_blocks(plain):
+        block.module.register_forward_hook(
+            lambda m, args, out, name=block.name: states.update({name: args[0]})
+        )
+    images = torch.randn(3, 3, 16, 16)
+    plain(images)
+    gated(images)
+    assert len(calls) == 2  # each of the two projections was computed once
+    first, *_ = residual_blocks(plain)
+    f, x = gated_blocks(gated)[first.name].given[0]
+    torch.testing.assert_close(x, first.module.get_submodule(first.shortcut)(states[first.name]))
+    for block in residual_blocks(gated):
+        f, x = block.gate().given[0]
+        assert f.shape == x.shape
+    # the block's own sum: relu(x + f / 2)
+    last = residual_blocks(gated)[-1]
+    outputs = []
+    last.module.register_forward_hook(lambda m, args, out: outputs.append(out))
+    gated(images)
+    f, x = last.gate().given[1]
+    torch.testing.assert_close(outputs[0], (x + 0.5 * f).relu())
+
+
+def test_inserted_and_built_gates_have_the_same_names():
+    """A state of a network built with gates loads into a plain one they were inserted into."""
+    for gate in GATES:
+        built = resnet_cifar(20, 5, gate, width=4, gate_options={"identity": True}).eval()
+        inserted = insert_gates(resnet_cifar(20, 5, width=4), gate).eval()
+        disturb(built)
+        inserted.load_state_dict(built.state_dict())
+        images = torch.randn(2, 3, 16, 16)
+        assert torch.equal(inserted(images), built(images))
+    theirs = insert_gates(Theirs(), "stepnet", "all")
+    assert {name for name, _ in theirs.named_modules() if name.endswith("gate")} == {
+        "layer1.0.gate", "layer1.1.gate", "layer2.0.gate", "layer2.1.gate"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("where", "names"),
+    [
+        ("default", ["layer1.1", "layer2.1", "layer3.1"]),
+        ("identity", ["layer1.1", "layer2.1", "layer3.1"]),
+        ("all", [f"layer{s}.{b}" for s in (1, 2, 3) for b in (0, 1)]),
+        ([3, "layer1.0"], ["layer1.0", "layer2.1"]),
+        ([-1], ["layer3.1"]),
+        ({"layer2.0"}, ["layer2.0"]),
+        (range(2), ["layer1.0", "layer1.1"]),
+        (lambda name, block: block.conv3.out_channels == 32, ["layer2.0", "layer2.1"]),
+    ],
+)
+def test_where_gates_go(where, names):
+    model = resnet_cifar(20, 5, width=4)
+    assert insert_gates(model, "stepnet", where) is model
+    assert list(gated_blocks(model)) == names
+    assert list(gated_blocks(insert_gates(resnet_cifar(20, width=4), "se"))) == [
+        n for n, _ in model.blocks
+    ]
+
+
+def test_what_cannot_be_done():
+    model = resnet_cifar(20, 5, width=4)
+    with pytest.raises(
+        ValueError, match=r"there is no block 'layer4.0'; there are 0 to 5, called layer1.0"
+    ):
+        insert_gates(model, "se", ["layer4.0"])
+    with pytest.raises(ValueError, match="there is no block 6"):
+        insert_gates(model, "se", [6])
+    with pytest.raises(ValueError, match="where 'layer1' is not one of default, all, identity"):
+        insert_gates(model, "se", "layer1")
+    with pytest.raises(ValueError, match="chooses none of the 6 blocks"):
+        insert_gates(model, "se", [])
+    with pytest.raises(ValueError, match="no gate is called 'sey'"):
+        insert_gates(model, "sey")
+    assert not gated_blocks(model)
+    assert insert_gates(model, "none") is insert_gates(model, None) is model
+    for gate in ("se", "iebn", "dia"):
+        gated = insert_gates(resnet_cifar(20, 5, width=4), gate, [1])
+        with pytest.raises(ValueError, match=r"1 blocks have a gate already, layer1.1 is the first"):
+            insert_gates(gated, "eca", [2])
+    for nothing in (nn.Linear(3, 3), nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3))):
+        with pytest.raises(
+            ValueError, match="has no residual blocks of convolutions; looked for modules with"
+        ):
+            insert_gates(nothing, "se")
+    unnormed = Theirs()
+    for name in ("layer1.0.bn1", "layer1.1.bn2"):
+        unnormed.set_submodule(name, nn.GroupNorm(2, 4))
+    insert_gates(unnormed, "iebn")  # those there are
+    assert sum(isinstance(m, IEBN) for m in unnormed.modules()) == 1 + 12 - 2
+    synced = nn.SyncBatchNorm.convert_sync_batchnorm(Theirs())
+    with pytest.raises(
+        ValueError, match="takes the place of BatchNorm2d; the blocks' normalisations are none"
+    ):
+        insert_gates(synced, "iebn")
+    outside = insert_gates(Theirs(), "se")
+    with pytest.raises(
+        RuntimeError, match="a BatchNorm2d at the end of a gated branch was called outside"
+    ):
+        outside.layer1[0].bn3(torch.rand(1, 16, 4, 4))
+
+
+def test_gates_take_after_their_block():
+    gated = insert_gates(make("theirs-basic").double().eval(), "stepnet", "all")
+    assert all(p.dtype == torch.float64 for p in gated.parameters())
+    assert not any(m.training for m in gated.modules())
+    assert gated(torch.rand(1, 3, 16, 16, dtype=torch.float64)).dtype == torch.float64
+    meta = insert_gates(Theirs().to("meta"), "se")
+    assert all(p.device.type == "meta" for p in meta.parameters())
+
+
+def test_gates_by_function():
+    gated = insert_gates(make("theirs-basic"), partial(StepNet, adaptor="c"))
+    assert all(gate.adaptor == "c" and gate.identity for gate in gated_blocks(gated).values())
+    assert list(gated_blocks(gated)) == ["layer1.1", "layer2.1"]  # as of the class itself
+    wide = insert_gates(make("theirs-basic"), lambda channels: SE(channels) if channels > 16 else None)
+    assert list(gated_blocks(wide)) == ["layer2.0", "layer2.1"]
+    options = insert_gates(make("theirs-basic"), "se", reduction=2)
+    assert (
+        gated_blocks(options)["layer1.0"].state_dict().keys() == SE(16, reduction=2).state_dict().keys()
+    )
+    shapes = lambda gate: {name: p.shape for name, p in gate.state_dict().items()}
+    assert shapes(gated_blocks(options)["layer1.0"]) == shapes(SE(16, reduction=2))
+
+
+def test_nothing_stays_behind():
+    """After a forward no block holds a feature map."""
+    gated = insert_gates(make("theirs-bottleneck"), "stepnet", "all")
+    gated(torch.rand(2, 3, 16, 16))
+    for module in gated.modules():
+        assert getattr(module, "waiting", None) is None
+    with pytest.raises(ValueError, match="one sample"):
+        gated(torch.rand(1, 3, 16, 16))
+    gated(torch.rand(2, 3, 16, 16))
+    copy.deepcopy(gated)
+
+
+def test_torchvision():
+    models = pytest.importorskip("torchvision.models")
+    images = torch.randn(2, 3, 64, 64)
+    for theirs in (models.resnet18, models.resnet50):
+        torch.manual_seed(0)
+        plain = unsettled(theirs(weights=None))
+        for gate in GATES:
+            gated = insert_gates(copy.deepcopy(plain), gate, "all")
+            for mode in (False, True):
+                expected = copy.deepcopy(plain).train(mode)(images)
+                torch.testing.assert_close(gated.train(mode)(images), expected, rtol=0, atol=1e-6)
+            assert gated.state_dict().keys() >= plain.state_dict().keys()
+            gated.load_state_dict(plain.state_dict(), strict=False)
+    ours = resnet50(gate="stepnet", where="all")
+    insert_gates(plain, "stepnet", "all", identity=False).load_state_dict(ours.state_dict())
+    torch.testing.assert_close(plain.eval()(images), ours.eval()(images), rtol=1e-5, atol=1e-5)
+
+
+def test_timm():
+    timm = pytest.importorskip("timm")
+    images = torch.randn(2, 3, 64, 64)
+    for name in ("resnet18", "resnet50", "resnet50d", "seresnet50"):
+        torch.manual_seed(0)
+        plain = unsettled(timm.create_model(name, num_classes=10))
+        for gate in GATES:
+            gated = insert_gates(copy.deepcopy(plain), gate, "all")
+            expected = copy.deepcopy(plain).eval()(images)
+            torch.testing.assert_close(gated.eval()(images), expected, rtol=0, atol=1e-6)
+
+
+def test_early_shortcuts_keep_their_class():
+    """Reflection still works on a shortcut that is computed early."""
+    gated = insert_gates(make("theirs-bottleneck"), "stepnet", "all")
+    shortcut = gated.layer1[0].downsample
+    assert isinstance(shortcut, nn.Sequential)
+    assert isinstance(shortcut, insert.EarlyShortcut)
+    assert len(shortcut) == 2
+    assert isinstance(shortcut[0], nn.Conv2d)
+    assert type(copy.deepcopy(shortcut)) is type(shortcut)
+    assert type(gated.layer1[0]) is TheirBlock

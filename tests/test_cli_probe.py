@@ -1,0 +1,218 @@
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from attractor import networks
+from attractor.cli import app
+from attractor.residual import StiffnessProfile, probe, resnet_cifar
+
+runner = CliRunner()
+SMALL = ["-o", "depth=29", "-o", "width=4", "--size", "16", "--inputs", "12", "--batch", "5"]
+PICTURES = {"nsi.png", "surface.png", "proportion.png", "all.png"}
+
+
+def run(*arguments):
+    return runner.invoke(app, ["probe", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def test_help_has_an_example():
+    result = run("--help")
+    assert result.exit_code == 0
+    assert "Example: attractor probe" in result.output
+
+
+def test_a_network_of_ours_on_noise(tmp_path):
+    result = run("attractor:resnet_cifar", *SMALL, "-o", "gate=se", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "values at initialisation" in result.output
+    numbers = json.loads((tmp_path / "probe.json").read_text())
+    assert (numbers["inputs"], numbers["source"], numbers["trained"]) == (12, "--noise 12", False)
+    assert [row["name"] for row in numbers["blocks"]] == [
+        f"layer{s}.{i}" for s in (1, 2, 3) for i in range(3)
+    ]
+    assert {p.name for p in tmp_path.glob("*.png")} == {*PICTURES, "gates.png"}
+    profile = StiffnessProfile.load(tmp_path / "profile")
+    assert numbers["tns"]["gate"]["trained"] == pytest.approx(profile.with_step("gate").tns.item())
+    assert f"TNS, step one: {profile.tns.item():.3g}" in result.output
+    again = run("attractor:resnet_cifar", *SMALL, "-o", "gate=se", "--out", tmp_path / "again")
+    assert again.exit_code == 0
+    assert json.loads((tmp_path / "again/probe.json").read_text())["blocks"] == numbers["blocks"]
+
+
+def test_trained_weights_stand_beside_random_ones(tmp_path):
+    from safetensors.torch import save_file
+
+    torch.manual_seed(5)
+    net = resnet_cifar(29, width=4)
+    save_file(net.state_dict(), tmp_path / "w.safetensors")
+    weights = ["--weights", tmp_path / "w.safetensors"]
+    result = run(
+        "attractor:resnet_cifar", *SMALL, *weights, "--data", "digits", "--out", tmp_path / "out"
+    )
+    assert result.exit_code == 0, result.output
+    profile = StiffnessProfile.load(tmp_path / "out/profile")
+    found = networks.Network("net", net, True, None)
+    images = list(networks.data_set(found, "digits", None, 12, 5, 0))
+    assert [len(batch) for batch in images] == [5, 5, 2]
+    torch.testing.assert_close(profile.nsi, probe(net, images).nsi)
+    assert profile.initial is not None
+    assert not torch.equal(profile.initial.nsi, profile.nsi)
+    wrong = run("attractor:resnet_cifar", "-o", "depth=11", *weights)
+    assert wrong.exit_code == 2
+    assert "do not fit ResNet" in wrong.output
+
+
+OWN = """
+import torch
+from attractor.residual import resnet_cifar
+
+
+def fresh(width=4):
+    return resnet_cifar(20, width=width)
+
+
+def trained(width=4):
+    torch.manual_seed(1)
+    return resnet_cifar(20, width=width)
+
+
+def number():
+    return 3
+"""
+
+
+def test_a_function_of_one_s_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    small = ["--noise", 6, "--size", 16, "-o", "width=5"]
+    result = run("own.py:fresh", *small)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out/probe/all.png").exists()
+    assert "values at initialisation" in result.output
+    result = run("own.py:trained", *small)
+    assert "give --initial NAME" in result.output
+    result = run(
+        "own.py:trained",
+        *small,
+        "--initial",
+        "own.py:fresh",
+        "--step",
+        "gate",
+        "--granularity",
+        "addition",
+    )
+    assert result.exit_code == 0, result.output
+    profile = StiffnessProfile.load("out/probe/profile")
+    assert profile.initial is not None
+    assert (profile.step, profile.granularity) == ("gate", "addition")
+
+
+def test_a_folder_of_images(tmp_path):
+    pillow = pytest.importorskip("PIL.Image")
+    (tmp_path / "photos/more").mkdir(parents=True)
+    for i, name in enumerate(("a.png", "more/b.jpg")):
+        pillow.new("RGB", (40, 20 + i), (50 * i, 100, 200)).save(tmp_path / "photos" / name)
+    result = run(
+        "attractor:resnet_cifar", *SMALL, "--images", tmp_path / "photos", "--out", tmp_path / "o"
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "o/probe.json").read_text())["inputs"] == 2
+
+
+def test_transformers_by_their_kind(tmp_path):
+    pytest.importorskip("transformers")
+    options = [f"-o{k}={v}" for k, v in dict(hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
+               intermediate_size=32, vocab_size=40).items()]  # fmt: skip
+    result = run("transformers:bert", *options, "--inputs", 4, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    names = [row["name"] for row in json.loads((tmp_path / "probe.json").read_text())["blocks"]]
+    assert names == [f"encoder.layer.{i}" for i in range(3)]
+    sizes = ["-oembedding_size=8", "-ohidden_sizes=[8,16]", "-odepths=[3,3]", "-olayer_type=basic"]
+    result = run("transformers:resnet", *sizes, "--inputs", 4, "--size", 32, "--out", tmp_path / "r")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_folder_of_transformers_on_texts(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "stiff", "network", "moves", "far"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    tokenizer = transformers.BertTokenizer(str(tmp_path / "vocab.txt"))
+    config = transformers.BertConfig(hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
+                                     intermediate_size=32, vocab_size=10)  # fmt: skip
+    torch.manual_seed(7)
+    model = transformers.BertModel(config).eval()
+    for part in (tokenizer, model):
+        part.save_pretrained(tmp_path / "net")
+    lines = ["a stiff network moves", "a network", "far far far far far far"]
+    (tmp_path / "texts.txt").write_text("\n\n".join(lines))
+    result = run(
+        f"transformers:{tmp_path / 'net'}", "--texts", tmp_path / "texts.txt", "--out", tmp_path / "out"
+    )
+    assert result.exit_code == 0, result.output
+    profile = StiffnessProfile.load(tmp_path / "out/profile")
+    assert profile.initial is not None  # the weights are trained, as far as anyone knows
+    alone = [probe(model, [tokenizer(line, return_tensors="pt")]).nsi for line in lines]
+    torch.testing.assert_close(profile.nsi, torch.cat(alone), rtol=1e-4, atol=0)  # without the padding
+    random = run(f"transformers:{tmp_path / 'net'}", "--random", "--noise", 3, "--out", tmp_path / "r")
+    assert "values at initialisation" in random.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["resnet50"], "'resnet50' names no network; write timm:NAME"),
+        (["attractor:resnet99"], "attractor has no function 'resnet99'; it has"),
+        (["attractor:resnet_cifar", "-o", "depth=21"], "is not 9 n + 2"),
+        (["attractor:resnet_cifar", "-o", "depth"], "must be KEY=VALUE"),
+        (["attractor:resnet_cifar", "-o", "deep=2"], "unexpected keyword argument 'deep'"),
+        (["attractor:resnet_cifar", "--pretrained"], "no hub offers weights"),
+        (["attractor:resnet_cifar", "--images", "nowhere"], "there is no folder nowhere"),
+        (["attractor:resnet_cifar", "--images", "."], "holds no image files"),
+        (["attractor:resnet_cifar", "--data", "mnist"], "no image data set is called 'mnist'"),
+        (
+            ["attractor:resnet_cifar", "--data", "digits", "--noise", "3"],
+            "--data and --noise exclude each other",
+        ),
+        (["attractor:resnet_cifar", "--texts", "t.txt"], "has no tokenizer"),
+        (["attractor:resnet_cifar", "--weights", "w.safetensors"], "there is no file w.safetensors"),
+        (["attractor:resnet_cifar", "--step", "two"], "step = 'two'"),
+        (["own.py:number"], "returned a int; it must return an nn.Module"),
+        (["own.py:missing"], "has no function 'missing'; it has resnet_cifar, fresh, trained, number"),
+        (["elsewhere.py:net"], "there is no file elsewhere.py"),
+    ],
+)
+def test_bad_calls_are_named_without_a_traceback(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("hub", ["timm", "torchvision"])
+def test_hubs(hub, tmp_path):
+    pytest.importorskip(hub)
+    result = run(f"{hub}:resnet18", "--random", "--size", 64, "--inputs", 3, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert len(json.loads((tmp_path / "probe.json").read_text())["blocks"]) == 8
+    unknown = run(f"{hub}:resnet19")
+    assert unknown.exit_code == 2
+    assert f"{hub} has no model 'resnet19'" in unknown.output
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("20", 20),
+        ("0.5", 0.5),
+        ("true", True),
+        ("False", False),
+        ("se", "se"),
+        ("[2,3]", [2, 3]),
+        ("a/b", "a/b"),
+    ],
+)
+def test_values_of_options(text, value):
+    assert networks.parse(text) == value

@@ -1,0 +1,787 @@
+"""The training loop on tiny networks: what it computes, what it keeps, and what it says."""
+
+import json
+import math
+import sys
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from attractor.data import images
+from attractor.train import (
+    PAPER,
+    SHORT,
+    Classify,
+    DivergedError,
+    History,
+    Recipe,
+    Seeds,
+    compiled_blocks,
+    evaluate,
+    repeated_blocks,
+    train,
+    train_seeds,
+)
+from attractor.train.feeds import cut_out, feed_of, padded
+from attractor.train.place import Place
+
+pytest.importorskip("accelerate")
+
+PLAIN = Recipe(epochs=2, batch=32, learning_rate=0.05, warmup=0.5, crop=1, flip=False, precision="fp32")
+
+
+def digits(n=None, split="train"):
+    data = images.load("digits", split)
+    return data if n is None else data.subset(n)
+
+
+def small(dropout=0.0, size=8):
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Conv2d(1, size, 3, padding=1, bias=False), nn.BatchNorm2d(size), nn.ReLU(), nn.Flatten(),
+        nn.Dropout(dropout), nn.Linear(64 * size, 10),
+    )  # fmt: skip
+
+
+def run(model=None, data=None, valid=None, recipe=PLAIN, **options):
+    model = small() if model is None else model
+    history = train(model, data or digits(200), valid, recipe, device="cpu", **options)
+    return model, history
+
+
+def same(a, b):
+    return all(
+        torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    )
+
+
+def numbers(history):
+    timed = ("seconds", "images_per_second", "samples_per_second")
+    return [{k: v for k, v in row.items() if k not in timed} for row in history]
+
+
+# ---- recipes
+
+
+def test_rates_of_the_short_recipe():
+    at = lambda t: SHORT.rate(t) / SHORT.learning_rate
+    assert (SHORT.batch, SHORT.learning_rate, SHORT.weight_decay, SHORT.nesterov) == (
+        256,
+        0.2,
+        5e-4,
+        True,
+    )
+    assert at(0) == 0
+    assert at(2.5) == pytest.approx(0.5)
+    assert at(5) == pytest.approx(1)
+    assert at((5 + SHORT.epochs) / 2) == pytest.approx(0.5)
+    assert at(SHORT.epochs) == pytest.approx(0)
+    assert replace(SHORT, floor=0.1).rate(SHORT.epochs) == pytest.approx(0.02)
+
+
+def test_rates_of_the_papers_recipe():
+    assert (PAPER.epochs, PAPER.batch, PAPER.weight_decay) == (164, 128, 1e-4)
+    for time, rate in ((0, 0.1), (80.99, 0.1), (81, 0.01), (121.99, 0.01), (122, 0.001), (163.9, 0.001)):
+        assert PAPER.rate(time) == pytest.approx(rate)
+    assert replace(PAPER, schedule="constant", milestones=()).rate(150) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"optimiser": "adam"}, "optimiser = 'adam' is not one of sgd, adamw"),
+        ({"batch": 0}, "batch = 0 must be an integer from 1 on"),
+        ({"epochs": 2.5}, "epochs = 2.5 must be an integer from 0 on"),
+        ({"learning_rate": -1.0}, "learning_rate = -1.0 must be a number from 0 on"),
+        ({"label_smoothing": 1.0}, r"must be in \[0, 1\)"),
+        ({"clip": 0.0}, "clip = 0.0 must be positive"),
+        ({"schedule": "steps"}, r"milestones = \(\) with schedule 'steps'"),
+    ],
+)
+def test_recipes_check_themselves(wrong, told):
+    with pytest.raises(ValueError, match=told):
+        Recipe(**wrong)
+
+
+def test_what_decays():
+    model = small()
+    for recipe, vectors in ((PLAIN, True), (replace(PLAIN, optimiser="adamw"), False),
+                            (replace(PLAIN, decay_vectors=False), False)):  # fmt: skip
+        groups = recipe.make_optimiser(model).param_groups
+        decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+        for p in model.parameters():
+            assert decays[id(p)] == (5e-4 if p.dim() > 1 or vectors else 0)
+
+
+# ---- batches
+
+
+@given(
+    st.integers(0, 3), st.sampled_from(["zero", "reflect"]), st.integers(1, 3), st.integers(4, 6),
+    st.integers(4, 6), st.integers(0, 1000),
+)  # fmt: skip
+def test_augmented_images_are_crops_and_flips(crop, how, channels, height, width, seed):
+    """Each is found among all shifted and mirrored versions of its image, made one by one."""
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(1, 256, (5, channels, height, width), generator=generator, dtype=torch.uint8)
+    data = SimpleNamespace(
+        images=pixels, labels=torch.arange(5), mean=(0.0,) * channels, std=(1 / 255,) * channels
+    )
+    recipe = Recipe(batch=5, crop=crop, padding=how, seed=seed)
+    feed = feed_of(data, recipe, train=True, like=torch.zeros(1, dtype=torch.float64))
+    (inputs,) = feed.epoch(0)
+    x, labels = feed.batch(*inputs)
+    assert x.shape == pixels.shape
+    assert sorted(labels.tolist()) == list(range(5))
+    mode = {"zero": "constant", "reflect": "reflect"}[how]
+    for image, label in zip(x, labels):
+        larger = nn.functional.pad(pixels[label].double(), (crop,) * 4, mode=mode)
+        versions = [
+            part.flip(-1) if flipped else part
+            for top, left, flipped in product(range(2 * crop + 1), range(2 * crop + 1), (False, True))
+            for part in [larger[:, top : top + height, left : left + width]]
+        ]
+        assert any(torch.allclose(image, version, rtol=0, atol=1e-9) for version in versions)
+
+
+def test_all_crops_and_flips_occur_and_differ_between_epochs():
+    data = digits()
+    feed = feed_of(data, Recipe(batch=100, crop=1), train=True, like=torch.zeros(1))
+    draws = feed.draws(0)
+    assert draws.shape == (1400, 4)
+    assert len(draws[:, 0].unique()) == 1400
+    kinds, counts = draws[:, 1:].unique(dim=0, return_counts=True)
+    assert len(kinds) == 3 * 3 * 2
+    assert counts.min() > 40
+    assert torch.equal(draws, feed.draws(0))
+    assert not torch.equal(draws, feed.draws(1))
+
+
+def test_cut_out_by_hand():
+    image = torch.arange(12).view(1, 3, 4, 1)
+    part = cut_out(image, torch.tensor([[0, 1, 0, 0], [0, 1, 0, 1]]), 2, 3)[..., 0]
+    assert part.tolist() == [[[4, 5, 6], [8, 9, 10]], [[6, 5, 4], [10, 9, 8]]]
+    assert padded(torch.arange(3).view(1, 1, 1, 3).expand(1, 1, 3, 3), 2, "reflect")[0, 0, 0].tolist() == [
+        2, 1, 0, 1, 2, 1, 0]  # fmt: skip
+    with pytest.raises(ValueError, match="crop = 3 pixels cannot be reflected"):
+        padded(torch.zeros(1, 1, 3, 3), 3, "reflect")
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_batches_are_normalised_and_laid_out(channels_last):
+    data = digits(50).rgb()
+    recipe = Recipe(batch=50, crop=0, flip=False, channels_last=channels_last)
+    feed = feed_of(data, recipe, train=False, like=torch.zeros(1))
+    (inputs,) = feed.epoch(0)
+    x, labels = feed.batch(*inputs)
+    torch.testing.assert_close(x, data.normalised(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(labels, data.labels)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    assert x.is_contiguous(memory_format=layout)
+
+
+def test_processes_share_every_batch():
+    whole, halves = (
+        [
+            feed_of(digits(100), Recipe(batch=30), train=True, like=torch.zeros(1), share=(i, n))
+            for i in range(n)
+        ]
+        for n in (1, 2)
+    )
+    for (all_of_it,), *parts in zip(whole[0].epoch(3), *(feed.epoch(3) for feed in halves)):
+        assert torch.equal(all_of_it, torch.cat([part for (part,) in parts]))
+    shares = [
+        feed_of(digits(101), Recipe(batch=30), train=False, like=torch.zeros(1), share=(i, 2))
+        for i in (0, 1)
+    ]
+    seen = torch.cat([draw[:, 0] for feed in shares for (draw,) in feed.epoch(0)])
+    assert sorted(seen.tolist()) == list(range(101))
+    with pytest.raises(ValueError, match="batch = 5 cannot be shared by 2 processes"):
+        feed_of(digits(100), Recipe(batch=5), train=True, like=torch.zeros(1), share=(0, 2))
+    with pytest.raises(ValueError, match="batch = 256 is more than the 100 training images"):
+        run(data=digits(100), recipe=SHORT)
+
+
+# ---- training
+
+
+def test_it_learns_digits():
+    recipe = replace(PLAIN, epochs=6, batch=64, learning_rate=0.1, warmup=1.0)
+    model, history = run(data=digits(), valid=digits(split="test"), recipe=recipe)
+    assert history.accuracy > 0.9
+    assert history.rows[0]["train_loss"] > 2 * history.final["train_loss"]
+    assert evaluate(model, digits(split="test"))["accuracy"] == pytest.approx(history.accuracy)
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adamw"])
+def test_it_is_the_loop_one_would_write(optimiser):
+    recipe = replace(PLAIN, optimiser=optimiser, clip=0.5, label_smoothing=0.1, decay_vectors=True)
+    data = digits(70)
+    model, history = run(data=data, recipe=recipe)
+
+    other = small()
+    if optimiser == "sgd":
+        own = torch.optim.SGD(other.parameters(), 0.05, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    else:
+        own = torch.optim.AdamW(other.parameters(), 0.05, weight_decay=5e-4)
+    feed = feed_of(data, recipe, train=True, like=torch.zeros(1))
+    for epoch in range(2):
+        losses = []
+        for i, inputs in enumerate(feed.epoch(epoch)):
+            time = epoch + (i + 0.5) / 2
+            own.param_groups[0]["lr"] = 0.05 * (
+                time / 0.5 if time < 0.5 else (1 + math.cos(math.pi * (time - 0.5) / 1.5)) / 2
+            )
+            x, labels = feed.batch(*inputs)
+            loss = cross_entropy(other(x), labels, reduction="none", label_smoothing=0.1)
+            own.zero_grad()
+            loss.mean().backward()
+            nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+            own.step()
+            losses.append(loss.detach())
+        assert history.rows[epoch]["train_loss"] == torch.cat(losses).double().mean().item()
+    assert same(model, other)
+
+
+def test_evaluation_counts_every_sample_once():
+    model, data = small().eval(), digits(103)
+    logits = model(data.normalised()).detach()
+    loss = cross_entropy(logits, data.labels).item()
+    hits = (logits.argmax(1) == data.labels).sum().item()
+    for batch in (7, 50, 103, 1000):
+        found = evaluate(model, data, batch=batch)
+        assert found["loss"] == pytest.approx(loss, rel=1e-5)
+        assert found["accuracy"] == hits / 103
+    frozen = replace(PLAIN, epochs=1, learning_rate=0.0, batch=20)
+    _, history = run(
+        model=nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), data=data, valid=data, recipe=frozen
+    )
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).train()
+    evaluate(model, data)
+    assert model.training  # left in the mode it was in
+    assert history.final["valid_accuracy"] * 103 == pytest.approx(
+        round(history.final["valid_accuracy"] * 103)
+    )
+
+
+def test_the_same_seed_gives_the_same_network():
+    (a, first), (b, second) = run(small(0.3)), run(small(0.3))
+    assert same(a, b)
+    assert numbers(first) == numbers(second)
+    assert not same(a, run(small(0.3), recipe=replace(PLAIN, seed=1))[0])
+
+
+def test_the_callers_surroundings_are_left_alone():
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    model = small(0.3)
+    torch.set_rng_state(before)
+    run(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not model.training
+    assert all(p.grad is None for p in model.parameters())
+
+
+class InterruptedRun(Exception):  # noqa: N818
+    pass
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adamw"])
+@pytest.mark.parametrize("within", [False, True])
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path, optimiser, within):
+    recipe = replace(PLAIN, epochs=4, optimiser=optimiser, learning_rate=0.01)
+    data, valid = digits(100), digits(40, "test")
+    whole, expected = run(small(0.2), data, valid, recipe)
+    calls = []
+
+    def stop_after_epoch(progress):
+        if not within and progress.row and progress.epoch == 2:
+            raise InterruptedRun
+
+    def stop_within(model, batch):
+        calls.append(model.training)
+        if within and sum(calls) == 2 * 3 + 2:
+            raise InterruptedRun
+        return Classify()(model, batch)
+
+    with pytest.raises(InterruptedRun):
+        run(small(0.2), data, valid, recipe, out=tmp_path, tell=stop_after_epoch, loss=stop_within)
+    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == ["epoch-0002"]
+    other = small(0.2, size=8)
+    nn.init.zeros_(other[-1].weight)  # whatever it was, the checkpoint decides
+    resumed, history = run(other, data, valid, recipe, out=tmp_path)
+    assert same(resumed, whole)
+    assert numbers(history) == numbers(expected)
+    again, once_more = run(small(0.2), data, valid, recipe, out=tmp_path)  # nothing left to do
+    assert same(again, whole)
+    assert once_more.rows == history.rows
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert rows == history.rows
+    assert list(rows[0]) == ["epoch", "lr", "train_loss", "train_accuracy", "valid_loss", "valid_accuracy",
+                             "seconds", "images_per_second"]  # fmt: skip
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path):
+    _, expected = run(out=tmp_path)
+    (tmp_path / "epoch-0003").mkdir()  # as if the next one had been interrupted
+    (tmp_path / "epoch-0003" / "config.json").write_text("{")
+    with pytest.warns(UserWarning, match=r"not resumed from: .*epoch-0003 has no manifest"):
+        _, history = run(out=tmp_path)
+    assert history.rows == expected.rows
+
+
+def test_another_training_is_not_resumed(tmp_path):
+    run(out=tmp_path)
+    run(out=tmp_path, recipe=replace(PLAIN, capture="none"))  # which changes no number
+    with pytest.raises(
+        ValueError, match=r"learning_rate = 0.05, not 0.1; give another out=, or resume=False"
+    ):
+        run(out=tmp_path, recipe=replace(PLAIN, learning_rate=0.1))
+    with pytest.raises(ValueError, match=r"was trained with 6 steps an epoch, not 3"):
+        run(out=tmp_path, data=digits(100))
+    with pytest.raises(ValueError, match=r"is of another model; give another out="):
+        run(small(size=4), out=tmp_path)
+    fresh, _ = run(out=tmp_path, resume=False, save_every=0)
+    assert same(fresh, run()[0])
+    assert [p.name for p in tmp_path.iterdir()] == ["log.jsonl"]
+
+
+def test_tied_weights_are_kept(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.turn = nn.Embedding(12, 8), nn.Linear(8, 8)
+            self.head = nn.Linear(8, 12, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids):
+            return self.head(self.turn(self.embed(ids)))
+
+    def next_token(model, ids):
+        logits = model(ids[:, :-1])
+        return {"loss": cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")}
+
+    torch.manual_seed(0)
+    batches = list((torch.arange(12).repeat(40).view(8, 60) % 12).split(2))
+    recipe = Recipe(epochs=20, learning_rate=0.03, warmup=0, optimiser="adamw", floor=0.1)
+    model = Tied()
+    history = train(model, batches, batches, recipe, loss=next_token, device="cpu", out=tmp_path)
+    assert history.final["valid_loss"] < 0.05
+    assert list(history.final)[-1] == "samples_per_second"
+    assert model.head.weight is model.embed.weight
+    again = Tied()
+    train(again, batches, batches, recipe, loss=next_token, device="cpu", out=tmp_path)
+    assert same(again, model)
+
+
+# ---- batches from anywhere
+
+
+def test_a_loss_says_what_is_reported():
+    model = nn.Linear(2, 1)
+    batches = [{"x": torch.randn(n, 2), "y": torch.randn(n, 1)} for n in (3, 5, 4)]
+
+    def loss(model, batch):
+        error = (model(batch["x"]) - batch["y"]).squeeze(1)
+        return {"loss": error.square(), "absolute": error.abs(), "batches": torch.tensor(2.0)}
+
+    recipe = Recipe(epochs=1, learning_rate=0.0, warmup=0)
+    history = train(model, batches, batches, recipe, loss=loss, device="cpu")
+    x, y = (torch.cat([b[k] for b in batches]) for k in "xy")
+    error = (model(x) - y).detach()
+    for part in ("train", "valid"):
+        assert history.final[f"{part}_loss"] == pytest.approx(error.square().mean().item())
+        assert history.final[f"{part}_absolute"] == pytest.approx(error.abs().mean().item())
+        assert history.final[f"{part}_batches"] == 2
+    plain = train(model, batches, None, recipe, loss=lambda m, b: m(b["x"]).mean() * 0 + 3, device="cpu")
+    assert plain.final["train_loss"] == 3
+    with pytest.raises(ValueError, match="the loss function named error; one must be called 'loss'"):
+        train(model, batches, None, recipe, loss=lambda m, b: {"error": m(b["x"])}, device="cpu")
+    with pytest.raises(ValueError, match="label_smoothing belongs to the default loss"):
+        train(model, batches, None, replace(recipe, label_smoothing=0.1), loss=loss, device="cpu")
+
+
+def test_loaders_are_told_the_epoch_and_shuffle_alike():
+    class Batches:
+        epochs = ()
+
+        def set_epoch(self, epoch):
+            self.epochs += (epoch,)
+
+        def __len__(self):
+            return 2
+
+        def __iter__(self):
+            return iter([(torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))] * 2)
+
+    batches = Batches()
+    train(nn.Linear(3, 2), batches, None, replace(PLAIN, epochs=3), device="cpu")
+    assert batches.epochs == (0, 1, 2)
+
+    def trained():
+        torch.manual_seed(0)
+        data = torch.utils.data.TensorDataset(torch.randn(20, 3), torch.arange(20) % 2)
+        model = nn.Linear(3, 2)
+        torch.manual_seed(torch.seed())  # the loader's order comes from the recipe's seed alone
+        loader = torch.utils.data.DataLoader(data, 4, shuffle=True)
+        train(model, loader, None, PLAIN, device="cpu")
+        return model
+
+    assert same(trained(), trained())
+
+
+def test_batches_that_cannot_be_used():
+    model, recipe = nn.Linear(3, 2), replace(PLAIN, epochs=2)
+    with pytest.raises(
+        TypeError, match="generator has no length; give images with labels, mean and std"
+    ):
+        train(model, (x for x in [1]), None, recipe, device="cpu")
+    with pytest.raises(TypeError, match="a batch must consist of tensors; this one has Tensor, str"):
+        train(model, [(torch.zeros(1, 3), "a")], None, recipe, device="cpu")
+    with pytest.raises(ValueError, match="0 batches for 1 process: nothing to do"):
+        train(model, [], None, recipe, device="cpu")
+
+    class Once(list):
+        def __iter__(self):
+            while list.__len__(self):
+                yield self.pop()
+
+        def __len__(self):
+            return 1
+
+    with pytest.raises(
+        ValueError, match="no batches in epoch 2: the data can only be gone through once"
+    ):
+        train(model, Once([(torch.zeros(1, 3), torch.zeros(1).long())]), None, recipe, device="cpu")
+
+
+# ---- what it says
+
+
+def test_a_loss_that_is_not_finite_stops_it(tmp_path):
+    count = iter(range(100))
+
+    def loss(model, batch):
+        return Classify()(model, batch)["loss"] * (math.nan if next(count) == 6 + 3 else 1)
+
+    with pytest.raises(
+        DivergedError,
+        match=r"not finite at epoch 2, step 4 of 6, where the learning rate is 0\.0\d+: lower it",
+    ) as found:
+        run(loss=loss, out=tmp_path)
+    assert (found.value.epoch, found.value.step) == (2, 4)
+    assert len(found.value.history) == 1
+    last = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
+    assert last == {"epoch": 2, "train_loss": None, "step": 4}
+    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == ["epoch-0001"]
+
+
+def test_progress(monkeypatch):
+    monkeypatch.setattr("attractor.train.loop._Watch.EVERY", 0.0)
+    told = []
+    run(data=digits(100), valid=digits(50, "test"), tell=told.append)
+    assert [(p.epoch, p.step, p.row is None) for p in told] == [
+        *((1, i, True) for i in (1, 2, 3)), (1, 3, False), *((2, i, True) for i in (1, 2, 3)), (2, 3, False),
+    ]  # fmt: skip
+    assert all(p.steps == 3 and p.epochs == 2 and p.per_second > 0 for p in told)
+    assert told[-1].seconds_left == 0
+    assert told[2].seconds_left > 0
+    assert str(told[0]).startswith("seed 0, epoch 1/2, step 1/3: loss 2.")
+    assert "valid_accuracy" in str(told[-1])
+
+
+def test_tensorboard_if_it_is_installed(tmp_path, monkeypatch):
+    written = []
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            assert (folder, purge_step) == (tmp_path / "tensorboard", 1)
+
+        def add_scalar(self, name, value, epoch):
+            written.append((name, epoch))
+
+        def close(self):
+            written.append("closed")
+
+    monkeypatch.setitem(
+        sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter)
+    )
+    run(out=tmp_path)
+    assert written[-1] == "closed"
+    assert ("train_loss", 2) in written
+    assert ("epoch", 1) not in written
+
+
+def test_several_seeds(tmp_path):
+    seen = []
+    found = train_seeds(
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), digits(100), digits(50, "test"), PLAIN,
+        seeds=(3, 4, 5), out=tmp_path, device="cpu", after=lambda model, history, seed: seen.append((seed, history)),
+    )  # fmt: skip
+    assert [s for s, _ in seen] == [3, 4, 5]
+    values = [history.final["valid_accuracy"] for _, history in seen]
+    assert found.values == values
+    middle = sum(values) / 3
+    assert found.mean == pytest.approx(middle)
+    assert found.spread == pytest.approx(math.sqrt(sum((v - middle) ** 2 for v in values) / 2))
+    assert len({history.final["train_loss"] for _, history in seen}) == 3
+    assert json.loads((tmp_path / "summary.json").read_text())["values"] == values
+    assert (tmp_path / "seed-4" / "log.jsonl").exists()
+    one = Seeds((0,), (History([{"valid_accuracy": 0.5}]),))
+    assert (one.mean, math.isnan(one.spread)) == (0.5, True)
+    with pytest.raises(ValueError, match=r"seeds = \(1, 1\); give one or more, all different"):
+        train_seeds(small, digits(100), None, PLAIN, seeds=(1, 1))
+
+
+def test_histories_without_what_is_asked():
+    with pytest.raises(ValueError, match="no epoch is finished"):
+        History().accuracy  # noqa: B018
+    with pytest.raises(ValueError, match="no valid_accuracy in the last row, which has epoch"):
+        History([{"epoch": 1}]).accuracy  # noqa: B018
+    assert History([{"a": 1}, {"a": 2}]).column("a") == [1, 2]
+
+
+def test_networks_without_anything_to_train():
+    with pytest.raises(ValueError, match="Identity has no parameters"):
+        run(nn.Identity())
+    with pytest.raises(ValueError, match="Sequential has no parameter that requires a gradient"):
+        run(small().requires_grad_(False))
+    with pytest.raises(ValueError, match="capture = 'graph' on cpu; it needs a GPU"):
+        run(recipe=replace(PLAIN, capture="graph"))
+    with pytest.raises(ValueError, match="precision 'fp16' on cpu; use 'fp32' or 'bf16'"):
+        run(recipe=replace(PLAIN, precision="fp16"))
+
+
+def test_half_and_double_precision():
+    _, history = run(recipe=replace(PLAIN, precision="bf16", epochs=3), valid=digits(50, "test"))
+    assert history.final["train_loss"] < history.rows[0]["train_loss"]
+    model, _ = run(small().double())
+    assert next(model.parameters()).dtype == torch.float64
+
+
+# ---- blocks
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(width, width), nn.ReLU())
+
+    def forward(self, x):
+        return x + self.body(x)
+
+
+class Stage(nn.Module):
+    def __init__(self, width, depth):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def staged():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), Stage(16, 4), Stage(16, 5), nn.Linear(16, 10))
+
+
+def test_repeated_blocks_are_found():
+    model = staged()
+    assert repeated_blocks(model) == [*model[2].blocks, *model[3].blocks]
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
+    assert repeated_blocks(encoder) == list(encoder.layers)
+    assert repeated_blocks(small()) == []
+
+
+def test_equal_blocks_are_compiled_once():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    model, x = staged(), torch.randn(3, 64)
+    expected = model(x)
+    with compiled_blocks(model, backend=backend) as blocks:
+        assert len(blocks) == 9
+        torch.testing.assert_close(model(x), expected)
+        assert len(compiled) == 1
+    torch.testing.assert_close(model(x), expected)
+    assert all(block._compiled_call_impl is None for block in blocks)
+    with compiled_blocks(model, lambda m: [m[2]], backend=backend) as blocks:
+        assert blocks == [model[2]]
+    with pytest.raises(ValueError, match="no repeated blocks found in Sequential; name what to compile"):
+        run(recipe=replace(PLAIN, capture="compile"))
+
+
+# ---- several processes
+
+
+def train_in_processes(folder):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    torch.manual_seed(5)
+    nn.init.normal_(model[1].weight, std=0.1)
+    nn.init.zeros_(model[1].bias)
+    history = train(model, digits(100), digits(51, "test"), PLAIN, device="cpu", out=folder)
+    batches = list(zip(torch.arange(12.0).view(6, 2, 1), torch.zeros(6, 2).long()))
+    loss = lambda model, batch: {"loss": model(batch[0]).sum(1) * 0 + batch[0].sum(1)}
+    text = train(
+        nn.Linear(1, 2), batches, batches[:5], replace(PLAIN, epochs=1), loss=loss, device="cpu"
+    )
+    return history, text
+
+
+def _process(folder):
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # inherited from the one process before
+    assert Place.find("cpu").share == (torch.distributed.get_rank(), 2)
+    history, text = train_in_processes(folder)
+    assert text.final["train_loss"] == pytest.approx(11 * 12 / 2 / 12)
+    assert text.final["valid_loss"] == pytest.approx(9 * 10 / 2 / 10)
+    rank = torch.distributed.get_rank()
+    (folder / f"history-{rank}.json").write_text(json.dumps(numbers(history)))
+
+
+def test_two_processes_do_what_one_does(tmp_path):
+    from accelerate import debug_launcher
+
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    debug_launcher(_process, (tmp_path / "two",), num_processes=2)
+    history, _ = train_in_processes(tmp_path / "one")
+    told = [json.loads((tmp_path / "two" / f"history-{i}.json").read_text()) for i in (0, 1)]
+    assert told[0] == told[1]
+    for mine, theirs in zip(numbers(history), told[0], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimiser", ["sgd", "adamw"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_captured_step_is_the_same_step(optimiser, precision):
+    recipe = replace(
+        PLAIN, epochs=3, optimiser=optimiser, precision=precision, learning_rate=0.01, clip=1.0
+    )
+    data, valid = digits(300), digits(101, "test")
+    found = {}
+    for capture in ("none", "graph", "auto"):
+        model = small()
+        history = train(model, data, valid, replace(recipe, capture=capture), device="cuda")
+        found[capture] = model, numbers(history)
+    for capture in ("graph", "auto"):
+        if optimiser == "sgd" and precision == "fp32":  # others enlarge what rounding leaves
+            for a, b in zip(found[capture][0].parameters(), found["none"][0].parameters()):
+                torch.testing.assert_close(a, b, rtol=0.02, atol=2e-3)
+        assert found[capture][1][-1] == pytest.approx(found["none"][1][-1], rel=0.05, abs=0.05)
+    assert int(found["graph"][0][1].num_batches_tracked) == 3 * 9
+
+
+@pytest.mark.gpu
+def test_every_captured_step_moves_and_draws_anew(tmp_path):
+    """Rates are read from the device, dropout differs from step to step, resuming goes on."""
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))
+    seen = []
+
+    def loss(model, batch):
+        hidden = model[1](torch.ones_like(batch[0].flatten(1)))
+        seen.append(1)
+        found = Classify()(model, batch)
+        return found | {"kept": hidden.detach().mean(1)}
+
+    recipe = replace(PLAIN, epochs=4, learning_rate=0.1, capture="graph")
+    kept = []
+    train(
+        model,
+        digits(),
+        None,
+        recipe,
+        loss=loss,
+        device="cuda",
+        tell=lambda p: kept.append(p.row),
+        out=tmp_path,
+    )
+    assert len(seen) == 4  # three steps before, one in the capture
+    values = [row["train_kept"] for row in kept if row]
+    assert len(set(values)) == 4
+    assert all(abs(v - 1) < 0.05 for v in values)
+    still = replace(recipe, learning_rate=0.0, warmup=0.0)
+    before = model[2].weight.detach().clone()
+    train(model, digits(), None, still, device="cuda")
+    assert torch.equal(model[2].weight, before)
+    again = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))
+    train(again, digits(), None, recipe, loss=loss, device="cuda", out=tmp_path)
+    assert torch.equal(again[2].weight.cpu(), before.cpu())
+
+
+@pytest.mark.gpu
+def test_resuming_with_captured_steps(tmp_path):
+    recipe = replace(PLAIN, epochs=4, capture="graph", learning_rate=0.02)
+    data = digits().rgb()
+    make = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Flatten(), nn.Linear(288, 10))  # fmt: skip
+    torch.manual_seed(0)
+    start = make().state_dict()
+    whole = make()
+    whole.load_state_dict(start)
+    train(whole, data, None, recipe, device="cuda")
+
+    def stop(progress):
+        if progress.row and progress.epoch == 2:
+            raise InterruptedRun
+
+    half = make()
+    half.load_state_dict(start)
+    with pytest.raises(InterruptedRun):
+        train(half, data, None, recipe, device="cuda", out=tmp_path, tell=stop)
+    resumed = make()
+    train(resumed, data, None, recipe, device="cuda", out=tmp_path)
+    for a, b in zip(resumed.parameters(), whole.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_runs_as_it_is():
+    class Waits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = small(0.2)
+
+        def forward(self, x):
+            return self.net(x) * (1 if x.sum().item() > -1e9 else 0)
+
+    recipe = replace(PLAIN, learning_rate=0.02)
+    torch.manual_seed(0)
+    model = Waits()
+    with pytest.warns(UserWarning, match="not captured in a CUDA graph, going on without"):
+        history = train(
+            model, digits(300), digits(100, "test"), replace(recipe, capture="graph"), device="cuda"
+        )
+    other = Waits()
+    plain = train(
+        other, digits(300), digits(100, "test"), replace(recipe, capture="none"), device="cuda"
+    )
+    assert int(model.net[1].num_batches_tracked) == 2 * 9
+    assert history.final["train_loss"] == pytest.approx(plain.final["train_loss"], rel=0.02)
+
+
+@pytest.mark.gpu
+def test_compiled_blocks_in_a_graph():
+    found = {}
+    for capture in ("none", "compile"):
+        model = staged()
+        recipe = replace(PLAIN, capture=capture, learning_rate=0.01)
+        found[capture] = train(model, digits(300), digits(100, "test"), recipe, device="cuda").final
+    assert found["compile"]["train_loss"] == pytest.approx(found["none"]["train_loss"], rel=1e-2)
+    assert found["compile"]["valid_loss"] == pytest.approx(found["none"]["valid_loss"], rel=1e-2)
