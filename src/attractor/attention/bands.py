@@ -79,21 +79,34 @@ class Stencil:
         matrix: ``[..., block, reach + block + reach]``, away from walls.
         top: ``[..., reach, 2 reach]``, from the first keys after a wall.
         bottom: ``[..., reach, 2 reach]``, from the last keys before one.
+        first: ``[..., 2 reach - 1, reach, 2 reach]``, what `bottom` is to other rows, for the first of a
+            causal map: row i has i + 1 keys, and a wall at either end.
     """
 
     matrix: Tensor
     top: Tensor
     bottom: Tensor
+    first: Tensor
 
     @classmethod
     def of(cls, pde: PDE, steps: int, dt: float, like: Tensor) -> "Stencil":
         """For tensors of that type and place."""
-        reach = steps * pde.reach
-        size = max(BLOCK, 2 * reach) + 2 * reach
+        reach, width = steps * pde.reach, 2 * steps * pde.reach
+        size = max(BLOCK, width) + width
         unit = torch.eye(size, dtype=like.dtype, device=like.device)
-        moved = take_steps(pde, unit, Line(-2).adjoint, steps, dt)
-        top, bottom = moved[..., :reach, : 2 * reach], moved[..., size - reach :, size - 2 * reach :]
-        return cls(moved[..., reach : size - reach, :], top, bottom)
+        units = torch.cat((unit, unit[reach:width].repeat(width - 1, 1)))
+        row = torch.arange(width - 1, device=like.device).repeat_interleave(reach)[:, None]
+        face = torch.arange(size - 1, device=like.device)
+        within = (face >= width - 1 - row) & (face < width - 1)
+        open = torch.cat((torch.ones_like(within[:1]).expand(size, -1), within))
+        moved = take_steps(pde, units, Line(-1, open), steps, dt)
+        moved, first = moved[..., :size, :], moved[..., size:, :width]
+        return cls(
+            moved[..., reach : size - reach, :],
+            moved[..., :reach, :width],
+            moved[..., size - reach :, size - width :],
+            first.unflatten(-2, (width - 1, reach)),
+        )
 
     def step(self, value: Tensor) -> Tensor:
         """Values ``[..., keys, dim]`` after the transposed steps, between walls at their ends."""
@@ -279,9 +292,9 @@ def _band(rows: Tensor, keys: Tensor, before: int, after: int) -> Tensor:
     band = rows.new_empty(*rows.shape[:-1], width)
     flat, flat_rows = band.flatten(0, -3), rows.flatten(0, -3)
     held = rows.new_empty(_blocks_at_once(keys), rows.shape[-2], inner.shape[-2])
-    for part in _parts(keys, len(held)):
+    for part, slabs in _parts(bool(before), len(inner), len(held)):
         products = held[: part.stop - part.start]
-        torch.bmm(flat_rows[part], inner[part.start - 1 : part.stop - 1].mT, out=products)
+        torch.bmm(flat_rows[part], inner[slabs].mT, out=products)
         flat[part] = _diagonals(products, width)
     for block, slab in _outer_slabs(keys, before, after):
         band[..., block, :, :] = _diagonals(rows[..., block, :, :] @ slab.mT, width)
@@ -295,10 +308,10 @@ def _sums(band: Tensor, keys: Tensor, before: int, after: int) -> Tensor:
         return _leaning(band) @ _slabs(keys, band.shape[-3], before, after)
     sums, flat = torch.empty_like(keys), band.flatten(0, -3)
     held = band.new_zeros(_blocks_at_once(keys), band.shape[-2], inner.shape[-2])
-    for part in _parts(keys, len(held)):
+    for part, slabs in _parts(bool(before), len(inner), len(held)):
         weights = held[: part.stop - part.start]
         _diagonals(weights, band.shape[-1]).copy_(flat[part])
-        torch.bmm(weights, inner[part.start - 1 : part.stop - 1], out=sums.flatten(0, -3)[part])
+        torch.bmm(weights, inner[slabs], out=sums.flatten(0, -3)[part])
     for block, slab in _outer_slabs(keys, before, after):
         sums[..., block, :, :] = _leaning(band[..., block, :, :]) @ slab
     return sums
@@ -307,7 +320,7 @@ def _sums(band: Tensor, keys: Tensor, before: int, after: int) -> Tensor:
 def _sums_by_one(matrix: Tensor, keys: Tensor, reach: int, onto: Tensor | None = None) -> Tensor:
     """Sums of keys, for all blocks of a sequence by the same matrix ``[..., block, slab]``."""
     inner, blocks = _inner_slabs(keys, reach, reach), keys.shape[-3]
-    if inner is None:
+    if inner is None or keys.device.type != "cpu":  # a launch a sequence is too many
         sums = matrix.unsqueeze(-3) @ _slabs(keys, blocks, reach, reach)
         return sums if onto is None else onto.add_(sums)
     sums = torch.empty_like(keys) if onto is None else onto
@@ -325,37 +338,41 @@ def _sums_by_one(matrix: Tensor, keys: Tensor, reach: int, onto: Tensor | None =
 
 
 def _blocks_at_once(keys: Tensor) -> int:
-    """On a CPU about a sequence: what is needed beside the result then stays in the cache."""
-    count, blocks = keys.shape[:-2].numel(), keys.shape[-3]
-    return min(count, max(blocks, 64)) if keys.device.type == "cpu" else count
+    """On a CPU so many that what is needed beside the result is of a few megabytes."""
+    count = keys.shape[:-2].numel()
+    return min(count, 512) if keys.device.type == "cpu" else count
 
 
-def _parts(keys: Tensor, size: int) -> Iterator[slice]:
-    """All blocks of all sequences but the very first and last, so many at a time."""
-    end = keys.shape[:-2].numel() - 1
-    for start in range(1, end, size):
-        yield slice(start, min(start + size, end))
+def _parts(first: int, count: int, size: int) -> Iterator[tuple[slice, slice]]:
+    """So many blocks at a time: which of all, and which of the inner slabs."""
+    for start in range(0, count, size):
+        stop = min(start + size, count)
+        yield slice(first + start, first + stop), slice(start, stop)
 
 
 def _inner_slabs(keys: Tensor, before: int, after: int) -> Tensor | None:
-    """The slabs of all blocks of all sequences but the very first and last, as one view.
+    """The slabs of all blocks of all sequences, as one view; None where there is none.
 
-    Those at the ends of a sequence look into its neighbours: `_outer_slabs` has the true ones. None
-    where there is no such view.
+    It must not leave the memory: the very first block is not among them if slabs look before it, the
+    very last one if they look after it. At the ends of a sequence slabs look into its neighbours:
+    `_outer_slabs` has the true ones.
     """
     block, dim = keys.shape[-2:]
-    count = keys.shape[:-2].numel()
     if torch.compiler.is_compiling() or not keys.is_contiguous() or keys.shape[-3] < 3:
         return None
-    start = keys.storage_offset() + (block - before) * dim
-    return keys.as_strided((count - 2, before + block + after, dim), (block * dim, dim, 1), start)
+    count = keys.shape[:-2].numel() - bool(before) - bool(after)
+    start = keys.storage_offset() + (block - before) * dim * bool(before)
+    return keys.as_strided((count, before + block + after, dim), (block * dim, dim, 1), start)
 
 
-def _outer_slabs(keys: Tensor, before: int, after: int) -> tuple[tuple[int, Tensor], tuple[int, Tensor]]:
-    """The first and the last block's slab."""
-    first = torch.cat((keys[..., 0, :, :], keys[..., 1, :after, :]), -2)
-    last = torch.cat((keys[..., -2, keys.shape[-2] - before :, :], keys[..., -1, :, :]), -2)
-    return (0, pad(first, (0, 0, before, 0))), (-1, pad(last, (0, 0, 0, after)))
+def _outer_slabs(keys: Tensor, before: int, after: int) -> Iterator[tuple[int, Tensor]]:
+    """The slabs that look beyond the ends of a sequence: the first block's, the last one's."""
+    if before:
+        first = torch.cat((keys[..., 0, :, :], keys[..., 1, :after, :]), -2)
+        yield 0, pad(first, (0, 0, before, 0))
+    if after:
+        last = torch.cat((keys[..., -2, keys.shape[-2] - before :, :], keys[..., -1, :, :]), -2)
+        yield -1, pad(last, (0, 0, 0, after))
 
 
 def _returns(band: Tensor, rows: Tensor, key_blocks: int, before: int, after: int) -> Tensor:

@@ -53,7 +53,7 @@ def stepped(
     dtype = wide(query.dtype)
     stencil = Stencil.of(pde, steps, dt, value.to(dtype)) if open is None and steps else None
     if stencil is not None and others is None and scope.just_causal and stencil.fits(scope.keys):
-        return causal(query, key, value, stencil, scale, pde=pde, steps=steps, dt=dt)
+        return causal(query, key, value, stencil, scale)
     if stencil is not None and stencil.fits(scope.keys):
         far_values = stencil.step(value.to(dtype)).to(value.dtype)
     else:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from attractor.attention import bands, flash
 from attractor.attention.masks import Scope
-from attractor.attention.pdes import PDE, Line, take_steps
 from attractor.attention.precision import first_derivatives_only, wide
 
 
@@ -23,10 +22,6 @@ def causal(
     value: Tensor,
     stencil: bands.Stencil,
     scale: float,
-    *,
-    pde: PDE,
-    steps: int,
-    dt: float,
 ) -> Tensor:
     """The output ``[batch, heads, tokens, value dim]``; as many tokens as `stencil` fits.
 
@@ -34,20 +29,8 @@ def causal(
         query, key, value: ``[batch, heads, tokens, dim]``, as many heads and tokens each.
         stencil: all steps of the PDE, as matrices.
     """
-    first = _first_rows(pde, steps, dt, stencil.bottom)
-    return _Causal.apply(query, key, value, stencil.matrix, stencil.top, stencil.bottom, first, scale)
-
-
-def _first_rows(pde: PDE, steps: int, dt: float, like: Tensor) -> Tensor:
-    """What `Stencil.bottom` is to all others, for the rows whose patch begins before the first key.
-
-    ``[..., 2 reach - 1, reach, 2 reach]``: row i has i + 1 keys, and a wall at either end.
-    """
-    reach, width = like.shape[-2:]
-    unit = torch.eye(width, dtype=like.dtype, device=like.device)[reach:].repeat(width - 1, 1)
-    row = torch.arange(width - 1, device=like.device).repeat_interleave(reach)[:, None]
-    left = row - width + 1 + torch.arange(width - 1, device=like.device)  # key to the left of a face
-    return take_steps(pde, unit, Line(-1, left >= 0), steps, dt).unflatten(-2, (width - 1, reach))
+    matrices = stencil.matrix, stencil.top, stencil.bottom, stencil.first
+    return _Causal.apply(query, key, value, *matrices, scale)
 
 
 class _Causal(torch.autograd.Function):
@@ -73,14 +56,21 @@ class _Causal(torch.autograd.Function):
         near[..., :reach, :].masked_fill_(beyond, -torch.inf)
         scope = Scope(tokens, tokens, right=-reach)
         far, far_lse = flash.attend(query, key, stepped, scope, scale)
-        lse = torch.logaddexp(near.logsumexp(-1), far_lse)
+        lse = torch.logaddexp(near.mT.contiguous().logsumexp(-2), far_lse)
         weights = (near - lse[..., None]).exp_()
         spread = weights @ bottom
         spread[..., : width - 1, :] = (weights[..., : width - 1, None, :] @ first)[..., 0, :]
         out = bands.band_sums(spread, wide_value, 1 - width)
         share = (far_lse - lse)[..., reach:, None].exp_()
-        out[..., reach:, :].addcmul_(far.to(dtype), share)
-        out = out.to(value.dtype)
+        # A saved output must not have been changed in place, nor be another name for one: torch 2.11
+        # compiles that to a gradient of zero.
+        if torch.compiler.is_compiling():
+            later = torch.addcmul(out[..., reach:, :], far.to(dtype), share)
+            out = torch.cat((out[..., :reach, :], later), -2)
+        else:
+            out[..., reach:, :].addcmul_(far.to(dtype), share)
+        if out.dtype != value.dtype:
+            out = out.to(value.dtype)
         ctx.scope, ctx.scale = scope, scale
         ctx.save_for_backward(
             query, key, value, stepped, matrix, top, bottom, first, weights, spread, lse, out
