@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from attractor.core.files import write_text
-from experiments.gates import PAPER
+from experiments import gates as study
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -374,49 +374,98 @@ def probing() -> str:
 def training() -> str:
     found = load("training")
     rows = [
-        [f"{r['loop']}" + (f", {r['gate']}" if r["gate"] != "none" else ""),
-         f"{r['milliseconds_per_step']:.1f}", f"{r['seconds_per_epoch']:.2f}",
-         f"{r['speedup']:.2f}x" if "speedup" in r else "", f"{r['first_epoch_seconds']:.0f}"]
+        [r["loop"] + (f", {r['gate']}" if r["gate"] != "none" else ""), f"{r['milliseconds_per_step']:.1f}",
+         f"{r['seconds_per_epoch']:.2f}", f"{r['speedup']:.2f}x" if "speedup" in r else "",
+         f"{r['first_epoch_seconds']:.1f}", f"{r['peak_mb'] / 1e3:.1f}" if "peak_mb" in r else ""]
         for r in found["rows"]
     ]  # fmt: skip
     text = (
-        f"ResNet{found['depth']}, batch {found['batch']}, {found['precision']}, {found['device']}: a step in "
-        "milliseconds, an epoch of CIFAR in seconds, how much faster than an ordinary PyTorch loop in the "
-        f"same run, and the first {found['steps']} steps (capture and compilation) in seconds.\n\n"
+        f"ResNet{found['depth']}, batch {found['batch']}, {found['precision']}, {found['device']}: a step "
+        f"(median of {found['rounds']} rounds of {found['steps']} steps), the same for an epoch of CIFAR, how "
+        f"much faster than an ordinary PyTorch loop in the same run, the first {found['steps']} steps with all "
+        "that is captured and compiled in them (in those of the first two rows cuDNN also chooses its "
+        "algorithms, which the others find chosen), and the most memory.\n\n"
     )
-    return command("training") + text + table(["", "step", "epoch", "", "first"], rows)
+    head = ["", "ms/step", "s/epoch", "", "first, s", "memory, GB"]
+    return command("training") + text + table(head, rows)
 
 
 def gates() -> str:
     found = load("gates_cifar10", "experiments")
+    rows = study.summary(found)
     text = (
         "`python -m experiments.gates --data cifar10 --device cuda`\n\n"
         f"CIFAR-10, ResNet{found['network']['depth']}, {found['recipe']['epochs']} epochs, batch "
         f"{found['recipe']['batch']}, {found['device']}; test accuracy after the last epoch, mean and "
-        "deviation over seeds, and the gain over no gate at the same seeds with its standard error. The "
-        "paper's gains are of ResNet164 after 164 epochs. TNS is of 256 test images: before training and "
-        "after, with step 1; and with the gate as the step.\n\n"
+        "deviation over seeds, and the gain over no gate at the same seeds with its standard error, of so few "
+        "seeds no more than a hint. The paper's gains are of ResNet164 after 164 epochs. TNS is of "
+        f"{found['probed']} test images, before training and after: with step 1, and with the gate as the "
+        "step.\n\n"
     )
-    number = lambda x, digits: "" if x is None else f"{x:.{digits}f}"
-    with_error = lambda x, e: "" if x is None else f"{x:+.2f}" + ("" if e is None else f" ± {e:.2f}")
-    rows = [
-        [r["arm"], str(r["seeds"]), f"{r['accuracy']:.2f}" + (f" ± {r['spread']:.2f}" if r["spread"] else ""),
-         with_error(r["gain"], r["gain_error"]),
-         f"{PAPER[r['arm']] - PAPER['none']:+.2f}" if r["arm"] != "none" else "",
-         f"{r['parameters']:,}", number(r["seconds_per_epoch"], 2),
-         f"{r['tns_initial_one']:.2f}, {r['tns_trained_one']:.2f}",
-         f"{r['tns_initial_gate']:.2f}, {r['tns_trained_gate']:.2f}"]
-        for r in found["summary"]
+    papers = lambda arm: (
+        f"{study.PAPER[arm] - study.PAPER['none']:+.2f}" if arm in study.PAPER and arm != "none" else ""
+    )
+    cells = [
+        [r["arm"], str(r["seeds"]), with_error(r["accuracy"], r["spread"]),
+         "" if r["gain"] is None else with_error(r["gain"], r["gain_error"], "+"), papers(r["arm"]),
+         f"{r['parameters']:,}", f"{r['seconds_per_epoch']:.2f}", *stiffness_of(r)]
+        for r in rows
     ]  # fmt: skip
     head = ["gate", "seeds", "accuracy, %", "gain", "paper's gain", "parameters", "s/epoch", "TNS, step 1",
             "TNS, step F"]  # fmt: skip
-    told = [
-        f"- TNS {column.replace('_', ', ')}, {over}: Kendall {c['kendall']:+.2f} (p {c['kendall_p']:.2g}), "
-        f"Spearman {c['spearman']:+.2f} (p {c['spearman_p']:.2g})\n"
-        for over, columns in found["correlations"].items()
+    each = "; ".join(
+        f"{r['arm']} {', '.join(f'{gain:+.2f}' for gain in r['gains'])}" for r in rows if r["gains"]
+    )
+    stiff = [
+        max(100 * run["stiffness"][when][step]["proportion"] for seeds in found["arms"].values()
+            for run in seeds.values() for step in ("one", "gate"))
+        for when in ("initial", "trained")
+    ]  # fmt: skip
+    what = {"one": "step 1", "gate": "step F", "one_initial": "step 1, before training",
+            "gate_initial": "step F, before training"}  # fmt: skip
+    over = {"models": "all trained models", "arms": "means over seeds"}
+    correlated = [
+        [f"{what[column]}, {over[of]}", *(f"{c[kind]:+.2f} (p {c[f'{kind}_p']:.2f})" for kind in kinds)]
+        for kinds in [("kendall", "spearman")]
+        for of, columns in found["correlations"].items()
         for column, c in columns.items()
     ]
-    return text + table(head, rows) + "\nRank correlation of TNS with accuracy:\n\n" + "".join(told)
+    return (
+        f"{text}{table(head, cells)}\nGains seed by seed: {each}.\n\nOf a network's blocks on all inputs at most "
+        f"{stiff[0]:.0f} % are stiff (both thresholds 0.5) before training, at most {stiff[1]:.0f} % after.\n\n"
+        "Rank correlation of TNS with accuracy. p is the part of all orders that correlate as strongly; models "
+        "of one gate are not independent, so theirs is too small.\n\n"
+        f"{table(['TNS', 'Kendall', 'Spearman'], correlated)}"
+    )
+
+
+def gates_digits() -> str:
+    found = load("gates_digits", "experiments")
+    cells = [
+        [r["arm"], str(r["seeds"]), with_error(r["accuracy"], r["spread"]),
+         "" if r["gain"] is None else with_error(r["gain"], r["gain_error"], "+"), f"{r['parameters']:,}",
+         *stiffness_of(r)]
+        for r in study.summary(found)
+    ]  # fmt: skip
+    head = ["gate", "seeds", "accuracy, %", "gain", "parameters", "TNS, step 1", "TNS, step F"]
+    cores = f" on {found['cores']} cores" if "cores" in found else ""
+    text = (
+        f"`python -m experiments.gates`: ResNet{found['network']['depth']} of width "
+        f"{found['network']['width']}, {found['recipe']['epochs']} epochs, all trainings {found['seconds']:.0f} "
+        f"s{cores}. Of the 360 test images one is 0.28 %.\n\n"
+    )
+    return text + table(head, cells)
+
+
+def with_error(x: float, error: float | None, sign: str = "") -> str:
+    return f"{x:{sign}.2f}" + ("" if error is None else f" ± {error:.2f}")
+
+
+def stiffness_of(row: dict[str, Any]) -> list[str]:
+    """TNS of an arm before and after training, a cell a step."""
+    return [
+        f"{row[f'tns_initial_{step}']:.2f}, {row[f'tns_trained_{step}']:.2f}" for step in ("one", "gate")
+    ]
 
 
 def perplexity(x: float) -> str:

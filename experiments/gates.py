@@ -10,11 +10,13 @@ as the step is larger even at random initialisation, so a comparison without tha
     python -m experiments.gates --data cifar10 --folder FOLDER --device cuda --table4
 
 FOLDER (or ATTRACTOR_DATA) holds CIFAR-10. Trainings that are in the results with the same recipe are not
-run again. Accuracy is that of the last epoch on the test set, which nothing was chosen on.
+run again; results of another recipe are not overwritten. Accuracy is that of the last epoch on the test
+set, which nothing was chosen on.
 """
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -87,6 +89,7 @@ def run(
         trained.save(keep)
     return {
         "accuracy": history.accuracy,
+        "device": named(device),
         "seconds": seconds,
         "seconds_per_epoch": statistics.median(history.column("seconds")),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -110,7 +113,11 @@ def stiffness(profile: StiffnessProfile) -> dict[str, Any]:
 
 
 def summary(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row an arm: mean and spread over seeds, and the gain over no gate at the same seeds."""
+    """A row an arm: mean and spread over seeds, and the gain over no gate at the same seeds.
+
+    A gain's error is the standard error of the mean of its differences, seed by seed. (Of two or three
+    it is itself uncertain: two differences that happen to agree make it small.)
+    """
     plain = results["arms"].get("none", {})
     rows = []
     for name, seeds in results["arms"].items():
@@ -122,6 +129,7 @@ def summary(results: dict[str, Any]) -> list[dict[str, Any]]:
             "arm": name, "seeds": len(accuracy), "accuracy": statistics.mean(accuracy),
             "spread": statistics.stdev(accuracy) if len(accuracy) > 1 else None,
             "gain": statistics.mean(gains) if gains else None,
+            "gains": gains,
             "gain_error": statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else None,
             "parameters": next(iter(seeds.values()))["parameters"],
             "seconds_per_epoch": statistics.median(s["seconds_per_epoch"] for s in seeds.values()),
@@ -135,7 +143,11 @@ def summary(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def compared(results: dict[str, Any]) -> dict[str, Comparison]:
-    """Rank correlation of accuracy with TNS, over all trained models and over the arms' means."""
+    """Rank correlation of accuracy with TNS, over all trained models and over the arms' means.
+
+    Its p is that of orders drawn at random, as if all were independent; models of one arm are not, so of
+    the two only the arms' can be taken at its word.
+    """
     models = [
         {"name": f"{name}, seed {seed}", "accuracy": 100 * run["accuracy"]}
         | {f"{step}{end}": run["stiffness"][when][step]["tns"] for step, end, when in COLUMNS}
@@ -159,7 +171,8 @@ def show(results: dict[str, Any]) -> None:
         if r["spread"] is not None:
             spread = f" ± {r['spread']:.2f}"
         if r["gain"] is not None:
-            gain = f"{r['gain']:+.2f}" + (f" ± {r['gain_error']:.2f}" if r["gain_error"] else "")
+            error = "" if r["gain_error"] is None else f" ± {r['gain_error']:.2f}"
+            gain = f"{r['gain']:+.2f}{error}"
         paper = f"{PAPER[name] - PAPER['none']:+.2f}" if name in PAPER and name != "none" else ""
         print(
             f"{name:22}{r['accuracy']:>8.2f}{spread:>8}{gain:>16}{paper:>8}"
@@ -221,9 +234,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "recipe": {k: v for k, v in asdict(recipe).items() if k not in ("seed", "capture")},
     }))  # fmt: skip
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    if {k: results.get(k) for k in setting} != setting:
-        results = {**setting, "arms": {}}
-    results |= {"device": named(given.device), "torch": torch.__version__}
+    other = [k for k in setting if results and results.get(k) != setting[k]]
+    if other:
+        parser.error(f"{path} holds results with another {', '.join(other)}; give --out another file")
+    results = {**setting, "arms": {}, **results}
     profiles = path.with_name(f"{path.stem}_profiles")
     began = time.perf_counter()
     for seed in range(given.seeds):
@@ -235,6 +249,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             keep = profiles / name if seed == 0 and name in ("none", "se", "stepnet") else None
             found = run(gate, options, replace(recipe, seed=seed), network, data, given.device, keep)
             mine[str(seed)] = found
+            results |= {"device": found["device"], "torch": torch.__version__, "cores": os.cpu_count()}
             write_json(path, {**results, "arms": {k: v for k, v in results["arms"].items() if v}})
             print(
                 f"{name}, seed {seed}: {100 * found['accuracy']:.2f} % [{found['seconds']:.0f} s]",
@@ -242,6 +257,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             )
     results["arms"] = {k: v for k, v in results["arms"].items() if v}
     results |= {
+        "seconds": sum(run["seconds"] for seeds in results["arms"].values() for run in seeds.values()),
         "summary": summary(results),
         "correlations": {over: found.correlations for over, found in compared(results).items()},
     }

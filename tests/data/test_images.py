@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attractor.data import images
-from attractor.data.imagefolder import ImageFolder, centre_box, random_box
+from attractor.data.imagefolder import ImageFolder, centre_box, decoded, random_box
 from attractor.data.images import ImageSet, load
 
 DATA = os.environ.get("ATTRACTOR_DATA")
@@ -63,6 +63,11 @@ def test_parts_of_a_set():
     assert torch.equal(coloured.images[:, 2], held.images[:, 0])
     assert coloured.mean == held.mean * 3
     assert coloured.rgb() is coloured
+    pairs = ImageSet(
+        torch.zeros(1, 2, 4, 4, dtype=torch.uint8), torch.zeros(1).long(), ["a"], (0.5,) * 2, (0.2,) * 2
+    )
+    with pytest.raises(ValueError, match="images have 2 channels; only grey ones can be coloured"):
+        pairs.rgb()
 
 
 def test_an_image_set_checks_itself():
@@ -255,6 +260,106 @@ def test_a_folder_of_images(folder):
         load("imagefolder", "val", folder)
     with pytest.raises(FileNotFoundError, match="no images in subfolders of"):
         ImageFolder(folder / "train" / "dog" / "deep")
+
+
+def test_labels_of_a_test_folder_are_those_of_the_training_folder(folder):
+    image = pytest.importorskip("PIL.Image")
+    (folder / "val" / "dog").mkdir(parents=True)
+    image.new("RGB", (9, 9)).save(folder / "val" / "dog" / "a.png")
+    found = load("imagefolder", "val", folder)  # without cats
+    assert found.classes == ["cat", "dog"]
+    assert found.labels.tolist() == [1]
+    (folder / "val" / "fish").mkdir()
+    with pytest.raises(ValueError, match="subfolders that are no classes: fish; there are cat, dog"):
+        load("imagefolder", "val", folder)
+
+
+def test_hidden_names_are_no_classes_and_a_class_without_images_is_told(folder):
+    (folder / "train" / ".ipynb_checkpoints").mkdir()
+    (folder / "train" / "cat" / "._0.png").write_bytes(b"of another system")
+    found = ImageFolder(folder / "train")
+    assert found.classes == ["cat", "dog"]
+    assert len(found) == 4
+    (folder / "train" / "fish").mkdir()
+    with pytest.raises(
+        FileNotFoundError, match=r"no images of fish in .*; remove what is no class, or name"
+    ):
+        ImageFolder(folder / "train")
+    assert ImageFolder(folder / "train", classes=["fish", "dog", "cat"]).labels.tolist() == [1, 1, 2, 2]
+
+
+def test_pictures_of_all_kinds_are_seen_as_a_viewer_shows_them(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    colour = lambda name: np.asarray(decoded(tmp_path / name))[0, 0].tolist()
+    image.new("L", (4, 4), 100).save(tmp_path / "grey.png")
+    image.new("1", (4, 4), 1).save(tmp_path / "bits.png")
+    image.new("LA", (4, 4), (0, 128)).save(tmp_path / "veil.png")
+    image.new("RGBA", (4, 4), (10, 20, 30, 0)).save(tmp_path / "clear.png")
+    image.new("RGBA", (4, 4), (10, 20, 30, 255)).save(tmp_path / "solid.png")
+    image.fromarray(np.full((4, 4), 100 * 257, np.uint16)).save(tmp_path / "deep.png")
+    image.new("CMYK", (8, 8), (0, 255, 255, 0)).save(tmp_path / "print.jpg", quality=100)
+    palette = image.new("P", (4, 4), 1)
+    palette.putpalette([0, 0, 0, 200, 100, 50])
+    palette.save(tmp_path / "palette.png")
+    palette.save(tmp_path / "hole.png", transparency=1)
+    assert colour("grey.png") == [100] * 3
+    assert colour("bits.png") == [255] * 3
+    assert colour("veil.png") == pytest.approx([127] * 3, abs=1)
+    assert colour("clear.png") == [255] * 3  # on white, whatever colour lies hidden
+    assert colour("solid.png") == [10, 20, 30]
+    assert colour("deep.png") == [100] * 3
+    assert colour("palette.png") == [200, 100, 50]
+    assert colour("hole.png") == [255] * 3
+    red, green, blue = colour("print.jpg")
+    assert red > 200 > 60 > max(green, blue)
+    turned = image.new("RGB", (6, 3), (255, 0, 0))
+    turned.paste((0, 0, 255), (3, 0, 6, 3))
+    exif = image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter, clockwise
+    turned.save(tmp_path / "turned.png", exif=exif)
+    seen = np.asarray(decoded(tmp_path / "turned.png"))
+    assert seen.shape == (6, 3, 3)
+    assert (seen[0, 0].tolist(), seen[5, 0].tolist()) == ([255, 0, 0], [0, 0, 255])
+
+
+def test_a_broken_picture_is_named(folder):
+    path = folder / "train" / "cat" / "deep" / "0.png"
+    path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(OSError, match=r"0\.png cannot be decoded \(.*\); mend it or remove it"):
+        ImageFolder(folder / "train")[0]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_epochs_of_random_parts_depend_on_their_seed_alone(tmp_path, workers):
+    """As resuming needs it: a loader that has been gone through before gives the same batches."""
+    image = pytest.importorskip("PIL.Image")
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for i in range(3):
+            image.fromarray(pixels(1, 20, i)[0].transpose(1, 2, 0)).save(tmp_path / name / f"{i}.png")
+    found = ImageFolder(tmp_path, train=True, size=8)
+
+    def epoch(loader, seed):
+        torch.manual_seed(seed)
+        return torch.cat([x for x, _ in loader])
+
+    used, fresh = found.loader(3, workers), found.loader(3, workers)
+    first = epoch(used, 1)
+    assert torch.equal(epoch(used, 2), epoch(fresh, 2))
+    assert not torch.equal(first, epoch(used, 2))
+
+
+def test_a_damaged_binary_file_is_named(tmp_path):
+    (tmp_path / "test_batch.bin").write_bytes(bytes(3073 * 2 + 5))
+    with pytest.raises(ValueError, match=r"test_batch.bin has 6,151 bytes, no whole images"):
+        load("cifar10", "test", tmp_path)
+
+
+def test_a_home_folder_may_be_written_short(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("ATTRACTOR_DATA", "~/data")
+    with pytest.raises(FileNotFoundError, match=f"in {tmp_path}/data;"):
+        load("stl10")
 
 
 def test_parts_of_an_image_lie_in_it():

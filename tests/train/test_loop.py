@@ -1,5 +1,6 @@
 """The training loop on tiny networks: what it computes, what it keeps, and what it says."""
 
+import copy
 import json
 import math
 import sys
@@ -31,6 +32,7 @@ from attractor.train import (
 )
 from attractor.train.feeds import cut_out, feed_of, padded
 from attractor.train.place import Place
+from attractor.train.runs import RunFolder
 
 pytest.importorskip("accelerate")
 
@@ -65,6 +67,16 @@ def same(a, b):
 def numbers(history):
     timed = ("seconds", "images_per_second", "samples_per_second")
     return [{k: v for k, v in row.items() if k not in timed} for row in history]
+
+
+@pytest.fixture
+def one_thread(monkeypatch):
+    """For processes that are forked: they do not have the threads that their parent has made."""
+    threads = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else Accelerate asks for more
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 # ---- recipes
@@ -102,6 +114,7 @@ def test_rates_of_the_papers_recipe():
         ({"learning_rate": -1.0}, "learning_rate = -1.0 must be a number from 0 on"),
         ({"label_smoothing": 1.0}, r"must be in \[0, 1\)"),
         ({"clip": 0.0}, "clip = 0.0 must be positive"),
+        ({"seed": 1.5}, "seed = 1.5 must be an integer"),
         ({"schedule": "steps"}, r"milestones = \(\) with schedule 'steps'"),
     ],
 )
@@ -337,6 +350,90 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     assert history.rows == expected.rows
 
 
+def killed(folder):
+    """Train, and end as a process ends that is killed while its third checkpoint is being written."""
+    import os
+    import signal
+
+    from attractor.train import checkpoint
+
+    write = checkpoint.write_json
+
+    def stop(path, content):
+        if "epoch-0003" in str(path) and path.name == "config.json":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(path, content)
+
+    checkpoint.write_json = stop
+    run(small(0.2), digits(100), digits(40, "test"), replace(PLAIN, epochs=4), out=folder)
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path, one_thread):
+    import multiprocessing
+
+    child = multiprocessing.get_context("fork").Process(target=killed, args=(tmp_path,))
+    child.start()
+    child.join()
+    assert child.exitcode == -9
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["epoch-0002", "epoch-0003", "log.jsonl"]
+    data, valid, recipe = digits(100), digits(40, "test"), replace(PLAIN, epochs=4)
+    with pytest.warns(UserWarning, match=r"epoch-0003 has no manifest"):
+        resumed, history = run(small(0.2), data, valid, recipe, out=tmp_path)
+    whole, expected = run(small(0.2), data, valid, recipe)
+    assert len(history) == 4
+    assert same(resumed, whole)
+    assert numbers(history) == numbers(expected)
+
+
+def test_a_full_disk_loses_one_epoch(tmp_path, monkeypatch):
+    from attractor.core import files
+    from attractor.train import checkpoint
+
+    def full(path, content):
+        if "epoch-0002" in str(path):
+            raise OSError(28, "No space left on device")
+        return files.write_bytes(path, content)
+
+    monkeypatch.setattr(checkpoint, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        run(out=tmp_path)
+    monkeypatch.undo()
+    assert (tmp_path / "epoch-0001" / "manifest.json").exists()
+    resumed, history = run(out=tmp_path)
+    whole, expected = run()
+    assert same(resumed, whole)
+    assert numbers(history) == numbers(expected)
+    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == ["epoch-0002"]
+
+
+def test_a_folder_that_cannot_be_written_to_is_found_out_first(tmp_path):
+    (tmp_path / "file").write_text("")
+    count = []
+    with pytest.raises(OSError):  # noqa: PT011
+        run(out=tmp_path / "file", loss=lambda m, b: count.append(1) or Classify()(m, b)["loss"])
+    assert not count
+
+
+def test_only_its_own_folders_are_touched(tmp_path):
+    """Other folders with such names are left alone, and the eleventh thousandth epoch is after the tenth."""
+    (tmp_path / "epoch-0001-best").mkdir(parents=True)
+    run(out=tmp_path)
+    run(out=tmp_path, resume=False)
+    assert (tmp_path / "epoch-0001-best").is_dir()
+    for name in ("epoch-9999", "epoch-10000"):
+        (tmp_path / name).mkdir()
+    names = [p.name for p in RunFolder(tmp_path, PLAIN).checkpoints()]
+    assert names == ["epoch-10000", "epoch-9999", "epoch-0002"]
+
+
+def test_other_frozen_parameters_are_another_training(tmp_path):
+    run(out=tmp_path)
+    model = small()
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="was trained with other parameters frozen; give another out="):
+        run(model, out=tmp_path)
+
+
 def test_another_training_is_not_resumed(tmp_path):
     run(out=tmp_path)
     run(out=tmp_path, recipe=replace(PLAIN, capture="none"))  # which changes no number
@@ -437,6 +534,92 @@ def test_loaders_are_told_the_epoch_and_shuffle_alike():
     assert same(trained(), trained())
 
 
+def test_batches_that_are_shuffled_and_noisy_are_the_same_after_a_break(tmp_path):
+    class Noisy(torch.utils.data.Dataset):
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, i):
+            return torch.randn(3) + i, i % 2
+
+    def trained(out=None, tell=None):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3), nn.Linear(8, 2))
+        loader = torch.utils.data.DataLoader(Noisy(), 6, shuffle=True)  # the last batch is smaller
+        recipe = replace(PLAIN, epochs=3, learning_rate=0.01)
+        return model, train(model, loader, loader, recipe, device="cpu", out=out, tell=tell)
+
+    def stop(progress):
+        if progress.row and progress.epoch == 1:
+            raise InterruptedRun
+
+    whole, expected = trained()
+    with pytest.raises(InterruptedRun):
+        trained(tmp_path, stop)
+    resumed, history = trained(tmp_path)
+    assert same(resumed, whole)
+    assert numbers(history) == numbers(expected)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_processes_share_the_batches_of_a_loader_that_shuffles(world):
+    """Each process has random numbers of its own; together they still see every sample once."""
+    seen = []
+    for rank in range(world):
+        torch.manual_seed(100 + rank)
+        loader = torch.utils.data.DataLoader(torch.arange(24), 4, shuffle=True)
+        feed = feed_of(loader, PLAIN, train=True, like=torch.zeros(1), share=(rank, world))
+        before = torch.get_rng_state()
+        seen.append([x.tolist() for (x,) in feed.epoch(0)])
+        assert torch.equal(torch.get_rng_state(), before)
+    assert sorted(x for own in seen for batch in own for x in batch) == list(range(24))
+    whole = feed_of(loader, PLAIN, train=True, like=torch.zeros(1))
+    assert [batch for row in zip(*seen) for batch in row] == [x.tolist() for (x,) in whole.epoch(0)]
+
+
+def test_data_that_would_be_misread_are_refused():
+    x, y = torch.randn(8, 3), torch.arange(8) % 2
+    with pytest.raises(TypeError, match="TensorDataset gives single samples; training takes batches"):
+        train(nn.Linear(3, 2), torch.utils.data.TensorDataset(x, y), None, PLAIN, device="cpu")
+    floats = SimpleNamespace(
+        images=torch.rand(40, 1, 8, 8), labels=torch.zeros(40).long(), mean=(0,), std=(1,)
+    )
+    with pytest.raises(
+        ValueError, match=r"images are torch.float32 \[40, 1, 8, 8\]; they must be uint8"
+    ):
+        run(data=floats)
+    loader = torch.utils.data.DataLoader(
+        torch.arange(8), sampler=torch.utils.data.DistributedSampler(range(8), 2, 0)
+    )
+    with pytest.raises(ValueError, match="this loader gives each process a share already"):
+        feed_of(loader, PLAIN, train=True, like=torch.zeros(1), share=(0, 2))
+    batches = [{"x": torch.zeros(2), "y": torch.ones(2)}, {"y": torch.ones(2), "x": torch.zeros(2)}]
+    with pytest.raises(ValueError, match="batches must have one form; the first was"):
+        list(feed_of(batches, PLAIN, train=True, like=torch.zeros(1)).epoch(0))
+    for share in ((0, 2), (1, 2)):  # the same in every process
+        with pytest.raises(ValueError, match="1 batches for 2 processes: too few"):
+            feed_of(batches[:1], PLAIN, train=False, like=torch.zeros(1), share=share)
+        with pytest.raises(ValueError, match="1 images for 2 processes: too few"):
+            feed_of(digits(1), PLAIN, train=False, like=torch.zeros(1), share=share)
+    with pytest.raises(
+        ValueError, match=r"a batch is a Tensor of 40; give \(inputs, labels\), or a loss="
+    ):
+        run(data=[torch.zeros(40, 1, 8, 8)])
+    with pytest.raises(ValueError, match="precision = 'auto' is not one of fp32, bf16, fp16"):
+        evaluate(small(), digits(10), precision="auto")
+
+
+def test_convolutions_of_three_dimensions():
+    """channels_last, the default, is for those of two."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.Unflatten(1, (2, 2)), nn.Conv3d(2, 1, 3, padding=1), nn.Flatten(),
+        nn.Linear(128, 10),
+    )  # fmt: skip
+    _, history = run(model)
+    assert len(history) == 2
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_batches_that_cannot_be_used():
     model, recipe = nn.Linear(3, 2), replace(PLAIN, epochs=2)
     with pytest.raises(
@@ -445,7 +628,7 @@ def test_batches_that_cannot_be_used():
         train(model, (x for x in [1]), None, recipe, device="cpu")
     with pytest.raises(TypeError, match="a batch must consist of tensors; this one has Tensor, str"):
         train(model, [(torch.zeros(1, 3), "a")], None, recipe, device="cpu")
-    with pytest.raises(ValueError, match="0 batches for 1 process: nothing to do"):
+    with pytest.raises(ValueError, match="0 batches for 1 process: too few"):
         train(model, [], None, recipe, device="cpu")
 
     class Once(list):
@@ -478,6 +661,8 @@ def test_a_loss_that_is_not_finite_stops_it(tmp_path):
         run(loss=loss, out=tmp_path)
     assert (found.value.epoch, found.value.step) == (2, 4)
     assert len(found.value.history) == 1
+    sent = copy.copy(found.value)  # as it comes from another process
+    assert (str(sent), sent.step, sent.history) == (str(found.value), 4, found.value.history)
     last = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
     assert last == {"epoch": 2, "train_loss": None, "step": 4}
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == ["epoch-0001"]
@@ -538,6 +723,29 @@ def test_several_seeds(tmp_path):
     assert (one.mean, math.isnan(one.spread)) == (0.5, True)
     with pytest.raises(ValueError, match=r"seeds = \(1, 1\); give one or more, all different"):
         train_seeds(small, digits(100), None, PLAIN, seeds=(1, 1))
+    assert str(one) == "0.5000 (one seed)"
+    numpys = pytest.importorskip("numpy").arange(1, 2)
+    again = train_seeds(
+        small, digits(100), digits(50, "test"), PLAIN, seeds=numpys, device="cpu", out=tmp_path
+    )
+    assert again.seeds == (1,)  # the same seed, so the same streams
+    assert type(again.seeds[0]) is int
+
+
+def test_a_number_that_will_not_be_there_is_asked_for_in_vain_at_once():
+    with pytest.raises(ValueError, match="valid_accuracy needs valid_data; or ask for another number"):
+        train_seeds(small, digits(100), None, PLAIN)
+    made = []
+
+    def make():
+        made.append(1)
+        return small()
+
+    with pytest.raises(
+        ValueError, match="no valid_hits in the last row, which has epoch, lr, train_loss"
+    ):
+        train_seeds(make, digits(100), digits(50), PLAIN, device="cpu", name="valid_hits")
+    assert made == [1]
 
 
 def test_histories_without_what_is_asked():
@@ -555,6 +763,9 @@ def test_networks_without_anything_to_train():
         run(small().requires_grad_(False))
     with pytest.raises(ValueError, match="capture = 'graph' on cpu; it needs a GPU"):
         run(recipe=replace(PLAIN, capture="graph"))
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="device = 'cuda', but torch finds no GPU here; say 'cpu'"):
+            train(small(), digits(100), None, PLAIN, device="cuda")
     with pytest.raises(ValueError, match="precision 'fp16' on cpu; use 'fp32' or 'bf16'"):
         run(recipe=replace(PLAIN, precision="fp16"))
 
@@ -648,11 +859,25 @@ def _process(folder):
     history, text = train_in_processes(folder)
     assert text.final["train_loss"] == pytest.approx(11 * 12 / 2 / 12)
     assert text.final["valid_loss"] == pytest.approx(9 * 10 / 2 / 10)
+    own = folder if torch.distributed.get_rank() == 0 else folder / "elsewhere"
+    with pytest.raises(ValueError, match="processes found other checkpoints in"):
+        train(
+            nn.Sequential(nn.Flatten(), nn.Linear(64, 10)),
+            digits(100),
+            None,
+            PLAIN,
+            device="cpu",
+            out=own,
+        )
+    # Running means differ between processes; what is evaluated and kept is one model all the same.
+    model, valid = small(), digits(51, "test")
+    found = train(model, digits(100), valid, PLAIN, device="cpu").final
+    assert found["valid_loss"] == pytest.approx(evaluate(model, valid)["loss"], rel=1e-6)
     rank = torch.distributed.get_rank()
     (folder / f"history-{rank}.json").write_text(json.dumps(numbers(history)))
 
 
-def test_two_processes_do_what_one_does(tmp_path):
+def test_two_processes_do_what_one_does(tmp_path, one_thread):
     from accelerate import debug_launcher
 
     (tmp_path / "one").mkdir()
@@ -774,6 +999,47 @@ def test_what_cannot_be_captured_runs_as_it_is():
     )
     assert int(model.net[1].num_batches_tracked) == 2 * 9
     assert history.final["train_loss"] == pytest.approx(plain.final["train_loss"], rel=0.02)
+
+
+@pytest.mark.gpu
+def test_dropout_goes_on_after_a_failed_capture():
+    class Stops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = small(0.5)
+
+        def forward(self, x):
+            torch.cuda.synchronize()  # which a capture forbids, and torch's search for such things misses
+            return self.net(x)
+
+    before, history = torch.cuda.current_stream(), None
+    with pytest.warns(UserWarning, match="not captured in a CUDA graph, going on without"):
+        history = train(
+            Stops(), digits(300), digits(100, "test"), replace(PLAIN, capture="graph"), device="cuda"
+        )
+    assert len(history) == 2
+    assert torch.cuda.current_stream() == before
+    torch.rand(4, device="cuda")
+    again = train(small(0.5), digits(300), None, replace(PLAIN, capture="graph"), device="cuda")
+    assert len(again) == 2
+
+
+@pytest.mark.gpu
+def test_random_numbers_of_the_cpu_keep_a_step_from_being_captured():
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.kept = small(), []
+
+        def forward(self, x):
+            if self.training:
+                self.kept.append(bool(torch.rand(()) < 0.5))
+            return self.net(x)
+
+    model = Skips()
+    with pytest.warns(UserWarning, match="random numbers are drawn on the CPU"):
+        train(model, digits(300), None, replace(PLAIN, capture="graph"), device="cuda")
+    assert len(model.kept) == 2 * 9
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from attractor.data.folders import Folder, folder_of
-from attractor.data.imagefolder import ImageFolder
+from attractor.data.imagefolder import ImageFolder, subfolders
 
 Raw = tuple[np.ndarray, np.ndarray, list[str]]  # uint8 [n, c, h, w], labels [n], names of the classes
 NAMES = ("digits", "cifar10", "cifar100", "stl10", "imagefolder")
@@ -101,6 +101,10 @@ class ImageSet:
         """Grey images as three equal channels; coloured ones as they are."""
         if self.images.shape[1] == 3:
             return self
+        if self.images.shape[1] != 1:
+            raise ValueError(
+                f"images have {self.images.shape[1]} channels; only grey ones can be coloured"
+            )
         return replace(self, images=self.images.repeat(1, 3, 1, 1), mean=self.mean * 3, std=self.std * 3)
 
     def normalised(self, index: Tensor | slice = slice(None)) -> Tensor:
@@ -123,7 +127,8 @@ def load(name: str, split: str = "train", folder: Folder = None) -> ImageSet | I
     Args:
         name: ``"digits"`` (1,437 and 360 grey images of 8 x 8; comes with the library), ``"cifar10"``,
             ``"cifar100"``, ``"stl10"`` or ``"imagefolder"``.
-        split: ``"train"`` or ``"test"``; of an image folder the name of a subfolder, such as ``"val"``.
+        split: ``"train"`` or ``"test"``; of an image folder the name of a subfolder, such as ``"val"``,
+            whose labels are those of ``"train"`` beside it.
         folder: where the files are; None: the folder that ``ATTRACTOR_DATA`` names.
 
     Raises:
@@ -137,7 +142,8 @@ def load(name: str, split: str = "train", folder: Folder = None) -> ImageSet | I
             raise FileNotFoundError(
                 f"give the folder of {split}/<class>/<image> with folder= or in ATTRACTOR_DATA"
             )
-        return ImageFolder(place / split, train=split == "train")
+        known = subfolders(place / "train") if split != "train" and (place / "train").is_dir() else None
+        return ImageFolder(place / split, train=split == "train", classes=known)
     if split not in ("train", "test"):
         raise ValueError(
             f"{name} has no split {split!r}, but train, test; ImageSet.hold_out divides one"
@@ -229,6 +235,12 @@ def _binary(name: str, split: str, place: Path | None) -> Raw | str:
         return wanted
     classes = (folder / names).read_text().split() if (folder / names).is_file() else []
     blocks = [np.fromfile(path, np.uint8) for path in paths]
+    whole = {"cifar10": 3073, "cifar100": 3074, "stl10": 3 * 96 * 96}[name]  # bytes an image
+    for path, block in zip(paths, blocks[:1] if name == "stl10" else blocks):
+        if not len(block) or len(block) % whole:
+            raise ValueError(
+                f"{path} has {len(block):,} bytes, no whole images of {whole:,}; fetch it again"
+            )
     if name == "stl10":  # columns first; labels from 1
         images = blocks[0].reshape(-1, 3, 96, 96).transpose(0, 1, 3, 2)
         labels = blocks[1] - 1

@@ -1,10 +1,12 @@
 """Steps that cost the host one launch: CUDA graphs, and compiled blocks."""
 
+import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,8 +18,9 @@ class Captured:
     """A function of tensors, recorded as a CUDA graph and then replayed.
 
     The first calls run as they are, on a side stream; they count like any other. The last of them also
-    looks for operations that wait for the GPU, which no graph can hold. What cannot be captured, and
-    inputs of another shape than the first, run as they are.
+    looks for what no graph can hold: operations that wait for the GPU, and random numbers of the CPU,
+    which a replay would not draw again. What cannot be captured, and inputs of another shape than the
+    first, run as they are.
 
     Args:
         run: whatever it does to tensors, parameters included, it must do in place; what it returns is
@@ -66,14 +69,19 @@ class Captured:
 
     def _watched(self, inputs: tuple[Tensor, ...]) -> Any:
         """A call in which an operation that waits for the GPU is an error; then it is done again."""
+        drawn = _host_random()
         restore, mode = self.snapshot(), torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():  # torch says that it does not find all of them
             warnings.simplefilter("ignore")
             torch.cuda.set_sync_debug_mode("error")
         try:
-            return self._aside(inputs)
+            result = self._aside(inputs)
         except RuntimeError as error:
             self._give_up(error)
+        else:
+            if _host_random() != drawn:
+                self._give_up(RuntimeError("random numbers are drawn on the CPU; draw them on the GPU"))
+            return result
         finally:
             torch.cuda.set_sync_debug_mode(mode)
         restore()
@@ -81,11 +89,20 @@ class Captured:
 
     def _capture(self) -> bool:
         """Record a call, without its being done; whether that was possible."""
-        graph = torch.cuda.CUDAGraph()
+        graph, main = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:  # other threads may go on allocating, such as those that load data
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.result = self.run(*self.inputs)
         except RuntimeError as error:
+            # Torch stays on the capture's stream, and its generator takes itself to be captured and will
+            # not draw, until another capture succeeds.
+            again, mode = torch.cuda.CUDAGraph(), "thread_local"
+            with (
+                suppress(RuntimeError),
+                torch.cuda.graph(again, stream=self.stream, capture_error_mode=mode),
+            ):
+                self.inputs[0].clone()
+            torch.cuda.set_stream(main)
             self._give_up(error)
             return False
         self.graph = graph
@@ -95,6 +112,12 @@ class Captured:
         self.failed, self.result = True, None
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(f"not captured in a CUDA graph, going on without ({reason})", stacklevel=4)
+
+
+def _host_random() -> list[Any]:
+    """The state of torch's, Python's and NumPy's random numbers on the CPU."""
+    numpys = np.random.get_state(legacy=False)["state"]
+    return [torch.get_rng_state().tolist(), random.getstate(), numpys["key"].tolist(), numpys["pos"]]
 
 
 def _alike(inputs: tuple[Tensor, ...], others: list[Tensor]) -> bool:

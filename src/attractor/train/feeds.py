@@ -5,12 +5,14 @@ the batch of them: ``feed.batch(*inputs)`` runs inside the step, on the device, 
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import chain, islice
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.data import Dataset, DistributedSampler
 
 from attractor.train.recipe import Recipe
 
@@ -47,6 +49,11 @@ def feed_of(data: Any, recipe: Recipe, *, train: bool, like: Tensor, share: Shar
     """
     if hasattr(data, "images") and hasattr(data, "labels"):
         return ImageFeed(data, recipe, train=train, like=like, share=share)
+    if isinstance(data, Dataset):
+        raise TypeError(
+            f"{type(data).__name__} gives single samples; training takes batches: give a DataLoader of "
+            "it (an ImageFolder has .loader(batch))"
+        )
     return BatchFeed(data, recipe, train=train, device=like.device, share=share)
 
 
@@ -63,6 +70,11 @@ class ImageFeed:
     def __init__(self, data: Any, recipe: Recipe, *, train: bool, like: Tensor, share: Share) -> None:
         self.recipe, self.train, self.share = recipe, train, share
         images: Tensor = data.images
+        if images.dtype != torch.uint8 or images.dim() != 4:
+            raise ValueError(
+                f"images are {images.dtype} {list(images.shape)}; they must be uint8 [n, channels, "
+                "height, width], values from 0 to 255; others come as batches"
+            )
         self.count, channels, self.height, self.width = images.shape
         self.crop, self.flip = (recipe.crop, recipe.flip) if train else (0, False)
         device = self.device = like.device
@@ -81,8 +93,8 @@ class ImageFeed:
             raise ValueError(f"batch = {recipe.batch} cannot be shared by {world} processes")
         if train and self.count < recipe.batch:
             raise ValueError(f"batch = {recipe.batch} is more than the {self.count} training images")
-        if not self.count:
-            raise ValueError("there are no images")
+        if self.count < world:
+            raise ValueError(f"{self.count} images for {world} process{'es' * (world > 1)}: too few")
         self.part = recipe.batch // world if train else recipe.batch
         own = len(range(rank, self.count, world))
         self.steps = self.count // recipe.batch if train else -(-own // self.part)
@@ -151,7 +163,8 @@ class BatchFeed:
     """Batches of an iterable that can be gone through again and has a length; moved to the device.
 
     A batch is a tensor, or tuples, lists and mappings of tensors. If the iterable has `set_epoch`, it is
-    called first. Of several processes each takes every n-th batch.
+    called first. Of several processes each takes every n-th batch: torch's random numbers are the same
+    in all of them while the first one is made, so that a loader which shuffles has one order.
     """
 
     unit = "samples"
@@ -166,28 +179,51 @@ class BatchFeed:
                 f"{type(batches).__name__} has no length; give images with labels, mean and std, or "
                 "batches in a list, a DataLoader or a class with __len__ and __iter__"
             ) from None
-        self.batches, self.train, self.device, self.share = batches, train, device, share
         rank, world = share
+        divided = isinstance(getattr(batches, "sampler", None), DistributedSampler)
+        if world > 1 and (divided or type(batches).__module__.startswith("accelerate.")):
+            raise ValueError(
+                "this loader gives each process a share already (DistributedSampler, prepare); give a "
+                "plain one, of which every process takes its own batches"
+            )
+        self.batches, self.train, self.device, self.share = batches, train, device, share
+        self.recipe = recipe
         self.steps = total // world if train else len(range(rank, total, world))
         self.channels_last = recipe.channels_last
         self.form: TreeSpec | None = None
-        if not self.steps:
-            raise ValueError(f"{total} batches for {world} process{'es' * (world > 1)}: nothing to do")
+        if total < max(1, world):  # in all processes alike, or the others would wait for ever
+            raise ValueError(f"{total} batches for {world} process{'es' * (world > 1)}: too few")
 
     def epoch(self, epoch: int) -> Iterator[tuple[Tensor, ...]]:
         """The tensors of every batch."""
         if hasattr(self.batches, "set_epoch"):
             self.batches.set_epoch(epoch)
         rank, world = self.share
-        for i, batch in enumerate(self.batches):
+        for i, batch in enumerate(self.ordered(epoch)):
             if i // world >= self.steps:
                 break
             if i % world == rank:
                 yield self.apart(batch)
 
+    def ordered(self, epoch: int) -> Iterator[Any]:
+        """The batches, in an order that depends on the recipe's seed and the epoch alone."""
+        state = torch.get_rng_state()
+        torch.default_generator.manual_seed(self.recipe.stream("batches", epoch))
+        try:  # samplers draw their order when they are asked for the first time
+            batches = iter(self.batches)
+            first = list(islice(batches, 1))
+        finally:
+            torch.set_rng_state(state)
+        return chain(first, batches)
+
     def apart(self, batch: Any) -> tuple[Tensor, ...]:
         """A batch's tensors, on the device; its form is kept."""
-        leaves, self.form = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
+        leaves, form = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
+        if self.form not in (None, form):
+            raise ValueError(
+                f"batches must have one form; the first was {self.form}, this one is {form}"
+            )
+        self.form = form
         if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
             kinds = sorted({type(leaf).__name__ for leaf in leaves})
             raise TypeError(

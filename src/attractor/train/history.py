@@ -36,9 +36,14 @@ class History:
     @property
     def accuracy(self) -> float:
         """Validation accuracy after the last epoch, not the best of all."""
-        if self.final.get("valid_accuracy") is None:
-            raise ValueError(f"no valid_accuracy in the last row, which has {', '.join(self.final)}")
-        return self.final["valid_accuracy"]
+        return self.last("valid_accuracy")
+
+    def last(self, name: str) -> float:
+        """One number of the last epoch."""
+        if self.final.get(name) is None:
+            had = ", ".join(k for k, v in self.final.items() if v is not None)
+            raise ValueError(f"no {name} in the last row, which has {had}")
+        return self.final[name]
 
     def column(self, name: str) -> list[Any]:
         """One number, epoch by epoch."""
@@ -56,7 +61,7 @@ class Seeds:
     @property
     def values(self) -> list[float]:
         """The final epoch's number for every seed."""
-        return [history.final[self.name] for history in self.histories]
+        return [history.last(self.name) for history in self.histories]
 
     @property
     def mean(self) -> float:
@@ -69,6 +74,8 @@ class Seeds:
         return stdev(self.values) if len(self.values) > 1 else math.nan
 
     def __str__(self) -> str:
+        if len(self.seeds) == 1:
+            return f"{self.mean:.4f} (one seed)"
         return f"{self.mean:.4f} ± {self.spread:.4f} ({len(self.seeds)} seeds)"
 
 
@@ -114,6 +121,10 @@ class DivergedError(FloatingPointError):
     def __init__(self, message: str, history: History, epoch: int, step: int) -> None:
         super().__init__(message)
         self.history, self.epoch, self.step = history, epoch, step
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # So that it can come from another process.
+        return type(self), (str(self), self.history, self.epoch, self.step)
 
 
 def _clock(seconds: float) -> str:

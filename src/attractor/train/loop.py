@@ -6,6 +6,7 @@ them, and on a GPU the whole step is one CUDA graph. Then all of the validation 
 """
 
 import math
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,7 +22,7 @@ from attractor.core.files import write_json
 from attractor.train.capture import Blocks, Captured, compiled_blocks
 from attractor.train.feeds import Feed, feed_of
 from attractor.train.history import DivergedError, History, Progress, Row, Seeds
-from attractor.train.place import Place
+from attractor.train.place import HALVES, Place
 from attractor.train.recipe import SHORT, Recipe
 from attractor.train.runs import RunFolder
 
@@ -47,6 +48,9 @@ def train(
     blocks: Blocks | None = None,
 ) -> History:
     """Train a model in place by a recipe; the same model, data and recipe give the same result.
+
+    On a CPU to the last bit, on a GPU up to the rounding of algorithms that cuDNN may choose anew. What
+    data sets draw from other random numbers than torch's is theirs to seed.
 
     Args:
         model: any network; it is moved to the device and left there, in evaluation mode.
@@ -79,8 +83,14 @@ def train(
             stack.callback(folder.close)
             if resume:
                 history = folder.resume(model, training.optimiser, training.scaler, training.feed.steps)
+                if int(place.total(torch.tensor([len(history)]))) != place.share[1] * len(history):
+                    raise ValueError(
+                        f"processes found other checkpoints in {out}; all must see one folder"
+                    )
             elif place.is_main:
                 folder.forget()
+            if place.is_main:
+                folder.begin(history)
         place.wait()
         for epoch in range(len(history), recipe.epochs):
             torch.manual_seed(recipe.stream("epoch", epoch, place.share[0]))  # dropout, DataLoaders
@@ -123,9 +133,14 @@ def train_seeds(
         name: of the number that `Seeds` is about.
         options: of `train`.
     """
+    seeds = tuple(operator.index(seed) for seed in seeds)
     if not seeds or len(set(seeds)) != len(seeds):
-        raise ValueError(f"seeds = {tuple(seeds)}; give one or more, all different")
-    histories = []
+        raise ValueError(f"seeds = {seeds}; give one or more, all different")
+    if valid_data is None and name.startswith("valid_"):
+        raise ValueError(
+            f"{name} needs valid_data; or ask for another number, such as name='train_loss'"
+        )
+    histories: list[History] = []
     for seed in seeds:
         torch.manual_seed(seed)
         model = make_model()
@@ -133,9 +148,10 @@ def train_seeds(
         own = replace(recipe, seed=seed)
         history = train(model, train_data, valid_data, own, out=inner, **options)
         histories.append(history)
+        history.last(name)  # raises now if there is no such number, not after the last seed
         if after:
             after(model, history, seed)
-    found = Seeds(tuple(seeds), tuple(histories), name)
+    found = Seeds(seeds, tuple(histories), name)
     if out is not None:
         summary = {"name": name, "seeds": seeds, "values": found.values, "mean": found.mean,
                    "spread": found.spread, "final": [h.final for h in histories]}  # fmt: skip
@@ -150,6 +166,8 @@ def evaluate(
 
     On the model's device, in evaluation mode; the model is left in the mode it was in.
     """
+    if precision not in ("fp32", *HALVES):
+        raise ValueError(f"precision = {precision!r} is not one of {', '.join(('fp32', *HALVES))}")
     like = _example(model)
     place = Place(like.device, precision)
     feed = feed_of(data, Recipe(batch=batch), train=False, like=like)
@@ -173,6 +191,9 @@ class Classify:
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """`label_smoothing` is for training alone."""
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            given = f"{type(batch).__name__} of {len(batch)}"
+            raise ValueError(f"a batch is a {given}; give (inputs, labels), or a loss= of your own")
         x, labels = batch
         logits = model(x)
         smoothing = self.label_smoothing if model.training else 0.0
@@ -194,7 +215,7 @@ class _Training:
         self.model, self.recipe, self.place = model, recipe, place
         model.to(place.device)
         if recipe.channels_last:
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            _lay_out(model)
         like = _example(model)
         self.feed = feed_of(train_data, recipe, train=True, like=like, share=place.share)
         self.rate = torch.zeros((), device=place.device) if graph else None
@@ -229,6 +250,7 @@ class _Training:
         seconds = watch.seconds
         row: Row = {"epoch": epoch + 1, "lr": rate}
         row |= {f"train_{name}": value for name, value in found.items()}
+        self.place.agree(self.model)
         if self.valid is not None:
             self.model.eval()
             sums = _Sums(self.valid.steps, self.place)
@@ -404,6 +426,13 @@ def _example(model: nn.Module) -> Tensor:
     if found is None:
         raise ValueError(f"{type(model).__name__} has no parameters")
     return found
+
+
+def _lay_out(model: nn.Module) -> None:
+    """All that has four dimensions as channels_last (`Module.to` fails on five, a Conv3d's)."""
+    for x in (*model.parameters(), *model.buffers()):
+        if x.dim() == 4:
+            x.data = x.data.to(memory_format=torch.channels_last)
 
 
 def _captures(recipe: Recipe, place: Place) -> bool:

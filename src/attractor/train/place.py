@@ -42,6 +42,8 @@ class Place:
             place = accelerator.device
         else:
             place = torch.device(accelerator.device if device is None else device)
+        if place.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device = {device!r}, but torch finds no GPU here; say 'cpu'")
         launched = accelerator.mixed_precision.replace("no", "fp32")
         if precision == "auto":
             bf16 = place.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -83,6 +85,14 @@ class Place:
             return model, lambda: None
         wrapped = self.accelerator.prepare_model(model)
         return wrapped, lambda: self.accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
+
+    def agree(self, model: nn.Module) -> None:
+        """Give all processes the first one's buffers, such as running means: all have one model."""
+        if self.share[1] > 1:
+            for buffer in model.buffers():
+                first = buffer.clone(memory_format=torch.contiguous_format)
+                torch.distributed.broadcast(first, 0)
+                buffer.copy_(first)
 
     def total(self, numbers: Tensor) -> Tensor:
         """The sum over all processes, on the CPU."""

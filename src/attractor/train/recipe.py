@@ -43,7 +43,9 @@ class Recipe:
         channels_last: memory format of images and weights.
         capture: "graph": the whole step, optimiser included, as one CUDA graph; "compile": the same with
             the model's repeated blocks compiled; "none": operation by operation; "auto": "graph" on a
-            GPU, else "none". Steps in fp16 and of several processes are never put into a graph.
+            GPU, else "none". Steps in fp16 and of several processes are never put into a graph. What
+            model and loss do in Python alone (count, print, choose by a flag) a graph does not do again:
+            "none" is for those that must.
         seed: of batches, crops and dropout. Weights are the caller's: seed before making the model.
     """
 
@@ -75,6 +77,8 @@ class Recipe:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} = {getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"seed = {self.seed!r} must be an integer")
         for name, least in (("epochs", 0), ("batch", 1), ("crop", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -33,12 +33,17 @@ class RunFolder:
 
     def checkpoints(self) -> list[Path]:
         """Those that there are, the latest first."""
-        return sorted(self.folder.glob("epoch-[0-9]*"), reverse=True)
+        found = [p for p in self.folder.glob("epoch-*") if p.name.removeprefix("epoch-").isdecimal()]
+        return sorted(found, key=lambda p: int(p.name.removeprefix("epoch-")), reverse=True)
 
     def forget(self) -> None:
         """Remove the checkpoints of an earlier training."""
         for old in self.checkpoints():
             shutil.rmtree(old)
+
+    def begin(self, history: History) -> None:
+        """Write the log as far as it goes: a folder that cannot be written to is found out now."""
+        write_text(self.folder / "log.jsonl", _lines(history.rows))
 
     def save(
         self,
@@ -57,7 +62,7 @@ class RunFolder:
         # Copies: tied weights are one tensor under two names, which safetensors refuses.
         tensors = {name: value.detach().cpu().clone() for name, value in tensors.items()}
         config = {"recipe": asdict(self.recipe), "rows": history.rows, "steps": steps,
-                  "scaler": scaler.state_dict()}  # fmt: skip
+                  "scaler": scaler.state_dict(), "trained": _names(model, optimiser)}  # fmt: skip
         new = self.folder / f"epoch-{len(history):04}"
         shutil.rmtree(new, ignore_errors=True)  # what an interrupted writing may have left
         older = self.checkpoints()
@@ -85,6 +90,8 @@ class RunFolder:
                 model.load_state_dict(weights)
             except RuntimeError as error:
                 raise ValueError(f"{folder} is of another model; {_ADVICE} ({error})") from None
+            if config["trained"] != _names(model, optimiser):
+                raise ValueError(f"{folder} was trained with other parameters frozen; {_ADVICE}")
             _restore(optimiser, {k: v for k, v in tensors.items() if k.startswith("optimiser.")})
             if config["scaler"]:
                 scaler.load_state_dict(config["scaler"])
@@ -107,7 +114,7 @@ class RunFolder:
 
     def log(self, rows: list[Row]) -> None:
         """Write log.jsonl, a row a line; and the last row for TensorBoard."""
-        write_text(self.folder / "log.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        write_text(self.folder / "log.jsonl", _lines(rows))
         if self.board is None:
             self.board = _board(self.folder / "tensorboard", len(rows))
         if self.board:
@@ -122,6 +129,16 @@ class RunFolder:
 
 
 _ADVICE = "give another out=, or resume=False to start again"
+
+
+def _lines(rows: list[Row]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def _names(model: nn.Module, optimiser: torch.optim.Optimizer) -> list[str]:
+    """Of the parameters that are trained, in the optimiser's order."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [names[id(p)] for group in optimiser.param_groups for p in group["params"]]
 
 
 def _restore(optimiser: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
