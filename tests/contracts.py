@@ -531,7 +531,9 @@ def test_learnt_coefficients_start_where_told_and_stay_stable(make, heads, axis)
 # ---- gates: everything residual/gates exports
 
 every_gate = pytest.mark.parametrize("make", gates.BY_NAME.values(), ids=gates.BY_NAME)
-every_precision = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+every_precision = pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+)
 
 
 def branch(size=(4, 5), batch=3, channels=6, dtype=torch.float64):

@@ -54,8 +54,9 @@ def test_trained_weights_stand_beside_random_ones(tmp_path):
     assert result.exit_code == 0, result.output
     profile = StiffnessProfile.load(tmp_path / "out/profile")
     found = networks.Network("net", net, True, None)
-    images = list(networks.data_set(found, "digits", None, 12, 5, 0))
-    assert [len(batch) for batch in images] == [5, 5, 2]
+    images = list(networks.data_set(found, "digits", None, 12, 5, 0, 16))
+    assert [batch.shape for batch in images] == [(n, 3, 16, 16) for n in (5, 5, 2)]
+    assert next(networks.data_set(found, "digits", None, 12, 5, 0, None)).shape == (5, 3, 8, 8)
     torch.testing.assert_close(profile.nsi, probe(net, images).nsi)
     assert profile.initial is not None
     assert not torch.equal(profile.initial.nsi, profile.nsi)
@@ -119,6 +120,9 @@ def test_a_folder_of_images(tmp_path):
     )
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "o/probe.json").read_text())["inputs"] == 2
+    grey = networks.Network("net", resnet_cifar(29, width=4, in_channels=1), True, None)
+    batch = next(networks.folder_of_images(grey, tmp_path / "photos", 2, 2, 16))
+    assert batch.shape == (2, 1, 16, 16)
 
 
 def test_transformers_by_their_kind(tmp_path):
@@ -175,6 +179,7 @@ def test_a_folder_of_transformers_on_texts(tmp_path):
             ["attractor:resnet_cifar", "--data", "digits", "--noise", "3"],
             "--data and --noise exclude each other",
         ),
+        (["attractor:resnet_cifar", "--data", "imagefolder"], "is read by --images FOLDER"),
         (["attractor:resnet_cifar", "--texts", "t.txt"], "has no tokenizer"),
         (["attractor:resnet_cifar", "--weights", "w.safetensors"], "there is no file w.safetensors"),
         (["attractor:resnet_cifar", "--step", "two"], "step = 'two'"),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import interpolate
 
 from attractor import equations
 from attractor.data import images
@@ -228,9 +229,11 @@ def noise(network: Network, n: int, batch: int, seed: int, size: int) -> Iterato
 
 
 def data_set(
-    network: Network, name: str, folder: Path | None, n: int, batch: int, seed: int
+    network: Network, name: str, folder: Path | None, n: int, batch: int, seed: int, size: int | None
 ) -> Iterator[Tensor]:
-    """Batches of the test images of a data set."""
+    """Batches of the test images of a data set; `size` None leaves them as large as they are."""
+    if name == "imagefolder":
+        raise ValueError("--data imagefolder: a folder of image files is read by --images FOLDER")
     try:
         found = images.load(name, "test", folder)
     except FileNotFoundError as error:
@@ -239,7 +242,9 @@ def data_set(
     if channels_of(network.model) == 3:
         found = found.rgb()
     for start in range(0, len(found), batch):
-        yield found.normalised(slice(start, start + batch))
+        pictures = found.normalised(slice(start, start + batch))
+        resize = size is not None and (size, size) != tuple(pictures.shape[2:])
+        yield interpolate(pictures, size, mode="bilinear", antialias=True) if resize else pictures
 
 
 def folder_of_images(network: Network, folder: Path, n: int, batch: int, size: int) -> Iterator[Tensor]:
@@ -258,7 +263,8 @@ def folder_of_images(network: Network, folder: Path, n: int, batch: int, size: i
                 picture = file.convert("RGB")
             resized = picture.resize((size, size), image.Resampling.BILINEAR, centre_box(*picture.size))
             pictures.append(torch.from_numpy(np.array(resized)).permute(2, 0, 1))
-        yield (torch.stack(pictures) / 255 - mean) / std
+        coloured = (torch.stack(pictures) / 255 - mean) / std
+        yield coloured.mean(1, keepdim=True) if channels_of(network.model) == 1 else coloured
 
 
 def texts(network: Network, path: Path, n: int, batch: int) -> Iterator[Any]:

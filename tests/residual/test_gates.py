@@ -80,7 +80,7 @@ def test_parameters_of_dia_are_ten_channels_squared_over_the_reduction():
         ({}, 6), ({"iebn": "inside"}, 6),
         ({"inputs": "x"}, 5), ({"inputs": "next"}, 5), ({"inputs": "difference"}, 5),
         ({"adaptor": "a"}, 4), ({"adaptor": "c"}, 4),
-        ({"adaptor": "d"}, 8), ({"adaptor": "d", "iebn": "inside"}, 8),
+        ({"adaptor": "d"}, 8), ({"adaptor": "d", "iebn": "inside"}, 8), ({"adaptor": "d", "inputs": "x"}, 4),
     ],
 )  # fmt: skip
 def test_parameters_of_the_adaptors(options, expected):
@@ -206,6 +206,13 @@ def test_sge_compares_pixels_with_the_mean_of_their_group():
         expected = torch.sigmoid(gate.scale[g] * standard + gate.shift[g])
         for c in range(4 * g, 4 * g + 4):
             torch.testing.assert_close(factor[n, c], expected)
+
+
+def test_sge_in_half_precision_of_maps_that_do_not_vary():
+    gate = stir(SGE(8, groups=2, dtype=torch.float16))
+    for f in (torch.randn(2, 8, 1, 1), torch.ones(2, 8, 3, 3)):  # the deviation is eps alone
+        want = gate.weights(f.double())
+        torch.testing.assert_close(gate.weights(f.half()).double(), want, rtol=2e-3, atol=0)
 
 
 def test_sge_finds_groups_of_equal_size():

@@ -355,8 +355,45 @@ def test_nothing_stays_behind():
         assert getattr(module, "waiting", None) is None
     with pytest.raises(ValueError, match="one sample"):
         gated(torch.rand(1, 3, 16, 16))
-    gated(torch.rand(2, 3, 16, 16))
-    copy.deepcopy(gated)
+    gated.layer2[1].conv3.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        gated(torch.rand(2, 3, 16, 16))
+    gated.layer2[1].conv3._forward_hooks.clear()
+    for again in (copy.deepcopy(gated), pickle.loads(pickle.dumps(gated))):  # of a broken forward, too
+        assert all(getattr(module, "waiting", None) is None for module in again.modules())
+        again(torch.rand(2, 3, 16, 16))
+
+
+def test_gates_survive_what_replaces_normalisations():
+    """DDP's synchronised normalisations are new modules, without the hooks of the old ones."""
+    gated = disturb(insert_gates(make("theirs-bottleneck"), "stepnet")).eval()
+    images = torch.rand(2, 3, 16, 16)
+    before = gated(images)
+    gated = nn.SyncBatchNorm.convert_sync_batchnorm(gated)
+    assert isinstance(gated.layer1[1].bn3, nn.SyncBatchNorm)
+    for _ in range(2):
+        torch.testing.assert_close(gated(images), before, rtol=1e-5, atol=1e-6)
+    assert len(gated.layer1[1].bn3._forward_hooks) == 1
+
+
+def test_a_gate_stands_behind_timms_own_attention():
+    class Attentive(TheirBlock):
+        def __init__(self):
+            super().__init__(16, 16)
+            self.se = SE(16)
+
+        def forward(self, x):
+            f = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu())).relu()
+            return (x + self.se(self.bn3(self.conv3(f)))).relu()
+
+    net, x = (
+        insert_gates(nn.Sequential(Attentive()), lambda channels: Spy()).eval(),
+        torch.randn(2, 16, 4, 4),
+    )
+    out = net(x)
+    (f, shortcut), *_ = net[0].gate.given
+    assert torch.equal(shortcut, x)
+    torch.testing.assert_close(out, (x + 0.5 * f).relu())
 
 
 def test_torchvision():

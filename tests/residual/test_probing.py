@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import threading
 import weakref
 
 import pytest
@@ -416,7 +417,10 @@ def test_where_the_inputs_are(kind):
 def test_inputs_are_told_apart_or_there_is_an_error():
     assert sample_axis((4, 3, 8, 8), 4) == 0
     assert sample_axis((7, 4, 16), 4) == 1
-    assert sample_axis((4 * 9, 49, 16), 4) is None
+    assert sample_axis((4 * 9, 49, 16), 4) == -1
+    assert sample_axis((5, 5, 16), 5, seen=1) == 1  # as many tokens as inputs
+    assert sample_axis((49 * 9, 49, 16), 49, seen=-1) == -1
+    assert sample_axis((5, 4, 16), 5, seen=1) == 0
     with pytest.raises(ValueError, match="no axis for the 4 inputs"):
         sample_axis((7, 9), 4)
 
@@ -584,6 +588,34 @@ def test_the_model_is_left_as_it_was():
     assert torch.is_grad_enabled()
 
 
+def test_no_hooks_stay_where_one_is_refused():
+    class Refusing(nn.Linear):
+        def register_forward_hook(self, *args, **options):
+            raise RuntimeError("no hooks here")
+
+    net = nn.Sequential(Net(), Refusing(3, 3))
+    with pytest.raises(RuntimeError, match="no hooks here"):
+        probe(net, [torch.randn(2, 3, 8, 8)])
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+    assert net.training
+
+
+def test_threads_leave_the_process_as_it_was():
+    start = threading.Barrier(3)
+
+    def one():
+        net, x = Net().eval(), torch.randn(2, 3, 8, 8)
+        start.wait()
+        for _ in range(3):
+            probe(net, [x])
+
+    threads = [threading.Thread(target=one) for _ in range(3)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
 def test_memory_does_not_grow_with_batches():
     net = Net(gate=True).eval()
     features, alive = [], []
@@ -701,6 +733,8 @@ def test_initial_is_probed_on_the_same_inputs():
     found = probe(trained, (torch.full((2, 3, 8, 8), float(i + 1)) for i in range(3)), initial=fresh)
     alone = probe(fresh, [torch.full((2, 3, 8, 8), float(i + 1)) for i in range(3)], settle=True)
     torch.testing.assert_close(found.initial.nsi, alone.nsi, **CLOSE)
+    with pytest.raises(ValueError, match="initial is the model itself"):
+        probe(trained, [torch.randn(2, 3, 8, 8)], initial=trained)
     with pytest.raises(ValueError, match=r"has blocks \[1\], this one \[2, 3\]"):
         probe(trained, [torch.randn(2, 3, 8, 8)], initial=nn.Sequential(Block(3, 3)))
 
@@ -725,6 +759,13 @@ def test_errors_teach(change, message):
         given["batches"] = [torch.randn(2, 3)]
     with pytest.raises(ValueError, match=message):
         probe(**given)
+
+
+def test_a_model_on_several_devices_is_not_moved():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
+    with pytest.raises(ValueError, match=r"lies on cpu, meta, so device='cpu' would not be undone"):
+        probe(net, [torch.randn(2, 3)], device="cpu")
+    assert net.training
 
 
 def test_only_modules_are_probed():

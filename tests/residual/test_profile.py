@@ -52,6 +52,7 @@ def test_a_summary_always_speaks_of_the_initial_value():
     assert "initial: not given" in a_profile(initial=False).summary()
     assert "no gates: both steps are one" in a_profile(gated=False).summary()
     assert "30 inputs, 7 blocks in 2 stages" in repr(a_profile())
+    assert str(a_profile()) == text  # what print shows
 
 
 def test_one_block_a_stage_has_no_tns_but_a_summary():
@@ -122,6 +123,15 @@ def test_rank_correlations_with_ties(x, data):
             assert got == pytest.approx(reference(x, y).statistic, abs=1e-12)
 
 
+def test_what_is_constant_but_for_rounding_correlates_with_nothing():
+    noise = torch.randn(20, dtype=torch.float64)
+    constant = torch.full((20,), 0.1, dtype=torch.float64)  # whose mean is not 0.1
+    for x, y in ((constant, noise), (noise, constant), (0 * noise, noise), (noise[:1], noise[:1])):
+        assert math.isnan(ranks.pearson(x, y))
+    tiny = 1e-3 + 1e-9 * noise
+    assert ranks.pearson(tiny, 1e-200 * noise) == pytest.approx(1, abs=1e-6)
+
+
 def test_p_values():
     scipy = pytest.importorskip("scipy.stats")
     x, y = torch.tensor([1.0, 2, 3, 4, 5, 6]), torch.tensor([1.0, 2, 3, 4, 6, 5])
@@ -163,6 +173,27 @@ def test_pictures(kind, tmp_path):
     figure = a_profile(step="gate").plot(kind, path)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert figure.get_size_inches().min() > 1
+
+
+def test_a_picture_of_few_gates_has_no_empty_frames():
+    pytest.importorskip("matplotlib")
+    found = a_profile(initial=False)
+    few = torch.where(torch.arange(7) == 3, found.gates, math.nan)
+    figure = StiffnessProfile(found.one, found.gate, few, STAGE, found.names).plot("gates")
+    assert [axis.has_data() for axis in figure.axes] == [True, True]
+
+
+def test_pictures_of_gates_on_other_axes():
+    """Whose step "gate" is not defined; that of step "one" is drawn all the same."""
+    pytest.importorskip("matplotlib")
+    found = a_profile(initial=False)
+    unknown = torch.where(found.gates.isnan(), found.gate, math.nan)
+    found = StiffnessProfile(found.one, unknown, found.gates, STAGE, found.names)
+    for kind in ("nsi", "surface", "proportion", "gates", "all"):
+        found.plot(kind)
+    assert found.totals()["gate"]["trained"] is None
+    with pytest.raises(ValueError, match="granularity='addition'"):
+        found.with_step("gate")
 
 
 def test_pictures_of_several(tmp_path):

@@ -192,6 +192,7 @@ def test_what_cannot_be_done():
     for options, message in (
         ({"image_size": 9}, "images of 9 x 9 cannot be cut into patches of 2 x 2"),
         ({"heads": 3}, "dim = 16 must be a multiple of heads = 3"),
+        ({"depth": 0}, "depth = 0; there is at least one layer"),
         ({"pool": "max"}, "pool 'max' is not one of mean, cls"),
         ({"where": "all"}, "where 'all' is not one of both, mixer, network"),
         ({"gate": "iebn"}, "IEBN takes the place of batch normalisations; a ViT has none"),

@@ -90,7 +90,7 @@ def probe(
         if images is not None:
             batches = networks.folder_of_images(found, images, count, batch, side)
         elif data is not None:
-            batches = networks.data_set(found, data, folder, count, batch, seed)
+            batches = networks.data_set(found, data, folder, count, batch, seed, size)
         elif texts is not None:
             batches = networks.texts(found, texts, count, batch)
         else:

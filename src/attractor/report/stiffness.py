@@ -132,7 +132,7 @@ def gates(profile: StiffnessProfile) -> Any:
     strongest = sorted(sorted(known, key=lambda b: -abs(float(found[b])))[:3])
     figure = plt.figure(figsize=(10, 4.9), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=(1.25, 1))  # type: ignore[misc]
-    for axis, b in zip(above.subplots(1, 3), strongest):
+    for axis, b in zip(above.subplots(1, len(strongest), squeeze=False)[0], strongest):
         color = _color(profile, b)
         pair = (profile.gates[:, b].numpy(), profile.nsi[:, b].numpy())
         axis.plot(*pair, "o", ms=3, alpha=0.5, color=color, mew=0)
@@ -150,7 +150,8 @@ def gates(profile: StiffnessProfile) -> Any:
 
 def overview(profile: StiffnessProfile) -> Any:
     """NSI by block with each step that differs, the surface of TNS, the proportion of stiff blocks."""
-    steps = STEPS if profile.gated else (profile.step,)
+    both = profile.gated and not bool(profile.gate.isnan().any())
+    steps = STEPS if both else (profile.step,)
     figure = plt.figure(figsize=(11, 2.6 * len(steps) + 3.6), layout="constrained")
     parts: Any = figure.subfigures(2, 1, height_ratios=(2.6 * len(steps), 3.3))
     for axis, step in zip(parts[0].subplots(len(steps), 1, squeeze=False)[:, 0], steps):

@@ -31,12 +31,14 @@ class Calls:
         A module that is also part of another block, which it is named after, has the path of its caller.
         """
         handles = []
-        for name, module in self.model.named_modules():
-            path = tuple(part for part in name.split(".") if part not in ("", "_orig_mod"))
-            enter = partial(self._enter, path)
-            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
         try:
+            for name, module in self.model.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                    continue
+                path = tuple(part for part in name.split(".") if part not in ("", "_orig_mod"))
+                enter = partial(self._enter, path)
+                handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+                handles.append(module.register_forward_hook(self._leave, always_call=True))
             yield
         finally:
             for handle in handles:

@@ -13,8 +13,9 @@ An addition of two tensors of one shape is a residual step if the operands' late
 - neither, and one operand lies under fewer convolutions and matrix products: that one is x, the
   projected shortcut of a stage's first block.
 
-A branch without any operation beyond pointwise ones is none (``x + 0.04 * x**3`` inside a GELU). A gate
-is a multiplication of the branch by a broadcast tensor that varies from input to input (or, if it is a
+A branch without any operation beyond pointwise ones is none (``x + 0.04 * x**3`` inside a GELU), nor is
+the same state some steps later (``x + x_0``, as where a network mixes in its embedding again). A gate is
+a multiplication of the branch by a broadcast tensor that varies from input to input (or, if it is a
 sigmoid, by one as large as f), with nothing but views, copies and constant numbers between it and the
 addition: a gate deep inside f is none, nor is a learnt scale, nor a norm.
 """
@@ -27,6 +28,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from attractor.residual.dispatch import (
     Calls,
@@ -61,7 +63,7 @@ MOVES = {"cat", "stack", "index", "index_select", "gather", "roll", "flip", "con
 NORMS = {"rsqrt", "rsqrt_", "reciprocal", "pow", "div", "sqrt"}  # a factor made by these is no gate
 SIGMOIDS = {"sigmoid", "sigmoid_", "hardsigmoid", "hardsigmoid_"}
 LEARNT = ("conv", "mm", "attention", "linear", "unseen")  # in names of what makes a branch deeper
-KEPT = 16  # sums and products that are held while the graph is made, to see how axes lie later
+KEPT = 16  # sums, and gated products, that are held while the graph is made, to see how axes lie later
 
 
 class Graph(Counted):
@@ -88,11 +90,13 @@ class Graph(Counted):
         self.steps: dict[int, Addition] = {}
         self.digests: dict[int, int] = {}
         self.written: dict[int, list[int]] = {}
-        self._recent: dict[int, Tensor] = {}
+        self._sums: dict[int, Tensor] = {}  # the last steps
+        self._products: dict[int, Tensor] = {}  # the last that passed a gate
         self._owner: dict[int, int] = {}  # storage -> node
+        self._alive: list[StorageWeakRef] = []  # as long as these are here, no storage's number returns
         self._blank: set[int] = set()  # storages that nothing was written to
         for tensor in inputs:
-            self._owner[storage_of(tensor)] = self._node("input", set())
+            self._own(tensor, self._node("input", set()))
 
     def plan(self, granularity: Granularity) -> Plan | None:
         """The trunk in blocks; None if nothing was added to what it came from."""
@@ -121,12 +125,11 @@ class Graph(Counted):
             node = self._node(name, parents, kind.pointwise)
         for tensor in tensors_in([out]):
             key = storage_of(tensor)
-            if key not in keys:  # new memory, perhaps where a feature was
-                self._owner.pop(key, None)
-                self._blank.discard(key)
+            if key not in keys:  # new memory
                 if node is not None:
-                    self._owner[key] = node
+                    self._own(tensor, node)
                 elif "empty" in name and tensor.numel():
+                    self._own(tensor, None)
                     self._blank.add(key)
         for key in written if node is not None else ():
             if key in self._owner:
@@ -158,12 +161,16 @@ class Graph(Counted):
             own = fused if name in FUSED else step.gates
             self.steps[node] = replace(step, node=node, gates=own)
             self.latest[node] = node
+            recent = self._sums
         elif gates and name not in FUSED:
             self.gated[node] = gates
+            recent = self._products
         else:
             return
         self.digests[self.index] = self.digest
-        self._recent = dict([*self._recent.items(), (node, out)][-KEPT:])
+        recent[node] = out
+        if len(recent) > KEPT:
+            del recent[next(iter(recent))]
 
     def _node(self, name: str, parents: set[int], pointwise: bool = False) -> int:
         depth, work, latest = 0, 0, -1
@@ -179,6 +186,14 @@ class Graph(Counted):
         self.made_by.append(name)
         self.where.append(tuple(self.calls.stack))
         return len(self.parents) - 1
+
+    def _own(self, tensor: Tensor, node: int | None) -> None:
+        """A node for new memory, or None; its number is not given to other memory any more."""
+        key = storage_of(tensor)
+        if key > 0:
+            self._alive.append(StorageWeakRef(tensor.untyped_storage()))
+        if node is not None:
+            self._owner[key] = node
 
     def _of(self, tensor: Any) -> int | None:
         return self._owner.get(storage_of(tensor)) if isinstance(tensor, Tensor) else None
@@ -208,7 +223,8 @@ class Graph(Counted):
             gates=self._laid(f, args[1 - state]),
             projected=bool(sides[state]) and x not in self.steps,
             shape=sample_shape(tuple(args[0].shape), self.size),
-            layout=_layout(self._recent.get(before), args[state]),
+            axis=known_axis(tuple(args[0].shape), self.size),
+            layout=_layout(self._sums.get(before), args[state]),
             home=home,
             stack=(*self.calls.stack, *self.where[f]),
         )
@@ -216,7 +232,7 @@ class Graph(Counted):
     def _laid(self, f: int, branch: Any) -> tuple[Gate, ...]:
         """The gates of a branch, and how its axes lie in the sum."""
         found = self.gated.get(f, ())
-        layout = _layout(self._recent.get(f), branch) if found else None
+        layout = _layout(self._products.get(f), branch) if found else None
         return tuple(replace(gate, layout=layout) for gate in found)
 
     def _sum(self, args: tuple[Any, ...], name: str) -> tuple[int, int, int, Sides] | None:
@@ -247,15 +263,24 @@ class Graph(Counted):
         at, sides = self._between(a, b)
         if at is None:
             return None
+        if self._moved_on(a, at) and self._moved_on(b, at):
+            return None
         if at in (a, b):
-            state = 0 if at == a else 1
-            return (state, sides) if self.work[(b, a)[state]] > self.work[at] else None
+            return (0 if at == a else 1), sides
         for state, (sum_, other) in enumerate(((a, b), (b, a))):
             if self._began_above(sum_, other):
                 return state, sides
         if self.depth[a] == self.depth[b]:
             return None
         return (0 if self.depth[a] < self.depth[b] else 1), sides
+
+    def _moved_on(self, node: int, at: int) -> bool:
+        """Whether a node is the state `at`, perhaps some steps later, and so no branch made from it."""
+        while (step := self.latest[node]) > at:
+            if self.depth[node] > self.depth[step]:
+                return False
+            node = self.steps[step].state_node
+        return node >= at and self.work[node] == self.work[at] and self._between(node, at)[0] == at
 
     def _began_above(self, sum_: int, other: int) -> bool:
         """Whether a sum of steps started from an ancestor of the other node."""
@@ -266,7 +291,7 @@ class Graph(Counted):
         return False
 
     def _between(self, a: int, b: int) -> tuple[int | None, Sides]:
-        """The latest common ancestor, and all nodes after it on a's side and on b's.
+        """The latest common ancestor, and all nodes made from it on a's side and on b's.
 
         Nodes are taken from the latest: when one comes up, everything made from it has been seen.
         """
@@ -278,13 +303,21 @@ class Graph(Counted):
         while heap:
             node = -heapq.heappop(heap)
             if side[node] == 3:
-                return node, seen
+                return node, (self._made_from(node, seen[0]), self._made_from(node, seen[1]))
             seen[side[node] - 1].add(node)
             for parent in self.parents[node]:
                 if parent not in side:
                     heapq.heappush(heap, -parent)
                 side[parent] = side.get(parent, 0) | side[node]
         return None, seen
+
+    def _made_from(self, at: int, nodes: set[int]) -> set[int]:
+        """Those of the nodes that come from `at`; a condition made elsewhere is no part of a branch."""
+        found = {at}
+        for node in sorted(nodes):
+            if not found.isdisjoint(self.parents[node]):
+                found.add(node)
+        return found - {at}
 
     def _gates(self, name: str, args: tuple[Any, ...]) -> tuple[Gate, ...]:
         """The gates that what this operation makes has passed last."""
@@ -298,7 +331,8 @@ class Graph(Counted):
             if known and is_scalar(args[factor]) and self._of(args[factor]) is None:
                 return (*known, Gate(self.index, branch, factor, scalar=True))
             if self._is_gate(args[branch], args[factor]):
-                return (*known, Gate(self.index, branch, factor))
+                axis = known_axis(tuple(args[branch].shape), self.size)
+                return (*known, Gate(self.index, branch, factor, axis=axis))
         return ()
 
     def _known(self, tensor: Any) -> int:
@@ -322,21 +356,24 @@ class Graph(Counted):
         return self.made_by[node] in SIGMOIDS
 
 
-def sample_axis(shape: tuple[int, ...], size: int) -> int | None:
-    """Which axis counts the inputs, or None if each has its part of the first one.
+def sample_axis(shape: tuple[int, ...], size: int, seen: int | None = None) -> int:
+    """Which axis counts the inputs, or -1 if each has its part of the first one.
 
     The first axis; or the second of three, ``[tokens, batch, dim]``; or the first with windows or tokens
-    moved into it; or any other.
+    moved into it; or any other. Where `seen`, which it was in a batch of another size, is possible, it
+    is that one: as many tokens as inputs are no trap.
 
     Raises:
         ValueError: there is no such axis.
     """
+    if seen is not None and (shape[0] % size == 0 if seen < 0 else shape[seen : seen + 1] == (size,)):
+        return seen
     if shape and shape[0] == size:
         return 0
     if len(shape) == 3 and shape[1] == size:
         return 1
     if shape and shape[0] % size == 0:
-        return None
+        return -1
     if size in shape:
         return shape.index(size)
     raise ValueError(
@@ -345,22 +382,31 @@ def sample_axis(shape: tuple[int, ...], size: int) -> int | None:
     )
 
 
+def known_axis(shape: tuple[int, ...], size: int) -> int | None:
+    """`sample_axis`, or None where inputs cannot be told apart."""
+    try:
+        return sample_axis(shape, size)
+    except ValueError:
+        return None
+
+
 def sample_shape(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
     """The shape of one input's features; all of it where inputs cannot be told apart."""
-    try:
-        axis = sample_axis(shape, size)
-    except ValueError:
+    axis = known_axis(shape, size)
+    if axis is None:
         return shape
-    return (shape[0] // size, *shape[1:]) if axis is None else shape[:axis] + shape[axis + 1 :]
+    return (shape[0] // size, *shape[1:]) if axis < 0 else shape[:axis] + shape[axis + 1 :]
 
 
 def _layout(old: Tensor | None, new: Tensor) -> tuple[int, ...] | None:
     """The order of old's axes in which its numbers are new's; None if there is no such order."""
     if old is None or old.numel() != new.numel():
         return None
-    if old.shape == new.shape:
-        return tuple(range(old.dim()))
-    for order in permutations(range(1, old.dim())) if old.dim() < 6 else ():
-        if torch.equal(old.permute(0, *order).reshape(new.shape), new):
+    for order in permutations(range(1, old.dim())) if old.dim() < 6 else ():  # as it is comes first
+        turned = old.permute(0, *order)
+        possible = turned.shape == new.shape or old.shape != new.shape
+        if possible and torch.equal(turned.reshape(new.shape), new):
             return (0, *order)
-    return None
+    # Normalised on the way: taken to lie as before, also [batch, tokens, dim] as [batch * tokens, dim].
+    flat = old.dim() + new.dim() == 5 and old.shape[-1] == new.shape[-1]
+    return tuple(range(old.dim())) if old.shape == new.shape or flat else None

@@ -16,7 +16,8 @@ starts at exactly 1: no output changes on the day it is inserted.
 A block is recognised by its parts, not by its class. Our own blocks have a slot for a gate and call it
 themselves. The blocks of torchvision, timm and transformers get it by two hooks: one before the block
 hands gate and shortcut to the end of the branch, one there applies them. Hooks are plain functions that
-reach everything through the module they are called with, so that a copy of a model is whole.
+reach everything through the module they are called with, so that a copy of a model is whole. What waits
+between the two hooks waits in the model: threads that run it at the same time need copies of it.
 """
 
 import inspect
@@ -164,7 +165,20 @@ class EarlyShortcut(nn.Module):
         return early
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _empty, (type(self).__bases__[1],), self.__dict__
+        return _empty, (type(self).__bases__[1],), {**self.__dict__, "waiting": None}
+
+
+class Handover:
+    """A gate and its shortcut on the way to the end of a branch; in copies of a model nothing waits."""
+
+    def __init__(self, gate: nn.Module, x: Tensor | None) -> None:
+        self.gate, self.x = gate, x
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 @cache
@@ -188,6 +202,8 @@ def _read(name: str, module: nn.Module) -> ResidualBlock | None:
     elif "conv1" in parts and hasattr(module, "downsample"):  # torchvision, timm, our own
         last = "3" if "conv3" in parts else "2"
         convolution, branch, shortcut = parts.get(f"conv{last}"), f"bn{last}", "downsample"
+        if parts.get("se") is not None:  # timm's own attention comes after
+            branch = "se"
     if not isinstance(convolution, nn.Conv2d) or branch not in parts:
         return None
     projects = not isinstance(parts.get(shortcut), nn.Identity | None)
@@ -279,7 +295,10 @@ def _hand_over(block: Any, args: Any, *, branch: str, early: str | None, project
         projection = block.get_submodule(early)
         projection.waiting = None  # of a forward that was broken off
         x = projection.waiting = projection(args[0])
-    block.get_submodule(branch).waiting = (block.gate, x)
+    end = block.get_submodule(branch)
+    if _apply not in end._forward_hooks.values():  # replaced, as by convert_sync_batchnorm
+        end.register_forward_hook(_apply)
+    end.waiting = Handover(block.gate, x)
 
 
 def _apply(end: Any, args: Any, f: Tensor) -> Tensor:
@@ -291,8 +310,7 @@ def _apply(end: Any, args: Any, f: Tensor) -> Tensor:
             "the block as a whole"
         )
     end.waiting = None
-    gate, x = waiting
-    return gate(f, x)
+    return waiting.gate(f, waiting.x)
 
 
 def _norms(module: nn.Module, without: Iterable[nn.Module | None] = ()) -> list[Norm]:

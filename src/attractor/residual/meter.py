@@ -40,10 +40,12 @@ class Batch:
     @classmethod
     def of(cls, given: Any, model: nn.Module, padding: Padding) -> "Batch":
         """Made ready for a model."""
-        like = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+        like = next((p for p in model.parameters() if p.is_floating_point()), None)
         if isinstance(given, list | tuple) and not given:
             raise ValueError("a batch is empty; give tensors [batch, ...]")
-        given = _map(given, lambda t: t.to(like.device, like.dtype if t.is_floating_point() else None))
+        if like is not None:
+            device, dtype = like.device, like.dtype
+            given = _map(given, lambda t: t.to(device, dtype if t.is_floating_point() else None))
         first = next(_tensors_in(given), None)
         if first is None or first.dim() == 0 or first.shape[0] == 0:
             raise ValueError(
@@ -57,11 +59,11 @@ class Batch:
         elif isinstance(padding, Tensor):
             real = padding
         elif padding is None:
-            named = given[0] if isinstance(given, list) else given
+            named = given[0] if isinstance(given, list | tuple) else given
             real = named.get("attention_mask") if isinstance(named, Mapping) else None
             real = real if real is not None and real.dim() == 2 else None
         if real is not None:
-            real = real.to(like.device) > 0
+            real = real.to(first.device) > 0
             if real.dim() != 2 or real.shape[0] != size:
                 raise ValueError(
                     f"padding has shape {list(real.shape)}; it marks real tokens, [{size}, tokens]"
@@ -201,14 +203,14 @@ class Watch(Counted):
         if gate.scalar:
             self._scale(k, addition, factor)
             return
-        mean = self.samples.mean(factor)
+        mean = self.samples.mean(factor, gate.axis)
         known = self.factors.get((k, addition))
         self.factors[k, addition] = mean if known is None else known * mean
         if not self.plan.blocks[k].direct:
             back = (f - f * factor) * kwargs.get("value", 1)
             self.closed.setdefault(k, []).append((addition, back, gate.layout))
         elif known is None:
-            self.ungated[k] = self.samples.norm(f)
+            self.ungated[k] = self.samples.norm(f, gate.axis)
 
     def _scale(self, k: int, addition: int, number: Any) -> None:
         """A constant behind a gate belongs to f."""
@@ -223,27 +225,27 @@ class Watch(Counted):
         block = self.plan.blocks[k]
         state, branch = block.first.state, block.first.branch
         x = args[state]
-        self.state[k] = self.samples.norm(x)
+        self.state[k] = self.samples.norm(x, block.first.axis)
         if not block.direct or branch is None:
             self.held[k] = x.clone() if block.copied else x
             return
-        self.moved[k] = self.samples.norm(args[branch])
+        self.moved[k] = self.samples.norm(args[branch], block.first.axis)
         self.ungated.setdefault(k, self.moved[k])
         if "alpha" in kwargs:  # a factor of the second summand
             for kept in (self.state,) if state == 1 else (self.moved, self.ungated):
                 kept[k] = kept[k] * abs(kwargs["alpha"])
 
     def _end(self, k: int, out: Tensor) -> None:
-        turn = self.plan.blocks[k].layout
+        turn, axis = self.plan.blocks[k].layout, self.plan.blocks[k].last.axis
         x = _laid(self.held.pop(k), turn, out)
         moved = out.to(torch.promote_types(out.dtype, torch.float32)) - x
-        self.moved[k] = self.ungated[k] = self.samples.norm(moved)
+        self.moved[k] = self.ungated[k] = self.samples.norm(moved, axis)
         closed = self.closed.pop(k, [])
         for _, back, order in closed:
             moved = moved + _laid(back, order, out)
         if closed:
             known = turn is None and all(order is not None for _, _, order in closed)
-            self.ungated[k] = self.samples.norm(moved) * (1 if known else torch.nan)
+            self.ungated[k] = self.samples.norm(moved, axis) * (1 if known else torch.nan)
 
     def table(self) -> Tensor:
         """|x|, |x_{t+1} - x|, the same without gates, and mean gates: ``[4, inputs, blocks]``."""
@@ -256,41 +258,42 @@ class Watch(Counted):
 
 
 class Samples:
-    """Norms and means input by input, over what counts of each."""
+    """Norms and means input by input, over what counts of each; `axis` is where inputs were seen."""
 
     def __init__(self, batch: Batch) -> None:
         self.size = batch.size
         self.real = None if batch.real is None or bool(batch.real.all()) else batch.real
         self.device = next(_tensors_in(batch.given)).device
 
-    def norm(self, features: Tensor) -> Tensor:
+    def norm(self, features: Tensor, axis: int | None = None) -> Tensor:
         """``[batch]``, accumulated in float32 at least: norms of pieces, then the norm of those."""
-        norm, wide = torch.linalg.vector_norm, torch.promote_types(features.dtype, torch.float32)
-        wide = wide.to_real()
+        norm = torch.linalg.vector_norm
+        wide = torch.promote_types(features.dtype, torch.float32).to_real()
         if self.real is not None:
-            tokens = self._tokens(features)
+            tokens = self._tokens(features, axis)
             pieces = norm(tokens.flatten(2), dim=2, dtype=wide)
             return norm(pieces * self.real.to(pieces.device), dim=1).to(self.device)
-        apart = self._apart(features)
+        apart = self._apart(features, axis)
         order = sorted(range(1, apart.dim()), key=apart.stride, reverse=True)  # as they lie in memory
         flat = apart.permute(0, *order).reshape(self.size, -1)
         pieces = norm(flat.unflatten(1, (-1, _piece(flat.shape[1]))), dim=2, dtype=wide)
         return norm(pieces, dim=1).to(self.device)
 
-    def mean(self, factor: Tensor) -> Tensor:
+    def mean(self, factor: Tensor, axis: int | None = None) -> Tensor:
         """``[batch]``."""
-        apart = self._apart(factor).to(torch.promote_types(factor.dtype, torch.float32))
+        apart = self._apart(factor, axis).to(torch.promote_types(factor.dtype, torch.float32))
         if self.real is not None and apart.shape[1] == self.real.shape[1]:
             weight = self.real.to(apart.device) / self.real.sum(1, keepdim=True).to(apart.device)
-            return (apart.flatten(2).mean(2) * weight).sum(1).to(self.device)
+            return (apart.reshape(*self.real.shape, -1).mean(2) * weight).sum(1).to(self.device)
         return apart.flatten(1).mean(1).to(self.device)
 
-    def _apart(self, features: Tensor) -> Tensor:
+    def _apart(self, features: Tensor, seen: int | None) -> Tensor:
         """``[batch, ...]``, a view."""
-        axis = sample_axis(tuple(features.shape), self.size)
-        return features.unflatten(0, (self.size, -1)) if axis is None else features.movedim(axis, 0)
+        axis = sample_axis(tuple(features.shape), self.size, seen)
+        apart = features.unflatten(0, (self.size, -1)) if axis < 0 else features.movedim(axis, 0)
+        return torch.view_as_real(apart.resolve_conj()) if apart.is_complex() else apart
 
-    def _tokens(self, features: Tensor) -> Tensor:
+    def _tokens(self, features: Tensor, axis: int | None) -> Tensor:
         """``[batch, tokens, ...]``; packed tokens are laid out with zeros between."""
         assert self.real is not None
         tokens = self.real.shape[1]
@@ -298,14 +301,15 @@ class Samples:
             laid = features.new_zeros(self.size, tokens, features.shape[1])
             laid[self.real.to(features.device)] = features
             return laid
-        apart = self._apart(features)
-        if apart.dim() < 3 or apart.shape[1] != tokens:
+        apart = self._apart(features, axis)
+        at = next((i for i, n in enumerate(apart.shape) if i and n == tokens), None)
+        if apart.dim() < 3 or at is None:
             raise ValueError(
                 f"features of shape {list(features.shape)} do not have the {tokens} tokens of the "
                 "attention mask; pass padding= a function of the batch that returns a mask of theirs, "
                 "or padding=False to count everything"
             )
-        return apart
+        return apart.movedim(at, 1)
 
 
 def _laid(x: Tensor, order: tuple[int, ...] | None, like: Tensor) -> Tensor:
@@ -341,7 +345,8 @@ def _map(given: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(given, Mapping):
         return {k: _map(v, change) for k, v in given.items()}
     if isinstance(given, list | tuple):
-        return [_map(v, change) for v in given]
+        parts = [_map(v, change) for v in given]
+        return type(given)(*parts) if hasattr(given, "_fields") else type(given)(parts)
     return given
 
 

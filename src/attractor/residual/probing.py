@@ -23,6 +23,19 @@ another way, its graph is looked at anew.
 - *Inputs* are counted along the first axis of features that has as many entries as the batch, or in
   parts of the first axis where windows or tokens were moved into it.
 
+What it cannot know:
+
+- *What is no sum of two tensors*, as ``stack([x, f]).sum(0)`` or a kernel that adds by itself, and a
+  highway, ``g f + (1 - g) x``, are not seen. Learnt latents and queries are a state only after something
+  that varies was added to them.
+- *Older states* that are mixed in, ``x + x_0`` or ``a x + b x_0``, or a shortcut around several blocks,
+  are no steps, as nothing was made of x. With a convolution at the end of the shortcut's branch they
+  are: the trunk then goes around the blocks, as in a U-Net that adds, and `within` shows those.
+- *Several streams* side by side (RevNet, HRNet, CrossViT): the trunk is the one with most steps, of
+  equal ones the one that ends last.
+- *Parts of one block* that are kept in several lists (XLM's ``attentions`` and ``ffns``), or between
+  which axes change places twice or are cut into windows, are blocks of their own.
+
 >>> import torch
 >>> from torch import nn
 >>> class Block(nn.Module):
@@ -38,6 +51,7 @@ another way, its graph is looked at anew.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
@@ -48,6 +62,8 @@ from attractor.core.stiffness import Mean
 from attractor.residual.meter import Batch, Call, Meter, Padding
 from attractor.residual.profile import Step, StiffnessProfile
 from attractor.residual.trunk import Granularity
+
+SWITCHES = RLock()  # fused layers and compilation are switched off for the whole process
 
 
 def probe(
@@ -99,12 +115,16 @@ def probe(
     ):
         if value not in allowed:
             raise ValueError(f"{name} = {value!r}; it is one of {', '.join(map(repr, allowed))}")
+    if initial is model:
+        raise ValueError(
+            "initial is the model itself; give a copy from before its training, copy.deepcopy(model)"
+        )
     if limit is not None and limit < 1:
         raise ValueError(f"limit = {limit}; at least one input is needed")
     if isinstance(batches, Tensor | Mapping):
         batches = [batches]
     done = 0
-    with at_rest(model, device) as net, at_rest(initial, device) as fresh:
+    with SWITCHES, at_rest(model, device) as net, at_rest(initial, device) as fresh:
         meters = [Meter(m, granularity, within, call) for m in (net, fresh) if m is not None]
         for given in batches:
             batch = Batch.of(given, meters[0].model, padding)
@@ -138,7 +158,12 @@ def at_rest(model: nn.Module | None, device: torch.device | str | None) -> Itera
     )
     modes = [(module, module.training) for module in inner.modules()]
     untouched = [(norm, {k: b.clone() for k, b in norm.named_buffers()}) for norm in unseen(inner)]
-    home = next(iter(inner.parameters()), torch.empty(0)).device
+    homes = {p.device for p in inner.parameters()} or {torch.device("cpu")}
+    if device is not None and len(homes) > 1:
+        raise ValueError(
+            f"the model lies on {', '.join(sorted(map(str, homes)))}, so device={str(device)!r} would "
+            "not be undone; leave device out, it runs where it is"
+        )
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
         if device is not None:
@@ -156,7 +181,7 @@ def at_rest(model: nn.Module | None, device: torch.device | str | None) -> Itera
             for name, buffer in norm.named_buffers():
                 buffer.copy_(buffers[name])
         if device is not None:
-            inner.to(home)
+            inner.to(next(iter(homes)))
 
 
 def unseen(model: nn.Module) -> list[_BatchNorm]:

@@ -179,6 +179,9 @@ class StiffnessProfile:
             f"{self.step}, mean NSI {self.nsi.mean().item():.3g}{beside})"
         )
 
+    def __str__(self) -> str:
+        return self.summary()
+
     def plot(self, kind: str = "all", path: Path | str | None = None) -> Any:
         """A picture, as a Matplotlib figure.
 

@@ -18,24 +18,18 @@ SHUFFLES = 5_000
 
 
 def pearson(x: Tensor, y: Tensor) -> float:
-    """The linear correlation of ``[n]`` and ``[n]``; NaN if one is constant."""
-    x, y = (z.double() - z.double().mean() for z in (x, y))
-    size = (x.norm() * y.norm()).item()
-    if x.abs().max() <= 1e-300 or y.abs().max() <= 1e-300:
-        return math.nan
-    return min(1.0, max(-1.0, torch.dot(x, y).item() / size))
+    """The linear correlation of ``[n]`` and ``[n]``; NaN if one is constant but for rounding."""
+    return _pearson(x, y).item()
 
 
 def spearman(x: Tensor, y: Tensor) -> float:
     """Pearson's of the ranks; tied numbers share the mean of theirs."""
-    return pearson(ranked(x), ranked(y))
+    return _pearson(ranked(x), ranked(y)).item()
 
 
 def kendall(x: Tensor, y: Tensor) -> float:
     """tau-b: pairs in the same order less pairs in opposite order, over the pairs that are not tied."""
-    a, b = ((z[:, None] - z).sign().double() for z in (x, y))
-    untied = (a.square().sum() * b.square().sum()).sqrt().item()
-    return (a * b).sum().item() / untied if untied else math.nan
+    return _kendall(x, y).item()
 
 
 def ranked(x: Tensor) -> Tensor:
@@ -45,14 +39,38 @@ def ranked(x: Tensor) -> Tensor:
 
 
 def p_value(correlation: Callable[[Tensor, Tensor], float], x: Tensor, y: Tensor) -> float:
-    """The part of all orders of y (of 5,000 random ones beyond 7 numbers) that correlate as strongly."""
-    found = abs(correlation(x, y))
+    """The part of all orders of y (of 5,000 random ones beyond 7 numbers) that correlate as strongly.
+
+    The correlation is `kendall` or `spearman`.
+    """
+    found, n = abs(correlation(x, y)), len(y)
     if math.isnan(found):
         return math.nan
-    n = len(y)
     if n <= EXHAUSTIVE:
-        orders = [torch.tensor(order) for order in permutations(range(n))]
+        orders = torch.tensor(list(permutations(range(n))))
     else:
-        generator = torch.Generator().manual_seed(0)
-        orders = [torch.arange(n), *(torch.randperm(n, generator=generator) for _ in range(SHUFFLES))]
-    return sum(abs(correlation(x, y[order])) >= found - 1e-12 for order in orders) / len(orders)
+        draw = torch.Generator().manual_seed(0)
+        orders = torch.stack(
+            [torch.arange(n), *(torch.randperm(n, generator=draw) for _ in range(SHUFFLES))]
+        )
+    along = _kendall if correlation is kendall else _pearson
+    x, y = ranked(x), ranked(y)
+    parts = orders.split(max(1, 2**22 // n**2))  # n x n numbers for each order
+    strong = sum(int((along(x, y[part]).abs() >= found - 1e-12).sum()) for part in parts)
+    return strong / len(orders)
+
+
+def _pearson(x: Tensor, y: Tensor) -> Tensor:
+    """Of ``[n]`` with each row of ``[..., n]``."""
+    scaled = (z.double() / z.double().abs().amax(-1, keepdim=True) for z in (x, y))  # zeros become NaN
+    x, y = (z - z.mean(-1, keepdim=True) for z in scaled)
+    found = (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1))
+    varies = (x.abs().amax(-1) > 1e-14) & (y.abs().amax(-1) > 1e-14)
+    return torch.where(varies, found.clamp(-1, 1), math.nan)
+
+
+def _kendall(x: Tensor, y: Tensor) -> Tensor:
+    """Of ``[n]`` with each row of ``[..., n]``."""
+    a, b = ((z[..., :, None] - z[..., None, :]).sign().double() for z in (x, y))
+    total = lambda z: z.sum((-2, -1))
+    return total(a * b) / (total(a.square()) * total(b.square())).sqrt()  # 0 / 0 is NaN

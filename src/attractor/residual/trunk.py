@@ -24,7 +24,8 @@ class Gate:
     """A factor of a branch: the number of the operation, and which arguments are f and F.
 
     A constant number behind a gate is kept as one more, with `scalar`: it belongs to f, not to F.
-    `layout` is the order of axes that makes the product to the sum's f, but for a reshape.
+    `layout` is the order of axes that makes the product to the sum's f, but for a reshape; `axis` is
+    where the inputs are, see `sample_axis`, or None if that is not known.
     """
 
     index: int
@@ -32,6 +33,7 @@ class Gate:
     factor: int
     scalar: bool = False
     layout: tuple[int, ...] | None = None
+    axis: int | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Addition:
         gates: those at the end of the branch, in order.
         projected: whether x is a projection.
         shape: of one input's sum.
+        axis: where the inputs are, see `sample_axis`, or None if that is not known.
         layout: the order of axes that makes the sum before to this x, but for a reshape; None if that is
             not known.
         home: the path of its block.
@@ -65,6 +68,7 @@ class Addition:
     gates: tuple[Gate, ...]
     projected: bool
     shape: tuple[int, ...]
+    axis: int | None
     layout: tuple[int, ...] | None
     home: Path
     stack: Stack
@@ -73,6 +77,12 @@ class Addition:
     def call(self) -> int | None:
         """The number of its block's call; None if that module is a list, which is not called."""
         return next((number for path, number in self.stack if path == self.home), None)
+
+    @property
+    def part(self) -> Path | None:
+        """The module inside its block that ends its branch; None if the block itself does."""
+        end = self.stack[-1][0] if self.stack else ()
+        return end if len(end) > len(self.home) else None
 
     @property
     def turned(self) -> bool:
@@ -254,14 +264,16 @@ def join_siblings(trunk: list[Addition], model: nn.Module) -> list[Addition]:
 def join(trunk: list[Addition]) -> list[list[Addition]]:
     """Consecutive additions of one call of a block, as long as it is known how their axes lie.
 
-    Those of a network without parts stay by themselves.
+    Those of a network without parts stay by themselves. A list of parts is not called: its second use
+    begins where one of its parts is used again.
     """
     parts = [[trunk[0]]]
     for step in trunk[1:]:
         last = parts[-1][-1]
         same = step.home and (step.home, step.call) == (last.home, last.call)
         turns = step.turned and any(s.turned for s in parts[-1][1:])
-        if same and step.layout is not None and not turns:
+        again = step.call is None and step.part and step.part in [s.part for s in parts[-1]]
+        if same and step.layout is not None and not turns and not again:
             parts[-1].append(step)
         else:
             parts.append([step])

@@ -118,6 +118,8 @@ class ViT(nn.Module):
             raise ValueError(
                 f"images of {height} x {width} cannot be cut into patches of {patch} x {patch}"
             )
+        if depth < 1:
+            raise ValueError(f"depth = {depth}; there is at least one layer")
         if pool not in ("mean", "cls"):
             raise ValueError(f"pool {pool!r} is not one of mean, cls")
         self.image_size = (height, width)

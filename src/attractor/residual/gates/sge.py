@@ -55,7 +55,8 @@ class SGE(Gate):
     def _maps(self, f: Tensor) -> Tensor:
         """[batch, groups, 1, height, width]."""
         check_branch("SGE", self.channels, f)
-        grouped = (f * average(f, self.scale.dtype)).unflatten(1, (self.groups, -1))
+        wide = torch.promote_types(f.dtype, torch.float32)  # halves do not know eps^2
+        grouped = (f * average(f, wide)).unflatten(1, (self.groups, -1))
         likeness = grouped.sum(2, keepdim=True)
         variance, mean = torch.var_mean(likeness, (3, 4), correction=0, keepdim=True)
         standard = (likeness - mean) / (variance + self.eps**2).sqrt()
