@@ -25,8 +25,13 @@ def test_blocks_run(page, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_doctests(module):
-    result = doctest.testmod(importlib.import_module(module))
-    assert result.failed == 0
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":  # kernels are written in it, and nothing needs them
+            raise
+        pytest.skip("triton is not installed")
+    assert doctest.testmod(found).failed == 0
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)

@@ -1,0 +1,374 @@
+"""Kernels of linear PDEs on a GPU, beside SDPA: stepped values, and causal stepped attention.
+
+    python -m benchmarks.kernels --what values
+    python -m benchmarks.kernels --what causal --far cudnn
+
+8 heads of 64, diffusion with a learnt coefficient for each head. First everything is checked against
+float64, on random data of a length that no block divides. Then all are timed in turn, a round each, by
+device events; up to 4,096 tokens as replays of a captured graph, for all alike. Times are medians,
+ratios medians of a round's ratios to SDPA, for pieces of "values" to a copy of them; these pieces go
+round several sets of inputs that together do not fit in the cache. "Of copy" is the share of the
+bandwidth that a copy of the values reaches in the same run, with every input and output counted once.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from attractor.attention import bands, flash, fused, pde_attention, pdes, wall
+from attractor.attention.masks import Scope
+from attractor.attention.precision import wide
+from benchmarks.results import FOLDER, save
+
+HEADS, DIM = 8, 64
+BATCH = {1_024: 8, 4_096: 8, 16_384: 1, 65_536: 1}
+GRAPHS_UP_TO = 4_096
+CACHE = 256 << 20  # bytes of inputs to go round: several times the cache
+ROUNDS, CHECKED = 15, 1_111
+
+Call = Callable[[int], Any]  # of the number of a set of inputs
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor, strip: flash.Strip, scale: float) -> tuple[Tensor, Tensor]:
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, strip.causal, False, scale=scale
+    )
+    return found[0], found[1].reshape(q.shape[:-1])
+
+
+def cudnn_backward(
+    grad: Tensor,
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    strip: flash.Strip,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    none = torch.zeros((), dtype=torch.long, device=q.device)
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, lse.contiguous()[..., None], none, none, None, None, None,
+        q.shape[-2], k.shape[-2], 0.0, strip.causal, scale=scale,
+    )  # fmt: skip
+
+
+def use(far: str) -> None:
+    """Let `flash` take cuDNN's operator instead of the built-in one."""
+    if far == "cudnn":
+        flash._cuda_flash, flash._cuda_flash_backward = cudnn, cudnn_backward
+
+
+def times(calls: dict[str, Call], sets: int, graphs: bool) -> dict[str, list[float]]:
+    """Milliseconds a call, for every round; everyone has one round after the other."""
+    play = {}
+    for name, call in calls.items():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for n in range(3):
+                call(n % sets)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+
+        def all_sets(call: Call = call) -> None:
+            for n in range(sets):
+                call(n)
+
+        play[name] = all_sets
+        if graphs:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                all_sets()
+            play[name] = graph.replay
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, run in play.items():
+            run()  # whoever came before has left other data in the cache
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            found[name].append(start.elapsed_time(end) / sets)
+    return found
+
+
+def table(
+    found: dict[str, list[float]], moved: dict[str, int], base: str, label: str
+) -> dict[str, dict[str, float]]:
+    """Medians, ratios to `base`, and the share of the copy's bandwidth where bytes are known."""
+    rows = {}
+    for name, ms in found.items():
+        row = {"ms": statistics.median(ms), "spread": (max(ms) - min(ms)) / statistics.median(ms)}
+        if base in found:
+            row["ratio"] = statistics.median(a / b for a, b in zip(ms, found[base]))
+        if name in moved:
+            row["TB/s"] = moved[name] / row["ms"] / 1e9
+            copy = statistics.median(found["copy"])
+            row["of copy"] = moved[name] / moved["copy"] * copy / row["ms"]
+        rows[name] = row
+        print(f"{label:>28}  {name:<34}" + "".join(f"  {k} {v:.4g}" for k, v in row.items()), flush=True)
+    return rows
+
+
+def inputs(tokens: int, dtype: torch.dtype, many: int, batch: int | None = None) -> list[Tensor]:
+    torch.manual_seed(0)
+    shape = batch or BATCH[tokens], HEADS, tokens, DIM
+    return [torch.randn(shape, device="cuda", dtype=dtype) for _ in range(many)]
+
+
+def alphas() -> Tensor:
+    return torch.linspace(0.05, 0.3, HEADS, device="cuda").view(HEADS, 1, 1).requires_grad_()
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    return ((found.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+def check(what: str, steps: int, dtype: torch.dtype) -> dict[str, list[float]]:
+    """Relative errors against float64 of the kernels and of torch in the same type; raises by our rule."""
+    from attractor.attention.fused import near, values
+
+    drawn, results = inputs(CHECKED, dtype, 4, batch=2), {}
+    for kind in ("truth", "torch", "kernels"):
+        dtype_ = torch.float64 if kind == "truth" else dtype
+        q, k, v, grad = (x.to(dtype_).requires_grad_() for x in drawn)
+        alpha = alphas().detach().to(wide(dtype_)).requires_grad_()
+        pde = pdes.Diffusion(alpha)
+        if what == "values":
+            if kind == "kernels":
+                out = values.step(v, values.taps(pde, steps, 1.0, v), None)
+            else:
+                out = bands.step_values(pde, v.to(wide(dtype_)), None, steps, 1.0).to(dtype_)
+            of = [v, alpha]
+        elif kind == "kernels":
+            out, of = near.causal(q, k, v, values.taps(pde, steps, 1.0, v), DIM**-0.5), [q, k, v, alpha]
+        else:
+            out = pde_attention(q, k, v, is_causal=True, pde=pde, steps=steps, method="dense")
+            of = [q, k, v, alpha]
+        results[kind] = [x.detach() for x in (out, *torch.autograd.grad(out, of, grad.detach()))]
+    found = {
+        kind: [error(a, b) for a, b in zip(results[kind], results["truth"])]
+        for kind in ("torch", "kernels")
+    }
+    print(f"check {what}, {steps} steps, {dtype}: " + json.dumps(found), flush=True)
+    floor = 8 * torch.finfo(wide(dtype)).eps
+    for n, (ours, theirs) in enumerate(zip(found["kernels"], found["torch"])):
+        few = (
+            torch.finfo(dtype).eps if n == len(found["torch"]) - 1 else floor
+        )  # the coefficients' gradient
+        allowed = (2 if n == 0 else 3) * theirs + few
+        if not ours <= allowed:
+            raise SystemExit(f"kernel output {n} is off by {ours:.2e} where {allowed:.2e} is allowed")
+    return found
+
+
+def the_same(call: Callable[[], tuple[Tensor, ...]], repeats: int = 250) -> bool:
+    """Whether so many calls give the same bits."""
+    first = call()
+    return all(torch.equal(a, b) for _ in range(repeats - 1) for a, b in zip(first, call()))
+
+
+def count_of_sets(*held: Tensor) -> int:
+    return max(2, min(16, CACHE // sum(x.numel() * x.element_size() for x in held)))
+
+
+def measure_values(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any]:
+    from attractor.attention.fused import values
+
+    one = inputs(tokens, dtype, 1)[0]
+    sets = count_of_sets(one, one)
+    drawn = inputs(tokens, dtype, 2 * sets)
+    v, grad = drawn[:sets], drawn[sets:]
+    outs = [torch.empty_like(one) for _ in range(sets)]
+    pde = pdes.Diffusion(alphas())
+    with torch.no_grad():
+        taps = values.taps(pde, steps, 1.0, one)
+        stencil = bands.Stencil.of(pde, steps, 1.0, one.to(wide(dtype)))
+    size = one.numel() * one.element_size()
+    moved = {
+        "copy": 2 * size,
+        "step": 2 * size,
+        "backward, values": 2 * size,
+        "backward, both": 3 * size,
+    }
+    calls: dict[str, Call] = {
+        "copy": lambda n: outs[n].copy_(v[n]),
+        "step": lambda n: values.step(v[n], taps, None),
+        "backward, values": lambda n: values.step_backward(grad[n], v[n], taps, None, False),
+        "backward, both": lambda n: values.step_backward(grad[n], v[n], taps, None, True),
+        "taps alone": lambda n: values.taps(pde, steps, 1.0, one),
+        "torch step": lambda n: bands.steps_forward(
+            stencil.matrix, stencil.top, stencil.bottom, v[n].to(wide(dtype))
+        ).to(dtype),
+    }
+    label = f"values T={tokens} Nt={steps} {str(dtype)[6:]}"
+    with torch.no_grad():
+        found = table(times(calls, sets, tokens <= GRAPHS_UP_TO), moved, "copy", label)
+        same = the_same(
+            lambda: (values.step(one, taps, None), *values.step_backward(one, v[1], taps, None, True))
+        )
+    return {
+        "pieces": found,
+        "same bits 250 times": same,
+        **against_sdpa(tokens, steps, dtype, causal=False),
+    }
+
+
+def measure_causal(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any]:
+    from attractor.attention.fused import near, values
+
+    q, k, v, grad = inputs(tokens, dtype, 4)
+    scale, pde = DIM**-0.5, pdes.Diffusion(alphas())
+    size = v.numel() * v.element_size()
+    band = v.numel() // DIM * steps * taps_bytes(dtype)
+    rows, keys = slice(steps, None), slice(0, tokens - steps)
+    scope = Scope(tokens - steps, tokens - steps, right=0)
+    with torch.no_grad():
+        taps = values.taps(pde, steps, 1.0, v)
+        stepped = values.step(v, taps, None)
+        cut = q[..., rows, :], k[..., keys, :], stepped[..., keys, :]
+        far, far_lse = flash.attend(*cut, scope, scale)
+        out, lse = near.merge_near(q, k, v, far, far_lse, taps, scale)
+        of_far = flash.attend_backward(
+            grad[..., rows, :], *cut, out[..., rows, :], lse[..., rows], scope, scale
+        )
+        given = grad, q, k, v, out, lse, taps, of_far[0], scale
+        _, slopes, spread, _ = near.near_rows(*given, True)
+    other = torch.empty_like(v)
+    calls: dict[str, Call] = {
+        "sdpa": lambda _: sdpa(q, k, v, is_causal=True),
+        "copy": lambda _: other.copy_(v),
+        "step": lambda _: values.step(v, taps, None),
+        "far": lambda _: flash.attend(*cut, scope, scale),
+        "near": lambda _: near.merge_near(q, k, v, far, far_lse, taps, scale),
+        "far backward": lambda _: flash.attend_backward(
+            grad[..., rows, :], *cut, out[..., rows, :], lse[..., rows], scope, scale
+        ),
+        "near rows": lambda _: near.near_rows(*given, True),
+        "near rows, fixed taps": lambda _: near.near_rows(*given, False),
+        "near keys": lambda _: near.near_keys(grad, q, v, slopes, spread, taps, *of_far[1:], True),
+        "near keys, fixed taps": lambda _: near.near_keys(
+            grad, q, v, slopes, spread, taps, *of_far[1:], False
+        ),
+    }
+    moved = {
+        "copy": 2 * size, "step": 2 * size, "near": 5 * size,
+        "near rows": 7 * size + 3 * band, "near rows, fixed taps": 7 * size + 3 * band,
+        "near keys": 7 * size + 3 * band, "near keys, fixed taps": 6 * size + 3 * band,
+    }  # fmt: skip
+    label = f"causal T={tokens} Nt={steps} {str(dtype)[6:]}"
+    with torch.no_grad():
+        found = table(times(calls, 2, tokens <= GRAPHS_UP_TO), moved, "sdpa", label)
+        same = the_same(
+            lambda: (*near.merge_near(q, k, v, far, far_lse, taps, scale), *near.near_rows(*given, True),
+                     *near.near_keys(grad, q, v, slopes, spread, taps, *of_far[1:], True))
+        )  # fmt: skip
+    return {
+        "pieces": found,
+        "same bits 250 times": same,
+        **against_sdpa(tokens, steps, dtype, causal=True),
+    }
+
+
+def taps_bytes(dtype: torch.dtype) -> int:
+    return torch.empty((), dtype=wide(dtype)).element_size()
+
+
+def against_sdpa(tokens: int, steps: int, dtype: torch.dtype, causal: bool) -> dict[str, Any]:
+    """Whole calls, taps made anew each time: forward, and forward with backward, and peak memory."""
+    from attractor.attention.fused import near, values
+
+    alpha, grad = alphas(), inputs(tokens, dtype, 1)[0]
+    qkv = [x.requires_grad_() for x in inputs(tokens, dtype, 3)]
+
+    def kernels() -> Tensor:
+        pde = pdes.Diffusion(alpha)
+        taps = values.taps(pde, steps, 1.0, qkv[2])
+        if causal:
+            return near.causal(*qkv, taps, DIM**-0.5)
+        return sdpa(*qkv[:2], values.step(qkv[2], taps, None))
+
+    def plain_torch() -> Tensor:
+        stencil = bands.Stencil.of(pdes.Diffusion(alpha), steps, 1.0, qkv[2].to(wide(dtype)))
+        if causal:
+            return wall.causal(*qkv, stencil, DIM**-0.5)
+        return sdpa(*qkv[:2], stencil.step(qkv[2].to(wide(dtype))).to(dtype))
+
+    ways = {"sdpa": lambda: sdpa(*qkv, is_causal=causal), "kernels": kernels, "torch": plain_torch}
+    found = {}
+    for kind in ("forward", "both"):
+
+        def call(way: Callable[[], Tensor], of: list[Tensor], kind: str = kind) -> Any:
+            if kind == "forward":
+                with torch.no_grad():
+                    return way()
+            return torch.autograd.grad(way(), of, grad)
+
+        calls: dict[str, Call] = {
+            name: (lambda _, way=way, of=[*qkv, *([] if name == "sdpa" else [alpha])]: call(way, of))
+            for name, way in ways.items()
+        }
+        memory = {}
+        for name, one in calls.items():
+            one(0)
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            one(0)
+            torch.cuda.synchronize()
+            memory[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        label = f"{'causal ' if causal else ''}T={tokens} Nt={steps} {kind}"
+        rows = table(times(calls, 2, tokens <= GRAPHS_UP_TO), {}, "sdpa", label)
+        for name, row in rows.items():
+            row["peak MiB"] = memory[name]
+        found[kind] = rows
+    return found
+
+
+def ceiling() -> float:
+    """TB/s of a copy of a gigabyte."""
+    a = torch.randn(1 << 28, device="cuda")
+    b = torch.empty_like(a)
+    found = times({"copy": lambda _: b.copy_(a)}, 2, False)["copy"]
+    return 2 * a.numel() * 4 / statistics.median(found) / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--what", choices=("values", "causal"), required=True)
+    parser.add_argument("--far", choices=("flash", "cudnn"), default="flash")
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(BATCH), choices=list(BATCH))
+    parser.add_argument("--steps", type=int, nargs="+", default=[4])
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    given = parser.parse_args()
+    dtype = getattr(torch, given.dtype)
+    if not torch.cuda.is_available() or not fused.usable(torch.empty(1, 1, 1, DIM, device="cuda"), 1):
+        raise SystemExit(
+            "these kernels need a CUDA device and Triton; on a CPU run benchmarks.attention"
+        )
+    use(given.far)
+    measure = {"values": measure_values, "causal": measure_causal}[given.what]
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "copy TB/s": ceiling()}
+    print(f"{results['device']}: a copy moves {results['copy TB/s']:.2f} TB/s")
+    for steps in given.steps:
+        types = dict.fromkeys((dtype, torch.float32))
+        results[f"errors, {steps} steps"] = {str(t): check(given.what, steps, t) for t in types}
+        for tokens in given.tokens:
+            results[f"{tokens} tokens, {steps} steps"] = measure(tokens, steps, dtype)
+            torch.cuda.empty_cache()
+    path = FOLDER / "kernels.json"
+    kept = json.loads(path.read_text()).get("results", {}) if path.exists() else {}
+    name = f"{given.what} {given.dtype} {given.far}"
+    save("kernels", {"results": {**kept, name: results}})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Steps of a hybrid solver as one CUDA graph: for small batches a step then costs a few microseconds.
+
+>>> import torch
+>>> from attractor.ode import HybridSolver, corrections, systems
+>>> pendulum = systems.ElasticPendulum()
+>>> solver = HybridSolver(pendulum, "rk4", corrections.NeurVec(4, width=16), dt=0.1)
+>>> u = pendulum.sample(10)
+>>> step = capture_step(solver, u, steps=5)
+>>> end = step.advance(2)  # ten steps; on a CPU they run as they are
+>>> bool(step.t == 1.0)
+True
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attractor.core.compiling import compiled, components_first, count_operations
+from attractor.core.evolve import COMPILED_OPERATIONS, call_correction
+from attractor.core.scheme import Rate
+from attractor.core.tableaus import AnyScheme
+from attractor.ode.fused import fuse
+from attractor.ode.solver import HybridSolver
+from attractor.train.capture import WARMUP, Captured
+
+
+class CapturedStep:
+    """The state of a batch and the time, moved by the same graph again and again.
+
+    Nothing looks at the states on the way: one that is not finite stays so, and its neighbours do not
+    notice. A rate that waits for the GPU (``.item()``, a branch on values), or draws random numbers on
+    the CPU, cannot be captured; it then runs as it is, with a warning. Parameters may change in place
+    between calls; moving them (``.to``, ``.double``) pulls them from under the graph. No gradients.
+
+    Args:
+        solver: whose steps they are; its trust region is not asked.
+        u: states ``[*batch, d]`` to start from; later ones must be like them.
+        t: their time.
+        steps: of dt, in one graph. More of them share the cost of a launch, a few microseconds.
+        compile: compile them with `torch.compile` first, so that a step is two kernels instead of
+            dozens; the first time takes up to a minute. None: on a GPU.
+        precision: of the fused network's products, see `fused.network`; None: the correction as it is.
+
+    Attributes:
+        u, t: the state and time now; overwritten by `advance`, so clone what you keep.
+        captured: whether there is a graph.
+    """
+
+    def __init__(
+        self,
+        solver: HybridSolver,
+        u: Tensor,
+        *,
+        t: float = 0.0,
+        steps: int = 1,
+        compile: bool | None = None,
+        precision: str | None = "ieee",
+    ) -> None:
+        if steps < 1:
+            raise ValueError(f"steps = {steps} goes nowhere; use 1 or more steps of dt a graph")
+        gpu = _on_gpu(u)
+        self.solver, self.steps, self.compile = solver, steps, gpu if compile is None else compile
+        correction: Any = solver.correction if precision is None else fuse(solver.correction, precision)
+        self._fixed = (solver.rate, solver.scheme, correction, solver.dt)
+        start = components_first(u.detach()).clone(), _time(t, u)
+        solver.scheme.check_rate(solver.rate, start[1].to(u.dtype), start[0])
+        self._length = self._compiled_length(*start) if self.compile else steps
+        self._captured: Captured | None = None
+        self.u, self.t = start
+        if gpu:
+            with torch.cuda.device(u.device):
+                self._captured = Captured(self._run)
+                for _ in range(WARMUP + 1):
+                    self._captured(*(x.clone() for x in start))
+            self.u, self.t = self._captured.inputs
+            self.reset(u, t)
+
+    @property
+    def captured(self) -> bool:
+        """Whether there is a graph."""
+        return self._captured is not None and self._captured.graph is not None
+
+    def reset(self, u: Tensor, t: float = 0.0) -> None:
+        """Put the batch at states u, of the shape and type it was made for, and time t."""
+        if u.shape != self.u.shape or u.dtype != self.u.dtype:
+            raise ValueError(
+                f"states {list(u.shape)} in {u.dtype} do not fit a graph of {list(self.u.shape)} in "
+                f"{self.u.dtype}; make another CapturedStep for them"
+            )
+        self.u.copy_(u.detach())
+        self.t.fill_(t)
+
+    def advance(self, times: int = 1) -> Tensor:
+        """`times` times `steps` steps; the state then, which the next call overwrites."""
+        for _ in range(times):
+            if self._captured is None:
+                self._run(self.u, self.t)
+            else:
+                self._captured(self.u, self.t)  # inputs that are the graph's own are not copied
+        return self.u
+
+    def __call__(self, u: Tensor, t: float = 0.0) -> Tensor:
+        """The states `steps` steps after u at time t, in a tensor of their own."""
+        self.reset(u, t)
+        return self.advance().clone()
+
+    @torch.no_grad()
+    def _run(self, u: Tensor, t: Tensor) -> Tensor:
+        part: Any = _steps
+        if self.compile:
+            part = compiled(_steps, u.device, *self._fixed, self._length)
+        new, dt = u, self.solver.dt
+        for first in range(0, self.steps, self._length):
+            new = part(*self._fixed, self._length, new, t + first * dt if first else t)
+        u.copy_(new)
+        t.add_(self.steps * dt)
+        return u
+
+    @torch.no_grad()
+    def _compiled_length(self, u: Tensor, t: Tensor) -> int:
+        """Steps that are compiled together: a part of all, not too long for compilers."""
+        size = count_operations(lambda: _steps(*self._fixed, 1, u, t))
+        most = COMPILED_OPERATIONS // size + 1
+        return max(n for n in range(1, self.steps + 1) if n <= most and self.steps % n == 0)
+
+
+def capture_step(solver: HybridSolver, u: Tensor, **options: Any) -> CapturedStep:
+    """A `CapturedStep`, with its options."""
+    return CapturedStep(solver, u, **options)
+
+
+def _steps(
+    f: Rate, scheme: AnyScheme, correction: Any, dt: float, steps: int, u: Tensor, t: Tensor
+) -> Tensor:
+    """`HybridSolver.step`, several times; t in float64."""
+    for i in range(steps):
+        now = (t + i * dt if i else t).to(u.dtype)
+        slope = scheme.slope(f, now, u, dt)
+        u = u + dt * slope + call_correction(correction, u, slope, dt, now)
+    return u
+
+
+def _time(t: float, u: Tensor) -> Tensor:
+    return torch.tensor(t, dtype=torch.float64, device=u.device)
+
+
+def _on_gpu(u: Tensor) -> bool:
+    return u.is_cuda

@@ -1,0 +1,120 @@
+"""The network of a correction in one Triton kernel: its hidden layer never leaves the chip.
+
+Never required: without Triton, on another device or for another kind of network the module itself runs,
+bit for bit. `perceptron` has the kernels and needs Triton to be imported, so ask `usable` first. With
+``TRITON_INTERPRET=1`` in the environment before the first import they run on a CPU, slowly, for tests.
+
+>>> import torch
+>>> from attractor.ode import corrections
+>>> correction = corrections.AttNS(dim=4, width=32)
+>>> u, slope = torch.rand(10, 4), torch.rand(10, 4)
+>>> torch.allclose(fuse(correction)(u, slope, 0.1), correction(u, slope, 0.1), atol=1e-6)
+True
+"""
+
+import copy
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TRITON = find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+PRECISIONS = ("ieee", "tf32x3", "tf32")
+LARGEST = 128  # inputs or outputs: a row of both is held whole
+
+
+def usable(net: Any, x: Tensor) -> bool:
+    """Whether a kernel computes this `Network` for an x like that.
+
+    It must be a perceptron of one hidden layer, in float32, or in float64 if the network says that it
+    may be computed in float32; on a GPU, without autocast, not inside a transform of `torch.func`.
+    """
+    gpu = x.device.type == "cuda" and torch.version.hip is None
+    if not TRITON or not (gpu or (INTERPRETED and x.device.type == "cpu")):
+        return False
+    if len(getattr(net.body, "activations", ())) != 1:
+        return False
+    first, head = net.body.layers[0], net.head
+    return (
+        x.numel() > 0
+        and x.dtype == first.weight.dtype == head.weight.dtype
+        and (x.dtype == torch.float32 or (x.dtype == torch.float64 and net.low))
+        and max(first.in_features, head.out_features) <= LARGEST
+        and not torch.is_autocast_enabled(x.device.type)
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def network(net: Any, x: Tensor, precision: str = "ieee") -> Tensor:
+    """Q of x ``[*batch, inputs]``: what ``net(x)`` is, by a kernel where it can be.
+
+    Args:
+        net: a `Network`.
+        precision: of the two products, where inputs and outputs are more than sixteen together (up to
+            sixteen, float32 is the quickest). "ieee": float32. "tf32x3": on the matrix units, every
+            factor as two numbers of 11 bits, about as exact. "tf32": the same for the first product,
+            which standardised inputs make a small difference of large numbers, but one number of 11
+            bits for every factor of the second: errors of 1e-3 of its terms. Look at `deviation` where
+            head weights are large and cancel, as those of a ridge fit do.
+    """
+    check_precision(precision)
+    if not usable(net, x):
+        return net(x)
+    from attractor.ode.fused import perceptron
+
+    layer, activation, head = net.body.layers[0], net.body.activations[0], net.head
+    learned = (activation.top, activation.bottom) if hasattr(activation, "top") else (None, None)
+    out = perceptron.apply(
+        x.reshape(-1, x.shape[-1]), layer.weight, layer.bias, head.weight, head.bias,
+        None if net.around is None else net.around.weight, *learned, net.config["activation"], precision,
+    )  # fmt: skip
+    return out.view(*x.shape[:-1], head.out_features)
+
+
+def deviation(net: Any, x: Tensor, precision: str = "ieee") -> float:
+    """How far `network` is from float64 for these x, relative to the root mean square of Q."""
+    with torch.no_grad():
+        exact = copy.deepcopy(net).double()
+        exact.low = False
+        truth = exact(x.double())
+        off = network(net, x, precision).double() - truth
+    return (off.square().mean() / truth.square().mean()).sqrt().item()
+
+
+def fuse(correction: nn.Module, precision: str = "ieee") -> nn.Module:
+    """A correction with the same parameters (not copies) and the same call, through `network`.
+
+    One without a `Network` comes back as it is.
+    """
+    check_precision(precision)
+    net: Any = getattr(correction, "net", None)
+    if not hasattr(net, "body") or isinstance(net, Fused):
+        return correction
+    fused = copy.copy(correction)
+    fused._modules = {**correction._modules, "net": Fused(net, precision)}
+    return fused
+
+
+class Fused(nn.Module):
+    """A `Network` that is computed by `network`; it shares its parameters."""
+
+    def __init__(self, net: nn.Module, precision: str = "ieee") -> None:
+        super().__init__()
+        self.net, self.precision = net, precision
+        self.period = net.period
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Q of an x that has its phase."""
+        return network(self.net, x, self.precision)
+
+
+def check_precision(precision: str) -> None:
+    """Raise ValueError if it is not one."""
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"precision {precision!r} is not one of {', '.join(PRECISIONS)}; 'ieee' is float32"
+        )

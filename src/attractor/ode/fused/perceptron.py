@@ -1,0 +1,306 @@
+# ruff: noqa: RET505, RUF005 (Triton needs the else, and unpacks nothing)
+"""A perceptron of one hidden layer, ``W_2 a(W_1 x + b_1) + b_2 (+ W x)``, in one kernel.
+
+A program holds some rows of x and goes through the hidden layer in tiles: first product, activation, and
+the second product added to sums in registers. There are two kernels. `_by_lanes` is for few inputs and
+outputs: a thread has a column of the tile and several rows, so that a weight is loaded once for all of
+them, every product is a multiply-add, and the sums stay apart until the end. `_by_products` is for more
+of them, and for the matrix units. Neither mixes rows: a state that is not finite stays alone. Sums are
+always taken in the same order.
+
+Backward computes the hidden layer again, in torch.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import custom_op, triton_op, wrap_triton
+
+from attractor.ode.fused import INTERPRETED
+
+FEW = 16  # inputs and outputs together, up to which multiply-adds are as quick as products of matrices
+PROCESSORS = 132  # of the GPU that plans are made for
+POWERS = (1, 2, 4, 8, 16, 32, 64)
+
+
+class Plan(NamedTuple):
+    """How the work is cut: rows of x a program, columns of a hidden tile, and warps."""
+
+    rows: int
+    hidden: int
+    warps: int
+
+
+def plan(n: int, width: int, inputs: int, outputs: int, precision: str) -> Plan:
+    """A good plan for n rows; n is only compared, for it may be a symbol."""
+    all_units = max(16, triton.next_power_of_2(width))
+    if inputs + outputs <= FEW:
+        held = 16 if inputs + outputs <= 8 else 8  # rows a thread: as many as its registers hold
+        if n <= held // 2 * PROCESSORS:  # a program a processor, with many threads side by side
+            rows = next(r for r in POWERS if n <= r * PROCESSORS)
+            hidden = max(32, min(1024 if rows == 1 else 512, all_units))
+            return Plan(rows, hidden, hidden // 32)
+        fit = (r for r in POWERS[::-1] if r <= 4 * held and n >= 4 * r * PROCESSORS)
+        rows = max(next(fit, 0), held // 2)  # four programs a processor, or more
+        return Plan(rows, min(128, 128 * held // rows, all_units), 4)
+    rows = 16 if n <= 16 * PROCESSORS else 32 if n <= 64 * PROCESSORS else 64
+    return Plan(rows, min(32 if precision == "ieee" or inputs > 64 else 64, all_units), 4)
+
+
+ASSEMBLER = tl.constexpr(not INTERPRETED)
+
+
+@triton.jit
+def _inverse(x: tl.tensor) -> tl.tensor:
+    """1 / x to one unit in the last place, without the scaling of sizes that an exact division has."""
+    if ASSEMBLER:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
+
+
+@triton.jit
+def _coefficients(top: tl.tensor, bottom: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tuple:
+    """Of a rational activation; zeros for others."""
+    if ACTIVATION == "rational":
+        a0, a1 = tl.load(top).to(tl.float32), tl.load(top + 1).to(tl.float32)
+        a2, a3 = tl.load(top + 2).to(tl.float32), tl.load(top + 3).to(tl.float32)
+        return a0, a1, a2, a3, tl.load(bottom).to(tl.float32), tl.load(bottom + 1).to(tl.float32)
+    else:
+        return 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+
+
+@triton.jit
+def _sine(z: tl.tensor) -> tl.tensor:
+    """sin z to 2e-7 for angles up to 1e5, and bounded beyond, in a sixth of a library's instructions."""
+    turns = tl.fma(z, 0.3183098861837907, 12582912.0)  # 1.5 * 2^23: rounds to whole numbers
+    odd = turns.to(tl.int32, bitcast=True) << 31
+    turns = turns - 12582912.0
+    r = tl.fma(turns, -3.140625, z)
+    r = tl.fma(turns, -0.0009675025939941406, r)
+    r = tl.fma(turns, -1.5099580252808664e-07, r)
+    r = tl.clamp(r, -2.0, 2.0, propagate_nan=tl.PropagateNan.ALL)  # far beyond, bounded all the same
+    s = r * r
+    p = tl.fma(s, 2.608789442247852e-06, -0.00019811053371238387)
+    p = tl.fma(s, tl.fma(s, p, 0.008333087439707043), -0.16666660437744668)
+    p = tl.fma(s * r, p, r)
+    return (p.to(tl.int32, bitcast=True) ^ odd).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _activated(z: tl.tensor, c: tl.tuple, ACTIVATION: tl.constexpr) -> tl.tensor:
+    """The activation of z. Whatever is not a number stays so."""
+    if ACTIVATION == "rational":
+        top = tl.fma(z, tl.fma(z, tl.fma(z, c[3], c[2]), c[1]), c[0])
+        return top * _inverse(1.0 + tl.abs(z * tl.fma(z, c[5], c[4])))
+    elif ACTIVATION == "sine":
+        return _sine(z)
+    elif ACTIVATION == "tanh":
+        return 1.0 - 2.0 * _inverse(1.0 + tl.exp(2.0 * z))
+    elif ACTIVATION == "relu":
+        return tl.where(z < 0.0, 0.0, z)
+    elif ACTIVATION == "gelu":
+        return 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
+    else:
+        tl.static_assert(ACTIVATION == "silu")
+        return z * _inverse(1.0 + tl.exp(-z))
+
+
+@triton.jit
+def _by_lanes(
+    x: tl.tensor, first: tl.tensor, first_bias: tl.tensor, head: tl.tensor, head_bias: tl.tensor,
+    around: tl.tensor, top: tl.tensor, bottom: tl.tensor, out: tl.tensor, n: tl.tensor, x_n: tl.tensor,
+    x_i: tl.tensor, first_h: tl.tensor, first_i: tl.tensor, head_o: tl.tensor, head_h: tl.tensor,
+    around_o: tl.tensor, around_i: tl.tensor, out_n: tl.tensor, out_o: tl.tensor,
+    INPUTS: tl.constexpr, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, ACTIVATION: tl.constexpr,
+    SKIP: tl.constexpr, ROWS: tl.constexpr, HIDDEN: tl.constexpr,
+) -> None:  # fmt: skip
+    """Some rows. Tiles are ``[ROWS, HIDDEN]``, one of sums for each output."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < n
+    c = _coefficients(top, bottom, ACTIVATION)
+    xs = ()
+    for i in tl.static_range(INPUTS):
+        here = tl.load(x + row * x_n + i * x_i, mask=inside, other=0.0).to(tl.float32)
+        xs = xs + (here,)  # type: ignore[assignment]
+    sums = ()
+    for _ in tl.static_range(OUTPUTS):
+        sums = sums + (tl.zeros([ROWS, HIDDEN], dtype=tl.float32),)  # type: ignore[assignment]
+    for start in range(0, WIDTH, HIDDEN):
+        unit = start + tl.arange(0, HIDDEN)
+        there = unit < WIDTH
+        z = tl.load(first_bias + unit, mask=there, other=0.0).to(tl.float32)[None, :]
+        for i in tl.static_range(INPUTS):
+            w = tl.load(first + unit * first_h + i * first_i, mask=there, other=0.0).to(tl.float32)
+            z = tl.fma(xs[i][:, None], w[None, :], z)
+        a = _activated(z, c, ACTIVATION)
+        more = ()
+        for o in tl.static_range(OUTPUTS):
+            w = tl.load(head + o * head_o + unit * head_h, mask=there, other=0.0).to(tl.float32)
+            more = more + (tl.fma(a, w[None, :], sums[o]),)  # type: ignore[assignment]
+        sums = more
+    for o in tl.static_range(OUTPUTS):
+        total = tl.sum(sums[o], 1) + tl.load(head_bias + o).to(tl.float32)
+        if SKIP:
+            for i in tl.static_range(INPUTS):
+                total += xs[i] * tl.load(around + o * around_o + i * around_i).to(tl.float32)
+        tl.store(out + row * out_n + o * out_o, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _by_products(
+    x: tl.tensor, first: tl.tensor, first_bias: tl.tensor, head: tl.tensor, head_bias: tl.tensor,
+    around: tl.tensor, top: tl.tensor, bottom: tl.tensor, out: tl.tensor, n: tl.tensor, x_n: tl.tensor,
+    x_i: tl.tensor, first_h: tl.tensor, first_i: tl.tensor, head_o: tl.tensor, head_h: tl.tensor,
+    around_o: tl.tensor, around_i: tl.tensor, out_n: tl.tensor, out_o: tl.tensor,
+    INPUTS: tl.constexpr, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, ACTIVATION: tl.constexpr,
+    SKIP: tl.constexpr, ROWS: tl.constexpr, HIDDEN: tl.constexpr,
+    INPUTS_PADDED: tl.constexpr, OUTPUTS_PADDED: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr,
+) -> None:  # fmt: skip
+    """Some rows. FIRST and SECOND: precisions of the two products."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    i, o = tl.arange(0, INPUTS_PADDED), tl.arange(0, OUTPUTS_PADDED)
+    inside, i_ok, o_ok = row < n, i < INPUTS, o < OUTPUTS
+    c = _coefficients(top, bottom, ACTIVATION)
+    x_at = x + row[:, None] * x_n + i[None, :] * x_i
+    xs = tl.load(x_at, mask=inside[:, None] & i_ok[None, :], other=0.0).to(tl.float32)
+    sums = tl.zeros([ROWS, OUTPUTS_PADDED], dtype=tl.float32)
+    for start in range(0, WIDTH, HIDDEN):
+        unit = start + tl.arange(0, HIDDEN)
+        there = unit < WIDTH
+        into = first + unit[None, :] * first_h + i[:, None] * first_i
+        into = tl.load(into, mask=there[None, :] & i_ok[:, None], other=0.0).to(tl.float32)
+        z = tl.dot(xs, into, input_precision=FIRST)
+        z += tl.load(first_bias + unit, mask=there, other=0.0).to(tl.float32)[None, :]
+        a = _activated(z, c, ACTIVATION)
+        out_of = head + o[None, :] * head_o + unit[:, None] * head_h
+        out_of = tl.load(out_of, mask=there[:, None] & o_ok[None, :], other=0.0).to(tl.float32)
+        sums = tl.dot(a, out_of, sums, input_precision=SECOND)
+    if SKIP:
+        way = around + o[None, :] * around_o + i[:, None] * around_i
+        way = tl.load(way, mask=i_ok[:, None] & o_ok[None, :], other=0.0).to(tl.float32)
+        sums = tl.dot(xs, way, sums, input_precision=FIRST)
+    sums += tl.load(head_bias + o, mask=o_ok, other=0.0).to(tl.float32)[None, :]
+    out_at = out + row[:, None] * out_n + o[None, :] * out_o
+    tl.store(out_at, sums.to(out.dtype.element_ty), mask=inside[:, None] & o_ok[None, :])
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    """A decorator: an operator that compilers see through, or, in the interpreter, an opaque one."""
+    return (custom_op if INTERPRETED else triton_op)(f"attractor::{name}", mutates_args=())
+
+
+@_operator("perceptron")
+def apply(
+    x: Tensor, first: Tensor, first_bias: Tensor, head: Tensor, head_bias: Tensor,
+    around: Tensor | None, top: Tensor | None, bottom: Tensor | None, activation: str, precision: str,
+) -> Tensor:  # fmt: skip
+    """The perceptron of x ``[n, inputs]``, computed in float32; ``[n, outputs]`` in the type of x.
+
+    Args:
+        first, first_bias: ``[width, inputs]`` and ``[width]``.
+        head, head_bias: ``[outputs, width]`` and ``[outputs]``.
+        around: ``[outputs, inputs]``, or None.
+        top, bottom: ``[4]`` and ``[2]``, coefficients of a rational activation.
+        activation: a name of `ACTIVATIONS`.
+        precision: "ieee", "tf32x3" or "tf32"; see `network`.
+    """
+    out = _like(x, first, first_bias, head)
+    (n, inputs), (outputs, width) = x.shape, (int(head.shape[0]), int(head.shape[1]))
+    inputs = int(inputs)
+    cut = plan(n, width, inputs, outputs, precision)
+    skip, way = around is not None, head if around is None else around
+    top, bottom = (
+        head if top is None else top.contiguous(),
+        head if bottom is None else bottom.contiguous(),
+    )
+    tensors = (x, first, first_bias.contiguous(), head, head_bias.contiguous(), way, top, bottom, out)
+    strides = (*x.stride(), *first.stride(), *head.stride(), *way.stride(), *out.stride())
+    sizes = (inputs, width, outputs, activation, skip, cut.rows, cut.hidden)
+    grid = ((n + cut.rows - 1) // cut.rows,)
+    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():  # Triton takes the current one
+        if inputs + outputs <= FEW:
+            wrap_triton(_by_lanes)[grid](*tensors, n, *strides, *sizes, num_warps=cut.warps)
+        else:
+            padded = tuple(max(16, triton.next_power_of_2(k)) for k in (inputs, outputs))
+            precisions = ("ieee" if precision == "ieee" else "tf32x3", precision)
+            stages = 2 if max(padded) > 64 else 3  # shared memory
+            wrap_triton(_by_products)[grid](
+                *tensors, n, *strides, *sizes, *padded, *precisions, num_warps=cut.warps,
+                num_stages=stages,
+            )  # fmt: skip
+    return out
+
+
+def _like(x: Tensor, first: Tensor, first_bias: Tensor, head: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[0], head.shape[0])
+
+
+apply.register_fake(_like)
+
+
+def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, first, first_bias, head, _, around, top, bottom, ctx.activation, _ = inputs
+    ctx.save_for_backward(x, first, first_bias, head, around, top, bottom)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Gradients of x and all weights, in float32, from the hidden layer computed again."""
+    saved: list[Any] = [None if p is None else p.float() for p in ctx.saved_tensors]
+    x, first, first_bias, head, around, top, bottom = saved
+    kept, grad = grad.dtype, grad.float()
+    z = x @ first.mT + first_bias
+    a, change, of_top, of_bottom = derivatives(ctx.activation, z, top, bottom)
+    of_a = grad @ head
+    of_z = of_a * change
+    needed = ctx.needs_input_grad[:8]
+    found: list[Any] = [None] * 8
+    if needed[0]:
+        found[0] = of_z @ first if around is None else of_z @ first + grad @ around
+    if any(needed[1:]):  # all weights, as a rule
+        found[1:5] = of_z.mT @ x, of_z.sum(0), grad.mT @ a, grad.sum(0)
+        found[5] = None if around is None else grad.mT @ x
+        if top is not None:
+            found[6] = torch.stack([(of_a * p).sum() for p in of_top])
+            found[7] = torch.stack([(of_a * p).sum() for p in of_bottom])
+    return *(p.to(kept) if p is not None and n else None for p, n in zip(found, needed)), None, None
+
+
+apply.register_autograd(_backward, setup_context=_context)
+
+
+def derivatives(
+    activation: str, z: Tensor, top: Tensor | None = None, bottom: Tensor | None = None
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The activation of z, its derivative, and those by the coefficients of a rational one."""
+    if activation == "rational":
+        assert top is not None
+        assert bottom is not None
+        inner = z * (bottom[0] + z * bottom[1])
+        under, sign = 1 + inner.abs(), inner.sign()
+        a = (top[0] + z * (top[1] + z * (top[2] + z * top[3]))) / under
+        slope = top[1] + z * (2 * top[2] + z * 3 * top[3])
+        change = (slope - a * sign * (bottom[0] + 2 * z * bottom[1])) / under
+        down, z2 = -a * sign / under, z * z
+        return a, change, (1 / under, z / under, z2 / under, z2 * z / under), (down * z, down * z2)
+    if activation == "sine":
+        return z.sin(), z.cos(), (), ()
+    if activation == "tanh":
+        a = z.tanh()
+        return a, 1 - a * a, (), ()
+    if activation == "relu":
+        return z.relu(), (z > 0).to(z.dtype), (), ()
+    if activation == "gelu":
+        share = 0.5 * (1 + torch.erf(z * math.sqrt(0.5)))
+        return z * share, share + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi), (), ()
+    share = z.sigmoid()
+    return z * share, share * (1 + z * (1 - share)), (), ()

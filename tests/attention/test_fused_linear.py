@@ -1,0 +1,325 @@
+"""Kernels of linear PDEs equal plain torch: values, causal attention, and every gradient.
+
+On a GPU the kernels run there; elsewhere in Triton's interpreter, which must be asked for before Triton
+is imported for the first time.
+"""
+
+import os
+import sys
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+if not GPU and "triton" not in sys.modules:
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+from attractor.attention import fused, pde_attention, pdes, wall  # noqa: E402
+from attractor.attention.bands import Stencil, step_values  # noqa: E402
+from attractor.attention.pdes import Line, take_steps  # noqa: E402
+
+if not GPU and not fused.INTERPRETED:
+    pytest.skip("Triton was imported before its interpreter was asked for", allow_module_level=True)
+
+from attractor.attention.fused import near, values  # noqa: E402
+
+DEVICE = "cuda" if GPU else "cpu"
+pytestmark = [pytest.mark.gpu] if GPU else []
+LINEAR = ("diffusion", "wave", "advection_diffusion")
+
+
+def equation(name, heads, dtype=torch.float64):
+    """A PDE with a coefficient for each head, and its coefficients."""
+    alpha = torch.linspace(0.05, 0.3, heads, dtype=dtype, device=DEVICE).view(heads, 1, 1)
+    beta = torch.linspace(0.1, -0.05, heads, dtype=dtype, device=DEVICE).view(heads, 1, 1)
+    leaves = [x.requires_grad_() for x in (alpha, beta)[: 2 if name == "advection_diffusion" else 1]]
+    return pdes.get_pde(name)(*leaves), leaves
+
+
+def random(*shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=torch.float64).to(DEVICE, dtype).requires_grad_()
+
+
+def worst(found, truth):
+    """The largest difference of any entry, relative to the largest, or to 1."""
+    pairs = [(a.double(), b.double()) for a, b in zip(found, truth, strict=True)]
+    return max(((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in pairs)
+
+
+def with_gradients(out, inputs):
+    torch.manual_seed(1)
+    return out, *torch.autograd.grad(out, inputs, torch.randn(out.shape).to(out))
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_taps_are_what_steps_make_of_a_unit(name):
+    for steps, heads in ((1, 3), (4, 1), (8, 1))[: 3 if name == "advection_diffusion" else 2]:
+        pde, leaves = equation(name, heads)
+        like = torch.empty(1, dtype=torch.float64, device=DEVICE)
+        found = [make(pde, steps, 0.7, like) for make in (values.taps, values.taps_of_any)]
+        assert found[0].shape == (heads, steps + 1, steps + 1, 2 * steps + 1)
+        grad = torch.randn_like(found[0])
+        found = [(x, *torch.autograd.grad(x, leaves, grad)) for x in found]
+        assert worst(*found) < 1e-13
+
+
+def test_taps_hold_the_matrices_of_a_stencil():
+    reach = 3
+    pde, _ = equation("advection_diffusion", 2)
+    like = torch.empty(1, dtype=torch.float64, device=DEVICE)
+    stencil, table = Stencil.of(pde, reach, 1.0, like), values.taps(pde, reach, 1.0, like)
+    torch.testing.assert_close(table[:, -1, -1], stencil.matrix[:, 0, : 2 * reach + 1])
+    for k in range(reach):
+        row = table[:, k, reach, reach - k :]
+        torch.testing.assert_close(row, stencil.top[:, k, : row.shape[-1]])
+        row = table[:, reach, reach - 1 - k, : 2 * reach - k]
+        torch.testing.assert_close(row, stencil.bottom[:, k, k:])
+
+
+def test_a_table_of_one_head_and_numbers_for_coefficients():
+    value = random(1, 2, 40, 16)
+    for pde in (pdes.Diffusion(0.2), pdes.Wave(0.5), pdes.AdvectionDiffusion(0.2, torch.tensor(0.1))):
+        assert values.taps(pde, 2, 1.0, value).shape == (1, 3, 3, 5)
+        found = with_gradients(fused.stepped_values(pde, value, None, 2, 1.0), [value])
+        truth = with_gradients(step_values(pde, value, None, 2, 1.0), [value])
+        assert worst(found, truth) < 1e-12
+
+
+def walls(tokens):
+    """Open faces ``[batch or 1, heads or 1, 1, keys - 1]`` of every kind, for a batch of two."""
+    real = torch.arange(tokens) < torch.tensor([[tokens], [tokens - tokens // 3]])
+    real = (real[:, 1:] & real[:, :-1])[:, None, None]
+    ids = torch.arange(tokens).div(5, rounding_mode="floor")
+    documents = (ids[1:] == ids[:-1])[None, None, None]
+    found = {
+        "ends": None,
+        "padding": real,
+        "documents": documents,
+        "heads": torch.rand(1, 2, 1, tokens - 1) > 0.2,
+        "both": real & documents,
+    }
+    return {kind: x if x is None else x.to(DEVICE) for kind, x in found.items()}
+
+
+@pytest.mark.parametrize("kind", walls(2))
+def test_stepped_values_equal_steps(kind):
+    for tokens, steps, dim, heads in ((1, 2, 16, 2), (7, 8, 32, 1), (130, 2, 16, 1), (33, 4, 64, 1)):
+        if kind == "heads":
+            heads, tokens, steps = 2, min(tokens, 33), min(steps, 2)
+        pde, leaves = equation("advection_diffusion", heads)
+        value, open = random(2, heads, tokens, dim), walls(tokens)[kind]
+        table = values.taps_of_any(pde, steps, 0.9, value)
+        line = Line(-2, None if open is None else open.mT).adjoint
+        truth = take_steps(pde, value, line, steps, 0.9)
+        found, truth = (
+            with_gradients(x, [value, *leaves]) for x in (values.step(value, table, open), truth)
+        )
+        assert worst(found, truth) < 1e-12, (tokens, steps, dim)
+
+
+def test_an_unusual_pde_goes_through_the_same_kernel():
+    class Twice(pdes.Diffusion):
+        reach = 2
+
+        def step(self, u, velocity, line, dt):
+            for _ in range(2):
+                u, _ = super().step(u, None, line, dt)
+            return u, velocity
+
+    value = random(1, 1, 50, 16)
+    found, truth = (
+        step(Twice(0.2), value, None, 2, 1.0) for step in (fused.stepped_values, step_values)
+    )
+    assert worst([found], [truth]) < 1e-12
+
+
+def test_rows_of_any_stride():
+    value = random(1, 40, 2, 16).transpose(1, 2)
+    pde = pdes.AdvectionDiffusion(0.2, 0.1)
+    truth = step_values(pde, value, None, 2, 1.0)
+    shared = value[:, :1].expand(-1, 2, -1, -1)
+    for given in (value, value.contiguous(), value.mT.contiguous().mT):
+        assert worst([fused.stepped_values(pde, given, None, 2, 1.0)], [truth]) < 1e-12
+    truth = step_values(pde, shared, None, 2, 1.0)
+    assert worst([fused.stepped_values(pde, shared, None, 2, 1.0)], [truth]) < 1e-12
+
+
+def test_nothing_behind_a_wall_is_read():
+    value = random(1, 1, 90, 16).detach()
+    open = torch.ones(1, 1, 1, 89, dtype=torch.bool, device=DEVICE)
+    open[..., 49] = False
+    broken = value.clone()
+    broken[..., 50:, :] = torch.nan
+    found = [fused.stepped_values(pdes.Diffusion(0.2), x, open, 2, 1.0) for x in (value, broken)]
+    assert torch.equal(found[0][..., :50, :], found[1][..., :50, :])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps", "dim", "heads", "name"),
+    [
+        (1, 1, 16, 1, "diffusion"),
+        (2, 4, 16, 1, "wave"),
+        (9, 8, 32, 2, "advection_diffusion"),
+        (17, 2, 16, 3, "wave"),
+        (65, 4, 64, 1, "advection_diffusion"),
+        (130, 1, 16, 2, "diffusion"),
+        (130, 8, 16, 1, "advection_diffusion"),
+    ],
+)
+def test_causal_equals_dense(tokens, steps, dim, heads, name):
+    pde, leaves = equation(name, heads)
+    q, k, v = (random(1 + (tokens == 17), heads, tokens, dim) for _ in range(3))
+    found = near.causal(q, k, v, values.taps_of_any(pde, steps, 1.0, v), 0.3)
+    truth = pde_attention(q, k, v, is_causal=True, scale=0.3, pde=pde, steps=steps, method="dense")
+    found, truth = (with_gradients(x, [q, k, v, *leaves]) for x in (found, truth))
+    assert worst(found, truth) < 1e-12
+
+
+def test_causal_equals_the_operator_without_kernels():
+    pde, leaves = equation("advection_diffusion", 2)
+    q, k, v = (random(1, 2, 70, 16) for _ in range(3))
+    found = near.causal(q, k, v, values.taps_of_any(pde, 3, 1.0, v), 0.3)
+    truth = wall.causal(q, k, v, Stencil.of(pde, 3, 1.0, v), 0.3)
+    found, truth = (with_gradients(x, [q, k, v, *leaves]) for x in (found, truth))
+    assert worst(found, truth) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_lower_precision_is_as_exact_as_torch(dtype):
+    inputs = [random(1, 2, 70, 32).detach() for _ in range(3)]
+    found = []
+    for method, type_ in (("dense", torch.float64), ("dense", dtype), ("fused", dtype)):
+        wide = torch.float64 if type_ == torch.float64 else torch.float32
+        pde, leaves = equation("advection_diffusion", 2, wide)
+        q, k, v = (x.to(dtype).to(type_).requires_grad_() for x in inputs)
+        if method == "dense":
+            out = pde_attention(q, k, v, is_causal=True, pde=pde, steps=4, method="dense")
+        else:
+            out = near.causal(q, k, v, values.taps_of_any(pde, 4, 1.0, v.to(wide)), 32**-0.5)
+            assert out.dtype == dtype
+        found.append(with_gradients(out, [q, k, v, *leaves]))
+    if dtype == torch.float32:
+        assert worst(found[2], found[0]) < 2e-6
+    for n, (exact, dense, ours) in enumerate(zip(*found)):
+        error, allowed = (((x.double() - exact) ** 2).mean().sqrt().item() for x in (ours, dense))
+        few = 8 * torch.finfo(dtype).eps * exact.abs().max().item() if n > 3 else 1e-6
+        assert error <= (2 if n == 0 else 3) * allowed + few, n
+
+
+def test_value_dim_and_strides_of_one_s_own():
+    pde = pdes.AdvectionDiffusion(0.2, 0.1)
+    q, k = (random(1, 40, 2, 24).transpose(1, 2) for _ in range(2))
+    v = random(1, 2, 8, 40).mT
+    found = near.causal(q, k, v, values.taps_of_any(pde, 3, 1.0, v), 0.25)
+    truth = pde_attention(q, k, v, is_causal=True, scale=0.25, pde=pde, steps=3, method="dense")
+    found, truth = (with_gradients(x, [q, k, v]) for x in (found, truth))
+    assert worst(found, truth) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_bit_of_the_past_changes_with_the_future(dtype):
+    table = values.taps_of_any(pdes.AdvectionDiffusion(0.2, 0.1), 3, 1.0, torch.empty(1, device=DEVICE))
+    x = random(1, 1, 40, 16, dtype=dtype).detach()
+    out = near.causal(x, x.flip(-1), x * 0.5, table, 0.3)
+    for cut in (1, 4, 31, 39):
+        other = x.clone()
+        other[..., cut:, :] = random(1, 1, 40 - cut, 16, dtype=dtype).detach()
+        changed = near.causal(other, other.flip(-1), other * 0.5, table, 0.3)
+        assert torch.equal(out[..., :cut, :], changed[..., :cut, :])
+        assert not torch.equal(out[..., cut, :], changed[..., cut, :])
+
+
+def test_the_near_share_reads_no_later_key():
+    table = values.taps_of_any(pdes.Diffusion(0.2), 2, 1.0, torch.empty(1, device=DEVICE))
+    q, k, v = (random(1, 1, 40, 16, dtype=torch.float32).detach() for _ in range(3))
+    far, far_lse = v[..., 2:, :].clone(), v[..., 2:, 0].clone()
+    found = near.merge_near(q, k, v, far, far_lse, table, 0.3)
+    for x in (q, k, v, far, far_lse):
+        x[:, :, 30 - (x is far or x is far_lse) * 2 :] = torch.nan
+    for a, b in zip(found, near.merge_near(q, k, v, far, far_lse, table, 0.3)):
+        assert torch.equal(a[:, :, :30], b[:, :, :30])
+
+
+def test_the_same_bits_every_time():
+    pde, leaves = equation("advection_diffusion", 1, torch.float32)
+    q, k, v = (random(1, 1, 70, 16, dtype=torch.float32) for _ in range(3))
+    runs = []
+    for _ in range(2):
+        table = values.taps_of_any(pde, 2, 1.0, v)
+        out = near.causal(q, k, v, table, 0.25)
+        runs.append(with_gradients(out, [q, k, v, *leaves]))
+    if not GPU:  # the operators of torch for CUDA are not all deterministic
+        assert all(torch.equal(a, b) for a, b in zip(*runs))
+    table = table.detach().requires_grad_()
+    steps = [with_gradients(values.step(v, table, None), [v, table]) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*steps))
+
+
+def test_operators_keep_their_promises():
+    table = values.taps(pdes.AdvectionDiffusion(0.2, 0.1), 2, 1.0, torch.empty(1, device=DEVICE))
+    table = table.detach().requires_grad_()
+    q, k, v = (random(1, 1, 20, 16, dtype=torch.float32) for _ in range(3))
+    open = walls(20)["documents"]
+    spread, drift = (torch.rand(2, device=DEVICE, requires_grad=True) for _ in range(2))
+    torch.library.opcheck(values.make_taps, (spread, drift, 1, False))
+    for faces in (None, open):
+        torch.library.opcheck(values.step, (v, table, faces))
+        torch.library.opcheck(
+            values.step_backward, (v.detach(), v.detach(), table.detach(), faces, True)
+        )
+    q, k, v, table = (x.detach() for x in (q, k, v, table))
+    far, far_lse = v[..., 2:, :].contiguous(), v[..., 2:, 0].contiguous()
+    some = {
+        "test_utils": ("test_schema", "test_faketensor")
+    }  # without a derivative there is no more to ask
+    torch.library.opcheck(near.merge_near, (q, k, v, far, far_lse, table, 0.25), **some)
+    out, lse = near.merge_near(q, k, v, far, far_lse, table, 0.25)
+    torch.library.opcheck(near.near_rows, (v, q, k, v, out, lse, table, far, 0.25, True), **some)
+    _, slopes, spread, _ = near.near_rows(v, q, k, v, out, lse, table, far, 0.25, True)
+    torch.library.opcheck(near.near_keys, (v, q, v, slopes, spread, table, far, far, True), **some)
+
+
+def test_gradcheck():
+    table = values.taps_of_any(pdes.AdvectionDiffusion(0.2, 0.1), 1, 1.0, random(1)).detach()
+    faces = walls(6)["documents"]
+    step = lambda v, table: values.step(v, table, faces)
+    assert torch.autograd.gradcheck(step, (random(1, 1, 6, 2), table.requires_grad_()))
+    spread, drift = (
+        torch.rand(1, dtype=torch.float64, device=DEVICE, requires_grad=True) for _ in range(2)
+    )
+    for wave in (False, True):
+        assert torch.autograd.gradcheck(
+            lambda a, b, w=wave: values.make_taps(a, b, 2, w)[0], (spread, drift)
+        )
+
+
+def test_compiled_in_one_graph():
+    def both(q, k, v, alpha):
+        pde = pdes.Diffusion(alpha)
+        return near.causal(q, k, v, values.taps(pde, 2, 1.0, v), 0.25) + fused.stepped_values(
+            pde, v, None, 2, 1.0
+        )
+
+    alpha = torch.full((1, 1, 1), 0.1, device=DEVICE, requires_grad=True)
+    inputs = [
+        *(random(1, 1, 40, 16, dtype=torch.float32).detach().requires_grad_() for _ in range(3)),
+        alpha,
+    ]
+    compiled = torch.compile(both, fullgraph=True, backend="inductor" if GPU else "aot_eager")
+    found, truth = (with_gradients(model(*inputs), inputs) for model in (compiled, both))
+    assert worst(found, truth) < 1e-5
+
+
+def test_what_the_kernels_do_not_take():
+    x = torch.empty(1, 1, 4, 16, device=DEVICE)
+    assert fused.usable(x, 4)
+    assert not fused.usable(x, 0)
+    assert not fused.usable(x, fused.REACH + 1)
+    assert not fused.usable(torch.empty(1, 1, 4, 512, device=DEVICE), 4)
+    assert not fused.usable(x.to(torch.int32), 4)
+    value = random(1, 1, 80, 16)
+    found = fused.stepped_values(pdes.Diffusion(0.2), value, None, fused.REACH + 1, 1.0)
+    torch.testing.assert_close(
+        found, step_values(pdes.Diffusion(0.2), value, None, fused.REACH + 1, 1.0)
+    )

@@ -1,0 +1,505 @@
+"""The fused network equals the module, and captured steps equal steps.
+
+On a GPU the kernels run there; elsewhere in Triton's interpreter, which must be asked for before Triton
+is imported for the first time.
+"""
+
+import copy
+import math
+import os
+import sys
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attractor.ode import HybridSolver, captured, corrections, fused, systems
+from attractor.ode.captured import CapturedStep, capture_step
+from attractor.ode.corrections.network import ACTIVATIONS, Network
+from attractor.train.capture import WARMUP
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+KERNELS = "attractor.ode.fused.perceptron"
+pytestmark = [pytest.mark.gpu] if GPU else []
+
+
+def imported():
+    """The module of the kernels; without a GPU for the interpreter, None if it is too late for that."""
+    asked = os.environ.get("TRITON_INTERPRET")
+    if not fused.TRITON or (not GPU and asked != "1" and {"triton", KERNELS} & sys.modules.keys()):
+        return None
+    before, fused.INTERPRETED = fused.INTERPRETED, not GPU
+    if not GPU:
+        os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        from attractor.ode.fused import perceptron
+    finally:
+        fused.INTERPRETED = before
+        if asked is None:
+            os.environ.pop("TRITON_INTERPRET", None)
+    return perceptron
+
+
+perceptron = imported()
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Kernels in use, and few processors, so that small batches meet every plan."""
+    if perceptron is None:
+        pytest.skip("needs Triton, and its interpreter to be asked for before the first import")
+    if not GPU:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        monkeypatch.setattr(fused, "INTERPRETED", True)
+        monkeypatch.setattr(perceptron, "PROCESSORS", 2)
+
+
+def made(inputs=4, outputs=4, width=40, activation="rational", dtype=torch.float32, **options):
+    """A network whose activation has moved from its start."""
+    net = Network(inputs, outputs, width, 2, activation=activation, dtype=dtype, **options).to(DEVICE)
+    for p in net.body.activations.parameters():
+        p.data.add_(0.1 * torch.randn(p.shape).to(p))
+    return net
+
+
+def drawn(*shape, dtype=torch.float32, scale=2.0):
+    return (scale * torch.randn(*shape, dtype=torch.float64)).to(DEVICE, dtype)
+
+
+def as_exact(net, x, found):
+    """Whether it is as near to float64 as the module, by a factor of two and a few roundings."""
+    with torch.no_grad():
+        plain = net(x)
+        truth = net.double()(x.double())
+        net.to(x.dtype)
+    error, allowed = ((y.double() - truth).abs().max().item() for y in (found.detach(), plain))
+    return error <= 2 * allowed + 1e-6 * truth.abs().max().item()
+
+
+SIZES = [(4, 4, 40), (3, 5, 100), (8, 1, 16), (12, 10, 33), (1, 20, 64)]  # the last two: by products
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("inputs", "outputs", "width"), SIZES)
+def test_equals_the_module(kernels, activation, inputs, outputs, width):
+    net = made(inputs, outputs, width, activation, skip=width % 2 == 0)
+    for n in (1, 3, 19):
+        x = drawn(n, inputs)
+        assert fused.usable(net, x)
+        found = fused.network(net, x)
+        assert found.shape == (n, outputs)
+        assert as_exact(net, x, found), n
+
+
+def test_every_plan(kernels, monkeypatch):
+    net = made(4, 4, 100)
+    x = drawn(19, 4)
+    for rows, hidden, warps in (
+        (1, 128, 4),
+        (2, 32, 1),
+        (8, 64, 2),
+        (16, 128, 4),
+        (64, 32, 4),
+        (128, 16, 4),
+    ):
+        monkeypatch.setattr(perceptron, "plan", lambda *_, p=(rows, hidden, warps): perceptron.Plan(*p))
+        assert as_exact(net, x, fused.network(net, x)), (rows, hidden)
+
+
+def test_plans_are_sizes_a_kernel_can_have(kernels):
+    for size in (1, 4, 5, 8, 9, 20, 100):
+        for width in (1, 20, 128, 256, 1000, 4096):
+            for n in (1, 2, 100, 1_000, 1_057, 5_000, 20_000, 200_000, 10**7):
+                for precision in fused.PRECISIONS:
+                    rows, hidden, warps = perceptron.plan(n, width, size, size, precision)
+                    for value in (rows, hidden, warps):
+                        assert value & (value - 1) == 0
+                    assert warps <= 32
+                    assert hidden >= 16
+                    assert rows == 1 or (rows // 2) * perceptron.PROCESSORS <= n or rows <= 16
+                    if 2 * size <= perceptron.FEW:
+                        assert rows * hidden <= 16 * 32 * warps  # what a thread's registers hold
+
+
+def test_batches_and_strides(kernels):
+    net = made(4, 3, 20)
+    x = drawn(2, 3, 4)
+    truth = fused.network(net, x)
+    assert truth.shape == (2, 3, 3)
+    first = x.movedim(-1, 0).contiguous().movedim(0, -1)
+    assert torch.equal(fused.network(net, first), truth)
+    assert torch.equal(fused.network(net, x.flip(-1).contiguous().flip(-1)), truth)
+    assert torch.equal(fused.network(net, x[0, 0]), truth[0, 0])
+    assert torch.equal(fused.network(net, x[:1].expand(4, -1, -1))[3], truth[0])
+    assert fused.network(net, x[:0]).shape == (0, 3, 3)
+
+
+def with_gradients(net, x, run):
+    leaves = [x, *(p for p in net.parameters() if p.requires_grad)]
+    out = run(x)
+    torch.manual_seed(1)
+    return torch.autograd.grad(out, leaves, torch.randn(out.shape).to(out))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_equal_the_module_s(kernels, activation):
+    for inputs, outputs, skip in ((4, 3, True), (12, 5, False)):
+        net = made(inputs, outputs, 24, activation, skip=skip)
+        x = drawn(2, 5, inputs).requires_grad_()
+        found = with_gradients(net, x, lambda x, net=net: fused.network(net, x))
+        for a, b in zip(found, with_gradients(net, x, net), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        net.requires_grad_(False)
+        found = with_gradients(net, x, lambda x, net=net: fused.network(net, x))
+        torch.testing.assert_close(found, with_gradients(net, x, net), rtol=1e-4, atol=1e-4)
+
+
+def test_second_derivatives(kernels):
+    net = made(3, 3, 16, "tanh")
+    x = drawn(4, 3).requires_grad_()
+    found = []
+    for run in (net, lambda x: fused.network(net, x)):
+        (slope,) = torch.autograd.grad(run(x).square().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(slope.square().sum(), [x, net.head.weight]))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_derivatives_of_activations(kernels, activation):
+    module = ACTIVATIONS[activation](dtype=torch.float64)
+    z = torch.linspace(-3, 3, 41, dtype=torch.float64).requires_grad_()
+    parts = list(module.parameters())
+    a, change, *of_parts = perceptron.derivatives(activation, z, *parts)
+    torch.testing.assert_close(a, module(z))
+    torch.testing.assert_close(change, torch.autograd.grad(module(z).sum(), z)[0])
+    for part, of in zip(parts, of_parts):
+        (truth,) = torch.autograd.grad(module(z).sum(), part)
+        torch.testing.assert_close(torch.stack([x.sum() for x in of]), truth)
+
+
+def test_large_angles(kernels):
+    net = made(1, 1, 1, "sine")
+    with torch.no_grad():
+        for p, value in ((net.body.layers[0].weight, 1.0), (net.head.weight, 1.0)):
+            p.fill_(value)
+        net.body.layers[0].bias.zero_()
+        net.head.bias.zero_()
+    x = torch.cat(
+        (drawn(500, 1, scale=10.0), drawn(500, 1, scale=1e4), torch.zeros(1, 1, device=DEVICE))
+    )
+    assert (fused.network(net, x).double() - x.double().sin()).abs().max() < 3e-7
+    x = torch.logspace(5, 38, 500, device=DEVICE)[:, None]
+    assert fused.network(net, torch.cat((x, -x))).abs().max() < 1.01
+    assert fused.network(net, torch.full_like(x, math.inf)).isnan().all()
+
+
+def test_float64_states_of_a_network_that_may_be_computed_in_float32(kernels):
+    net = made(4, 4, 40, skip=True, dtype=torch.float64, precision="float32")
+    x = drawn(9, 4, dtype=torch.float64).requires_grad_()
+    assert fused.usable(net, x)
+    found = fused.network(net, x)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, net(x), rtol=1e-5, atol=1e-5)
+    found = with_gradients(net, x, lambda x: fused.network(net, x))
+    torch.testing.assert_close(found, with_gradients(net, x, net), rtol=1e-4, atol=1e-4)
+    assert 0 < fused.deviation(net, x) < 1e-5
+
+
+def test_what_is_not_finite_stays_alone(kernels):
+    for inputs in (4, 13):
+        for activation in ACTIVATIONS:
+            net = made(inputs, 4, 20, activation)
+            x = drawn(9, inputs)
+            truth = fused.network(net, x)
+            for value in (math.nan, math.inf):
+                broken = x.clone()
+                broken[4, 0] = value
+                found = fused.network(net, broken)
+                others = torch.arange(9) != 4
+                assert torch.equal(found[others], truth[others])
+                lost, plain = ~torch.isfinite(found[4]), ~torch.isfinite(net(broken)[4])
+                assert bool(lost.all()) or (torch.equal(lost, plain) and not math.isnan(value))
+
+
+def test_the_same_bits_every_time(kernels):
+    net = made(4, 4, 100)
+    x = drawn(50, 4)
+    first = fused.network(net, x)
+    assert all(torch.equal(fused.network(net, x), first) for _ in range(250 if GPU else 3))
+
+
+def arguments(net, x):
+    layer, activation = net.body.layers[0], net.body.activations[0]
+    around = None if net.around is None else net.around.weight
+    learned = (activation.top, activation.bottom) if hasattr(activation, "top") else (None, None)
+    name = net.config["activation"]
+    return x, layer.weight, layer.bias, net.head.weight, net.head.bias, around, *learned, name, "ieee"
+
+
+def test_the_operator_keeps_its_promises(kernels):
+    for net in (made(4, 3, 16, skip=True), made(9, 9, 16, "tanh")):
+        x = drawn(5, net.body.layers[0].in_features).requires_grad_()
+        torch.library.opcheck(perceptron.apply, arguments(net, x))
+
+
+def test_compiled_in_one_graph(kernels):
+    net = made(4, 4, 20)
+    x = drawn(6, 4).requires_grad_()
+    run = torch.compile(
+        lambda x: 2 * fused.network(net, x), fullgraph=True, backend="inductor" if GPU else "aot_eager"
+    )
+    torch.testing.assert_close(run(x), 2 * net(x), rtol=1e-4, atol=1e-4)
+    found = with_gradients(net, x, run)
+    torch.testing.assert_close(found, with_gradients(net, x, lambda x: 2 * net(x)), rtol=1e-4, atol=1e-4)
+
+
+def test_jacobians_by_transforms(kernels):
+    net = made(3, 3, 16).requires_grad_(False)
+    x = drawn(5, 3)
+    for transform in (torch.func.jacrev, torch.func.jacfwd):
+        jacobian = lambda run, transform=transform: torch.func.vmap(transform(run))(x)
+        assert torch.equal(jacobian(lambda x: fused.network(net, x)), jacobian(net))
+    assert fused.usable(net, x)
+
+
+@pytest.mark.parametrize("name", corrections.BY_NAME)
+@pytest.mark.parametrize("period", [None, 2.0])
+def test_fused_corrections(kernels, name, period):
+    make = corrections.get_correction(name)
+    options = {} if name == "linear" else {"width": 20}
+    correction = make(4, period=period, device=DEVICE, **options)
+    twin = fused.fuse(correction)
+    u, slope, t = drawn(6, 4), drawn(6, 4), torch.tensor(0.3, device=DEVICE)
+    given = (u, slope, 0.1, t) if period else (u, slope, 0.1)
+    torch.testing.assert_close(twin(*given), correction(*given), rtol=1e-4, atol=1e-5)
+    if name in ("csm", "linear"):  # several hidden layers, or none
+        assert torch.equal(twin(*given), correction(*given))
+    assert {id(p) for p in twin.parameters()} == {id(p) for p in correction.parameters()}
+    assert fused.fuse(twin) is twin
+    with torch.no_grad():
+        correction.net.head.bias.add_(1.0)
+    torch.testing.assert_close(twin(*given), correction(*given), rtol=1e-4, atol=1e-5)
+
+
+def test_without_kernels_the_module_runs_bit_for_bit(monkeypatch):
+    monkeypatch.setattr(fused, "TRITON", False)
+    net, x = made(), drawn(7, 4)
+    assert not fused.usable(net, x)
+    assert torch.equal(fused.network(net, x), net(x))
+    correction = corrections.AttNS(4, width=20, state=True, device=DEVICE)
+    u, slope = drawn(6, 4), drawn(6, 4)
+    assert torch.equal(fused.fuse(correction)(u, slope, 0.1), correction(u, slope, 0.1))
+
+
+def test_what_kernels_do_not_take(kernels):
+    assert not fused.usable(made(dtype=torch.float64), drawn(3, 4, dtype=torch.float64))
+    assert not fused.usable(made(), drawn(3, 4, dtype=torch.float64))
+    assert not fused.usable(made(inputs=200), drawn(3, 200))
+    for options in ({"depth": 3}, {"depth": 2, "body": "lstm"}, {"depth": 2, "body": "transformer"}):
+        net, x = Network(4, 4, 16, **options).to(DEVICE), drawn(3, 4)
+        assert not fused.usable(net, x)
+        assert torch.equal(fused.network(net, x), net(x))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert not fused.usable(made(), drawn(3, 4))
+
+
+def test_precisions():
+    with pytest.raises(ValueError, match=r"precision 'bf16' is not one of ieee, tf32x3, tf32"):
+        fused.fuse(corrections.AttNS(4, width=8), "bf16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("precision", "most"), [("ieee", 2e-6), ("tf32x3", 5e-6), ("tf32", 2e-3)])
+def test_precisions_on_a_gpu(precision, most):
+    for size in (4, 12, 20, 64, 100):
+        for n in (1, 1_000, 20_000):
+            net = made(size, size, 256, skip=True)
+            assert fused.deviation(net, drawn(n, size), precision) < most, (size, n)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [256, 1000, 1024])
+def test_plans_of_a_gpu(width):
+    for size in (1, 4, 5, 8):
+        for n in (1, 100, 500, 1_000, 1_057, 5_000, 20_000, 200_001):
+            net, x = made(size, size, width), drawn(n, size)
+            assert as_exact(net, x, fused.network(net, x)), (size, n)
+
+
+# Captured steps
+
+
+def solver(period=None, **options):
+    """A rate that depends on the time, with a correction that does not vanish."""
+
+    def rate(t, u):
+        return torch.stack((u[..., 1], -u[..., 0] + torch.cos(t)), -1)
+
+    correction = corrections.NeurVec(2, width=16, period=period, device=DEVICE, **options)
+    return HybridSolver(rate, "rk4", correction.requires_grad_(False), 0.1)
+
+
+def stepped(solver, u, n, t=0.0):
+    with torch.no_grad():
+        for i in range(n):
+            u = solver.step(u, t + i * solver.dt)
+    return u
+
+
+class Stream:
+    def wait_stream(self, other):
+        pass
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A stand-in for what is used of torch.cuda: a replay does again what was captured."""
+    state = SimpleNamespace(mode="default", captures=0, replays=0, refuse=False, step=None)
+
+    class Graph:
+        def replay(self):
+            state.replays += 1
+            found = state.step
+            found.run(*found.inputs)
+
+    @contextmanager
+    def graph(graph, stream, capture_error_mode="global"):
+        state.captures += 1
+        yield
+        if state.refuse and state.captures == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    make = captured.Captured
+
+    def watched(run):
+        state.step = make(run)
+        return state.step
+
+    fakes = {
+        "Stream": Stream, "CUDAGraph": Graph, "graph": graph, "stream": lambda s: nullcontext(),
+        "device": lambda d: nullcontext(), "current_stream": Stream, "set_stream": lambda s: None,
+        "get_sync_debug_mode": lambda: state.mode,
+        "set_sync_debug_mode": lambda m: setattr(state, "mode", m),
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(captured, "_on_gpu", lambda u: True)
+    monkeypatch.setattr(captured, "Captured", watched)
+    return state
+
+
+@pytest.mark.parametrize("period", [None, 1.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_advancing_is_stepping(period, dtype):
+    found, u = solver(period, dtype=dtype), drawn(3, 5, 2, dtype=dtype)
+    step = CapturedStep(found, u, t=0.5, steps=3, compile=False, precision=None)
+    assert step.captured == GPU
+    torch.testing.assert_close(step.advance(2), stepped(found, u, 6, 0.5), rtol=1e-5, atol=1e-5)
+    assert float(step.t) == pytest.approx(1.1)
+    torch.testing.assert_close(step(u, 2.0), stepped(found, u, 3, 2.0), rtol=1e-5, atol=1e-5)
+    if not GPU:
+        step.reset(u, 0.5)
+        assert torch.equal(step.advance(), stepped(found, u, 3, 0.5))
+
+
+def test_states_are_kept_apart_from_what_the_caller_holds():
+    found, u = solver(), drawn(4, 2)
+    before = u.clone()
+    step = capture_step(found, u, compile=False)
+    first = step(u)
+    kept = first.clone()
+    step.advance(3)
+    assert torch.equal(u, before)
+    assert torch.equal(first, kept)
+    step.reset(u)
+    assert torch.equal(step.u, before)
+    assert float(step.t) == 0
+
+
+@pytest.mark.skipif(GPU, reason="a stand-in for a machine without a GPU")
+def test_captured_once_and_replayed(cuda):
+    found, u = solver(), drawn(6, 2)
+    step = CapturedStep(found, u, steps=4, compile=False, precision=None)
+    assert step.captured
+    assert (cuda.captures, cuda.replays) == (1, 1)
+    assert torch.equal(step.u, u)  # what warmed up is forgotten
+    assert float(step.t) == 0
+    torch.testing.assert_close(step.advance(5), stepped(found, u, 20), rtol=1e-5, atol=1e-5)
+    assert (cuda.captures, cuda.replays) == (1, 6)
+    torch.testing.assert_close(step(u, 1.0), stepped(found, u, 4, 1.0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(GPU, reason="a stand-in for a machine without a GPU")
+def test_what_cannot_be_captured_runs_as_it_is(cuda):
+    cuda.refuse = True
+    found, u = solver(), drawn(6, 2)
+    with pytest.warns(UserWarning, match="not captured in a CUDA graph, going on without"):
+        step = CapturedStep(found, u, steps=2, compile=False)
+    assert not step.captured
+    torch.testing.assert_close(step.advance(3), stepped(found, u, 6), rtol=1e-5, atol=1e-5)
+    assert cuda.replays == 0
+
+
+@pytest.mark.skipif(GPU, reason="a stand-in for a machine without a GPU")
+def test_a_rate_that_waits_runs_as_it_is(cuda):
+    calls = []
+
+    def rate(t, u):
+        calls.append(1)
+        if cuda.mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return -u
+
+    found, u = HybridSolver(rate, "euler", corrections.NeurVec(2, width=8), 0.1), drawn(6, 2)
+    with pytest.warns(UserWarning, match="called a synchronizing CUDA operation"):
+        step = CapturedStep(found, u, compile=False)
+    assert len(calls) >= WARMUP
+    torch.testing.assert_close(step.advance(2), stepped(found, u, 2), rtol=1e-5, atol=1e-5)
+
+
+def test_parts_that_are_compiled_make_up_all_steps(monkeypatch):
+    monkeypatch.setattr(captured, "compiled", lambda run, *_: run)
+    monkeypatch.setattr(captured, "COMPILED_OPERATIONS", 120)
+    found, u = solver(), drawn(6, 2)
+    step = CapturedStep(found, u, steps=12, compile=True, precision=None)
+    assert 1 <= step._length < 12
+    assert 12 % step._length == 0
+    torch.testing.assert_close(step.advance(), stepped(found, u, 12), rtol=1e-5, atol=1e-5)
+
+
+def test_errors_of_captured_steps():
+    found, u = solver(), drawn(6, 2)
+    with pytest.raises(ValueError, match="steps = 0 goes nowhere"):
+        CapturedStep(found, u, steps=0)
+    step = CapturedStep(found, u, compile=False)
+    with pytest.raises(
+        ValueError, match=r"states \[5, 2\] in torch.float32 do not fit a graph of \[6, 2\]"
+    ):
+        step.reset(u[:5])
+    drag = lambda t, u: torch.stack((u[..., 1], -u[..., 0] - u[..., 1]), -1)
+    dragged = HybridSolver(drag, "leapfrog", found.correction, 0.1)
+    with pytest.raises(ValueError, match="leapfrog needs a separable rate"):
+        CapturedStep(dragged, u, compile=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("batch", [1, 1_000])
+def test_a_graph_on_a_gpu_is_the_solver(compile, batch):
+    pendulum = systems.ElasticPendulum()
+    correction = corrections.AttNS(4, width=64, device="cuda").requires_grad_(False)
+    with torch.no_grad():
+        correction.net.head.weight.mul_(1e-3)
+    found = HybridSolver(pendulum, "rk4", correction, 0.1)
+    u = pendulum.sample(batch, device="cuda")
+    step = CapturedStep(found, u, steps=10, compile=compile)
+    assert step.captured
+    truth = HybridSolver(pendulum, "rk4", copy.deepcopy(correction).double(), 0.1)
+    exact = stepped(truth, u.double(), 20)
+    end = step.advance(2)
+    assert ((end.double() - exact).norm() / exact.norm()).item() < 1e-5
+    again = step.advance(0).clone()
+    step.reset(u)
+    assert torch.equal(step.advance(2), again)
