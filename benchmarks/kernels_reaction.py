@@ -1,0 +1,299 @@
+"""Reaction-diffusion attention in kernels, beside SDPA: stepped and split, causal and not.
+
+    python -m benchmarks.kernels_reaction --out reaction.json
+    python -m benchmarks.kernels_reaction --what steps --tokens 4096 --tune
+
+bf16, 8 heads of 64, 4 steps, coefficients for each head. First outputs and gradients are checked against
+float64, beside the dense algorithm in the same type, on a length that no block divides. `--tune` then
+tries sizes of blocks for every kernel, and keeps the quickest. All are timed in turn, a round each, by
+device events, up to 4,096 tokens as replays of captured graphs; times are medians, ratios medians of a
+round's ratios to SDPA. `--repeats 250` counts runs whose bits differ from the first.
+
+Floors of a forward pass: one product of matrices for the log-sum-exp (two if backward wants the mean key)
+and two for the rest; and in single precision 4 operations a step and about 5 more an entry of the map.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from attractor.attention import pde_attention, pdes
+from attractor.attention.fused import reaction
+
+HEADS, DIM, STEPS = 8, 64, 4
+BATCH = {1_024: 32, 4_096: 8, 16_384: 2, 65_536: 1}
+GRAPHS_UP_TO = 4_096
+ROUNDS, CHECKED = 15, 777
+SCALE = DIM**-0.5
+
+# (rows, strands or keys, warps, stages) to try
+SIZES = {
+    "lse": [(128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2)],
+    "forward": [
+        (64, 32, 4, 2), (64, 32, 4, 3), (64, 16, 4, 2), (64, 16, 4, 3), (128, 16, 8, 2), (128, 16, 8, 3),
+        (128, 32, 8, 2), (128, 32, 8, 3), (128, 16, 4, 2),
+    ],
+    "rows": [(64, 16, 4, 1), (64, 16, 4, 2), (128, 16, 8, 1), (128, 16, 8, 2), (64, 32, 8, 1)],
+    "keys": [(64, 16, 4, 1), (64, 16, 4, 2), (128, 16, 8, 1), (128, 16, 8, 2), (64, 32, 8, 1)],
+    "far": [(128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (128, 64, 4, 3)],
+    "far_rows": [(64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 3), (128, 32, 4, 2), (128, 64, 8, 3)],
+    "far_keys": [(64, 64, 4, 2), (64, 128, 8, 2), (32, 128, 4, 2), (32, 64, 4, 3), (64, 128, 8, 3)],
+}  # fmt: skip
+TURNS = (16, 32, 64, 128)
+
+Call = Callable[[], Any]
+
+
+def times(calls: dict[str, Call], graphs: bool, rounds: int = ROUNDS) -> dict[str, list[float]]:
+    """Milliseconds a call, for every round; everyone has one round after the other."""
+    play = {}
+    for name, call in calls.items():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        play[name] = call
+        if graphs:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                call()
+            play[name] = graph.replay
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, run in play.items():
+            run()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            found[name].append(start.elapsed_time(end))
+    return found
+
+
+def equation(split: bool, dtype: torch.dtype = torch.float32) -> tuple[Any, list[Tensor]]:
+    alpha, beta = (
+        torch.linspace(*ends, HEADS, device="cuda", dtype=dtype).view(HEADS, 1, 1).requires_grad_()
+        for ends in ((0.05, 0.2), (0.02, 0.1))
+    )
+    return pdes.ReactionDiffusion(alpha, beta, split=split), [alpha, beta]
+
+
+def inputs(batch: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """Query, key, value, and a gradient of the output."""
+    torch.manual_seed(0)
+    shape = batch, HEADS, tokens, DIM
+    return [torch.randn(shape, device="cuda", dtype=dtype).requires_grad_() for _ in range(4)]
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, pde: Any, causal: bool) -> Tensor:
+    return reaction.attend(q, k, v, SCALE, pde=pde, steps=STEPS, dt=1.0, is_causal=causal)
+
+
+def check(split: bool, causal: bool, dtype: torch.dtype) -> dict[str, list[float]]:
+    """Relative errors of output and gradients; raises where ours are more than 2 and 3 times dense's."""
+    drawn, results = inputs(2, CHECKED, dtype), {}
+    for kind in ("truth", "dense", "fused"):
+        exact = torch.float64 if kind == "truth" else dtype
+        q, k, v, grad = (x.detach().to(exact).requires_grad_() for x in drawn)
+        pde, leaves = equation(split, torch.float64 if kind == "truth" else torch.float32)
+        if kind == "fused":
+            out = fused(q, k, v, pde, causal)
+        else:
+            out = pde_attention(q, k, v, is_causal=causal, pde=pde, steps=STEPS, method="dense")
+        results[kind] = [out, *torch.autograd.grad(out, [q, k, v, *leaves], grad)]
+    found = {
+        kind: [
+            ((a.double() - b.double()).norm() / b.double().norm()).item()
+            for a, b in zip(results[kind], results["truth"])
+        ]
+        for kind in ("dense", "fused")
+    }
+    print(f"check split={split} causal={causal} {dtype}: {json.dumps(found)}", flush=True)
+    floor = 1e-5 if dtype == torch.float32 else 1e-3
+    for n, (dense, ours) in enumerate(zip(found["dense"], found["fused"])):
+        if not ours <= (2 if n == 0 else 3) * dense + floor:
+            raise SystemExit(f"result {n} is off by {ours:.2e}, dense by {dense:.2e}")
+    return found
+
+
+def tune(split: bool, causal: bool, tokens: int) -> dict[str, dict[str, float]]:
+    """Tries `SIZES`, one kernel after the other, and leaves the quickest in place."""
+    q, k, v, grad = inputs(BATCH[tokens], tokens)
+    pde, _ = equation(split)
+    spread, growth = (x.detach().flatten().contiguous() for x in (pde.alpha, pde.beta))
+    q, k, v, grad = (x.detach() for x in (q, k, v, grad))
+    rest = None, None, causal, SCALE
+    lse, mean = reaction.row_sums(q, k, *rest, True)
+    near = STEPS if causal and split else 0
+    far_rows = torch.zeros_like(q, dtype=torch.float32) if near else None
+    onto = torch.zeros_like(k, dtype=torch.float32) if near else None
+    onto_rest = lse if near else None
+    calls: dict[str, Call] = {
+        "lse": lambda: reaction.row_sums(q, k, *rest, True),
+        "forward": lambda: reaction.react(q, k, v, spread, growth, lse, mean, *rest, STEPS),
+        "rows": lambda: reaction.backward_rows(
+            grad, q, k, v, v, spread, growth, lse, mean, None, None, far_rows, onto_rest, causal, SCALE,
+            STEPS, True,
+        ),
+        "keys": lambda: reaction.backward_keys(
+            grad, q, k, v, spread, growth, lse, lse, None, None, onto, causal, SCALE, STEPS
+        ),
+    }  # fmt: skip
+    if split:
+        far: dict[str, Call] = {
+            "lse": calls["lse"],
+            "far": lambda: reaction.react_split(q, k, v, v, spread, growth, lse, mean, *rest, STEPS),
+            "far_rows": lambda: reaction.far_backward_rows(
+                grad, q, k, v, v, growth, lse, mean, *rest, near, True
+            ),
+            "far_keys": lambda: reaction.far_backward_keys(grad, q, k, v, growth, lse, lse, *rest, near),
+        }
+        calls = {**far, "rows": calls["rows"], "keys": calls["keys"]} if near else far
+    found: dict[str, dict[str, float]] = {}
+    for name, call in calls.items():
+        found[name] = {}
+        for size in SIZES[name]:
+            reaction.TILES[name] = size
+            began = time.perf_counter()
+            try:
+                found[name][str(size)] = statistics.median(times({name: call}, False, 5)[name])
+            except Exception as error:  # too much shared memory, say
+                print(f"{name} {size}: {type(error).__name__} {str(error)[:200]}", flush=True)
+                continue
+            took = time.perf_counter() - began
+            print(f"{name} {size}: {found[name][str(size)]:.3f} ms ({took:.0f} s)", flush=True)
+        best = min(SIZES[name], key=lambda size: found[name].get(str(size), float("inf")))
+        reaction.TILES[name] = best
+        print(f"{name}: {best}", flush=True)
+    if "keys" in calls:
+        found["turns"] = {}
+        for turns in TURNS:
+            reaction.TURNS = turns
+            found["turns"][str(turns)] = statistics.median(
+                times({"keys": calls["keys"]}, False, 5)["keys"]
+            )
+        reaction.TURNS = int(min(found["turns"], key=lambda turns: found["turns"][turns]))
+        print(f"turns: {found['turns']}", flush=True)
+    both = {}
+    for by_operator in (False, True):
+        reaction.BY_OPERATOR = by_operator
+        both[str(by_operator)] = statistics.median(
+            times({"": lambda: reaction.log_sum_exp(q, k, *rest, True)}, False, 5)[""]
+        )
+    reaction.BY_OPERATOR = both["True"] <= both["False"]
+    found["log_sum_exp by operator"] = both
+    print(f"log-sum-exp and mean key by the operator: {both}", flush=True)
+    return found
+
+
+def _call(model: Any, given: list[Tensor], leaves: list[Tensor], grad: Tensor | None) -> Any:
+    if grad is None:
+        with torch.no_grad():
+            return model(*given)
+    return torch.autograd.grad(model(*given), [*given, *leaves], grad)
+
+
+def compare(tokens: int, causal: bool, what: list[str]) -> dict[str, dict[str, float]]:
+    """Medians and ratios to SDPA, of forward and of forward with backward."""
+    q, k, v, grad = inputs(BATCH[tokens], tokens)
+    grad = grad.detach()
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa(q, k, v, is_causal=causal)
+
+    models: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {"sdpa": (plain, [])}
+    for name in what:
+        pde, leaves = equation(name == "split")
+        models[name] = (lambda q, k, v, pde=pde: fused(q, k, v, pde, causal), leaves)
+    result: dict[str, dict[str, float]] = {}
+    for backward in (False, True):
+        calls: dict[str, Call] = {}
+        for name, (model, leaves) in models.items():
+            calls[name] = partial(_call, model, [q, k, v], leaves, grad if backward else None)
+        found = times(calls, tokens <= GRAPHS_UP_TO)
+        kind = "forward and backward" if backward else "forward"
+        for name, ms in found.items():
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            calls[name]()
+            torch.cuda.synchronize()
+            row = {
+                "ms": statistics.median(ms),
+                "ratio": statistics.median(a / b for a, b in zip(ms, found["sdpa"])),
+                "MiB": (torch.cuda.max_memory_allocated() - before) / 2**20,
+            }
+            result[f"{name}, {kind}"] = row
+            label = f"{tokens}{' causal' if causal else ''} {name}, {kind}"
+            print(f"{label:<44}" + "".join(f"  {n} {x:.4g}" for n, x in row.items()), flush=True)
+    return result
+
+
+def repeats(count: int, split: bool, causal: bool) -> int:
+    """How many of so many runs differ in a bit from the first."""
+    q, k, v, grad = inputs(2, 1_000)
+    pde, leaves = equation(split)
+    runs = (
+        (out, *torch.autograd.grad(out, [q, k, v, *leaves], grad.detach()))
+        for out in (fused(q, k, v, pde, causal) for _ in range(count))
+    )
+    first = next(runs)
+    return sum(not all(torch.equal(a, b) for a, b in zip(first, run)) for run in runs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--what", choices=("both", "steps", "split"), default="both")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1_024, 4_096, 16_384])
+    parser.add_argument("--causal", choices=("both", "no", "only"), default="both")
+    parser.add_argument("--tune", action="store_true", help="try sizes of blocks first")
+    parser.add_argument("--repeats", type=int, default=0, help="runs to compare bit by bit")
+    parser.add_argument("--out", type=Path, help="a JSON file for all numbers")
+    args = parser.parse_args()
+    what = ["steps", "split"] if args.what == "both" else [args.what]
+    masks = {"both": [False, True], "no": [False], "only": [True]}[args.causal]
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+    for name in what:
+        for causal in masks:
+            for dtype in (torch.bfloat16, torch.float32):
+                key = f"check {name}{' causal' if causal else ''} {dtype}"
+                report[key] = check(name == "split", causal, dtype)
+    if args.tune:
+        for name in what:
+            for causal in masks[:1] if name == "steps" else masks:
+                key = f"tune {name}{' causal' if causal else ''}"
+                report[key] = tune(name == "split", causal, min(4_096, max(args.tokens)))
+    report["tiles"] = {**reaction.TILES, "turns": reaction.TURNS, "operator": reaction.BY_OPERATOR}
+    print(report["tiles"], flush=True)
+    for tokens in args.tokens:
+        for causal in masks:
+            report[f"{tokens}{' causal' if causal else ''}"] = compare(tokens, causal, what)
+    if args.repeats:
+        for name in what:
+            for causal in masks:
+                key = f"{name}{' causal' if causal else ''}: runs that differ, of {args.repeats}"
+                report[key] = repeats(args.repeats, name == "split", causal)
+                print(key, report[key], flush=True)
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
