@@ -19,7 +19,7 @@ from torch.nn.functional import interpolate
 
 from attractor import equations
 from attractor.data import images
-from attractor.data.imagefolder import ENDINGS, centre_box
+from attractor.data.imagefolder import ENDINGS, centre_box, decoded
 
 HUBS = ("timm", "torchvision", "transformers", "attractor")
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -259,8 +259,7 @@ def folder_of_images(network: Network, folder: Path, n: int, batch: int, size: i
     for start in range(0, len(paths), batch):
         pictures = []
         for path in paths[start : start + batch]:
-            with image.open(path) as file:
-                picture = file.convert("RGB")
+            picture = decoded(path)
             resized = picture.resize((size, size), image.Resampling.BILINEAR, centre_box(*picture.size))
             pictures.append(torch.from_numpy(np.array(resized)).permute(2, 0, 1))
         coloured = (torch.stack(pictures) / 255 - mean) / std

@@ -38,7 +38,7 @@ def told_as_usage() -> Iterator[None]:
     """Errors about what was given end the command with their message, without a traceback."""
     try:
         yield
-    except (ValueError, TypeError, FloatingPointError, ImportError) as error:
+    except (ValueError, TypeError, FloatingPointError, ImportError, OSError) as error:
         console.print(f"[red]{type(error).__name__}:[/] ", end="")
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
