@@ -386,8 +386,10 @@ def _returns(band: Tensor, rows: Tensor, key_blocks: int, before: int, after: in
 def _turned(band: Tensor, before: int, after: int) -> Tensor:
     """The band of the transposed map: entry (i, m) of a key is what row i - after + m gives it."""
     width = band.shape[-1]
+    if width == 1:
+        return band
     wider = pad(band.flatten(-3, -2), (0, 0, after, before))
     shape = (*band.shape[:-3], band.shape[-3] * band.shape[-2], width)
     strides = (*wider.stride()[:-2], width, width - 1)
-    turned = wider[..., width - 1 :].as_strided(shape, strides)
+    turned = wider.as_strided(shape, strides, width - 1)  # not of a part: Inductor would copy that first
     return turned.unflatten(-2, band.shape[-3:-1])

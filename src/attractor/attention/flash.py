@@ -133,6 +133,7 @@ def attend(
     may attend to nothing have zeros and -inf, and if the first rows are such, the output begins after
     them.
     """
+    query, key, value = (_in_rows(x) for x in (query, key, value))
     forward, _ = _operator(query, key, value, scope)
     lse = query.new_empty(query.shape[:-1], dtype=wide(query.dtype))
     done = top = _first_row(scope)
@@ -172,6 +173,7 @@ def attend_backward(
     grad and out are of the last rows, as `attend` gives them. With the weights ``exp(score - lse)`` the
     gradient of a score is ``weight * (<grad, value> - <grad, out>)``.
     """
+    grad, query, key, value, out = (_in_rows(x) for x in (grad, query, key, value, out))
     _, backward = _operator(query, key, value, scope)
     grads = None
     top = _first_row(scope)
@@ -196,6 +198,11 @@ def attend_backward(
     if onto is not None:
         return *onto, grads[2].to(value.dtype)
     return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """x with the numbers of a row side by side: torch's operators read them so without asking."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _grown(part: Tensor, where: slice, whole: Tensor, onto: Tensor | None = None) -> Tensor:
