@@ -408,7 +408,8 @@ def gates() -> str:
     cells = [
         [r["arm"], str(r["seeds"]), with_error(r["accuracy"], r["spread"]),
          "" if r["gain"] is None else with_error(r["gain"], r["gain_error"], "+"), papers(r["arm"]),
-         f"{r['parameters']:,}", f"{r['seconds_per_epoch']:.2f}", *stiffness_of(r)]
+         f"{r['parameters']:,}", "" if (epoch := r["seconds_per_epoch"]) is None else f"{epoch:.2f}",
+         *stiffness_of(r)]
         for r in rows
     ]  # fmt: skip
     head = ["gate", "seeds", "accuracy, %", "gain", "paper's gain", "parameters", "s/epoch", "TNS, step 1",

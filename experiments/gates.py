@@ -9,18 +9,23 @@ as the step is larger even at random initialisation, so a comparison without tha
     python -m experiments.gates --data cifar10 --folder FOLDER --device cuda
     python -m experiments.gates --data cifar10 --folder FOLDER --device cuda --table4
 
-FOLDER (or ATTRACTOR_DATA) holds CIFAR-10. Trainings that are in the results with the same recipe are not
-run again; results of another recipe are not overwritten. Accuracy is that of the last epoch on the test
-set, which nothing was chosen on.
+FOLDER (or ATTRACTOR_DATA) holds CIFAR-10. With --workers several networks train at a time, each in its
+own process on the same device; how long an epoch takes is then not told. Trainings that are in the
+results with the same recipe are not run again; results of another recipe are not overwritten. Accuracy
+is that of the last epoch on the test set, which nothing was chosen on.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import statistics
 import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +77,20 @@ def run(
     options: dict[str, Any],
     recipe: Recipe,
     network: dict[str, Any],
-    data: tuple[images.ImageSet, images.ImageSet],
+    data: tuple[str, str | None],
     device: str,
     keep: Path | None,
 ) -> dict[str, Any]:
-    """Train one network, and probe it before and after."""
+    """Train one network on the data of that name and folder, and probe it before and after."""
+    sets = load(*data)
     torch.manual_seed(recipe.seed)
     model = resnet_cifar(gate=gate, gate_options=options, **network).to(device)
-    batches = data[1].normalised(slice(PROBED)).to(device).split(128)
+    batches = sets[1].normalised(slice(PROBED)).to(device).split(128)
     initial = probe(model, batches, settle=True)
     began = time.perf_counter()
-    history = train(model, *data, recipe, device=device)
+    history = train(model, *sets, recipe, device=device)
     seconds = time.perf_counter() - began
+    alone = multiprocessing.parent_process() is None  # a worker shares the device with others
     trained = probe(model, batches).beside(initial)
     if keep is not None:
         trained.save(keep)
@@ -91,13 +98,39 @@ def run(
         "accuracy": history.accuracy,
         "device": named(device),
         "seconds": seconds,
-        "seconds_per_epoch": statistics.median(history.column("seconds")),
+        "seconds_per_epoch": statistics.median(history.column("seconds")) if alone else None,
         "parameters": sum(p.numel() for p in model.parameters()),
         "stiffness": {"initial": stiffness(initial), "trained": stiffness(trained)},
         "history": [
             {k: row[k] for k in ("train_loss", "train_accuracy", "valid_accuracy")} for row in history
         ],
     }
+
+
+@cache
+def load(name: str, folder: str | None) -> tuple[images.ImageSet, images.ImageSet]:
+    """Training and test images; every process reads them once."""
+    return images.load(name, "train", folder), images.load(name, "test", folder)
+
+
+def run_all(
+    jobs: dict[tuple[str, int], tuple[Any, ...]], workers: int, budget: float
+) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Name, seed and result of every training, as they end; after `budget` seconds no other begins."""
+    began = time.perf_counter()
+    late = lambda: time.perf_counter() - began > budget
+    if workers == 1:
+        for job, arguments in jobs.items():
+            if not late():
+                yield *job, run(*arguments)
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(run, *arguments): job for job, arguments in jobs.items()}
+        for done in as_completed(running):
+            if late():
+                pool.shutdown(wait=False, cancel_futures=True)
+            if not done.cancelled():
+                yield *running[done], done.result()
 
 
 def stiffness(profile: StiffnessProfile) -> dict[str, Any]:
@@ -125,6 +158,7 @@ def summary(results: dict[str, Any]) -> list[dict[str, Any]]:
         gains = [100 * (seeds[s]["accuracy"] - plain[s]["accuracy"]) for s in seeds if s in plain]
         if name == "none":
             gains = []
+        alone = [s["seconds_per_epoch"] for s in seeds.values() if s["seconds_per_epoch"] is not None]
         row: dict[str, Any] = {
             "arm": name, "seeds": len(accuracy), "accuracy": statistics.mean(accuracy),
             "spread": statistics.stdev(accuracy) if len(accuracy) > 1 else None,
@@ -132,7 +166,7 @@ def summary(results: dict[str, Any]) -> list[dict[str, Any]]:
             "gains": gains,
             "gain_error": statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else None,
             "parameters": next(iter(seeds.values()))["parameters"],
-            "seconds_per_epoch": statistics.median(s["seconds_per_epoch"] for s in seeds.values()),
+            "seconds_per_epoch": statistics.median(alone) if alone else None,
         }  # fmt: skip
         for when in ("initial", "trained"):
             for step in ("one", "gate"):
@@ -167,7 +201,9 @@ def show(results: dict[str, Any]) -> None:
     print(f"{'':22}{'accuracy':>16}{'gain':>16}{'paper':>8}{'s/epoch':>9}   TNS before -> after", end="")
     print(" (step 1; step F)")
     for r in summary(results):
-        name, spread, gain = r["arm"], "", ""
+        name, spread, gain, epoch = r["arm"], "", "", ""
+        if r["seconds_per_epoch"] is not None:
+            epoch = f"{r['seconds_per_epoch']:.2f}"
         if r["spread"] is not None:
             spread = f" ± {r['spread']:.2f}"
         if r["gain"] is not None:
@@ -176,7 +212,7 @@ def show(results: dict[str, Any]) -> None:
         paper = f"{PAPER[name] - PAPER['none']:+.2f}" if name in PAPER and name != "none" else ""
         print(
             f"{name:22}{r['accuracy']:>8.2f}{spread:>8}{gain:>16}{paper:>8}"
-            f"{r['seconds_per_epoch']:>9.2f}   "
+            f"{epoch:>9}   "
             f"{r['tns_initial_one']:.3f} -> {r['tns_trained_one']:.3f}; "
             f"{r['tns_initial_gate']:.3f} -> {r['tns_trained_gate']:.3f}"
         )
@@ -215,14 +251,20 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--table4", action="store_true", help="StepNet's variants as well")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--capture", default="auto", choices=["auto", "none", "graph", "compile"])
-    parser.add_argument("--budget", type=float, help="seconds after which no further training begins")
+    parser.add_argument("--workers", type=int, default=1, help="trainings at a time")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=float("inf"),
+        help="seconds after which no further training begins",
+    )
     parser.add_argument("--out", type=Path, help="default: experiments/results/gates_DATA.json")
     given = parser.parse_args(argv)
     digits = given.data == "digits"
     recipe = DIGITS if digits else SHORT
     changes = {k: v for k in ("epochs", "batch", "capture") if (v := getattr(given, k)) is not None}
     recipe = replace(recipe, **changes)
-    data = tuple(images.load(given.data, split, given.folder) for split in ("train", "test"))
+    data = load(given.data, given.folder)
     network = {
         "depth": given.depth or (29 if digits else 83), "width": 8 if digits else 16,
         "num_classes": len(data[0].classes), "in_channels": data[0].images.shape[1],
@@ -239,23 +281,25 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         parser.error(f"{path} holds results with another {', '.join(other)}; give --out another file")
     results = {**setting, "arms": {}, **results}
     profiles = path.with_name(f"{path.stem}_profiles")
-    began = time.perf_counter()
+    began, jobs, wanted = time.perf_counter(), {}, arms(gates, given.table4)
     for seed in range(given.seeds):
-        for name, (gate, options) in arms(gates, given.table4).items():
-            mine = results["arms"].setdefault(name, {})
-            late = given.budget is not None and time.perf_counter() - began > given.budget
-            if str(seed) in mine or late:
-                continue
-            keep = profiles / name if seed == 0 and name in ("none", "se", "stepnet") else None
-            found = run(gate, options, replace(recipe, seed=seed), network, data, given.device, keep)
-            mine[str(seed)] = found
-            results |= {"device": found["device"], "torch": torch.__version__, "cores": os.cpu_count()}
-            write_json(path, {**results, "arms": {k: v for k, v in results["arms"].items() if v}})
-            print(
-                f"{name}, seed {seed}: {100 * found['accuracy']:.2f} % [{found['seconds']:.0f} s]",
-                flush=True,
-            )
-    results["arms"] = {k: v for k, v in results["arms"].items() if v}
+        for name, (gate, options) in wanted.items():
+            if str(seed) not in results["arms"].get(name, {}):
+                keep = profiles / name if seed == 0 and name in ("none", "se", "stepnet") else None
+                own, source = replace(recipe, seed=seed), (given.data, given.folder)
+                jobs[name, seed] = gate, options, own, network, source, given.device, keep
+    for name, seed, found in run_all(jobs, given.workers, given.budget):
+        mine = results["arms"].get(name, {}) | {str(seed): found}
+        results["arms"][name] = dict(sorted(mine.items()))
+        results["arms"] = {k: results["arms"][k] for k in (*PAPER, *wanted) if k in results["arms"]} | (
+            results["arms"]
+        )  # in the order of the paper's tables, whoever came first
+        results |= {"device": found["device"], "torch": torch.__version__, "cores": os.cpu_count()}
+        write_json(path, results)
+        print(
+            f"{name}, seed {seed}: {100 * found['accuracy']:.2f} % [{found['seconds']:.0f} s]",
+            flush=True,
+        )
     results |= {
         "seconds": sum(run["seconds"] for seeds in results["arms"].values() for run in seeds.values()),
         "summary": summary(results),

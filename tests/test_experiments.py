@@ -58,6 +58,17 @@ def test_gates(tmp_path):
     assert path.read_text() == before
 
 
+@pytest.mark.slow
+def test_gates_trained_at_a_time(tmp_path):
+    common = ["--depth", "29", "--epochs", "1", "--gates", "none", "stepnet", "--seeds", "1"]
+    one = gates.main([*common, "--out", str(tmp_path / "one.json")])
+    two = gates.main([*common, "--out", str(tmp_path / "two.json"), "--workers", "2"])
+    assert list(two["arms"]) == ["none", "stepnet"]
+    for name, seeds in one["arms"].items():
+        assert two["arms"][name]["0"]["accuracy"] == pytest.approx(seeds["0"]["accuracy"], abs=0.01)
+        assert two["arms"][name]["0"]["seconds_per_epoch"] is None
+
+
 def test_gains_are_paired_by_seed():
     """By hand: seeds differ by much, gates by little; a seed that the plain network lacks does not count."""
     stiff = {when: {step: {"tns": 1.0} for step in ("one", "gate")} for when in ("initial", "trained")}

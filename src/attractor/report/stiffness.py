@@ -22,6 +22,8 @@ from attractor.report import figures
 from attractor.residual.profile import STEPS, Comparison, Step, StiffnessProfile
 
 STAGES = ("#1f5a99", "#c0392b", "#2e8b57", "#8e5ea2", "#d08a1d", "#3a8f9e", "#7a6a55")
+MARKS = "os^Dv"  # one after the other, where there are more lines than colours
+TOLD = {"one": "step 1", "gate": "step F"}
 BEFORE = "#8a949e"  # the network before training
 KINDS = ("nsi", "surface", "proportion", "gates", "all")
 CELLS = 60  # of the grid of thresholds, in each direction
@@ -55,7 +57,7 @@ def nsi(profiles: Profiles, steps: Sequence[Step] = ("one",)) -> Any:
     axes = figure.subplots(len(profiles), len(steps), squeeze=False, sharex=True, sharey="col")
     for row, (name, profile) in zip(axes, profiles.items()):
         for axis, step in zip(row, steps):
-            _nsi(axis, profile.with_step(step), f"{name}, step {step}" if len(steps) > 1 else name)
+            _nsi(axis, profile.with_step(step), f"{name}, {TOLD[step]}" if len(steps) > 1 else name)
     for axis in axes[:-1].flat:
         axis.set_xlabel("")
     for axis in axes.flat:
@@ -115,7 +117,7 @@ def proportions(
                         color = STAGES[i % len(STAGES)]
                         label = name if look == "-" else f"{name}, initial"
                         axis.plot(heights.numpy(), line, look, color=color, lw=1.5, label=label)
-            title = f"m1 = {first:g}" + (f", step {step}" if len(steps) > 1 else "")
+            title = f"m1 = {first:g}" + (f", {TOLD[step]}" if len(steps) > 1 else "")
             figures._frame(axis, title, "m2", "")
             axis.set_ylim(bottom=0)
         row[0].set_ylabel("stiff blocks (%)")
@@ -155,7 +157,7 @@ def overview(profile: StiffnessProfile) -> Any:
     figure = plt.figure(figsize=(11, 2.6 * len(steps) + 3.6), layout="constrained")
     parts: Any = figure.subfigures(2, 1, height_ratios=(2.6 * len(steps), 3.3))
     for axis, step in zip(parts[0].subplots(len(steps), 1, squeeze=False)[:, 0], steps):
-        _nsi(axis, profile.with_step(step), f"{profile.model}, step {step}")
+        _nsi(axis, profile.with_step(step), f"{profile.model}, {TOLD[step]}")
         axis.set_ylim(bottom=0)
         _stage_legend(axis)
     left, right = parts[1].subfigures(1, 2, width_ratios=(1.5, 1))
@@ -168,7 +170,7 @@ def overview(profile: StiffnessProfile) -> Any:
         for axis in axes.flat:
             axis.set_visible(False)
         return figure
-    for axis, p, title in zip(axes[0], pair, (f"step {profile.step}", "initial")):
+    for axis, p, title in zip(axes[0], pair, (TOLD[profile.step], "initial")):
         image = _surface(axis, p, limits, title)
     for axis in axes[0, 1:]:
         axis.set_ylabel("")
@@ -194,19 +196,19 @@ def draw_comparison(found: Comparison, path: Path | str | None = None) -> Any:
     figure = plt.figure(figsize=(10, 4.2), layout="constrained")
     for axis, step in zip(figure.subplots(1, 2, sharey=True), STEPS):
         for i, row in enumerate(found.rows):
-            color = STAGES[i % len(STAGES)]
+            color, mark = STAGES[i % len(STAGES)], MARKS[i // len(STAGES) % len(MARKS)]
             if row[step] is None:
                 continue
             if row[f"{step}_initial"] is not None:
                 pair = (row[f"{step}_initial"], row[step])
                 axis.plot(pair, [row["accuracy"]] * 2, "-", color=color, lw=0.8, alpha=0.5)
-                axis.plot(pair[0], row["accuracy"], "o", mfc="white", mec=color, ms=6)
-            axis.plot(row[step], row["accuracy"], "o", color=color, ms=7, label=row["name"])
+                axis.plot(pair[0], row["accuracy"], mark, mfc="white", mec=color, ms=6)
+            axis.plot(row[step], row["accuracy"], mark, color=color, ms=7, label=row["name"])
         told = found.correlations.get(step)
         text = f"\nKendall {told['kendall']:+.2f}, Spearman {told['spearman']:+.2f}" if told else ""
         hollow = " (hollow: initial)" if found.rows[0][f"{step}_initial"] is not None else ""
         label = "accuracy" if step == "one" else ""
-        figures._frame(axis, f"step {step}{text}", f"TNS{hollow}", label)
+        figures._frame(axis, f"{TOLD[step]}{text}", f"TNS{hollow}", label)
     axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return _written(figure, path)
 
