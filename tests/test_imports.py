@@ -1,4 +1,4 @@
-"""Imports flow up: core, train, data <- wings <- integrations, report <- command line."""
+"""Imports flow up: core, train, data <- wings <- integrations, report, bench <- command line."""
 
 import ast
 import subprocess
@@ -14,7 +14,7 @@ ROOT = Path(attractor.__file__).parent
 GROUND, WINGS, UPPER = (
     {"core", "train", "data"},
     {"ode", "residual", "attention"},
-    {"integrations", "report", "cli"},
+    {"integrations", "report", "bench", "cli"},
 )
 OPTIONAL = {"typer", "rich", "matplotlib", "plotly", "scipy", "transformers", "timm", "torchvision", "ray",
             "accelerate", "safetensors", "tokenizers", "datasets", "PIL", "jax", "torchdiffeq",

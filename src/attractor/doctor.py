@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from attractor.attention import fused, pde_attention
 from attractor.core import evolve
 from attractor.ode import systems
 
@@ -97,6 +98,20 @@ def checks(device: str = "cpu", compile: bool = False) -> list[tuple[str, Callab
         _require(solved.ok.tolist() == [True, False, True], f"ok is {solved.ok.tolist()}")
         return "one of three lost, two untouched"
 
+    def attention() -> str:
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, 2, 100, 16, device=device) for _ in range(3))
+        methods = ("stepped", "dense")
+        fast, whole = (
+            pde_attention(q, k, v, is_causal=True, pde="diffusion", method=m) for m in methods
+        )
+        error = (fast - whole).abs().max().item()
+        _require(error < 1e-5, f"stepped values and the whole map differ by {error:.1e}")
+        if fused.usable(q, 4):
+            return f"error {error:.1e}, by Triton kernels"
+        missing = torch.device(device).type == "cuda" and not fused.TRITON
+        return f"error {error:.1e}, by plain torch{', as Triton is missing' if missing else ''}"
+
     def compiled() -> str:
         system = systems.HarmonicOscillator()
         u0 = system.sample(64, torch.Generator().manual_seed(0), torch.float64, device)
@@ -114,6 +129,7 @@ def checks(device: str = "cpu", compile: bool = False) -> list[tuple[str, Callab
         ("error control with dopri5", control),
         ("gradients through a solve", gradient),
         ("a trajectory that is lost", lost),
+        ("causal PDE attention", attention),
     ]
     return [*found, ("torch.compile of a solve", compiled)] if compile else found
 

@@ -66,7 +66,7 @@ def take_steps(pde: PDE, u: Tensor, line: Neighbourhood, steps: int, dt: float) 
 def plus(u: Tensor, factor: float | Tensor, change: Tensor) -> Tensor:
     """``u + factor * change``, in one pass over memory."""
     if isinstance(factor, Tensor):
-        return torch.addcmul(u, factor.to(u.dtype), change)
+        return torch.addcmul(u, factor.to(u.device, u.dtype), change)
     return torch.add(u, change, alpha=factor)
 
 

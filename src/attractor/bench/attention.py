@@ -1,0 +1,213 @@
+"""PDE attention beside `scaled_dot_product_attention` in the same run.
+
+    stepped     a linear PDE (diffusion, a learnt coefficient for each head)
+    causal      the same, causal
+    reaction    reaction-diffusion, whose map has to flow while it is made
+    split       the same with its reaction first, exactly
+    window      a causal window and global tokens with diffusion, beside the same without
+
+"Both" is forward and backward, with the gradients of coefficients.
+"""
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from attractor.attention import pde_attention, pdes, window_attention
+from attractor.attention.precision import wide
+from attractor.bench import timing
+
+KINDS = ("stepped", "causal", "reaction", "split", "window")
+TOKENS = {"cuda": (1_024, 4_096, 16_384, 65_536), "cpu": (512, 2_048)}
+LONG = {"cuda": (1 << 16, 1 << 18, 1 << 20), "cpu": (8_192, 16_384)}
+GRAPHS_UP_TO = 16_384  # tokens: launches would decide below
+REACTION_UP_TO = {"cuda": 16_384, "cpu": 512}
+WINDOW, GLOBAL, CHECKED = 256, 4, 333
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def measure(
+    kind: str,
+    tokens: int,
+    batch: int,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    heads: int = 8,
+    dim: int = 64,
+    steps: int = 4,
+    rounds: int = 15,
+    ceilings: dict[str, float] | None = None,
+    dense: bool = False,
+) -> dict[str, Any]:
+    """One kind at one length: milliseconds, ratios, memory, and the shares of the machine's ceilings.
+
+    Args:
+        kind: one of `KINDS`.
+        ceilings: of `timing.ceilings`, in the same run.
+        dense: time the map built whole as well, forward.
+    """
+    check_kind(kind)
+    coefficients = [x.to(device) for x in learnt(heads, wide(dtype))]
+    ours, theirs = contenders(kind, coefficients, steps)
+    qkv = [
+        torch.randn(batch, heads, tokens, dim, device=device, dtype=dtype, requires_grad=True)
+        for _ in range(3)
+    ]
+    grad = torch.randn_like(qkv[0])
+    row: dict[str, Any] = {
+        "kind": kind, "tokens": tokens, "batch": batch, "heads": heads, "dim": dim, "steps": steps,
+        "device": device, "dtype": str(dtype).removeprefix("torch."),
+    }  # fmt: skip
+    used = coefficients if kind in ("reaction", "split") else coefficients[:1]
+    for passes in ("forward", "both"):
+
+        def call(attention: Attention, of: list[Tensor], passes: str = passes) -> Any:
+            if passes == "forward":
+                with torch.no_grad():
+                    return attention(*qkv)
+            return torch.autograd.grad(attention(*qkv), of, grad)
+
+        calls = {"peer": lambda: call(theirs, qkv), "ours": lambda: call(ours, [*qkv, *used])}
+        graphs = tokens <= GRAPHS_UP_TO
+        found = timing.milliseconds(calls, device, rounds, graphs)
+        row[passes] = {
+            "ms": statistics.median(found["ours"]),
+            "peer_ms": statistics.median(found["peer"]),
+            "ratio": timing.ratio(found, "ours", "peer"),
+            "graph": graphs and torch.device(device).type == "cuda",
+            "peak_mb": timing.peak_mb(calls["ours"], device),
+            "peer_peak_mb": timing.peak_mb(calls["peer"], device),
+        }
+        if ceilings:
+            row[passes] |= shares(row, row[passes]["ms"], passes, ceilings)
+    if dense:
+        row["dense_ms"] = dense_ms(kind, qkv, coefficients, steps)
+        row["speedup_over_dense"] = row["dense_ms"] / row["forward"]["ms"]
+    return row
+
+
+def contenders(kind: str, coefficients: list[Tensor], steps: int) -> tuple[Attention, Attention]:
+    """What is measured, and beside what."""
+    alpha, beta = coefficients
+    if kind == "window":
+        windowed = lambda pde: (
+            lambda q, k, v: window_attention(
+                q, k, v, window=WINDOW, global_tokens=GLOBAL, is_causal=True, pde=pde, steps=steps
+            )
+        )
+        return windowed(pdes.Diffusion(alpha)), windowed(None)
+    pde = equation(kind, alpha, beta)
+    causal = kind == "causal"
+    return (
+        lambda q, k, v: pde_attention(q, k, v, is_causal=causal, pde=pde, steps=steps),
+        lambda q, k, v: sdpa(q, k, v, is_causal=causal),
+    )
+
+
+def equation(kind: str, alpha: Tensor, beta: Tensor) -> pdes.PDE:
+    """Of each kind."""
+    if kind in ("reaction", "split"):
+        return pdes.ReactionDiffusion(alpha, beta, split=kind == "split")
+    return pdes.Diffusion(alpha)
+
+
+def learnt(heads: int, dtype: torch.dtype) -> list[Tensor]:
+    """alpha and beta ``[heads, 1, 1]``, another for each head."""
+    spread = torch.linspace(0.05, 0.2, heads, dtype=dtype).view(-1, 1, 1)
+    return [spread.requires_grad_(), (0.1 * spread).detach().requires_grad_()]
+
+
+def errors(
+    kind: str, *, device: str, dtype: torch.dtype, heads: int = 2, dim: int = 64, steps: int = 4
+) -> dict[str, list[float]]:
+    """Relative errors against float64 of the output and gradients: ours, and of the map built whole.
+
+    Raises:
+        ArithmeticError: if ours are more than twice (gradients: three times) the dense ones.
+    """
+    check_kind(kind)
+    torch.manual_seed(0)
+    drawn = torch.randn(4, 1, heads, CHECKED, dim, dtype=torch.float64).to(dtype)
+    found = {}
+    for name, type_ in (("truth", torch.float64), ("dense", dtype), ("ours", dtype)):
+        *qkv, grad = (x.to(device, type_).requires_grad_() for x in drawn)
+        coefficients = [
+            x.detach().to(device, wide(type_)).requires_grad_() for x in learnt(heads, torch.float32)
+        ]
+        used = coefficients if kind in ("reaction", "split") else coefficients[:1]
+        if name == "ours":
+            out = contenders(kind, coefficients, steps)[0](*qkv)
+        else:
+            out = _dense(kind, qkv, coefficients, steps)
+        found[name] = [out, *torch.autograd.grad(out, [*qkv, *used], grad.detach())]
+    away = lambda name: [
+        ((a.double() - b).norm() / b.norm()).item() for a, b in zip(found[name], found["truth"])
+    ]
+    result = {"ours": away("ours"), "dense": away("dense")}
+    for n, (ours, theirs) in enumerate(zip(*result.values())):
+        # few numbers, as coefficients are, can happen to be nearly exact
+        few = max(0.25 * torch.finfo(dtype).eps, 2e-6) if n > 3 else 1e-6
+        allowed = (3 if n else 2) * theirs + few
+        if not ours <= allowed:
+            raise ArithmeticError(
+                f"{kind} in {dtype} on {device}: result {n} is off by {ours:.1e}, {allowed:.1e} allowed"
+            )
+    return result
+
+
+def _dense(kind: str, qkv: list[Tensor], coefficients: list[Tensor], steps: int) -> Tensor:
+    tokens = qkv[0].shape[-2]
+    mask = None
+    if kind == "window":
+        ahead = torch.arange(tokens) - torch.arange(tokens)[:, None]
+        mask = (ahead <= 0) & ((ahead >= -WINDOW) | (torch.arange(tokens) < GLOBAL))
+        mask = mask.to(qkv[0].device)
+    query, key, value = qkv
+    pde = equation(kind, *coefficients)
+    return pde_attention(
+        query, key, value, mask, is_causal=kind == "causal", pde=pde, steps=steps, method="dense"
+    )
+
+
+def dense_ms(kind: str, qkv: list[Tensor], coefficients: list[Tensor], steps: int) -> float:
+    """Of the map built whole, forward."""
+
+    @torch.no_grad()
+    def call() -> Tensor:
+        return _dense(kind, qkv, coefficients, steps)
+
+    found = timing.milliseconds({"dense": call}, qkv[0].device, rounds=3)
+    return statistics.median(found["dense"])
+
+
+def shares(row: dict[str, Any], ms: float, passes: str, ceilings: dict[str, float]) -> dict[str, float]:
+    """The shares of matrix rate and bandwidth, by what attention without a PDE has to do."""
+    sides = row["batch"] * row["heads"] * row["dim"] * row["tokens"]
+    keys = WINDOW + GLOBAL if row["kind"] == "window" else row["tokens"]
+    flops = (
+        4 * sides * keys * (0.5 if row["kind"] == "causal" else 1) * (1 if passes == "forward" else 3.5)
+    )
+    size = torch.empty((), dtype=getattr(torch, row["dtype"])).element_size()
+    moved = sides * size * (4 if passes == "forward" else 12)
+    return {
+        "of_matrix_rate": flops / ms / 1e9 / ceilings["matrix_tflop_s"],
+        "of_bandwidth": moved / ms / 1e6 / ceilings["copy_gb_s"],
+    }
+
+
+def fits(tokens: int, batch: int, heads: int, device: str) -> bool:
+    """Whether the map built whole can be timed here: it needs several copies in float32."""
+    room = torch.cuda.mem_get_info(device)[0] if torch.device(device).type == "cuda" else 2 << 30
+    return 8 * 4 * batch * heads * tokens**2 < room
+
+
+def check_kind(kind: str) -> None:
+    """Raise ValueError if it is not one."""
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r} is not one of {', '.join(KINDS)}")

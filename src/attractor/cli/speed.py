@@ -1,0 +1,108 @@
+"""Commands about speed: bench."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+
+from attractor.cli.terminal import (
+    Device,
+    Seed,
+    app,
+    check_device,
+    console,
+    given_command,
+    progress_bar,
+    told_as_usage,
+)
+
+TYPES = ("auto", "bfloat16", "float16", "float32", "float64")
+
+
+@app.command(epilog="Example: attractor bench --device cuda --what causal --what reaction")
+def bench(
+    what: Annotated[
+        list[str], typer.Option(help="stepped, causal, reaction, split, window, hybrid; default all.")
+    ] = [],  # noqa: B006
+    device: Device = "cpu",
+    dtype: Annotated[str, typer.Option(help="auto: bfloat16 on a GPU, else float32.")] = "auto",
+    tokens: Annotated[list[int], typer.Option(help="Lengths, instead of those for the device.")] = [],  # noqa: B006
+    steps: Annotated[int, typer.Option(help="Of the PDE.")] = 4,
+    seed: Seed = 0,
+    out: Annotated[Path | None, typer.Option(help="Write the results here, as JSON.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """How quick PDE attention and hybrid steps are here, beside SDPA and plain steps in the same run.
+
+    Everything is compared with float64 before it is timed. Shares are of the copy bandwidth and the
+    matrix rate measured in this run, by what attention without a PDE has to move and to compute.
+    """
+    from attractor.bench import run
+    from attractor.core.files import write_json
+
+    check_device(device)
+    if dtype not in TYPES:
+        raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(TYPES)}", param_hint="--dtype")
+    if dtype == "auto":
+        dtype = "bfloat16" if torch.device(device).type == "cuda" else "float32"
+    torch.manual_seed(seed)
+    with told_as_usage():
+        wanted = run.cases(what or run.KINDS, device, tokens)
+    chosen = getattr(torch, dtype)
+    results: dict[str, Any] = {"command": given_command(), **run.header(device, chosen), "rows": []}
+    with progress_bar(quiet=as_json) as progress:
+        task = progress.add_task("measuring", total=len(wanted))
+        for row in run.rows(wanted, device, chosen, results, steps=steps):
+            results["rows"].append(row)
+            progress.update(task, advance=1, description=f"{row['kind']}, {len(results['rows'])} done")
+            if out is not None:
+                write_json(out, results)
+    if as_json:
+        print(json.dumps(results, indent=1))
+    else:
+        _show(results)
+        if out is not None:
+            console.print(f"Results: [bold]{out}[/bold]", soft_wrap=True)
+    if any("failed" in row for row in results["rows"]):
+        raise typer.Exit(1)
+
+
+def _show(results: dict[str, Any]) -> None:
+    top = results["ceilings"]
+    console.print(
+        f"{results['device']}, torch {results['torch']}, {results['dtype']}: a copy moves "
+        f"{top['copy_gb_s']:,.0f} GB/s, a product makes {top['matrix_tflop_s']:,.1f} TFLOP/s"
+    )
+    attention = [row for row in results["rows"] if "forward" in row]
+    if attention:
+        table = Table(
+            "attention", "tokens", "ms", "ratio", "ms", "ratio", "of rate", "of copy", "dense",
+            caption="milliseconds and the ratio to SDPA (window: to the same without a PDE), forward, "
+            "then with backward; shares of the ceilings, forward; how much slower the whole map is",
+        )  # fmt: skip
+        for row in attention:
+            ahead, both = row["forward"], row["both"]
+            times = f"{row['speedup_over_dense']:.0f}x" if "speedup_over_dense" in row else ""
+            table.add_row(
+                row["kind"], f"{row['tokens']:,}", f"{ahead['ms']:.3g}", f"{ahead['ratio']:.2f}",
+                f"{both['ms']:.3g}", f"{both['ratio']:.2f}", f"{100 * ahead['of_matrix_rate']:.0f} %",
+                f"{100 * ahead['of_bandwidth']:.0f} %", times,
+            )  # fmt: skip
+        console.print(table)
+    steps = [row for row in results["rows"] if "hybrid_us" in row]
+    if steps:
+        table = Table("hybrid step", "states", "plain, µs", "hybrid, µs", "m*")
+        for row in steps:
+            table.add_row(
+                f"width {row['width']:,}", f"{row['batch']:,}", f"{row['plain_us']:.1f}",
+                f"{row['hybrid_us']:.1f}", f"{row['ratio']:.2f}",
+            )  # fmt: skip
+        console.print(table)
+    for row in results["rows"]:
+        if "failed" in row:
+            size = row.get("tokens", row.get("width"))
+            console.print(f"[red]{row['kind']}, {size:,}:[/] ", end="")
+            console.print(row["failed"], markup=False, highlight=False, soft_wrap=True)
