@@ -53,9 +53,13 @@ class Captured:
             return self._watched(inputs)
         if self.graph is None and not self._capture():
             return self.run(*inputs)
-        assert self.graph is not None
         for own, given in zip(self.inputs, inputs):
             own.copy_(given, non_blocking=True)
+        return self.replay()
+
+    def replay(self) -> Any:
+        """What the graph did last, once more: the same inputs."""
+        assert self.graph is not None
         self.graph.replay()
         return self.result
 

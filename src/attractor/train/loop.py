@@ -452,7 +452,7 @@ def _own_surroundings(device: torch.device) -> Iterator[None]:
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
             stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
-            torch.backends.cudnn.benchmark = True
+            torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
         devices = [torch.cuda.current_device()] if device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(devices))
         yield
