@@ -279,6 +279,27 @@ def attention() -> str:
     return text + (windows(found) if found.get("windows") else "")
 
 
+def hybrid_gpu() -> str:
+    found = load("hybrid_gpu")["results"]
+    cells = []
+    for r in found["step"]:
+        took = r["microseconds a step"]
+        cells.append(
+            [f"{r['width']:,}", f"{r['batch']:,}", f"{took['plain, torch']:.1f}",
+             f"{took['plain, ours, all in one']:.2f}", f"{took['hybrid, all in one']:.2f}",
+             f"{r['m*']:.2f}", f"{r['m*, all in one']:.1f}"]
+        )  # fmt: skip
+    text = (
+        "`python -m benchmarks.hybrid_gpu --what step`\n\n"
+        f"Microseconds of a step, elastic pendulum, rk4, float32, {found['device']}; all as graphs. A plain step "
+        "is measured twice: compiled by torch, a launch a step, and fifty steps in one kernel of ours, as the "
+        "hybrid's are.\n\n"
+    )
+    head = ["width", "states", "plain, torch", "plain, in one kernel", "hybrid, in one kernel",
+            "m*, over torch's", "m*, both in one kernel"]  # fmt: skip
+    return text + table(head, cells)
+
+
 def windows(found: dict[str, Any]) -> str:
     """Sliding windows with global tokens at lengths where no map would fit."""
     rows = {(r["tokens"], r.get("method", "diffusion"), r["pass"]): r for r in found["windows"]}

@@ -14,9 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from attractor.core import evolve, get_scheme
 from attractor.ode import HybridSolver, captured, corrections, fused, systems
 from attractor.ode.captured import CapturedStep, capture_step
 from attractor.ode.corrections.network import ACTIVATIONS, Network
+from attractor.ode.fused import formulas
 from attractor.train.capture import WARMUP
 
 GPU = torch.cuda.is_available()
@@ -26,23 +28,23 @@ pytestmark = [pytest.mark.gpu] if GPU else []
 
 
 def imported():
-    """The module of the kernels; without a GPU for the interpreter, None if it is too late for that."""
+    """The modules of kernels; without a GPU for the interpreter, None if it is too late for that."""
     asked = os.environ.get("TRITON_INTERPRET")
     if not fused.TRITON or (not GPU and asked != "1" and {"triton", KERNELS} & sys.modules.keys()):
-        return None
+        return None, None
     before, fused.INTERPRETED = fused.INTERPRETED, not GPU
     if not GPU:
         os.environ["TRITON_INTERPRET"] = "1"
     try:
-        from attractor.ode.fused import perceptron
+        from attractor.ode.fused import perceptron, steps
     finally:
         fused.INTERPRETED = before
         if asked is None:
             os.environ.pop("TRITON_INTERPRET", None)
-    return perceptron
+    return perceptron, steps
 
 
-perceptron = imported()
+perceptron, steps = imported()
 
 
 @pytest.fixture
@@ -53,6 +55,7 @@ def kernels(monkeypatch):
     if not GPU:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         monkeypatch.setattr(fused, "INTERPRETED", True)
+        monkeypatch.setattr(fused, "EVERYWHERE", True)
         monkeypatch.setattr(perceptron, "PROCESSORS", 2)
 
 
@@ -71,8 +74,8 @@ def drawn(*shape, dtype=torch.float32, scale=2.0):
 def as_exact(net, x, found):
     """Whether it is as near to float64 as the module, by a factor of two and a few roundings."""
     with torch.no_grad():
-        plain = net(x)
-        truth = net.double()(x.double())
+        plain = net.in_torch(x)
+        truth = net.double().in_torch(x.double())
         net.to(x.dtype)
     error, allowed = ((y.double() - truth).abs().max().item() for y in (found.detach(), plain))
     return error <= 2 * allowed + 1e-6 * truth.abs().max().item()
@@ -93,34 +96,50 @@ def test_equals_the_module(kernels, activation, inputs, outputs, width):
         assert as_exact(net, x, found), n
 
 
-def test_every_plan(kernels, monkeypatch):
-    net = made(4, 4, 100)
-    x = drawn(19, 4)
-    for rows, hidden, warps in (
-        (1, 128, 4),
-        (2, 32, 1),
-        (8, 64, 2),
-        (16, 128, 4),
-        (64, 32, 4),
-        (128, 16, 4),
-    ):
-        monkeypatch.setattr(perceptron, "plan", lambda *_, p=(rows, hidden, warps): perceptron.Plan(*p))
-        assert as_exact(net, x, fused.network(net, x)), (rows, hidden)
+PLANS = [(1, 128, 4), (2, 32, 1), (8, 64, 2), (8, 32, 1), (16, 16, 1), (32, 8, 1), (64, 32, 4)]
+
+
+@pytest.mark.parametrize("cut", PLANS)
+def test_every_plan(kernels, monkeypatch, cut):
+    monkeypatch.setattr(perceptron, "plan", lambda *_: perceptron.Plan(*cut))
+    for inputs in (4, 3):
+        net = made(inputs, 4, 100, skip=True)
+        x = drawn(19, inputs)
+        assert as_exact(net, x, fused.network(net, x))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+def test_parts_of_a_hidden_layer_add_up(kernels, monkeypatch, splits):
+    monkeypatch.setattr(perceptron, "plan", lambda *_: perceptron.Plan(16, 16, 4, splits))
+    for width in (16, 100, 128):
+        for dtype in (torch.float32, torch.float64):
+            net = made(12, 10, width, skip=True, dtype=dtype, precision="float32")
+            x = drawn(19, 12, dtype=dtype)
+            found = fused.network(net, x)
+            assert found.dtype == dtype
+            torch.testing.assert_close(found, net.in_torch(x), rtol=1e-4, atol=1e-5)
 
 
 def test_plans_are_sizes_a_kernel_can_have(kernels):
     for size in (1, 4, 5, 8, 9, 20, 100):
         for width in (1, 20, 128, 256, 1000, 4096):
             for n in (1, 2, 100, 1_000, 1_057, 5_000, 20_000, 200_000, 10**7):
-                for precision in fused.PRECISIONS:
-                    rows, hidden, warps = perceptron.plan(n, width, size, size, precision)
-                    for value in (rows, hidden, warps):
+                few = 2 * size <= fused.FEW
+                cuts = [perceptron.plan(n, width, size, size, p) for p in fused.PRECISIONS]
+                if few:
+                    cuts.append(steps.plan(n, width, size, size))
+                for cut in cuts:
+                    for value in cut:
                         assert value & (value - 1) == 0
-                    assert warps <= 32
-                    assert hidden >= 16
-                    assert rows == 1 or (rows // 2) * perceptron.PROCESSORS <= n or rows <= 16
-                    if 2 * size <= perceptron.FEW:
-                        assert rows * hidden <= 16 * 32 * warps  # what a thread's registers hold
+                    assert cut.warps <= 32
+                    assert cut.hidden >= (8 if few else 16)
+                    assert cut.splits * cut.hidden <= max(cut.hidden, 2 * width)
+                    assert (
+                        cut.rows == 1 or (cut.rows // 2) * perceptron.PROCESSORS <= n or cut.rows <= 16
+                    )
+                    if few:
+                        assert cut.splits == 1
+                        assert cut.rows * cut.hidden <= 8 * 32 * cut.warps  # what registers hold
 
 
 def test_batches_and_strides(kernels):
@@ -149,18 +168,18 @@ def test_gradients_equal_the_module_s(kernels, activation):
         net = made(inputs, outputs, 24, activation, skip=skip)
         x = drawn(2, 5, inputs).requires_grad_()
         found = with_gradients(net, x, lambda x, net=net: fused.network(net, x))
-        for a, b in zip(found, with_gradients(net, x, net), strict=True):
+        for a, b in zip(found, with_gradients(net, x, net.in_torch), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
         net.requires_grad_(False)
         found = with_gradients(net, x, lambda x, net=net: fused.network(net, x))
-        torch.testing.assert_close(found, with_gradients(net, x, net), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found, with_gradients(net, x, net.in_torch), rtol=1e-4, atol=1e-4)
 
 
 def test_second_derivatives(kernels):
     net = made(3, 3, 16, "tanh")
     x = drawn(4, 3).requires_grad_()
     found = []
-    for run in (net, lambda x: fused.network(net, x)):
+    for run in (net.in_torch, lambda x: fused.network(net, x)):
         (slope,) = torch.autograd.grad(run(x).square().sum(), x, create_graph=True)
         found.append(torch.autograd.grad(slope.square().sum(), [x, net.head.weight]))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
@@ -201,9 +220,9 @@ def test_float64_states_of_a_network_that_may_be_computed_in_float32(kernels):
     assert fused.usable(net, x)
     found = fused.network(net, x)
     assert found.dtype == torch.float64
-    torch.testing.assert_close(found, net(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, net.in_torch(x), rtol=1e-5, atol=1e-5)
     found = with_gradients(net, x, lambda x: fused.network(net, x))
-    torch.testing.assert_close(found, with_gradients(net, x, net), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, with_gradients(net, x, net.in_torch), rtol=1e-4, atol=1e-4)
     assert 0 < fused.deviation(net, x) < 1e-5
 
 
@@ -219,7 +238,7 @@ def test_what_is_not_finite_stays_alone(kernels):
                 found = fused.network(net, broken)
                 others = torch.arange(9) != 4
                 assert torch.equal(found[others], truth[others])
-                lost, plain = ~torch.isfinite(found[4]), ~torch.isfinite(net(broken)[4])
+                lost, plain = ~torch.isfinite(found[4]), ~torch.isfinite(net.in_torch(broken)[4])
                 assert bool(lost.all()) or (torch.equal(lost, plain) and not math.isnan(value))
 
 
@@ -250,9 +269,10 @@ def test_compiled_in_one_graph(kernels):
     run = torch.compile(
         lambda x: 2 * fused.network(net, x), fullgraph=True, backend="inductor" if GPU else "aot_eager"
     )
-    torch.testing.assert_close(run(x), 2 * net(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(run(x), 2 * net.in_torch(x), rtol=1e-4, atol=1e-4)
     found = with_gradients(net, x, run)
-    torch.testing.assert_close(found, with_gradients(net, x, lambda x: 2 * net(x)), rtol=1e-4, atol=1e-4)
+    truth = with_gradients(net, x, lambda x: 2 * net.in_torch(x))
+    torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4)
 
 
 def test_jacobians_by_transforms(kernels):
@@ -281,6 +301,56 @@ def test_fused_corrections(kernels, name, period):
     with torch.no_grad():
         correction.net.head.bias.add_(1.0)
     torch.testing.assert_close(twin(*given), correction(*given), rtol=1e-4, atol=1e-5)
+
+
+def test_networks_use_kernels_by_themselves(kernels):
+    net, x = made(skip=True).requires_grad_(False), drawn(7, 4)
+    assert fused.pays(net, x)
+    assert torch.equal(net(x), fused.network(net, x))
+    assert as_exact(net, x, net(x))
+    low = made(dtype=torch.float64, precision="float32").requires_grad_(False)
+    assert fused.pays(low, x.double())
+    correction = corrections.AttNS(4, width=20, state=True, device=DEVICE).requires_grad_(False)
+    u, slope = drawn(6, 4), drawn(6, 4)
+    assert torch.equal(correction(u, slope, 0.1), fused.fuse(correction)(u, slope, 0.1))
+
+
+def test_solvers_compile_with_their_kernels(kernels):
+    for size in (4, 12):
+        correction = corrections.AttNS(size, width=20, skip=True, device=DEVICE).requires_grad_(False)
+        found = HybridSolver(lambda t, u: -u, "euler", correction, 0.1)
+        u = drawn(6, size)
+        backend = "inductor" if GPU else "aot_eager"
+        run = torch.compile(found.step, fullgraph=True, backend=backend)
+        torch.testing.assert_close(run(u), found.step(u), rtol=1e-4, atol=1e-5)
+
+
+def test_where_gradients_are_wanted_torch_runs(kernels):
+    net, x = made(), drawn(7, 4)
+    assert not fused.pays(net, x)
+    assert torch.equal(net(x), net.in_torch(x))
+    with torch.no_grad():
+        assert fused.pays(net, x)
+    net.requires_grad_(False)
+    assert fused.pays(net, x)
+    assert not fused.pays(net, x.requires_grad_())
+
+
+def test_compiled_code_multiplies_many_large_rows_itself(kernels, monkeypatch):
+    small, large = made().requires_grad_(False), made(12, 12, 20).requires_grad_(False)
+    many = fused.MANY + 1
+    assert fused.pays(large, drawn(many, 12))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert fused.pays(small, drawn(many, 4))
+    assert fused.pays(large, drawn(many - 1, 12))
+    assert not fused.pays(large, drawn(many, 12))
+
+
+@pytest.mark.skipif(GPU, reason="kernels run on a GPU")
+def test_on_a_cpu_torch_runs():
+    net, x = made().requires_grad_(False), drawn(7, 4)
+    assert not fused.pays(net, x)
+    assert torch.equal(net(x), net.head(net.body(x)))
 
 
 def test_without_kernels_the_module_runs_bit_for_bit(monkeypatch):
@@ -328,17 +398,183 @@ def test_plans_of_a_gpu(width):
             assert as_exact(net, x, fused.network(net, x)), (size, n)
 
 
+# Whole steps in one kernel
+
+
+WRITTEN = (
+    systems.ElasticPendulum(), systems.PendulumChain(1), systems.PendulumChain(3), systems.HenonHeiles(),
+    systems.Lorenz(), systems.Logistic(), systems.VanDerPol(), systems.HarmonicOscillator(),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("system", WRITTEN, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("scheme", ["euler", "rk4", "dopri5"])
+def test_slopes_number_by_number(system, scheme):
+    u = system.sample(5, torch.Generator().manual_seed(0), torch.float64)
+    truth = get_scheme(scheme).slope(system, 0.0, u, 0.1)
+    call = lambda t, u: get_scheme(scheme).slope(system, t, u, 0.1)
+    formula = formulas.written(call, [(), (system.dim,)], u)
+    torch.testing.assert_close(formula(torch.zeros(()), u), truth, rtol=1e-12, atol=1e-13)
+    assert not formula.uses(0)
+
+
+def everything(t, u):
+    """A rate with every operation that is written."""
+    a, b = (2 + u.sin()).unbind(-1)
+    one = (1 - a) / 2 + 3 / b - (a - 0.5) + a.reciprocal() * b**-2 - b**3 / a + torch.rsub(a, b, alpha=2)
+    two = (-a).exp() + b.log() - a.sqrt() * b**-0.5 + (-a).abs() * a.cos() + t
+    return 0.1 * torch.stack((one, two), -1) + torch.ones_like(u).to(u.dtype)
+
+
+def test_every_operation_is_written():
+    u = drawn(7, 2, dtype=torch.float64)
+    t = torch.tensor(0.7, dtype=torch.float64, device=DEVICE)
+    formula = formulas.written(everything, [(), (2,)], u)
+    torch.testing.assert_close(formula(t, u), everything(t, u), rtol=1e-12, atol=1e-12)
+    assert formula.uses(0)
+    assert {line[0] for line in formula.lines} == set(formulas.OPERATIONS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_every_operation_in_a_kernel(kernels, dtype):
+    plain = steps.WholeSteps(everything, get_scheme("heun"), None, 0.1, drawn(2, dtype=dtype))
+    u = drawn(37, 2, dtype=dtype)
+    truth = evolve(everything, u, 0.5 + torch.arange(3, dtype=torch.float64) * 0.1, "heun").final
+    t = torch.tensor(0.5, dtype=torch.float64, device=DEVICE)
+    plain(u, t, 2)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-13
+    torch.testing.assert_close(u, truth, rtol=tolerance, atol=tolerance)
+    assert float(t) == pytest.approx(0.7)
+
+
+def test_what_is_more_than_formulas_is_not_written():
+    held = torch.ones(2)
+
+    def branching(t, u):
+        return u if u.sum() > 0 else -u
+
+    refused = {
+        "cannot be traced": branching,
+        "a tensor that is not an argument": lambda t, u: u * held,
+        "aten.sum": lambda t, u: u / u.sum(),
+        "aten.rand_like": lambda t, u: u + torch.rand_like(u),
+        "0.3 is not a small whole number": lambda t, u: u**0.3,
+        "inf is not a finite number": lambda t, u: u + math.inf,
+    }
+    for message, rate in refused.items():
+        with pytest.raises(formulas.CannotWriteError, match=message):
+            formulas.written(rate, [(), (2,)])
+
+
+CORRECTIONS = {
+    "attns": {}, "attns, slope and state": {"state": True, "skip": True, "activation": "sine"},
+    "attns, times dt": {"times_dt": True}, "neurvec": {"activation": "tanh"}, "attns_m": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize(("period", "dtype"), [(None, torch.float32), (1.5, torch.float64)], ids=str)
+def test_whole_steps_are_steps(kernels, name, period, dtype):
+    options = dict(CORRECTIONS[name], period=period, precision="float32", dtype=dtype, device=DEVICE)
+    correction = corrections.get_correction(name.split(",")[0])(2, width=40, **options)
+    found = HybridSolver(forced, "rk4", correction.requires_grad_(False), 0.1)
+    with torch.no_grad():
+        correction.net.head.weight.mul_(0.1)
+    u = drawn(3, 5, 2, dtype=dtype)
+    step = found.capture(u, t=0.5, steps=2, compile=True)
+    assert step.whole
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-6
+    truth = stepped(found, u, 4, 0.5)
+    torch.testing.assert_close(step.advance(2), truth, rtol=tolerance, atol=tolerance)
+    assert float(step.t) == pytest.approx(0.9, abs=1e-12)
+    torch.testing.assert_close(step(u, 2.0), stepped(found, u, 2, 2.0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cut", [(1, 64, 2), (8, 32, 1), (16, 16, 1), (32, 8, 1), (8, 128, 4)])
+def test_every_plan_of_whole_steps(kernels, monkeypatch, cut):
+    monkeypatch.setattr(steps, "plan", lambda *_: perceptron.Plan(*cut))
+    pendulum = systems.ElasticPendulum()
+    correction = corrections.AttNS(4, width=100, device=DEVICE).requires_grad_(False)
+    correction.net.head.weight.mul_(1e-3)
+    found = HybridSolver(pendulum, "rk4", correction, 0.1)
+    u = pendulum.sample(19, torch.Generator().manual_seed(0)).to(DEVICE)
+    u[3] = math.nan
+    step = found.capture(u, steps=4, compile=True)
+    assert step.whole
+    truth = stepped(found, u, 4)
+    torch.testing.assert_close(step.advance(), truth, rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert torch.equal(step.u.isnan().any(-1).nonzero()[:, 0].cpu(), torch.tensor([3]))
+    assert float(step.t) == pytest.approx(0.4)
+    with torch.no_grad():
+        correction.net.head.bias.add_(0.01)  # weights are read anew
+    torch.testing.assert_close(step(u), stepped(found, u, 4), rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize(("period", "dtype"), [(None, torch.float32), (1.5, torch.float64)], ids=str)
+def test_steps_around_a_larger_network(kernels, period, dtype):
+    options = {"period": period, "precision": "float32", "dtype": dtype, "device": DEVICE, "skip": True}
+    chain = systems.PendulumChain(5)
+    correction = corrections.AttNS(10, width=40, **options).requires_grad_(False)
+    for p in (correction.net.head.weight, correction.net.head.bias, correction.net.around.weight):
+        p.mul_(1e-3)
+    found = HybridSolver(chain, "rk4", correction, 0.05)
+    u = chain.sample(19, torch.Generator().manual_seed(0), dtype).to(DEVICE)
+    step = found.capture(u, t=0.5, steps=3, compile=True)
+    assert step.whole
+    torch.testing.assert_close(step.advance(2), stepped(found, u, 6, 0.5), rtol=1e-4, atol=1e-4)
+    assert float(step.t) == pytest.approx(0.8)
+
+
+def test_plain_steps(kernels):
+    pendulum = systems.ElasticPendulum()
+    for scheme in ("rk4", "dopri5"):
+        plain = steps.WholeSteps(pendulum, get_scheme(scheme), None, 0.1, drawn(4))
+        u = pendulum.sample(37, torch.Generator().manual_seed(0)).to(DEVICE)
+        truth = evolve(pendulum, u, torch.arange(4) * 0.1, scheme).final
+        t = torch.zeros((), dtype=torch.float64, device=DEVICE)
+        plain(u, t, 3)
+        torch.testing.assert_close(u, truth, rtol=1e-5, atol=1e-5)
+        assert float(t) == pytest.approx(0.3)
+
+
+def test_a_rate_that_is_not_what_it_does_to_one_state(kernels, monkeypatch):
+    monkeypatch.setattr(captured, "compiled", lambda run, *_: run)
+    mixing = lambda t, u: u.flatten().flip(0).view(u.shape)  # no rate: states depend on each other
+    correction = corrections.NeurVec(2, width=16, device=DEVICE).requires_grad_(False)
+    found = HybridSolver(mixing, "rk4", correction, 0.1)
+    with pytest.warns(UserWarning, match="does not do what the rate does: left out"):
+        step = found.capture(drawn(6, 2), compile=True)
+    assert not step.whole
+
+
+def test_what_takes_no_whole_steps(kernels, monkeypatch):
+    monkeypatch.setattr(captured, "compiled", lambda run, *_: run)
+    u = drawn(6, 2)
+    large = corrections.NeurVec(fused.QUICK + 1, width=16, device=DEVICE)
+    for found, start in (
+        (HybridSolver(forced, "rk4", corrections.Linear(2, device=DEVICE), 0.1), u),
+        (HybridSolver(forced, "rk4", corrections.CSM(2, width=16, device=DEVICE), 0.1), u),
+        (HybridSolver(forced, "rk4", corrections.FSNet(2, width=16, device=DEVICE), 0.1), u),  # scales
+        (HybridSolver(lambda t, u: -u, "rk4", large, 0.1), drawn(6, fused.QUICK + 1)),
+        (HybridSolver(lambda t, u: u / u.sum(-1, True), "rk4", solver().correction, 0.1), u + 9),
+    ):
+        step = found.capture(start, steps=2, compile=True)
+        assert not step.whole
+        torch.testing.assert_close(step.advance(), stepped(found, start, 2), rtol=1e-4, atol=1e-4)
+    assert not solver().capture(drawn(6, 2), compile=False).whole
+
+
 # Captured steps
+
+
+def forced(t, u):
+    return torch.stack((u[..., 1], -u[..., 0] + torch.cos(t)), -1)
 
 
 def solver(period=None, **options):
     """A rate that depends on the time, with a correction that does not vanish."""
-
-    def rate(t, u):
-        return torch.stack((u[..., 1], -u[..., 0] + torch.cos(t)), -1)
-
     correction = corrections.NeurVec(2, width=16, period=period, device=DEVICE, **options)
-    return HybridSolver(rate, "rk4", correction.requires_grad_(False), 0.1)
+    return HybridSolver(forced, "rk4", correction.requires_grad_(False), 0.1)
 
 
 def stepped(solver, u, n, t=0.0):
@@ -463,7 +699,8 @@ def test_parts_that_are_compiled_make_up_all_steps(monkeypatch):
     monkeypatch.setattr(captured, "compiled", lambda run, *_: run)
     monkeypatch.setattr(captured, "COMPILED_OPERATIONS", 120)
     found, u = solver(), drawn(6, 2)
-    step = CapturedStep(found, u, steps=12, compile=True, precision=None)
+    step = CapturedStep(found, u, steps=12, compile=True, precision="ieee")
+    assert not step.whole
     assert 1 <= step._length < 12
     assert 12 % step._length == 0
     torch.testing.assert_close(step.advance(), stepped(found, u, 12), rtol=1e-5, atol=1e-5)

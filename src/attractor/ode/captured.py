@@ -5,12 +5,13 @@
 >>> pendulum = systems.ElasticPendulum()
 >>> solver = HybridSolver(pendulum, "rk4", corrections.NeurVec(4, width=16), dt=0.1)
 >>> u = pendulum.sample(10)
->>> step = capture_step(solver, u, steps=5)
+>>> step = solver.capture(u, steps=5)
 >>> end = step.advance(2)  # ten steps; on a CPU they run as they are
 >>> bool(step.t == 1.0)
 True
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -20,8 +21,7 @@ from attractor.core.compiling import compiled, components_first, count_operation
 from attractor.core.evolve import COMPILED_OPERATIONS, call_correction
 from attractor.core.scheme import Rate
 from attractor.core.tableaus import AnyScheme
-from attractor.ode.fused import fuse
-from attractor.ode.solver import HybridSolver
+from attractor.ode import fused
 from attractor.train.capture import WARMUP, Captured
 
 
@@ -34,38 +34,44 @@ class CapturedStep:
     between calls; moving them (``.to``, ``.double``) pulls them from under the graph. No gradients.
 
     Args:
-        solver: whose steps they are; its trust region is not asked.
+        solver: a `HybridSolver`, whose steps they are; its trust region is not asked.
         u: states ``[*batch, d]`` to start from; later ones must be like them.
         t: their time.
         steps: of dt, in one graph. More of them share the cost of a launch, a few microseconds.
-        compile: compile them with `torch.compile` first, so that a step is two kernels instead of
-            dozens; the first time takes up to a minute. None: on a GPU.
-        precision: of the fused network's products, see `fused.network`; None: the correction as it is.
+        compile: make them few kernels instead of dozens a step. One for all steps, where a step is a
+            formula for each number around a small network (see `fused.steps`); otherwise two a step, by
+            `torch.compile`, which takes up to a minute the first time. None: on a GPU.
+        precision: of a fused network's products, see `fused.network`; None: as the correction chooses.
 
     Attributes:
         u, t: the state and time now; overwritten by `advance`, so clone what you keep.
         captured: whether there is a graph.
+        whole: whether one kernel takes all steps.
     """
 
     def __init__(
         self,
-        solver: HybridSolver,
+        solver: Any,
         u: Tensor,
         *,
         t: float = 0.0,
         steps: int = 1,
         compile: bool | None = None,
-        precision: str | None = "ieee",
+        precision: str | None = None,
     ) -> None:
         if steps < 1:
             raise ValueError(f"steps = {steps} goes nowhere; use 1 or more steps of dt a graph")
         gpu = _on_gpu(u)
         self.solver, self.steps, self.compile = solver, steps, gpu if compile is None else compile
-        correction: Any = solver.correction if precision is None else fuse(solver.correction, precision)
+        correction: Any = solver.correction
+        if precision is not None:
+            correction = fused.fuse(correction, precision)
         self._fixed = (solver.rate, solver.scheme, correction, solver.dt)
         start = components_first(u.detach()).clone(), _time(t, u)
         solver.scheme.check_rate(solver.rate, start[1].to(u.dtype), start[0])
-        self._length = self._compiled_length(*start) if self.compile else steps
+        self._whole: Any = _whole_steps(solver, *start) if self.compile and precision is None else None
+        torchs = self.compile and self._whole is None
+        self._length = self._compiled_length(*start) if torchs else steps
         self._captured: Captured | None = None
         self.u, self.t = start
         if gpu:
@@ -80,6 +86,11 @@ class CapturedStep:
     def captured(self) -> bool:
         """Whether there is a graph."""
         return self._captured is not None and self._captured.graph is not None
+
+    @property
+    def whole(self) -> bool:
+        """Whether one kernel takes all steps."""
+        return self._whole is not None
 
     def reset(self, u: Tensor, t: float = 0.0) -> None:
         """Put the batch at states u, of the shape and type it was made for, and time t."""
@@ -107,6 +118,9 @@ class CapturedStep:
 
     @torch.no_grad()
     def _run(self, u: Tensor, t: Tensor) -> Tensor:
+        if self._whole is not None:
+            self._whole(u, t, self.steps)
+            return u
         part: Any = _steps
         if self.compile:
             part = compiled(_steps, u.device, *self._fixed, self._length)
@@ -125,7 +139,7 @@ class CapturedStep:
         return max(n for n in range(1, self.steps + 1) if n <= most and self.steps % n == 0)
 
 
-def capture_step(solver: HybridSolver, u: Tensor, **options: Any) -> CapturedStep:
+def capture_step(solver: Any, u: Tensor, **options: Any) -> CapturedStep:
     """A `CapturedStep`, with its options."""
     return CapturedStep(solver, u, **options)
 
@@ -139,6 +153,35 @@ def _steps(
         slope = scheme.slope(f, now, u, dt)
         u = u + dt * slope + call_correction(correction, u, slope, dt, now)
     return u
+
+
+@torch.no_grad()
+def _whole_steps(solver: Any, u: Tensor, t: Tensor) -> Any:
+    """One kernel for steps of u, if there can be one and it does what torch does; else None."""
+    net: Any = getattr(solver.correction, "net", None)
+    if not hasattr(net, "in_torch") or not fused.usable(net, u):
+        return None
+    from attractor.ode.fused.formulas import CannotWriteError
+    from attractor.ode.fused.steps import WholeSteps
+
+    fixed = solver.rate, solver.scheme, solver.correction, solver.dt
+    try:
+        whole = WholeSteps(*fixed, u)
+        ours = components_first(u).clone()
+        whole(ours, t.clone(), 1)
+    except CannotWriteError:
+        return None
+    except Exception as error:  # of compilers, which must not stop what runs without
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        warnings.warn(f"no kernel for whole steps, going on without ({reason})", stacklevel=4)
+        return None
+    theirs = _steps(*fixed, 1, u, t)
+    off, moved = (x[torch.isfinite(x)] for x in (ours - theirs, theirs - u))
+    allowed = 1e-3 * moved.abs().max() + 1e-5 * u[torch.isfinite(u)].abs().max() if len(moved) else 0.0
+    if len(off) < len(moved) or bool((off.abs() > allowed).any()):
+        warnings.warn("a kernel for whole steps does not do what the rate does: left out", stacklevel=4)
+        return None
+    return whole
 
 
 def _time(t: float, u: Tensor) -> Tensor:

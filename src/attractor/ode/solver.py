@@ -13,6 +13,7 @@ from attractor.core.evolve import call_correction
 from attractor.core.scheme import Rate
 from attractor.core.tableaus import AnyScheme
 from attractor.ode import corrections, systems
+from attractor.ode.captured import CapturedStep
 from attractor.ode.trust import TrustRegion
 from attractor.train import checkpoint
 from attractor.train.checkpoint import CheckpointError
@@ -116,6 +117,14 @@ class HybridSolver:
             solved.stats, rate_calls=solved.stats.rate_calls + guarded.rate_calls, guarded=count
         )
         return dataclasses.replace(solved, stats=stats)
+
+    def capture(self, u: Tensor, *, steps: int = 1, **options: Any) -> CapturedStep:
+        """Steps of states like u ``[*batch, d]``, several at a time, as one CUDA graph.
+
+        For small batches on a GPU, where launching a step takes longer than computing it. Other options
+        and what comes back: see `CapturedStep`.
+        """
+        return CapturedStep(self, u, steps=steps, **options)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move the correction and the trust region to a dtype or device."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attractor.ode import fused
 from attractor.ode.corrections.sequence import BODIES
 
 
@@ -146,7 +147,11 @@ class Network(nn.Module):
         self.around = nn.Linear(inputs, outputs, bias=False, **factory) if skip else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Q of an x that has its phase; see `with_phase`."""
+        """Q of an x that has its phase (see `with_phase`); on a GPU by a kernel where that pays."""
+        return fused.kernel(self, x) if fused.pays(self, x) else self.in_torch(x)
+
+    def in_torch(self, x: Tensor) -> Tensor:
+        """Q of x, in plain torch."""
         if self.low and x.dtype == torch.float64:
             return self._in_float32(x, head=True)
         out = self.head(self.body(x))

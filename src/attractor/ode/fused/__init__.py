@@ -1,7 +1,8 @@
 """The network of a correction in one Triton kernel: its hidden layer never leaves the chip.
 
-Never required: without Triton, on another device or for another kind of network the module itself runs,
-bit for bit. `perceptron` has the kernels and needs Triton to be imported, so ask `usable` first. With
+Networks use it by themselves where it `pays`. Never required: without Triton, on another device or for
+another kind of network torch runs, bit for bit as ever. `perceptron` has the kernels, `steps` takes
+whole steps with them; both need Triton to be imported, so ask `usable` first. With
 ``TRITON_INTERPRET=1`` in the environment before the first import they run on a CPU, slowly, for tests.
 
 >>> import torch
@@ -23,8 +24,12 @@ from torch import Tensor, nn
 TRITON = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
+EVERYWHERE = False  # whether networks also choose the interpreter by themselves; for tests
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 LARGEST = 128  # inputs or outputs: a row of both is held whole
+QUICK = 64  # inputs or outputs, up to which registers hold them
+FEW = 16  # inputs and outputs together, up to which multiply-adds are as quick as products of matrices
+MANY = 2_000  # states from which compilers multiply larger matrices as quickly
 
 
 def usable(net: Any, x: Tensor) -> bool:
@@ -49,46 +54,71 @@ def usable(net: Any, x: Tensor) -> bool:
     )
 
 
-def network(net: Any, x: Tensor, precision: str = "ieee") -> Tensor:
-    """Q of x ``[*batch, inputs]``: what ``net(x)`` is, by a kernel where it can be.
+def pays(net: Any, x: Tensor) -> bool:
+    """Whether a `Network` should be computed by a kernel for this x, by itself.
+
+    Wherever one is `usable`, except where gradients are wanted (torch keeps what it needs for them), in
+    exported programs, for more than `QUICK` inputs or outputs, and in compiled code for `MANY` states of
+    more than `FEW` of both.
+    """
+    if not (x.is_cuda or EVERYWHERE) or not usable(net, x):
+        return False
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return False
+    if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in net.parameters())):
+        return False
+    inputs, outputs = net.body.layers[0].in_features, net.head.out_features
+    if inputs + outputs <= FEW:
+        return True
+    few = not torch.compiler.is_compiling() or x.numel() // x.shape[-1] <= MANY
+    return few and max(inputs, outputs) <= QUICK
+
+
+def network(net: Any, x: Tensor, precision: str | None = None) -> Tensor:
+    """Q of x ``[*batch, inputs]``: what ``net(x)`` is, by a kernel wherever it can be.
 
     Args:
         net: a `Network`.
-        precision: of the two products, where inputs and outputs are more than sixteen together (up to
-            sixteen, float32 is the quickest). "ieee": float32. "tf32x3": on the matrix units, every
-            factor as two numbers of 11 bits, about as exact. "tf32": the same for the first product,
-            which standardised inputs make a small difference of large numbers, but one number of 11
-            bits for every factor of the second: errors of 1e-3 of its terms. Look at `deviation` where
-            head weights are large and cancel, as those of a ridge fit do.
+        precision: of the two products, where inputs and outputs are more than `FEW` together (up to
+            that many, float32 is the quickest). "ieee": float32. "tf32x3": on the matrix units, every
+            factor as two numbers of 11 bits, as exact, and quicker; the same as None. "tf32": the same
+            for the first product, which standardised inputs make a small difference of large numbers,
+            but one number of 11 bits for every factor of the second: errors of 1e-3 of its terms. Look
+            at `deviation` where head weights are large and cancel, as those of a ridge fit do.
     """
     check_precision(precision)
-    if not usable(net, x):
-        return net(x)
+    return kernel(net, x, precision) if usable(net, x) else net.in_torch(x)
+
+
+def kernel(net: Any, x: Tensor, precision: str | None = None) -> Tensor:
+    """`network` where it is known to be `usable`."""
     from attractor.ode.fused import perceptron
 
     layer, activation, head = net.body.layers[0], net.body.activations[0], net.head
     learned = (activation.top, activation.bottom) if hasattr(activation, "top") else (None, None)
     out = perceptron.apply(
         x.reshape(-1, x.shape[-1]), layer.weight, layer.bias, head.weight, head.bias,
-        None if net.around is None else net.around.weight, *learned, net.config["activation"], precision,
+        None if net.around is None else net.around.weight, *learned, net.config["activation"],
+        precision or "tf32x3",
     )  # fmt: skip
     return out.view(*x.shape[:-1], head.out_features)
 
 
-def deviation(net: Any, x: Tensor, precision: str = "ieee") -> float:
+def deviation(net: Any, x: Tensor, precision: str | None = None) -> float:
     """How far `network` is from float64 for these x, relative to the root mean square of Q."""
     with torch.no_grad():
         exact = copy.deepcopy(net).double()
         exact.low = False
-        truth = exact(x.double())
+        truth = exact.in_torch(x.double())
         off = network(net, x, precision).double() - truth
     return (off.square().mean() / truth.square().mean()).sqrt().item()
 
 
-def fuse(correction: nn.Module, precision: str = "ieee") -> nn.Module:
-    """A correction with the same parameters (not copies) and the same call, through `network`.
+def fuse(correction: nn.Module, precision: str | None = None) -> nn.Module:
+    """A correction with the same parameters (not copies) and the same call, always through `network`.
 
-    One without a `Network` comes back as it is.
+    Corrections use kernels by themselves where it `pays`; this one also elsewhere, and in a precision of
+    your choice. One without a `Network` comes back as it is.
     """
     check_precision(precision)
     net: Any = getattr(correction, "net", None)
@@ -102,7 +132,7 @@ def fuse(correction: nn.Module, precision: str = "ieee") -> nn.Module:
 class Fused(nn.Module):
     """A `Network` that is computed by `network`; it shares its parameters."""
 
-    def __init__(self, net: nn.Module, precision: str = "ieee") -> None:
+    def __init__(self, net: nn.Module, precision: str | None = None) -> None:
         super().__init__()
         self.net, self.precision = net, precision
         self.period = net.period
@@ -112,9 +142,9 @@ class Fused(nn.Module):
         return network(self.net, x, self.precision)
 
 
-def check_precision(precision: str) -> None:
+def check_precision(precision: str | None) -> None:
     """Raise ValueError if it is not one."""
-    if precision not in PRECISIONS:
+    if precision not in (None, *PRECISIONS):
         raise ValueError(
             f"precision {precision!r} is not one of {', '.join(PRECISIONS)}; 'ieee' is float32"
         )

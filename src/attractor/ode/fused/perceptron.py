@@ -22,35 +22,45 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op, triton_op, wrap_triton
 
-from attractor.ode.fused import INTERPRETED
+from attractor.ode.fused import FEW, INTERPRETED
 
-FEW = 16  # inputs and outputs together, up to which multiply-adds are as quick as products of matrices
 PROCESSORS = 132  # of the GPU that plans are made for
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Plan(NamedTuple):
-    """How the work is cut: rows of x a program, columns of a hidden tile, and warps."""
+    """How the work is cut: rows of x a program, columns of a hidden tile, warps, programs a row."""
 
     rows: int
     hidden: int
     warps: int
+    splits: int = 1
 
 
 def plan(n: int, width: int, inputs: int, outputs: int, precision: str) -> Plan:
     """A good plan for n rows; n is only compared, for it may be a symbol."""
     all_units = max(16, triton.next_power_of_2(width))
     if inputs + outputs <= FEW:
-        held = 16 if inputs + outputs <= 8 else 8  # rows a thread: as many as its registers hold
-        if n <= held // 2 * PROCESSORS:  # a program a processor, with many threads side by side
-            rows = next(r for r in POWERS if n <= r * PROCESSORS)
-            hidden = max(32, min(1024 if rows == 1 else 512, all_units))
+        held = 8 if inputs + outputs <= 8 else 4  # rows a thread: more would leave room for few warps
+        if n <= 8 * PROCESSORS:  # up to two programs a processor, with many threads side by side
+            rows = next(r for r in POWERS if n <= 2 * r * PROCESSORS)
+            hidden = max(32, min(1024 if n <= PROCESSORS else 512 if rows == 1 else 256, all_units))
             return Plan(rows, hidden, hidden // 32)
-        fit = (r for r in POWERS[::-1] if r <= 4 * held and n >= 4 * r * PROCESSORS)
-        rows = max(next(fit, 0), held // 2)  # four programs a processor, or more
-        return Plan(rows, min(128, 128 * held // rows, all_units), 4)
+        return lanes(n, held, 128 if n <= 4 * held * PROCESSORS else 32, all_units)
     rows = 16 if n <= 16 * PROCESSORS else 32 if n <= 64 * PROCESSORS else 64
-    return Plan(rows, min(32 if precision == "ieee" or inputs > 64 else 64, all_units), 4)
+    hidden = min(32 if precision == "ieee" or inputs > 64 else 64, all_units)
+    most = min(8, all_units // hidden)  # up to eight sums, a compiler adds them where they are used
+    splits = next((s for s in POWERS if n * s >= 8 * PROCESSORS * rows and s <= most), most)
+    return Plan(rows, hidden, 4, splits)
+
+
+def lanes(n: int, held: int, hidden: int, all_units: int) -> Plan:
+    """Threads with `held` rows each. The fewer lanes share a row, the less is added up in the end."""
+    few = (
+        k for k in (8, 16) if n >= 32 // k * held * 24 * PROCESSORS
+    )  # six warps for each of four units
+    hidden = min(next(few, hidden), max(32, all_units))
+    return Plan(held * max(1, 32 // hidden), hidden, max(1, hidden // 32))
 
 
 ASSEMBLER = tl.constexpr(not INTERPRETED)
@@ -115,11 +125,73 @@ def _activated(z: tl.tensor, c: tl.tuple, ACTIVATION: tl.constexpr) -> tl.tensor
 
 
 @triton.jit
+def _weights(
+    first: tl.tensor, first_bias: tl.tensor, head: tl.tensor, unit: tl.tensor,
+    INPUTS: tl.constexpr, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, HIDDEN: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """Of some hidden units, ``[HIDDEN]`` each: the bias, those of the inputs, those to the outputs."""
+    there = unit < WIDTH
+    found = (tl.load(first_bias + unit, mask=there, other=0.0).to(tl.float32),)
+    if INPUTS == 4 and HIDDEN >= 32:  # four numbers side by side: one load
+        w_at = first + unit[:, None] * 4 + tl.arange(0, 4)[None, :]
+        w = tl.load(w_at, mask=there[:, None], other=0.0).to(tl.float32)
+        even, odd = tl.split(tl.reshape(w, [HIDDEN, 2, 2]))
+        w0, w2 = tl.split(even)
+        w1, w3 = tl.split(odd)
+        found = found + (w0, w1, w2, w3)  # type: ignore[assignment]
+    else:
+        for i in tl.static_range(INPUTS):
+            w = tl.load(first + unit * INPUTS + i, mask=there, other=0.0).to(tl.float32)
+            found = found + (w,)  # type: ignore[assignment]
+    for o in tl.static_range(OUTPUTS):
+        w = tl.load(head + o * WIDTH + unit, mask=there, other=0.0).to(tl.float32)
+        found = found + (w,)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def _add_four(
+    a0: tl.tensor, a1: tl.tensor, a2: tl.tensor, a3: tl.tensor,
+    b0: tl.tensor, b1: tl.tensor, b2: tl.tensor, b3: tl.tensor,
+) -> tl.tuple:  # fmt: skip
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
+def _through(
+    xs: tl.tuple, first: tl.tensor, first_bias: tl.tensor, head: tl.tensor, c: tl.tuple,
+    INPUTS: tl.constexpr, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr, HIDDEN: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """Inputs ``[ROWS]`` each through the hidden layer and the head, without its bias."""
+    sums = ()
+    for _ in tl.static_range(OUTPUTS):
+        sums = sums + (tl.zeros([ROWS, HIDDEN], dtype=tl.float32),)  # type: ignore[assignment]
+    for start in tl.range(0, WIDTH, HIDDEN, loop_unroll_factor=2):
+        unit = start + tl.arange(0, HIDDEN)
+        w = _weights(first, first_bias, head, unit, INPUTS, WIDTH, OUTPUTS, HIDDEN)
+        z = w[0][None, :]
+        for i in tl.static_range(INPUTS):
+            z = tl.fma(xs[i][:, None], w[1 + i][None, :], z)
+        a = _activated(z, c, ACTIVATION)
+        more = ()
+        for o in tl.static_range(OUTPUTS):
+            more = more + (tl.fma(a, w[1 + INPUTS + o][None, :], sums[o]),)  # type: ignore[assignment]
+        sums = more
+    if OUTPUTS == 4 and ASSEMBLER:  # one passage through shared memory instead of four
+        return tl.reduce(sums, 1, _add_four)
+    else:
+        totals = ()
+        for o in tl.static_range(OUTPUTS):
+            totals = totals + (tl.sum(sums[o], 1),)  # type: ignore[assignment]
+        return totals
+
+
+@triton.jit
 def _by_lanes(
     x: tl.tensor, first: tl.tensor, first_bias: tl.tensor, head: tl.tensor, head_bias: tl.tensor,
     around: tl.tensor, top: tl.tensor, bottom: tl.tensor, out: tl.tensor, n: tl.tensor, x_n: tl.tensor,
-    x_i: tl.tensor, first_h: tl.tensor, first_i: tl.tensor, head_o: tl.tensor, head_h: tl.tensor,
-    around_o: tl.tensor, around_i: tl.tensor, out_n: tl.tensor, out_o: tl.tensor,
+    x_i: tl.tensor, out_n: tl.tensor, out_o: tl.tensor,
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, ACTIVATION: tl.constexpr,
     SKIP: tl.constexpr, ROWS: tl.constexpr, HIDDEN: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -131,27 +203,14 @@ def _by_lanes(
     for i in tl.static_range(INPUTS):
         here = tl.load(x + row * x_n + i * x_i, mask=inside, other=0.0).to(tl.float32)
         xs = xs + (here,)  # type: ignore[assignment]
-    sums = ()
-    for _ in tl.static_range(OUTPUTS):
-        sums = sums + (tl.zeros([ROWS, HIDDEN], dtype=tl.float32),)  # type: ignore[assignment]
-    for start in range(0, WIDTH, HIDDEN):
-        unit = start + tl.arange(0, HIDDEN)
-        there = unit < WIDTH
-        z = tl.load(first_bias + unit, mask=there, other=0.0).to(tl.float32)[None, :]
-        for i in tl.static_range(INPUTS):
-            w = tl.load(first + unit * first_h + i * first_i, mask=there, other=0.0).to(tl.float32)
-            z = tl.fma(xs[i][:, None], w[None, :], z)
-        a = _activated(z, c, ACTIVATION)
-        more = ()
-        for o in tl.static_range(OUTPUTS):
-            w = tl.load(head + o * head_o + unit * head_h, mask=there, other=0.0).to(tl.float32)
-            more = more + (tl.fma(a, w[None, :], sums[o]),)  # type: ignore[assignment]
-        sums = more
+    totals = _through(
+        xs, first, first_bias, head, c, INPUTS, WIDTH, OUTPUTS, ACTIVATION, ROWS, HIDDEN
+    )  # fmt: skip
     for o in tl.static_range(OUTPUTS):
-        total = tl.sum(sums[o], 1) + tl.load(head_bias + o).to(tl.float32)
+        total = totals[o] + tl.load(head_bias + o).to(tl.float32)
         if SKIP:
             for i in tl.static_range(INPUTS):
-                total += xs[i] * tl.load(around + o * around_o + i * around_i).to(tl.float32)
+                total += xs[i] * tl.load(around + o * INPUTS + i).to(tl.float32)
         tl.store(out + row * out_n + o * out_o, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -159,38 +218,40 @@ def _by_lanes(
 def _by_products(
     x: tl.tensor, first: tl.tensor, first_bias: tl.tensor, head: tl.tensor, head_bias: tl.tensor,
     around: tl.tensor, top: tl.tensor, bottom: tl.tensor, out: tl.tensor, n: tl.tensor, x_n: tl.tensor,
-    x_i: tl.tensor, first_h: tl.tensor, first_i: tl.tensor, head_o: tl.tensor, head_h: tl.tensor,
-    around_o: tl.tensor, around_i: tl.tensor, out_n: tl.tensor, out_o: tl.tensor,
+    x_i: tl.tensor, out_n: tl.tensor, out_o: tl.tensor,
     INPUTS: tl.constexpr, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, ACTIVATION: tl.constexpr,
-    SKIP: tl.constexpr, ROWS: tl.constexpr, HIDDEN: tl.constexpr,
+    SKIP: tl.constexpr, ROWS: tl.constexpr, HIDDEN: tl.constexpr, SPLITS: tl.constexpr,
     INPUTS_PADDED: tl.constexpr, OUTPUTS_PADDED: tl.constexpr,
     FIRST: tl.constexpr, SECOND: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Some rows. FIRST and SECOND: precisions of the two products."""
+    """Some rows, and a part of the hidden layer. FIRST and SECOND: precisions of the two products."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    part = tl.program_id(1)
     i, o = tl.arange(0, INPUTS_PADDED), tl.arange(0, OUTPUTS_PADDED)
     inside, i_ok, o_ok = row < n, i < INPUTS, o < OUTPUTS
     c = _coefficients(top, bottom, ACTIVATION)
     x_at = x + row[:, None] * x_n + i[None, :] * x_i
     xs = tl.load(x_at, mask=inside[:, None] & i_ok[None, :], other=0.0).to(tl.float32)
     sums = tl.zeros([ROWS, OUTPUTS_PADDED], dtype=tl.float32)
-    for start in range(0, WIDTH, HIDDEN):
-        unit = start + tl.arange(0, HIDDEN)
+    PART: tl.constexpr = (WIDTH + SPLITS * HIDDEN - 1) // (SPLITS * HIDDEN) * HIDDEN
+    for start in range(0, PART, HIDDEN):
+        unit = part * PART + start + tl.arange(0, HIDDEN)
         there = unit < WIDTH
-        into = first + unit[None, :] * first_h + i[:, None] * first_i
+        into = first + unit[None, :] * INPUTS + i[:, None]
         into = tl.load(into, mask=there[None, :] & i_ok[:, None], other=0.0).to(tl.float32)
         z = tl.dot(xs, into, input_precision=FIRST)
         z += tl.load(first_bias + unit, mask=there, other=0.0).to(tl.float32)[None, :]
         a = _activated(z, c, ACTIVATION)
-        out_of = head + o[None, :] * head_o + unit[:, None] * head_h
+        out_of = head + o[None, :] * WIDTH + unit[:, None]
         out_of = tl.load(out_of, mask=there[:, None] & o_ok[None, :], other=0.0).to(tl.float32)
         sums = tl.dot(a, out_of, sums, input_precision=SECOND)
-    if SKIP:
-        way = around + o[None, :] * around_o + i[:, None] * around_i
-        way = tl.load(way, mask=i_ok[:, None] & o_ok[None, :], other=0.0).to(tl.float32)
-        sums = tl.dot(xs, way, sums, input_precision=FIRST)
-    sums += tl.load(head_bias + o, mask=o_ok, other=0.0).to(tl.float32)[None, :]
-    out_at = out + row[:, None] * out_n + o[None, :] * out_o
+    if part == 0:
+        if SKIP:
+            way = around + o[None, :] * INPUTS + i[:, None]
+            way = tl.load(way, mask=i_ok[:, None] & o_ok[None, :], other=0.0).to(tl.float32)
+            sums = tl.dot(xs, way, sums, input_precision=FIRST)
+        sums += tl.load(head_bias + o, mask=o_ok, other=0.0).to(tl.float32)[None, :]
+    out_at = out + (part.to(tl.int64) * n + row)[:, None] * out_n + o[None, :] * out_o
     tl.store(out_at, sums.to(out.dtype.element_ty), mask=inside[:, None] & o_ok[None, :])
 
 
@@ -218,27 +279,27 @@ def apply(
     (n, inputs), (outputs, width) = x.shape, (int(head.shape[0]), int(head.shape[1]))
     inputs = int(inputs)
     cut = plan(n, width, inputs, outputs, precision)
-    skip, way = around is not None, head if around is None else around
-    top, bottom = (
-        head if top is None else top.contiguous(),
-        head if bottom is None else bottom.contiguous(),
-    )
-    tensors = (x, first, first_bias.contiguous(), head, head_bias.contiguous(), way, top, bottom, out)
-    strides = (*x.stride(), *first.stride(), *head.stride(), *way.stride(), *out.stride())
-    sizes = (inputs, width, outputs, activation, skip, cut.rows, cut.hidden)
-    grid = ((n + cut.rows - 1) // cut.rows,)
+    if cut.splits > 1:
+        out = x.new_empty(cut.splits * n, outputs, dtype=torch.float32)
+    given = (first, first_bias, head, head_bias, around, top, bottom)
+    tensors = (x, *(head if w is None else w.contiguous() for w in given), out)
+    sizes = (inputs, width, outputs, activation, around is not None, cut.rows, cut.hidden)
+    blocks = (n + cut.rows - 1) // cut.rows
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():  # Triton takes the current one
         if inputs + outputs <= FEW:
-            wrap_triton(_by_lanes)[grid](*tensors, n, *strides, *sizes, num_warps=cut.warps)
-        else:
-            padded = tuple(max(16, triton.next_power_of_2(k)) for k in (inputs, outputs))
-            precisions = ("ieee" if precision == "ieee" else "tf32x3", precision)
-            stages = 2 if max(padded) > 64 else 3  # shared memory
-            wrap_triton(_by_products)[grid](
-                *tensors, n, *strides, *sizes, *padded, *precisions, num_warps=cut.warps,
-                num_stages=stages,
-            )  # fmt: skip
-    return out
+            wrap_triton(_by_lanes)[(blocks,)](
+                *tensors, n, *x.stride(), *out.stride(), *sizes, num_warps=cut.warps
+            )
+            return out
+        padded = tuple(max(16, triton.next_power_of_2(k)) for k in (inputs, outputs))
+        precisions = ("ieee" if precision == "ieee" else "tf32x3", precision)
+        # One stage: weights that wait in shared memory for their turn lie there so that reading them
+        # takes up to 32 times as long.
+        wrap_triton(_by_products)[(blocks, cut.splits)](
+            *tensors, n, *x.stride(), *out.stride(), *sizes, cut.splits, *padded, *precisions,
+            num_warps=cut.warps, num_stages=1,
+        )  # fmt: skip
+    return out if cut.splits == 1 else out.view(cut.splits, n, outputs).sum(0).to(x.dtype)
 
 
 def _like(x: Tensor, first: Tensor, first_bias: Tensor, head: Tensor, *_: Any) -> Tensor:
