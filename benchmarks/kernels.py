@@ -1,14 +1,16 @@
 """Kernels of linear PDEs on a GPU, beside SDPA: stepped values, and causal stepped attention.
 
     python -m benchmarks.kernels --what values
-    python -m benchmarks.kernels --what causal --far cudnn
+    python -m benchmarks.kernels --what causal
+    python -m benchmarks.kernels --what causal --tune
 
 8 heads of 64, diffusion with a learnt coefficient for each head. First everything is checked against
 float64, on random data of a length that no block divides. Then all are timed in turn, a round each, by
-device events; up to 4,096 tokens as replays of a captured graph, for all alike. Times are medians,
-ratios medians of a round's ratios to SDPA, for pieces of "values" to a copy of them; these pieces go
-round several sets of inputs that together do not fit in the cache. "Of copy" is the share of the
-bandwidth that a copy of the values reaches in the same run, with every input and output counted once.
+device events; up to 16,384 tokens as replays of a captured graph, for all alike, and there once more
+without. Times are medians, ratios medians of a round's ratios to SDPA, for pieces of "values" to a copy
+of them; these pieces go round several sets of inputs that together do not fit in the cache. "Of copy"
+is the share of the bandwidth that a copy of the values reaches in the same run, with every input and
+output counted once. With --tune other shapes of programs are timed instead, kernel by kernel.
 """
 
 import argparse
@@ -21,51 +23,30 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from attractor.attention import bands, flash, fused, pde_attention, pdes, wall
+from attractor.attention import bands, flash, fused, operators, pde_attention, pdes, wall
 from attractor.attention.masks import Scope
 from attractor.attention.precision import wide
 from benchmarks.results import FOLDER, save
 
 HEADS, DIM = 8, 64
 BATCH = {1_024: 8, 4_096: 8, 16_384: 1, 65_536: 1}
-GRAPHS_UP_TO = 4_096
+GRAPHS_UP_TO = 16_384
 CACHE = 256 << 20  # bytes of inputs to go round: several times the cache
-ROUNDS, CHECKED = 15, 1_111
+ROUNDS, FEW_ROUNDS, CHECKED = 15, 5, 1_111
+SHAPES = ((2, 4), (4, 4), (8, 4), (4, 2))  # the run of a strand, and warps, that are tried
 
 Call = Callable[[int], Any]  # of the number of a set of inputs
 
 
-def cudnn(q: Tensor, k: Tensor, v: Tensor, strip: flash.Strip, scale: float) -> tuple[Tensor, Tensor]:
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, strip.causal, False, scale=scale
-    )
-    return found[0], found[1].reshape(q.shape[:-1])
-
-
-def cudnn_backward(
-    grad: Tensor,
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    strip: flash.Strip,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    none = torch.zeros((), dtype=torch.long, device=q.device)
-    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        grad, q, k, v, out, lse.contiguous()[..., None], none, none, None, None, None,
-        q.shape[-2], k.shape[-2], 0.0, strip.causal, scale=scale,
-    )  # fmt: skip
-
-
 def use(far: str) -> None:
-    """Let `flash` take cuDNN's operator instead of the built-in one."""
-    if far == "cudnn":
-        flash._cuda_flash, flash._cuda_flash_backward = cudnn, cudnn_backward
+    """Let that operator do all but the near keys, whatever SDPA would take."""
+    if far != "auto":
+        operators.preferred = lambda *_: far
 
 
-def times(calls: dict[str, Call], sets: int, graphs: bool) -> dict[str, list[float]]:
+def times(
+    calls: dict[str, Call], sets: int, graphs: bool, rounds: int = ROUNDS
+) -> dict[str, list[float]]:
     """Milliseconds a call, for every round; everyone has one round after the other."""
     play = {}
     for name, call in calls.items():
@@ -88,7 +69,7 @@ def times(calls: dict[str, Call], sets: int, graphs: bool) -> dict[str, list[flo
                 all_sets()
             play[name] = graph.replay
     found: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, run in play.items():
             run()  # whoever came before has left other data in the cache
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -211,7 +192,8 @@ def measure_values(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any
     }
     label = f"values T={tokens} Nt={steps} {str(dtype)[6:]}"
     with torch.no_grad():
-        found = table(times(calls, sets, tokens <= GRAPHS_UP_TO), moved, "copy", label)
+        counted = times(calls, sets, tokens <= GRAPHS_UP_TO, rounds_for(tokens))
+        found = table(counted, moved, "copy", label)
         same = the_same(
             lambda: (values.step(one, taps, None), *values.step_backward(one, v[1], taps, None, True))
         )
@@ -228,7 +210,7 @@ def measure_causal(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any
     q, k, v, grad = inputs(tokens, dtype, 4)
     scale, pde = DIM**-0.5, pdes.Diffusion(alphas())
     size = v.numel() * v.element_size()
-    band = v.numel() // DIM * steps * taps_bytes(dtype)
+    handed_on = v.numel() // DIM * 3 * steps * taps_bytes(dtype)
     rows, keys = slice(steps, None), slice(0, tokens - steps)
     scope = Scope(tokens - steps, tokens - steps, right=0)
     with torch.no_grad():
@@ -237,11 +219,11 @@ def measure_causal(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any
         cut = q[..., rows, :], k[..., keys, :], stepped[..., keys, :]
         far, far_lse = flash.attend(*cut, scope, scale)
         out, lse = near.merge_near(q, k, v, far, far_lse, taps, scale)
-        of_far = flash.attend_backward(
-            grad[..., rows, :], *cut, out[..., rows, :], lse[..., rows], scope, scale
-        )
-        given = grad, q, k, v, out, lse, taps, of_far[0], scale
-        _, slopes, spread, _ = near.near_rows(*given, True)
+        later = out[..., rows, :], lse[..., rows], scope, scale
+        of_far = flash.attend_backward(grad[..., rows, :], *cut, *later)
+        of_rows = grad, q, k, v, out, lse, taps, of_far[0], scale
+        _, *handed = near.near_rows(*of_rows, True)
+        of_keys = grad, q, v, handed[0], taps, *of_far[1:], *handed[1:]
     other = torch.empty_like(v)
     calls: dict[str, Call] = {
         "sdpa": lambda _: sdpa(q, k, v, is_causal=True),
@@ -249,33 +231,71 @@ def measure_causal(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any
         "step": lambda _: values.step(v, taps, None),
         "far": lambda _: flash.attend(*cut, scope, scale),
         "near": lambda _: near.merge_near(q, k, v, far, far_lse, taps, scale),
-        "far backward": lambda _: flash.attend_backward(
-            grad[..., rows, :], *cut, out[..., rows, :], lse[..., rows], scope, scale
-        ),
-        "near rows": lambda _: near.near_rows(*given, True),
-        "near rows, fixed taps": lambda _: near.near_rows(*given, False),
-        "near keys": lambda _: near.near_keys(grad, q, v, slopes, spread, taps, *of_far[1:], True),
-        "near keys, fixed taps": lambda _: near.near_keys(
-            grad, q, v, slopes, spread, taps, *of_far[1:], False
-        ),
+        "far backward": lambda _: flash.attend_backward(grad[..., rows, :], *cut, *later),
+        "near rows": lambda _: near.near_rows(*of_rows, True),
+        "near rows, fixed taps": lambda _: near.near_rows(*of_rows, False),
+        "near keys": lambda _: near.near_keys(*of_keys, True),
+        "near keys, fixed taps": lambda _: near.near_keys(*of_keys, False),
     }
     moved = {
         "copy": 2 * size, "step": 2 * size, "near": 5 * size,
-        "near rows": 7 * size + 3 * band, "near rows, fixed taps": 7 * size + 3 * band,
-        "near keys": 7 * size + 3 * band, "near keys, fixed taps": 6 * size + 3 * band,
+        "near rows": 7 * size + handed_on, "near rows, fixed taps": 7 * size + handed_on,
+        "near keys": 7 * size + handed_on, "near keys, fixed taps": 6 * size + handed_on,
     }  # fmt: skip
     label = f"causal T={tokens} Nt={steps} {str(dtype)[6:]}"
     with torch.no_grad():
-        found = table(times(calls, 2, tokens <= GRAPHS_UP_TO), moved, "sdpa", label)
+        counted = times(calls, 2, tokens <= GRAPHS_UP_TO, rounds_for(tokens))
+        found = table(counted, moved, "sdpa", label)
         same = the_same(
-            lambda: (*near.merge_near(q, k, v, far, far_lse, taps, scale), *near.near_rows(*given, True),
-                     *near.near_keys(grad, q, v, slopes, spread, taps, *of_far[1:], True))
+            lambda: (*near.merge_near(q, k, v, far, far_lse, taps, scale),
+                     *near.near_rows(*of_rows, True), *near.near_keys(*of_keys, True))
         )  # fmt: skip
     return {
         "pieces": found,
         "same bits 250 times": same,
         **against_sdpa(tokens, steps, dtype, causal=True),
     }
+
+
+def tune(what: str, tokens: int, steps: int, dtype: torch.dtype) -> None:
+    """Every kernel with other runs and warps, beside its default."""
+    from attractor.attention.fused import near, rows, values
+
+    q, k, v, grad = inputs(tokens, dtype, 4)
+    scale = DIM**-0.5
+    with torch.no_grad():
+        taps = values.taps(pdes.Diffusion(alphas()), steps, 1.0, v)
+        far, far_lse = v[..., steps:, :], v[..., steps:, 0].to(wide(dtype))
+        out, lse = near.merge_near(q, k, v, far, far_lse, taps, scale)
+        given = grad, q, k, v, out, lse, taps, far, scale, True
+        _, handed, *sums = near.near_rows(*given)
+    kernels: dict[str, Callable[[], Any]] = {
+        "step": lambda: values.step(v, taps, None),
+        "step_backward": lambda: values.step_backward(grad, v, taps, None, True),
+    }
+    if what == "causal":
+        kernels = {
+            "near": lambda: near.merge_near(q, k, v, far, far_lse, taps, scale),
+            "near_rows": lambda: near.near_rows(*given),
+            "near_keys": lambda: near.near_keys(grad, q, v, handed, taps, far, far, *sums, True),
+        }
+    for name, run in kernels.items():
+        default = rows.TILES[name]
+
+        def call(shape: tuple[int, int], name: str = name, run: Callable[[], Any] = run) -> Any:
+            rows.TILES[name] = shape
+            return run()
+
+        calls: dict[str, Call] = {str(shape): lambda _, shape=shape: call(shape) for shape in SHAPES}
+        with torch.no_grad():
+            found = table(times(calls, 2, True), {}, str(default), f"{name} T={tokens} Nt={steps}")
+        rows.TILES[name] = default
+        best = min(found, key=lambda shape: found[shape]["ms"])
+        print(f"best for {name}, {tokens} tokens: {best} (default {default})", flush=True)
+
+
+def rounds_for(tokens: int) -> int:
+    return ROUNDS if tokens <= 4_096 else FEW_ROUNDS
 
 
 def taps_bytes(dtype: torch.dtype) -> int:
@@ -325,11 +345,14 @@ def against_sdpa(tokens: int, steps: int, dtype: torch.dtype, causal: bool) -> d
             one(0)
             torch.cuda.synchronize()
             memory[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
-        label = f"{'causal ' if causal else ''}T={tokens} Nt={steps} {kind}"
-        rows = table(times(calls, 2, tokens <= GRAPHS_UP_TO), {}, "sdpa", label)
-        for name, row in rows.items():
-            row["peak MiB"] = memory[name]
-        found[kind] = rows
+        modes = {"": tokens <= GRAPHS_UP_TO} | ({", eager": False} if tokens == GRAPHS_UP_TO else {})
+        for mode, graphs in modes.items():
+            label = f"{'causal ' if causal else ''}T={tokens} Nt={steps} {kind}{mode}"
+            sets = 2 if tokens <= 4_096 else 1
+            rows = table(times(calls, sets, graphs, rounds_for(tokens)), {}, "sdpa", label)
+            for name, row in rows.items():
+                row["peak MiB"] = memory[name]
+            found[kind + mode] = rows
     return found
 
 
@@ -344,7 +367,8 @@ def ceiling() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--what", choices=("values", "causal"), required=True)
-    parser.add_argument("--far", choices=("flash", "cudnn"), default="flash")
+    parser.add_argument("--far", choices=("auto", "flash", "cudnn"), default="auto")
+    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(BATCH), choices=list(BATCH))
     parser.add_argument("--steps", type=int, nargs="+", default=[4])
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
@@ -355,12 +379,15 @@ def main() -> None:
             "these kernels need a CUDA device and Triton; on a CPU run benchmarks.attention"
         )
     use(given.far)
+    if given.tune:
+        for tokens in given.tokens if len(given.tokens) < len(BATCH) else (1_024, 4_096):
+            tune(given.what, tokens, given.steps[0], dtype)
+        return
     measure = {"values": measure_values, "causal": measure_causal}[given.what]
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "copy TB/s": ceiling()}
     print(f"{results['device']}: a copy moves {results['copy TB/s']:.2f} TB/s")
     for steps in given.steps:
-        types = dict.fromkeys((dtype, torch.float32))
-        results[f"errors, {steps} steps"] = {str(t): check(given.what, steps, t) for t in types}
+        results[f"errors, {steps} steps"] = {str(dtype): check(given.what, steps, dtype)}
         for tokens in given.tokens:
             results[f"{tokens} tokens, {steps} steps"] = measure(tokens, steps, dtype)
             torch.cuda.empty_cache()

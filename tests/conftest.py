@@ -1,6 +1,13 @@
+import os
+
 import pytest
 import torch
 from hypothesis import settings
+
+if (
+    not torch.cuda.is_available()
+):  # kernels are tested in Triton's interpreter; said before its first import
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("fast", max_examples=25, deadline=None, derandomize=True)
 settings.load_profile("fast")

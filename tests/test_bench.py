@@ -15,16 +15,18 @@ SMALL = {"heads": 2, "dim": 16, "rounds": 2}
 def test_everybody_has_a_turn_in_every_round():
     seen = []
     calls = {name: lambda name=name: seen.append(name) for name in "ab"}
-    found = timing.milliseconds(calls, "cpu", rounds=3)
-    assert {name: len(ms) for name, ms in found.items()} == {"a": 3, "b": 3}
-    assert min(min(ms) for ms in found.values()) > 0
+    found = timing.measure(calls, "cpu", rounds=3, graphs=True)
+    assert {name: len(ms) for name, ms in found.ms.items()} == {"a": 3, "b": 3}
+    assert min(min(ms) for ms in found.ms.values()) > 0
+    assert not found.graph  # a CPU has none
     turns = "".join(seen)
     assert turns.index("b") < turns.rindex("a")
 
 
 def test_a_ratio_is_that_of_a_round():
-    found = {"ours": [1.0, 30.0, 3.0], "peer": [1.0, 10.0, 1.0]}
-    assert timing.ratio(found, "ours", "peer") == 3.0
+    found = timing.Rounds({"ours": [1.0, 30.0, 3.0], "peer": [1.0, 10.0, 1.0]})
+    assert found.ratio("ours", "peer") == 3.0
+    assert found.median("ours") == 3.0
 
 
 @pytest.mark.parametrize("kind", attention.KINDS)

@@ -74,6 +74,13 @@ def test_import_is_light():
     subprocess.run([sys.executable, "-c", lazy], check=True)
 
 
+@pytest.mark.parametrize("wing", sorted(WINGS))
+def test_wings_bring_neither_compilers_nor_kernels(wing):
+    found = "sorted({'torch._inductor', 'torch._dynamo', 'triton'} & set(sys.modules))"
+    code = f"import sys, torch; before = {found}; import attractor.{wing}; assert {found} == before, {found}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_names_of_the_surface():
     assert set(attractor.__all__) <= set(dir(attractor))
     for name in attractor.__all__:

@@ -79,7 +79,11 @@ def test_taps_hold_the_matrices_of_a_stencil():
 
 def test_a_table_of_one_head_and_numbers_for_coefficients():
     value = random(1, 2, 40, 16)
-    for pde in (pdes.Diffusion(0.2), pdes.Wave(0.5), pdes.AdvectionDiffusion(0.2, torch.tensor(0.1))):
+    for pde in (
+        pdes.Diffusion(0.2),
+        pdes.Wave(0.5),
+        pdes.AdvectionDiffusion(0.2, torch.tensor(0.1, device=DEVICE)),
+    ):
         assert values.taps(pde, 2, 1.0, value).shape == (1, 3, 3, 5)
         found = with_gradients(fused.stepped_values(pde, value, None, 2, 1.0), [value])
         truth = with_gradients(step_values(pde, value, None, 2, 1.0), [value])
@@ -104,7 +108,7 @@ def walls(tokens):
 
 @pytest.mark.parametrize("kind", walls(2))
 def test_stepped_values_equal_steps(kind):
-    for tokens, steps, dim, heads in ((1, 2, 16, 2), (7, 8, 32, 1), (130, 2, 16, 1), (33, 4, 64, 1)):
+    for tokens, steps, dim, heads in ((1, 2, 16, 2), (7, 8, 32, 1), (66, 4, 16, 1), (33, 3, 64, 1)):
         if kind == "heads":
             heads, tokens, steps = 2, min(tokens, 33), min(steps, 2)
         pde, leaves = equation("advection_diffusion", heads)
@@ -160,9 +164,10 @@ def test_nothing_behind_a_wall_is_read():
     [
         (1, 1, 16, 1, "diffusion"),
         (2, 4, 16, 1, "wave"),
-        (9, 8, 32, 2, "advection_diffusion"),
+        (9, 8, 16, 2, "advection_diffusion"),
         (17, 2, 16, 3, "wave"),
-        (65, 4, 64, 1, "advection_diffusion"),
+        (65, 3, 64, 1, "advection_diffusion"),
+        (66, 4, 16, 1, "wave"),
         (130, 1, 16, 2, "diffusion"),
         (130, 8, 16, 1, "advection_diffusion"),
     ],
@@ -261,23 +266,41 @@ def test_operators_keep_their_promises():
     table = table.detach().requires_grad_()
     q, k, v = (random(1, 1, 20, 16, dtype=torch.float32) for _ in range(3))
     open = walls(20)["documents"]
-    spread, drift = (torch.rand(2, device=DEVICE, requires_grad=True) for _ in range(2))
-    torch.library.opcheck(values.make_taps, (spread, drift, 1, False))
+    spread, drift = (torch.rand(n, device=DEVICE, requires_grad=True) for n in (2, 1))
+    torch.library.opcheck(
+        values.make_taps, (spread, drift, 0.0, 0.0, 0.7, 1, False, v.detach(), True, True)
+    )
+    torch.library.opcheck(
+        values.make_taps, (None, None, 0.1, 0.2, 0.7, 1, False, v.detach(), False, False)
+    )
     for faces in (None, open):
-        torch.library.opcheck(values.step, (v, table, faces))
-        torch.library.opcheck(
-            values.step_backward, (v.detach(), v.detach(), table.detach(), faces, True)
-        )
+        torch.library.opcheck(values.step_values, (v, table, faces))
     q, k, v, table = (x.detach() for x in (q, k, v, table))
     far, far_lse = v[..., 2:, :].contiguous(), v[..., 2:, 0].contiguous()
     some = {
         "test_utils": ("test_schema", "test_faketensor")
     }  # without a derivative there is no more to ask
-    torch.library.opcheck(near.merge_near, (q, k, v, far, far_lse, table, 0.25), **some)
+    for faces in (None, open):
+        torch.library.opcheck(values.step_values_backward, (v, v, table, faces, True), **some)
+    torch.library.opcheck(values.taps_backward, (table, table[None], 1, 0), **some)
+    torch.library.opcheck(near.merge_near_operator, (q, k, v, far, far_lse, table, 0.25), **some)
     out, lse = near.merge_near(q, k, v, far, far_lse, table, 0.25)
-    torch.library.opcheck(near.near_rows, (v, q, k, v, out, lse, table, far, 0.25, True), **some)
-    _, slopes, spread, _ = near.near_rows(v, q, k, v, out, lse, table, far, 0.25, True)
-    torch.library.opcheck(near.near_keys, (v, q, v, slopes, spread, table, far, far, True), **some)
+    given = v, q, k, v, out, lse, table, far, 0.25, True
+    torch.library.opcheck(near.near_rows_operator, given, **some)
+    _, handed, sums, firsts = near.near_rows(*given)
+    given = v, q, v, handed, table, far, far, sums, firsts, True
+    torch.library.opcheck(near.near_keys_operator, given, **some)
+
+
+def test_operators_do_what_is_done_without_them():
+    pde, leaves = equation("advection_diffusion", 2)
+    value, open = random(2, 2, 33, 16), walls(33)["both"]
+    alpha, beta = leaves
+    table = values.make_taps(alpha, beta, 0.0, 0.0, 0.7, 3, False, value.detach(), True, True)[0]
+    by_operators = values.step_values(value, table, open)
+    directly = values.step(value, values.taps(pde, 3, 0.7, value), open)
+    found, truth = (with_gradients(x, [value, *leaves]) for x in (by_operators, directly))
+    assert all(torch.equal(a, b) for a, b in zip(found, truth))
 
 
 def test_gradcheck():
@@ -285,15 +308,16 @@ def test_gradcheck():
     faces = walls(6)["documents"]
     step = lambda v, table: values.step(v, table, faces)
     assert torch.autograd.gradcheck(step, (random(1, 1, 6, 2), table.requires_grad_()))
-    spread, drift = (
-        torch.rand(1, dtype=torch.float64, device=DEVICE, requires_grad=True) for _ in range(2)
-    )
-    for wave in (False, True):
-        assert torch.autograd.gradcheck(
-            lambda a, b, w=wave: values.make_taps(a, b, 2, w)[0], (spread, drift)
-        )
+    like, alpha, beta = random(1), random(2, 1, 1), random(1)
+    made = lambda a, b: values.taps(pdes.AdvectionDiffusion(a, b), 1, 0.7, like)
+    assert torch.autograd.gradcheck(made, (alpha, beta))
+    wave = lambda c: values.taps(pdes.Wave(c), 2, 0.7, like)[:, 1, 2]
+    assert torch.autograd.gradcheck(wave, (random(1),))
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(made(alpha, beta).sum(), alpha, create_graph=True)
 
 
+@pytest.mark.xfail(GPU, reason="torch 2.11 takes what these kernels read for written", strict=True)
 def test_compiled_in_one_graph():
     def both(q, k, v, alpha):
         pde = pdes.Diffusion(alpha)

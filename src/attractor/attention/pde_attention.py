@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.attention import masks
+from attractor.attention import fused, masks
 from attractor.attention.dense import dense
 from attractor.attention.masks import Scope
 from attractor.attention.pdes import AXES, PDE, Line, get_pde, take_steps
@@ -17,7 +17,7 @@ from attractor.attention.stepped import softmax_attention, stepped
 from attractor.attention.tiled import tiled
 
 WALLS = ("mask", "sequence", "periodic")
-METHODS = ("auto", "dense", "stepped", "tiled")
+METHODS = ("auto", "dense", "stepped", "tiled", "fused")
 SMALL = 1 << 20  # entries of a map, over all heads, up to which tiles are more trouble than they save
 _warned: set[str] = set()
 
@@ -82,8 +82,8 @@ def pde_attention(
             -1 for no limit; a single number stands for both.
         renormalise: divides every row of A(Nt) by its sum, which reaction and dropout change.
         method: ``"dense"`` builds the map, ``"stepped"`` steps the values of a linear PDE instead,
-            ``"tiled"`` builds any map a tile at a time; ``"auto"`` takes the quickest that can, and
-            `explain` tells which.
+            ``"tiled"`` builds any map a tile at a time, ``"fused"`` does it in GPU kernels; ``"auto"``
+            takes the quickest that can, and `explain` tells which.
 
     Returns:
         ``[*batch, heads, queries, value dim]``, in query's dtype.
@@ -92,9 +92,11 @@ def pde_attention(
         query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, pde, steps, dt, axis, walls,
         key_padding, documents, window, method,
     )  # fmt: skip
+    masked = any(x is not None for x in (attn_mask, key_padding, documents, window))
     choice = _choose(
-        query, key, value, attn_mask, dropout_p, window, equation, steps, axis, walls, method
-    )
+        query, key, value, attn_mask, dropout_p, is_causal, masked, window, equation, steps, axis, walls,
+        method,
+    )  # fmt: skip
     if axis != "key" and key_padding is not None and query.shape[-2] == key.shape[-2]:
         # Padding is a row as well, and would flow into the rows of real tokens.
         documents = key_padding.long() if documents is None else 2 * documents + key_padding
@@ -116,7 +118,9 @@ def pde_attention(
         )  # fmt: skip
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         options: Any = {"pde": equation, "steps": steps, "dt": dt}
-        if axis == "key" and walls == "mask":
+        if choice.method == "fused":
+            output = fused.attend(query, key, value, is_causal, scale, **options)
+        elif axis == "key" and walls == "mask":
             if choice.method == "stepped" and not dropout_p and scope.mask is None:
                 output = stepped(query, key, value, scope, scale, **options)
             else:
@@ -156,9 +160,11 @@ def explain(
         query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, pde, steps, dt, axis, walls,
         key_padding, documents, window, method,
     )  # fmt: skip
+    masked = any(x is not None for x in (attn_mask, key_padding, documents, window))
     choice = _choose(
-        query, key, value, attn_mask, dropout_p, window, equation, steps, axis, walls, method
-    )
+        query, key, value, attn_mask, dropout_p, is_causal, masked, window, equation, steps, axis, walls,
+        method,
+    )  # fmt: skip
     if choice.method != "stepped" or axis != "key" or walls != "mask":
         return choice
     if dropout_p:
@@ -203,6 +209,8 @@ def _choose(
     value: Tensor,
     attn_mask: Tensor | None,
     dropout_p: float,
+    is_causal: bool,
+    masked: bool,
     window: masks.Window | None,
     pde: PDE,
     steps: int,
@@ -211,7 +219,9 @@ def _choose(
     method: str,
 ) -> Choice:
     """The quickest engine that can, or the one asked for; raises if that one cannot."""
+    plain = axis == "key" and walls == "mask" and not masked and not dropout_p
     why_not = {
+        "fused": _not_fused(query, key, value, is_causal, plain, pde, steps),
         "stepped": _not_stepped(attn_mask, dropout_p, window, pde, axis, walls),
         "tiled": _not_tiled(attn_mask, pde, axis, walls),
         "dense": "",
@@ -223,6 +233,8 @@ def _choose(
         return Choice(method, "asked for")
     name = type(pde).__name__
     queries, keys, dim = query.shape[-2], key.shape[-2], value.shape[-1]
+    if not why_not["fused"]:
+        return Choice("fused", f"there are kernels for {name}")
     if queries <= dim and not (steps == 0 and not why_not["stepped"]):
         return Choice("dense", f"{queries} rows of a map are less than values of {dim} dimensions")
     if not why_not["stepped"]:
@@ -232,6 +244,17 @@ def _choose(
     if not why_not["tiled"]:
         return Choice("tiled", f"{why_not['stepped']}, and a map of {queries} rows is built in tiles")
     return Choice("dense", f"{why_not['tiled']}")
+
+
+def _not_fused(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, plain: bool, pde: PDE, steps: int
+) -> str:
+    """Why kernels cannot do all of it; empty if they can."""
+    if not plain:
+        return "kernels know no mask but is_causal, no dropout, and only axis 'key' with walls 'mask'"
+    if is_causal and query.shape[-2] != key.shape[-2]:
+        return "causal kernels need as many queries as keys"
+    return fused.why_not(query, value, pde, steps)
 
 
 def _not_stepped(

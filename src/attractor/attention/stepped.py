@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from attractor.attention import flash
+from attractor.attention import flash, fused
 from attractor.attention.bands import Stencil, band_scores, band_values, step_values
 from attractor.attention.masks import Scope, along
 from attractor.attention.pdes import PDE, Line, take_steps
@@ -50,16 +50,22 @@ def stepped(
             weights add to the output.
     """
     open = scope.open_faces()
-    dtype = wide(query.dtype)
-    stencil = Stencil.of(pde, steps, dt, value.to(dtype)) if open is None and steps else None
+    dtype, reach = wide(query.dtype), steps * pde.reach
+    kernels = not fused.why_not(query, value, pde, steps)
+    bands = _bands(scope, reach) if reach else []
+    stencil = None
+    if open is None and steps and (bands or not kernels):
+        stencil = Stencil.of(pde, steps, dt, value.to(dtype))
     if stencil is not None and others is None and scope.just_causal and stencil.fits(scope.keys):
         return causal(query, key, value, stencil, scale)
-    if stencil is not None and stencil.fits(scope.keys):
+    if not steps:
+        far_values = value
+    elif kernels:
+        far_values = fused.stepped_values(pde, value, open, steps, dt)
+    elif stencil is not None and stencil.fits(scope.keys):
         far_values = stencil.step(value.to(dtype)).to(value.dtype)
     else:
         far_values = step_values(pde, value.to(dtype), open, steps, dt).to(value.dtype)
-    reach = steps * pde.reach
-    bands = _bands(scope, reach) if reach else []
     if not bands and others is None:
         return softmax_attention(query, key, far_values, scope, scale)
     scores = [_near_scores(query, key, scope, scale, first, width) for first, width, _, _ in bands]
@@ -77,7 +83,7 @@ def stepped(
         offset = first - patch_first
         spread = _spread(near, offset, patch_first, patch_width, scope, open, stencil, pde, steps, dt)
         out = band_values(spread, value.to(dtype), patch_first, onto=out)
-    out = pad(out, (0, 0, scope.queries - out.shape[-2], 0))
+    out = _all_rows(out, scope)
     return (out if others is None else out + others[1](rest)).to(value.dtype)
 
 
@@ -90,7 +96,7 @@ def softmax_attention(query: Tensor, key: Tensor, value: Tensor, scope: Scope, s
     if scope.documents is not None or scope.banded or scope.mask is not None:
         none = query.new_full((*query.shape[:-1], 1), -torch.inf, dtype=wide(query.dtype))
         out, _ = flash.split_softmax(query, key, value, none, scope, scale)
-        return pad(out, (0, 0, scope.queries - out.shape[-2], 0)).to(value.dtype)
+        return _all_rows(out, scope).to(value.dtype)
     bias, real = scope.bias, scope.real
     if real is None:
         mask = None if bias is None else bias.to(query.dtype)
@@ -100,6 +106,12 @@ def softmax_attention(query: Tensor, key: Tensor, value: Tensor, scope: Scope, s
     if bias is not None:
         mask = torch.where(mask, bias.to(query.dtype), -torch.inf)
     return scaled_dot_product_attention(query, key, value, mask, scale=scale).masked_fill(~some, 0.0)
+
+
+def _all_rows(out: Tensor, scope: Scope) -> Tensor:
+    """With zeros for the first rows, if they are not there."""
+    missing = scope.queries - out.shape[-2]
+    return pad(out, (0, 0, missing, 0)) if missing else out
 
 
 def _near_scores(

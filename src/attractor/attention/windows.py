@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 from attractor.attention import masks
+from attractor.attention.bands import step_values
 from attractor.attention.masks import Scope
 from attractor.attention.pde_attention import four_dimensions, pde_attention
 from attractor.attention.pdes import PDE, Diffusion, Line, evolve, get_pde
-from attractor.attention.precision import autocast_as_sdpa, wide
+from attractor.attention.precision import autocast_as_sdpa, first_derivatives_only, wide
 from attractor.attention.stepped import Others, stepped
 from attractor.attention.tiled import tiled
 
 ROWS = 8192  # at a time: what they need for a while then stays small
+PART = 1024  # rows that a gradient of a few keys is summed over at once
 
 
 @autocast_as_sdpa
@@ -72,6 +74,12 @@ def window_attention(
     if left < 0:
         return pde_attention(query, key, value, key_padding=key_padding, window=(left, right), **common)
     count = min(global_tokens, tokens)
+    # A window that starts at key `count` or before joins the global tokens without a gap.
+    joined = min(tokens, count + left + 1)
+    near = tokens if right < 0 or (count and not is_causal) else min(joined + right, tokens)
+    query, far_query = _parts(query, (0, joined), (joined, tokens))
+    key, far_key, first_key = _parts(key, (0, near), (joined - left, tokens), (0, count))
+    value, far_value, first_value = _parts(value, (0, near), (joined - left, tokens), (0, count))
 
     def whole_rows(end: int, window: tuple[int, int], start: int = 0) -> Tensor:
         """Rows whose keys have no gap before them: from the first on, as far as the window goes."""
@@ -83,24 +91,50 @@ def window_attention(
         )  # fmt: skip
         return rows[..., start:, :]
 
-    # A window that starts at key `count` or before joins the global tokens without a gap.
-    joined = min(tokens, count + left + 1)
     parts = []
     if not is_causal and count:
         parts.append(whole_rows(count, (-1, -1)))
     if is_causal or count < joined:
         parts.append(whole_rows(joined, (-1, right), start=0 if is_causal else count))
     if joined < tokens:
-        parts += _apart(query, key, value, count, joined, (left, right), key_padding, **common)
+        far = far_query, far_key, far_value
+        parts += _apart(*far, first_key, first_value, (left, right), key_padding, **common)
     return torch.cat(parts, -2)
+
+
+def _parts(x: Tensor, *ranges: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Some of the tokens (from, to), in several parts that may overlap, with one gradient for all."""
+    return _Parts.apply(x, ranges)
+
+
+class _Parts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranges: tuple[tuple[int, int], ...]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.shape, ctx.ranges = x.shape, ranges
+        return tuple(x[..., start:stop, :] for start, stop in ranges)
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        given = [(x, *where) for x, where in zip(grads, ctx.ranges) if x is not None]
+        whole = None
+        for grad, start, stop in sorted(given, key=lambda part: part[1] - part[2]):  # the longest first
+            if whole is None:
+                whole = grad.new_empty(ctx.shape)
+                whole[..., :start, :], whole[..., stop:, :] = 0.0, 0.0
+                whole[..., start:stop, :] = grad
+            else:
+                whole[..., start:stop, :] += grad
+        return whole, None
 
 
 def _apart(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    count: int,
-    start: int,
+    first_key: Tensor,
+    first_value: Tensor,
     window: tuple[int, int],
     key_padding: Tensor | None,
     *,
@@ -111,30 +145,44 @@ def _apart(
     steps: int,
     dt: float,
 ) -> Iterator[Tensor]:
-    """The rows from `start` on, whose windows do not touch the first `count` keys, some at a time."""
+    """The last rows, whose windows do not touch the first keys, some at a time.
+
+    Args:
+        key, value: those from the first window on.
+        first_key, first_value: of the global tokens.
+        key_padding: of all tokens.
+    """
     left, right = window
-    tokens = query.shape[-2]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    _, first_key, first_value, _ = four_dimensions(query, first_key, first_value, None)
     query, key, value, _ = four_dimensions(query, key, value, None)
+    rows, count = query.shape[-2], first_key.shape[-2]
     options: Any = {"pde": pde, "steps": steps, "dt": dt}
     real = None if key_padding is None else key_padding[:, None, None, :]
-    globals_ = _Globals(key, value, None if real is None else real[..., :count], count, options)
+    of_first = None if real is None else real[..., :count]
+    real = None if real is None else real[..., real.shape[-1] - key.shape[-2] :]
+    globals_ = _Globals(first_key, first_value, of_first, options)
 
     # A row needs no key beyond its window, and feels no wall but its own: so do parts of the sequence.
-    size = tokens if right < 0 else max(ROWS, left, right)
-    cuts = [left, *([size] * ((tokens - start - 1) // size)), (tokens - start - 1) % size + 1]
-    keys, values = (x[..., start - left :, :].split(cuts, -2) for x in (key, value))
-    for n, rows in enumerate(query[..., start:, :].split(size, -2), 1):
-        k, v = (_with_margins(x, n, left, right) for x in (keys, values))
-        first = start - left + (n - 1) * size  # the first key that these rows see
+    # On a GPU, where launches count, linear PDEs take it whole; a gradient keeps all parts anyway.
+    linear = pde.linear and not dropout_p
+    whole = right < 0 or (linear and query.device.type == "cuda")
+    size = rows if whole else max(ROWS, left, right)
+    cuts = [left, *([size] * ((rows - 1) // size)), (rows - 1) % size + 1]
+    keys, values = (x.split(cuts, -2) for x in (key, value))
+    for n, part in enumerate(query.split(size, -2), 1):
+        k, v = key, value
+        if len(cuts) > 2:
+            k, v = (_with_margins(x, n, left, right) for x in (keys, values))
+        first = (n - 1) * size  # the first key that these rows see
         near = None if real is None else real[..., first : first + k.shape[-2]]
         band = None if right < 0 else left + right  # to the right of the first key of a row
-        scope = Scope(rows.shape[-2], k.shape[-2], 0, band, near)
-        if pde.linear and not dropout_p:
-            yield stepped(rows, k, v, scope, scale, others=globals_.others(rows, scale), **options)
+        scope = Scope(part.shape[-2], k.shape[-2], 0, band, near)
+        others = globals_.others(part, scale)
+        if linear:
+            yield stepped(part, k, v, scope, scale, others=others, **options)
         else:
-            others = globals_.others(rows, scale)
-            yield tiled(rows, k, v, scope, scale, dropout_p=dropout_p, others=others, **options)
+            yield tiled(part, k, v, scope, scale, dropout_p=dropout_p, others=others, **options)
 
 
 def _with_margins(parts: Sequence[Tensor], n: int, left: int, right: int) -> Tensor:
@@ -151,20 +199,43 @@ class _Globals:
     key: Tensor
     value: Tensor
     real: Tensor | None
-    count: int
     options: dict[str, Any]
 
     def others(self, rows: Tensor, scale: float) -> Others | None:
         """Scores of the rows, and what their weights add, as `stepped` wants them."""
-        if not self.count:
+        if not self.key.shape[-2]:
             return None
-        key, value = (x[..., : self.count, :].to(wide(x.dtype)) for x in (self.key, self.value))
-        scores = (rows * scale).to(key.dtype) @ key.mT
+        key, value = (x.to(wide(x.dtype)) for x in (self.key, self.value))
+        scores = _Product.apply(rows, (scale * key).mT)
         if self.real is not None:
             scores = scores.masked_fill(~self.real, -torch.inf)
         faces = None if self.real is None else self.real[..., 1:] & self.real[..., :-1]
+        if self.options["pde"].linear:  # a few values take the steps, and not weights of every row
+            value = step_values(value=value, open=faces, **self.options)
+            return scores, lambda weights: _Product.apply(weights, value)
 
         def add(weights: Tensor) -> Tensor:
-            return evolve(u=weights, line=Line(-1, faces), **self.options) @ value
+            return _Product.apply(evolve(u=weights, line=Line(-1, faces), **self.options), value)
 
         return scores, add
+
+
+class _Product(torch.autograd.Function):
+    """Rows ``[..., rows, n]`` times a small matrix ``[..., n, m]``, in the type of the matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrix: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, matrix)
+        return rows.to(matrix.dtype) @ matrix
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        rows, matrix = ctx.saved_tensors
+        of_rows = (grad @ matrix.mT).to(rows.dtype)
+        # One product over a million rows would be one processor's: some rows each, then their sum.
+        end = rows.shape[-2] // PART * PART
+        rows = rows.to(matrix.dtype)
+        parts = [x[..., :end, :].unflatten(-2, (-1, PART)) for x in (rows, grad)]
+        of_matrix = (parts[0].mT @ parts[1]).sum(-3) + rows[..., end:, :].mT @ grad[..., end:, :]
+        return of_rows, of_matrix

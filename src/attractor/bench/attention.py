@@ -9,7 +9,6 @@
 "Both" is forward and backward, with the gradients of coefficients.
 """
 
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -74,13 +73,12 @@ def measure(
             return torch.autograd.grad(attention(*qkv), of, grad)
 
         calls = {"peer": lambda: call(theirs, qkv), "ours": lambda: call(ours, [*qkv, *used])}
-        graphs = tokens <= GRAPHS_UP_TO
-        found = timing.milliseconds(calls, device, rounds, graphs)
+        found = timing.measure(calls, device, rounds, graphs=tokens <= GRAPHS_UP_TO)
         row[passes] = {
-            "ms": statistics.median(found["ours"]),
-            "peer_ms": statistics.median(found["peer"]),
-            "ratio": timing.ratio(found, "ours", "peer"),
-            "graph": graphs and torch.device(device).type == "cuda",
+            "ms": found.median("ours"),
+            "peer_ms": found.median("peer"),
+            "ratio": found.ratio("ours", "peer"),
+            "graph": found.graph,
             "peak_mb": timing.peak_mb(calls["ours"], device),
             "peer_peak_mb": timing.peak_mb(calls["peer"], device),
         }
@@ -182,8 +180,7 @@ def dense_ms(kind: str, qkv: list[Tensor], coefficients: list[Tensor], steps: in
     def call() -> Tensor:
         return _dense(kind, qkv, coefficients, steps)
 
-    found = timing.milliseconds({"dense": call}, qkv[0].device, rounds=3)
-    return statistics.median(found["dense"])
+    return timing.measure({"dense": call}, qkv[0].device, rounds=3).median("dense")
 
 
 def shares(row: dict[str, Any], ms: float, passes: str, ceilings: dict[str, float]) -> dict[str, float]:

@@ -4,7 +4,6 @@ The elastic pendulum, rk4, float32, all steps compiled; on a GPU ten of them as 
 correction pays is another question: see `attractor compare`.
 """
 
-import statistics
 from typing import Any
 
 import torch
@@ -41,15 +40,12 @@ def measure(batch: int, width: int, *, device: str = "cpu", rounds: int = 15) ->
             v = one(*fixed, v)
         return v
 
-    calls = {
-        "plain": timing.graph_of(plain) if u.is_cuda else timing.warmed(plain),
-        "hybrid": hybrid.advance,
-    }
-    found = timing.milliseconds(calls, device, rounds)
-    micro = {name: 1e3 * statistics.median(ms) / STEPS for name, ms in found.items()}
+    replayed = timing.graph_of(plain) if u.is_cuda else None
+    found = timing.measure({"plain": replayed or plain, "hybrid": hybrid.advance}, device, rounds)
+    micro = {name: 1e3 * found.median(name) / STEPS for name in ("plain", "hybrid")}
     return {
         "kind": "hybrid", "width": width, "batch": batch, "device": device, "plain_us": micro["plain"],
-        "hybrid_us": micro["hybrid"], "ratio": timing.ratio(found, "hybrid", "plain"),
+        "hybrid_us": micro["hybrid"], "ratio": found.ratio("hybrid", "plain"),
     }  # fmt: skip
 
 

@@ -3,9 +3,12 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from attractor.train.capture import WARMUP, Captured
 
 Call = Callable[[], Any]
 
@@ -14,31 +17,47 @@ LEAST = 2e-4  # seconds of work between two looks at a clock
 CACHE = 256 << 20  # bytes, several times what a GPU keeps close
 
 
-def milliseconds(
+@dataclass(frozen=True)
+class Rounds:
+    """What a clock showed.
+
+    Attributes:
+        ms: of one call, for every round.
+        graph: whether replays of graphs were timed, of everybody.
+    """
+
+    ms: dict[str, list[float]]
+    graph: bool = False
+
+    def median(self, name: str) -> float:
+        """Milliseconds of a call."""
+        return statistics.median(self.ms[name])
+
+    def ratio(self, ours: str, theirs: str) -> float:
+        """The median of the rounds' ratios."""
+        return statistics.median(a / b for a, b in zip(self.ms[ours], self.ms[theirs]))
+
+
+def measure(
     calls: Mapping[str, Call], device: str | torch.device, rounds: int = 15, graphs: bool = False
-) -> dict[str, list[float]]:
-    """Of one call, for every round; in a round everybody has a turn.
+) -> Rounds:
+    """Time calls, which must be able to run again and again; in a round everybody has a turn.
 
     Args:
-        calls: what is timed; each must be able to run again and again.
-        graphs: on a GPU, replay calls that were captured, so that launches are not timed. A call that
-            cannot be captured is not caught: it raises.
+        graphs: on a GPU, replay calls that were captured, so that launches are not timed. If one cannot
+            be captured, which a warning tells, all run as they are.
     """
     gpu = torch.device(device).type == "cuda"
-    play = {name: graph_of(call) if gpu and graphs else warmed(call) for name, call in calls.items()}
-    once = {name: _seconds(run, 1, gpu) for name, run in play.items()}
-    many = {name: max(1, round(LEAST / max(took, 1e-7))) for name, took in once.items()}
+    play = {name: graph_of(call) if gpu and graphs else None for name, call in calls.items()}
+    graph = None not in play.values()
+    turns = {name: (graph and play[name]) or warmed(call) for name, call in calls.items()}
+    many = {name: max(1, round(LEAST / max(_seconds(run, 1, gpu), 1e-7))) for name, run in turns.items()}
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
-        for name, run in play.items():
+        for name, run in turns.items():
             run()  # whoever came before has left other data in the cache
             found[name].append(1e3 * _seconds(run, many[name], gpu))
-    return found
-
-
-def ratio(found: Mapping[str, list[float]], ours: str, theirs: str) -> float:
-    """The median of the rounds' ratios."""
-    return statistics.median(a / b for a, b in zip(found[ours], found[theirs]))
+    return Rounds(found, graph)
 
 
 def warmed(call: Call) -> Call:
@@ -48,18 +67,15 @@ def warmed(call: Call) -> Call:
     return call
 
 
-def graph_of(call: Call) -> Call:
-    """The call as a CUDA graph; what it returns lives as long as the graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        warmed(call)
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph: Any = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        graph.kept = call()
-    return graph.replay
+def graph_of(call: Call) -> Call | None:
+    """The replay of a call as a CUDA graph; None, and a warning, if it cannot be captured."""
+    captured = Captured(lambda _: call())
+    given = torch.zeros(1, device="cuda")
+    for _ in range(WARMUP + 1):
+        captured(given)
+    if captured.graph is None:
+        return None
+    return lambda: captured.replay()
 
 
 def _seconds(run: Call, times: int, gpu: bool) -> float:
@@ -98,8 +114,8 @@ def ceilings(device: str | torch.device, dtype: torch.dtype) -> dict[str, float]
     b = torch.empty_like(a)
     n = 8192 if gpu else 1024
     x, y = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    found = milliseconds({"copy": lambda: b.copy_(a), "product": lambda: x @ y}, device, rounds=7)
+    found = measure({"copy": lambda: b.copy_(a), "product": lambda: x @ y}, device, rounds=7)
     return {
-        "copy_gb_s": 2 * a.nbytes / statistics.median(found["copy"]) / 1e6,
-        "matrix_tflop_s": 2 * n**3 / statistics.median(found["product"]) / 1e9,
+        "copy_gb_s": 2 * a.nbytes / found.median("copy") / 1e6,
+        "matrix_tflop_s": 2 * n**3 / found.median("product") / 1e9,
     }

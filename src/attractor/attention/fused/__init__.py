@@ -1,25 +1,63 @@
-"""Linear PDEs in Triton kernels: stepped values (`values`), and the keys near a causal wall (`near`).
+"""Whole attention by Triton kernels, forward and backward, where nothing but causality is masked.
 
-Never required. Both modules need Triton to be imported, so ask `usable` first; without it, or on another
-device, plain torch does the same. With ``TRITON_INTERPRET=1`` in the environment before the first
-import the kernels run on a CPU, slowly, to be tested there.
+Linear PDEs: stepped values (`values`) for a fused operator, and the keys near a causal wall (`near`).
+Reaction-diffusion, as it is and split: `reaction`. Never required: without Triton, or on another device,
+plain torch does the same, and `why_not` says why. These modules need Triton to be imported, so ask
+first. With ``TRITON_INTERPRET=1`` in the environment before the first import the kernels run on a CPU,
+slowly, to be tested there.
 """
 
 import os
+from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from attractor.attention.bands import step_values
-from attractor.attention.pdes import PDE
+from attractor.attention.pdes import PDE, ReactionDiffusion
 
 REACH = 8  # the furthest that kernels look: their sums over neighbours are unrolled
 DIM = 256  # the deepest head: a row is held whole
 TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+DEVICES = ("cuda",)  # where they are quick
 
 TRITON = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def why_not(query: Tensor, value: Tensor, pde: PDE, steps: int) -> str:
+    """Why the kernels should not do it, empty if they should; ``[*batch, heads, tokens, dim]``."""
+    if query.device.type not in DEVICES:
+        return f"kernels are for {' and '.join(DEVICES)}, not {query.device.type}"
+    if not TRITON:
+        return "Triton is missing"
+    reach = steps * getattr(pde, "reach", 0)
+    heads = query.shape[-3] if query.ndim > 2 else 1
+    if not is_dataclass(pde) or not (pde.linear or type(pde) is ReactionDiffusion):
+        return f"there is no kernel for {type(pde).__name__}"
+    if pde.linear and torch.compiler.is_compiling():
+        return "compiled code takes linear PDEs in plain torch"
+    if not all(_one_a_head(getattr(pde, field.name), heads) for field in fields(pde)):
+        return "kernels take coefficients for all heads or one for each"
+    if not query.numel() or not value.numel():
+        return "there is nothing to do"
+    if not (usable(query, reach) and usable(value, reach)):
+        return f"kernels reach 1 to {REACH} keys, in heads of up to {DIM}"
+    if not pde.linear:
+        from attractor.attention.fused import reaction
+
+        if not reaction.usable(query, value, steps):
+            return f"reaction-diffusion in {query.dtype} has no kernel for heads of {query.shape[-1]}"
+    return ""
+
+
+def _one_a_head(coefficient: Any, heads: int) -> bool:
+    if not isinstance(coefficient, Tensor) or coefficient.numel() == 1:
+        return True
+    return coefficient.numel() == heads and coefficient.shape[-3:] == (heads, 1, 1)
 
 
 def usable(x: Tensor, reach: int) -> bool:
@@ -27,6 +65,34 @@ def usable(x: Tensor, reach: int) -> bool:
     if not TRITON or not 1 <= reach <= REACH or x.shape[-1] > DIM or x.dtype not in TYPES:
         return False
     return x.device.type == "cuda" or (INTERPRETED and x.device.type == "cpu")
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    scale: float,
+    *,
+    pde: PDE,
+    steps: int,
+    dt: float,
+) -> Tensor:
+    """The output ``[batch, heads, queries, value dim]`` of a PDE on the key axis, if not `why_not`.
+
+    Args:
+        query, key, value: ``[batch, heads, tokens, dim]``, as many heads each; if causal as many tokens.
+    """
+    from attractor.attention.fused import near, reaction, values
+
+    if isinstance(pde, ReactionDiffusion):
+        return reaction.attend(
+            query, key, value, scale, pde=pde, steps=steps, dt=dt, is_causal=is_causal
+        )
+    taps = values.taps(pde, steps, dt, value)
+    if is_causal:
+        return near.causal(query, key, value, taps, scale)
+    return scaled_dot_product_attention(query, key, values.step(value, taps, None), scale=scale)
 
 
 def stepped_values(pde: PDE, value: Tensor, open: Tensor | None, steps: int, dt: float) -> Tensor:

@@ -1,0 +1,106 @@
+"""When kernels do the whole of it, and that it is then the same; on a CPU in Triton's interpreter."""
+
+import pytest
+import torch
+
+from attractor.attention import explain, fused, pde_attention, pdes
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+needs_kernels = pytest.mark.skipif(not fused.TRITON, reason="Triton is not installed")
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """Kernels wherever they can run."""
+    if not GPU and not fused.INTERPRETED:
+        pytest.skip("Triton's interpreter was not asked for")
+    monkeypatch.setattr(fused, "DEVICES", ("cuda", "cpu"))
+
+
+def tensors(*shape, dtype=torch.float32):
+    return [
+        torch.randn(*shape, dtype=torch.float64).to(DEVICE, dtype).requires_grad_() for _ in range(3)
+    ]
+
+
+def coefficients(heads):
+    return [x.to(DEVICE).requires_grad_() for x in (torch.linspace(0.05, 0.2, heads).view(-1, 1, 1), torch.full((1, 1), 0.03))]  # fmt: skip
+
+
+EQUATIONS = {
+    "diffusion": lambda a, b: pdes.Diffusion(a),
+    "wave": lambda a, b: pdes.Wave(a),
+    "advection_diffusion": pdes.AdvectionDiffusion,
+    "reaction_diffusion": pdes.ReactionDiffusion,
+    "split": lambda a, b: pdes.ReactionDiffusion(a, b, split=True),
+}
+
+
+@pytest.mark.skipif(GPU, reason="a GPU has kernels")
+def test_a_cpu_has_none_and_says_so():
+    q, k, v = tensors(1, 2, 100, 16)
+    assert explain(q, k, v, pde="diffusion", is_causal=True).method == "stepped"
+    with pytest.raises(ValueError, match="kernels are for cuda, not cpu"):
+        pde_attention(q, k, v, pde="diffusion", method="fused")
+
+
+@needs_kernels
+def test_what_they_are_chosen_for(everywhere):
+    q, k, v = tensors(2, 2, 100, 16)
+    chosen = lambda **more: explain(q, k, v, **{"pde": pdes.Diffusion(0.1), **more}).method
+    assert chosen() == "fused"
+    assert chosen(is_causal=True) == "fused"
+    assert chosen(pde="reaction_diffusion") == "fused"
+    assert chosen(pde=pdes.Wave(torch.tensor([[[0.1]], [[0.2]]], device=DEVICE))) == "fused"
+    for other in (
+        {"key_padding": torch.ones(2, 100, dtype=torch.bool, device=DEVICE)},
+        {"window": (8, 0)},
+        {"dropout_p": 0.1},
+        {"steps": 9},
+        {"steps": 0},
+        {"axis": "query"},
+        {"method": "stepped"},
+        {"pde": pdes.Diffusion(torch.rand(2, 2, 1, 1, device=DEVICE) / 9)},
+        {"pde": pdes.Diffusion(torch.rand(2, 1, 1, 1, device=DEVICE) / 9)},
+    ):
+        assert chosen(**other) != "fused", other
+    assert explain(q[..., :7, :], k, v, pde="diffusion").method == "fused"
+    assert explain(q[..., :7, :], k, v, pde="diffusion", is_causal=True).method != "fused"
+    assert explain(*(x[:, :, :0] for x in (q, k, v)), pde="diffusion").method != "fused"
+
+
+@needs_kernels
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_the_same_as_dense(everywhere, name, causal):
+    leaves = [*tensors(2, 2, 40, 16), *coefficients(2)]
+    used = leaves if name in ("advection_diffusion", "reaction_diffusion", "split") else leaves[:4]
+    found = []
+    for method in ("auto", "dense"):
+        out = pde_attention(
+            *leaves[:3], is_causal=causal, pde=EQUATIONS[name](*leaves[3:]), steps=3, method=method
+        )
+        torch.manual_seed(1)
+        found.append((out, *torch.autograd.grad(out, used, torch.randn(out.shape).to(out))))
+    for ours, dense in zip(*found):
+        assert not ours.isnan().any()
+        torch.testing.assert_close(ours, dense, rtol=2e-4, atol=2e-5)
+
+
+@needs_kernels
+def test_shapes_that_attention_takes(everywhere):
+    q, k, v = tensors(1, 4, 33, 8)
+    few = [x[:, :2].detach() for x in (k, v)]
+    pde = pdes.Diffusion(0.15)
+    for query, key, value, more in (
+        (q[0], k[0], v[0], {}),
+        (q[0, 0], k[0, 0], v[0, 0], {}),
+        (q, *few, {"enable_gqa": True}),
+        (q, k, v, {"renormalise": True}),
+        (q[None], k[None], v[None], {}),
+    ):
+        common = {"pde": pde, "is_causal": True, **more}
+        assert explain(query, key, value, **common).method == "fused"
+        ours, dense = (pde_attention(query, key, value, method=m, **common) for m in ("auto", "dense"))
+        torch.testing.assert_close(ours, dense, rtol=1e-4, atol=1e-5)
