@@ -426,6 +426,30 @@ def test_windows_with_global_tokens_equal_dense(name, causal, monkeypatch):
             assert worst(*found) < 1e-12, (count, window, padding is None)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "window", "count", "steps"),
+    [
+        (35, (20, 14), 4, 3),
+        (38, (30, 12), 4, 5),
+        (16, (2, 18), 1, 1),
+        (20, (6, 20), 0, 5),
+        (5, (3, 14), 0, 3),
+    ],
+)
+def test_windows_that_reach_beyond_a_short_text(tokens, window, count, steps):
+    for padding in (None, torch.arange(tokens)[None] < tokens - 3):
+        leaves = [
+            torch.randn(1, 2, tokens, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)
+        ]
+        pde = pdes.Wave(0.3)
+        common = {"key_padding": padding, "pde": pde, "steps": steps}
+        out = window_attention(*leaves, window=window, global_tokens=count, **common)
+        mask = global_mask(tokens, window, count, False)
+        truth = pde_attention(*leaves, mask, method="dense", **common)
+        grad = torch.randn_like(out)
+        assert worst(*((o, *torch.autograd.grad(o, leaves, grad)) for o in (truth, out))) < 1e-12
+
+
 @pytest.mark.parametrize("method", ["stepped", "tiled"])
 def test_compiled_code_gives_the_same(method):
     q, k, v = (torch.randn(1, 2, 100, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))

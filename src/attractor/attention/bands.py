@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attractor.attention.masks import run_of
 from attractor.attention.pdes import PDE, Line, take_steps
 from attractor.attention.precision import first_derivatives_only
 
@@ -148,7 +149,7 @@ def _beside(x: Tensor, first: int, width: int, block: int, rows: int) -> tuple[T
     blocks = -(-rows // block)
     shift = 0 if first <= 0 <= first + width - 1 else first
     if shift or x.shape[-2] != blocks * block:
-        x = pad(x, (0, 0, -shift, blocks * block + width + shift - x.shape[-2]))
+        x = run_of(x, shift, blocks * block + width, -2)
     return _blocks(x, block), first - shift
 
 

@@ -249,7 +249,16 @@ class Scope:
 
 def along(x: Tensor, first: int, width: int, rows: int) -> Tensor:
     """x ``[..., keys]`` as ``[..., rows, width]``: (i, m) is x at i + first + m, 0 beyond its ends."""
-    return pad(x, (-first, rows + first + width - 1 - x.shape[-1])).unfold(-1, width, 1)
+    return run_of(x, first, rows + width - 1, -1).unfold(-1, width, 1)
+
+
+def run_of(x: Tensor, first: int, count: int, dim: int) -> Tensor:
+    """So many entries along dim (-1 or -2) from `first` on, 0 beyond the ends; these may be all."""
+    before, size = min(max(-first, 0), count), x.shape[dim]
+    start = min(max(first, 0), size)
+    x = x.narrow(dim, start, min(size - start, count - before))
+    sides = before, count - before - x.shape[dim]
+    return pad(x, sides if dim == -1 else (0, 0, *sides))
 
 
 def part_of(x: Tensor, rows: slice, columns: slice) -> Tensor:
