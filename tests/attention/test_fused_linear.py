@@ -1,28 +1,18 @@
 """Kernels of linear PDEs equal plain torch: values, causal attention, and every gradient.
 
-On a GPU the kernels run there; elsewhere in Triton's interpreter, which must be asked for before Triton
-is imported for the first time.
+On a GPU the kernels run there; elsewhere in Triton's interpreter (see conftest.py).
 """
-
-import os
-import sys
 
 import pytest
 import torch
 
 GPU = torch.cuda.is_available()
-if not GPU and "triton" not in sys.modules:
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
 from attractor.attention import fused, pde_attention, pdes, wall  # noqa: E402
 from attractor.attention.bands import Stencil, step_values  # noqa: E402
-from attractor.attention.pdes import Line, take_steps  # noqa: E402
-
-if not GPU and not fused.INTERPRETED:
-    pytest.skip("Triton was imported before its interpreter was asked for", allow_module_level=True)
-
 from attractor.attention.fused import near, values  # noqa: E402
+from attractor.attention.pdes import Line, take_steps  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if GPU else []

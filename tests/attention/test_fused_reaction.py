@@ -1,26 +1,17 @@
 """Kernels of reaction-diffusion attention against the dense truth, on a GPU or in Triton's interpreter.
 
-The interpreter must be asked for before Triton is imported for the first time.
+The interpreter is asked for in conftest.py.
 """
-
-import os
-import sys
 
 import pytest
 import torch
 
 GPU = torch.cuda.is_available()
-if not GPU and "triton" not in sys.modules:
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from attractor.attention import fused, pde_attention, pdes  # noqa: E402
-from attractor.attention.masks import Scope  # noqa: E402
-
-if not GPU and not fused.INTERPRETED:
-    pytest.skip("Triton was imported before its interpreter was asked for", allow_module_level=True)
-
+from attractor.attention import pde_attention, pdes  # noqa: E402
 from attractor.attention.fused import reaction  # noqa: E402
+from attractor.attention.masks import Scope  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if GPU else []
