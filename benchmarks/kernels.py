@@ -33,7 +33,14 @@ BATCH = {1_024: 8, 4_096: 8, 16_384: 1, 65_536: 1}
 GRAPHS_UP_TO = 16_384
 CACHE = 256 << 20  # bytes of inputs to go round: several times the cache
 ROUNDS, FEW_ROUNDS, CHECKED = 15, 5, 1_111
-SHAPES = ((2, 4), (4, 4), (8, 4), (4, 2))  # the run of a strand, and warps, that are tried
+SHAPES = (
+    (1, 4),
+    (2, 4),
+    (4, 4),
+    (8, 4),
+    (2, 2),
+    (2, 8),
+)  # the run of a strand, and warps, that are tried
 
 Call = Callable[[int], Any]  # of the number of a set of inputs
 

@@ -307,7 +307,6 @@ def test_gradcheck():
         torch.autograd.grad(made(alpha, beta).sum(), alpha, create_graph=True)
 
 
-@pytest.mark.xfail(GPU, reason="torch 2.11 takes what these kernels read for written", strict=True)
 def test_compiled_in_one_graph():
     def both(q, k, v, alpha):
         pde = pdes.Diffusion(alpha)

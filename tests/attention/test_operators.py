@@ -612,13 +612,14 @@ def test_on_a_gpu_compiled_and_captured(kind):
     def forward(*given):
         return flash.split_softmax(*given, scope, SCALE)[0]
 
-    plain = both(*given, near)
+    plain = [x.detach() for x in both(*given, near)]
     compiled = torch.compile(forward, fullgraph=True)(*given, near)
     torch.testing.assert_close(compiled, plain[0], rtol=1e-2, atol=1e-2)
     slopes = torch.autograd.grad(compiled.square().sum(), given)
     expected = torch.autograd.grad(forward(*given, near).square().sum(), given)
     for a, b in zip(slopes, expected):  # rows with few keys are small differences of large numbers
         assert ((a - b).double().norm() / b.double().norm()).item() < 0.02
+    del compiled  # what is kept of it belongs to this stream, and a capture must not wait for that
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -630,4 +631,4 @@ def test_on_a_gpu_compiled_and_captured(kind):
     graph.replay()
     torch.cuda.synchronize()
     for a, b in zip(captured, plain):
-        torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-2)
+        assert ((a - b).double().norm() / b.double().norm()).item() < 0.02

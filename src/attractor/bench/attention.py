@@ -52,7 +52,7 @@ def measure(
         dense: time the map built whole as well, forward.
     """
     check_kind(kind)
-    coefficients = [x.to(device) for x in learnt(heads, wide(dtype))]
+    coefficients = learnt(heads, wide(dtype), device)
     ours, theirs = contenders(kind, coefficients, steps)
     qkv = [
         torch.randn(batch, heads, tokens, dim, device=device, dtype=dtype, requires_grad=True)
@@ -115,10 +115,10 @@ def equation(kind: str, alpha: Tensor, beta: Tensor) -> pdes.PDE:
     return pdes.Diffusion(alpha)
 
 
-def learnt(heads: int, dtype: torch.dtype) -> list[Tensor]:
-    """alpha and beta ``[heads, 1, 1]``, another for each head."""
-    spread = torch.linspace(0.05, 0.2, heads, dtype=dtype).view(-1, 1, 1)
-    return [spread.requires_grad_(), (0.1 * spread).detach().requires_grad_()]
+def learnt(heads: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """alpha and beta ``[heads, 1, 1]``, another for each head: leaves, as parameters are."""
+    spread = torch.linspace(0.05, 0.2, heads, dtype=torch.float32).to(device, dtype).view(-1, 1, 1)
+    return [x.requires_grad_() for x in (spread, 0.1 * spread)]
 
 
 def errors(
@@ -135,9 +135,7 @@ def errors(
     found = {}
     for name, type_ in (("truth", torch.float64), ("dense", dtype), ("ours", dtype)):
         *qkv, grad = (x.to(device, type_).requires_grad_() for x in drawn)
-        coefficients = [
-            x.detach().to(device, wide(type_)).requires_grad_() for x in learnt(heads, torch.float32)
-        ]
+        coefficients = learnt(heads, wide(type_), device)
         used = coefficients if kind in ("reaction", "split") else coefficients[:1]
         if name == "ours":
             out = contenders(kind, coefficients, steps)[0](*qkv)

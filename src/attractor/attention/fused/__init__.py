@@ -38,8 +38,6 @@ def why_not(query: Tensor, value: Tensor, pde: PDE, steps: int) -> str:
     heads = query.shape[-3] if query.ndim > 2 else 1
     if not is_dataclass(pde) or not (pde.linear or type(pde) is ReactionDiffusion):
         return f"there is no kernel for {type(pde).__name__}"
-    if pde.linear and torch.compiler.is_compiling():
-        return "compiled code takes linear PDEs in plain torch"
     if not all(_one_a_head(getattr(pde, field.name), heads) for field in fields(pde)):
         return "kernels take coefficients for all heads or one for each"
     if not query.numel() or not value.numel():

@@ -18,9 +18,9 @@ from attractor.attention.fused import INTERPRETED
 
 # The run of a strand, and warps. Longer runs load fewer rows twice, and need more registers.
 TILES = {
-    "step": (4, 4),
-    "step_backward": (4, 4),
-    "near": (4, 4),
+    "step": (8, 4),
+    "step_backward": (8, 4),
+    "near": (2, 4),
     "near_rows": (4, 4),
     "near_keys": (4, 4),
 }

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._library.triton import set_wrap_triton_enabled
 from torch.library import custom_op, triton_op, wrap_triton
 from torch.nn import Parameter
 
@@ -31,10 +32,15 @@ from attractor.attention.precision import first_derivatives_only, wide
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# Older compilers take what these kernels read for written.
+SEEN_THROUGH = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
 
-def operator(name: str) -> Callable[..., Any]:
-    """A decorator: an operator that compilers see through, or, in the interpreter, an opaque one."""
-    return (custom_op if INTERPRETED else triton_op)(f"attractor::{name}", mutates_args=())
+
+def operator(name: str, through: bool = SEEN_THROUGH) -> Callable[..., Any]:
+    """A decorator: an operator that compilers see `through`, or, in the interpreter, an opaque one."""
+    if through and not INTERPRETED:
+        return triton_op(f"attractor::{name}", mutates_args=())
+    return lambda plain: custom_op(f"attractor::{name}", directly(plain), mutates_args=())
 
 
 def traced(x: Tensor) -> bool:
@@ -44,10 +50,22 @@ def traced(x: Tensor) -> bool:
 
 def either(op: Any, plain: Function) -> Function:
     """A function that is `plain` where it can be called, else the operator."""
+    direct = directly(plain)
 
     @wraps(plain)
     def call(x: Tensor, *rest: Any) -> Any:
-        return (op if traced(x) else plain)(x, *rest)
+        return (op if traced(x) else direct)(x, *rest)
+
+    return cast(Function, call)
+
+
+def directly(plain: Function) -> Function:
+    """A function whose kernels are launched as they are: what a trace needs takes a millisecond each."""
+
+    @wraps(plain)
+    def call(*given: Any) -> Any:
+        with set_wrap_triton_enabled(False):
+            return plain(*given)
 
     return cast(Function, call)
 
@@ -77,7 +95,11 @@ def taps(pde: PDE, steps: int, dt: float, like: Tensor) -> Tensor:
     options: tuple[Any, ...] = *numbers, dt, steps, type(pde) is Wave, plain, *wanted
     if traced(like):
         return make_taps(first, second, *options)[0]
-    return _Taps.apply(first, second, *options) if any(wanted) else _made(first, second, *options)[0]
+    return (
+        _Taps.apply(first, second, *options)
+        if any(wanted)
+        else _directly_made(first, second, *options)[0]
+    )
 
 
 def taps_of_any(pde: PDE, steps: int, dt: float, like: Tensor) -> Tensor:
@@ -239,6 +261,7 @@ def _slopes_met(grad: Tensor, slopes: Tensor, firsts: int, seconds: int) -> Tens
     return found
 
 
+_directly_made, _slopes_directly_met = directly(_made), directly(_slopes_met)
 make_taps = operator("make_taps")(_made)
 make_taps.register_fake(_made_like)
 taps_backward = operator("taps_backward")(_slopes_met)
@@ -275,7 +298,7 @@ class _Taps(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        table, slopes = _made(*inputs)
+        table, slopes = _directly_made(*inputs)
         ctx.save_for_backward(
             slopes, *(x if wanted else None for x, wanted in zip(inputs[:2], inputs[-2:]))
         )
@@ -285,4 +308,4 @@ class _Taps(torch.autograd.Function):
     @first_derivatives_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         slopes, *coefficients = ctx.saved_tensors
-        return *_gradients(_slopes_met, grad, slopes, coefficients), *(None,) * 8
+        return *_gradients(_slopes_directly_met, grad, slopes, coefficients), *(None,) * 8

@@ -36,6 +36,7 @@ from attractor.attention.fused.rows import (
     write_rows,
 )
 from attractor.attention.fused.taps import (
+    directly,
     either,
     make_taps,
     operator,
@@ -277,7 +278,7 @@ def step(value: Tensor, taps: Tensor, open: Tensor | None) -> Tensor:
         return step_values(value, taps, open)
     if torch.is_grad_enabled() and (value.requires_grad or taps.requires_grad):
         return _Step.apply(value, taps, open)
-    return _stepped(value, taps, open)
+    return _directly_stepped(value, taps, open)
 
 
 def _stepped(value: Tensor, taps: Tensor, open: Tensor | None) -> Tensor:
@@ -328,6 +329,7 @@ def _given_back_like(
     return _stepped_like(value), taps.new_empty(taps.shape if of_taps else 0)
 
 
+_directly_stepped = directly(_stepped)
 step_values = operator("step_values")(_stepped)
 step_values.register_fake(_stepped_like)
 step_values_backward = operator("step_values_backward")(_given_back)
@@ -356,6 +358,6 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, taps: Tensor, open: Tensor | None) -> Tensor:
         ctx.save_for_backward(value, taps, open)
-        return _stepped(value, taps, open)
+        return _directly_stepped(value, taps, open)
 
     backward = staticmethod(first_derivatives_only(_gradients))
