@@ -14,7 +14,7 @@ ROOT = Path(attractor.__file__).parent
 GROUND, WINGS, UPPER = (
     {"core", "train", "data"},
     {"ode", "residual", "attention"},
-    {"integrations", "report", "bench", "cli"},
+    {"integrations", "report", "bench", "reproduce", "cli"},
 )
 OPTIONAL = {"typer", "rich", "matplotlib", "plotly", "scipy", "transformers", "timm", "torchvision", "ray",
             "accelerate", "safetensors", "tokenizers", "datasets", "PIL", "jax", "torchdiffeq",

@@ -1,0 +1,163 @@
+"""Commands about the papers: reproduce."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from attractor.cli.terminal import app, check_device, console, told_as_usage
+
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[NAME]...", help="Of --list; a paper's name stands for all of its own."),
+]
+
+
+@app.command(epilog="Example: attractor reproduce stepnet-table1 --scale smoke")
+def reproduce(
+    names: Names = None,
+    list_: Annotated[
+        bool, typer.Option("--list", help="Show all experiments and how far they are.")
+    ] = False,
+    scale: Annotated[
+        str, typer.Option(help="smoke (seconds), cpu (minutes), gpu (one large GPU).")
+    ] = "smoke",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
+    data: Annotated[Path | None, typer.Option(help="Folder of data sets; else ATTRACTOR_DATA.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of results; default out/reproduce.")] = None,
+    arm: Annotated[list[str] | None, typer.Option(help="Only this one; may be given again.")] = None,
+    seeds: Annotated[str, typer.Option(help="Such as 0,1,2; default: the scale's.")] = "",
+    workers: Annotated[int, typer.Option(min=1, help="Runs at a time, a process each.")] = 1,
+    budget: Annotated[float, typer.Option(help="Begin no run after so many seconds.")] = float("inf"),
+    again: Annotated[bool, typer.Option(help="Run what is there already once more.")] = False,
+    merge: Annotated[
+        list[Path] | None, typer.Option(help="Take in runs of this file; may be given again.")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Write the page of results here, and pictures.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Run tables and figures of the papers again; the paper's numbers beside ours, and a verdict.
+
+    Runs that are in the folder of results are not made again; what was interrupted goes on.
+    """
+    from attractor.reproduce import catalogue
+    from attractor.reproduce.page import write_page
+    from attractor.reproduce.shelf import home
+
+    with told_as_usage():
+        if list_:
+            _list(out or home(), as_json)
+            return
+        if page is not None:
+            for path in write_page(page, out or home()):
+                console.print(str(path), highlight=False, soft_wrap=True)
+            return
+        if not names:
+            raise ValueError("give the NAME of an experiment; attractor reproduce --list shows all")
+        chosen = _chosen(names, list(catalogue()))
+        check_device(device)
+        wanted = [int(s) for s in seeds.split(",")] if seeds else None
+        options: dict[str, Any] = {
+            "device": device, "data": data, "arms": arm or None, "seeds": wanted, "workers": workers,
+            "budget": budget, "again": again,
+        }  # fmt: skip
+        found = [
+            _one(name, scale, out or Path("out/reproduce"), merge or [], options, as_json)
+            for name in chosen
+        ]
+    if as_json:
+        print(json.dumps(found, indent=1))
+
+
+def _chosen(names: list[str], known: list[str]) -> list[str]:
+    from attractor.reproduce import find
+    from attractor.reproduce.experiment import PAPERS
+
+    found: list[str] = []
+    for name in names:
+        if name == "all" or name in PAPERS:
+            found += [n for n in known if name == "all" or n.startswith(f"{name}-")]
+        else:
+            found.append(find(name).name)
+    return list(dict.fromkeys(found))
+
+
+def _one(
+    name: str, scale: str, out: Path, merged: list[Path], options: dict[str, Any], quiet: bool
+) -> dict[str, Any]:
+    from attractor.core.files import json_bytes
+    from attractor.reproduce import find, merge, run
+    from attractor.reproduce.page import rows
+    from attractor.reproduce.results import path_of
+
+    experiment = find(name)
+    if merged:
+        results = merge(experiment, scale, out, merged)
+    else:
+        say = (
+            (lambda line: None)
+            if quiet
+            else lambda line: console.print(line, markup=False, highlight=False)
+        )
+        results = run(experiment, scale, folder=out, tell=say, **options)
+    verdict = experiment.verdict(results)
+    path = path_of(out, name, scale)
+    if not quiet:
+        _show(experiment, results, verdict)
+        console.print(f"Results: [bold]{path}[/]", soft_wrap=True, highlight=False)
+    found = {
+        "experiment": name, "scale": scale, "path": str(path), "rows": rows(experiment, results),
+        "verdict": None if verdict is None else {"word": verdict.word, "why": verdict.why},
+    }  # fmt: skip
+    return json.loads(json_bytes(found))
+
+
+def _show(experiment: Any, results: Any, verdict: Any) -> None:
+    from attractor.reproduce.page import rows, told
+    from attractor.reproduce.verdict import number
+
+    unit = f", {experiment.unit}" if experiment.unit else ""
+    table = Table(title=f"{experiment.name}: {experiment.place}", title_justify="left")
+    table.add_column("")
+    for column in ("paper", f"ours ({experiment.metric}{unit})", "seeds", *experiment.others):
+        table.add_column(column, justify="right")
+    for row in rows(experiment, results):
+        table.add_row(
+            row["arm"], "" if row["paper"] is None else number(row["paper"]),
+            told(row["mean"], row["spread"]), str(row["seeds"]), *map(number, row["others"].values()),
+        )  # fmt: skip
+    console.print(table)
+    console.print(f"The paper: {experiment.claim}", markup=False, highlight=False)
+    if verdict is not None:
+        console.print(f"[bold]{verdict.word}[/]: ", end="")
+        console.print(verdict.why, markup=False, highlight=False)
+    elif results.missing():
+        console.print(f"{len(results.missing())} runs are still to come.")
+    else:
+        console.print("A smoke test shows that it runs; it is too small for a verdict.")
+
+
+def _list(folder: Path, as_json: bool) -> None:
+    from attractor.reproduce import catalogue
+    from attractor.reproduce.page import largest, state
+
+    found: list[dict[str, Any]] = []
+    for e in catalogue().values():
+        verdict = e.verdict(largest(e, folder))
+        found.append({
+            "name": e.name, "place": e.place, "claim": e.claim, "scales": list(e.scales),
+            "state": state(e, folder), "verdict": None if verdict is None else verdict.word,
+        })  # fmt: skip
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    table = Table("experiment", "of the paper", "scales", "state", "verdict")
+    for row in found:
+        table.add_row(
+            row["name"], row["place"], " ".join(row["scales"]), row["state"], row["verdict"] or ""
+        )
+    console.print(table)

@@ -1,0 +1,162 @@
+"""The page of results and its pictures, made from the files of results alone."""
+
+import math
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from attractor.core.files import write_text
+from attractor.reproduce.experiment import PAPERS, SCALES, Experiment
+from attractor.reproduce.results import Results, load
+from attractor.reproduce.shelf import catalogue
+from attractor.reproduce.verdict import number
+
+HEAD = """# Results
+
+Tables and figures of the three papers, run again on real data and judged: what the paper reports beside
+what we measured, under the paper's protocol and under a fair one. *holds*: what the paper says is what
+we see. *holds in direction*: the order of the means is the paper's, but seeds differ by as much as the
+arms. *does not hold*: it is not what we see. *cannot be tested here*: what it needs is not at hand; the
+command is there. "±" is the standard deviation over seeds.
+
+This page is made by `attractor reproduce --page docs/results.md` from the files in experiments/results.
+
+"""
+
+
+def largest(experiment: Experiment, folder: Path | str) -> Results | None:
+    """The runs of the largest scale that has some, smoke tests left out."""
+    for scale in reversed(SCALES):
+        if scale in experiment.scales and scale != "smoke":
+            found = load(experiment, scale, folder)
+            if any(found.runs.values()):
+                return found
+    return None
+
+
+def state(experiment: Experiment, folder: Path | str) -> str:
+    """How far it is, in a few words."""
+    found = largest(experiment, folder)
+    if found is None:
+        return "cannot be run here" if experiment.missing else "not run yet"
+    done = sum(len(runs) for runs in found.runs.values())
+    missing = len(found.missing())
+    told = f"{found.scale}, {done} runs"
+    return told if not missing else f"{told}, {missing} to come"
+
+
+def rows(experiment: Experiment, results: Results) -> list[dict[str, Any]]:
+    """A row an arm: the paper's number, ours with spread and seeds, and the other metrics' means."""
+    return [
+        {
+            "arm": arm,
+            "paper": experiment.numbers.get(arm),
+            "mean": results.mean(arm),
+            "spread": results.spread(arm),
+            "seeds": len(results.values(arm)),
+            "others": {m: results.mean(arm, m) for m in experiment.others},
+        }
+        for arm in results.arms
+        if results.runs.get(arm)
+    ]
+
+
+def told(mean: float, spread: float | None) -> str:
+    """A number with its spread, both to the same place where it is not very small or large."""
+    if math.isnan(mean):
+        return "NaN"
+    if spread is None:
+        return number(mean)
+    if 0.01 <= abs(mean) < 1e4 and spread > 0:
+        places = min(max(0, 1 - math.floor(math.log10(spread))), 4)
+        return f"{mean:.{places}f} ± {spread:.{places}f}"
+    return f"{number(mean)} ± {number(spread)}"
+
+
+def command(experiment: Experiment, scale: str) -> str:
+    """What makes these results."""
+    device = " --device cuda" if scale == "gpu" else ""
+    data = " --data FOLDER" if experiment.data else ""
+    return f"attractor reproduce {shlex.quote(experiment.name)} --scale {scale}{device}{data}"
+
+
+def section(experiment: Experiment, folder: Path | str, pictures: Path) -> str:
+    """An experiment on the page."""
+    found = largest(experiment, folder)
+    lines = [f"### {experiment.name}: {experiment.place}\n", f"*{experiment.claim}*\n"]
+    verdict = experiment.verdict(found)
+    if verdict is not None:
+        lines.append(f"**{verdict.word}**: {verdict.why}.\n")
+    elif found is None:
+        lines.append("**not run yet**\n")
+    else:
+        lines.append("**not judged yet**: runs are missing.\n")
+    if found is not None:
+        unit = f", {experiment.unit}" if experiment.unit else ""
+        head = ["", "paper", f"ours ({experiment.metric}{unit})", "seeds", *experiment.others]
+        body = [
+            [
+                row["arm"],
+                "" if row["paper"] is None else number(row["paper"]),
+                told(row["mean"], row["spread"]),
+                str(row["seeds"]),
+                *(number(x) for x in row["others"].values()),
+            ]
+            for row in rows(experiment, found)
+        ]
+        lines.append(_table(head, body))
+        minutes = found.seconds() / 60
+        time = f"{minutes:.0f} min" if minutes >= 2 else f"{found.seconds():.0f} s"
+        where = ", ".join(found.devices())
+        lines.append(f"`{command(experiment, found.scale)}`: {time} of runs on {where}.\n")
+        drawn = pictures / f"{experiment.name.replace('-', '_')}.png"
+        if experiment.picture is not None and drawn.exists():
+            lines.append(f"![{experiment.place}]({pictures.name}/{drawn.name})\n")
+    elif not experiment.missing:
+        scale = next((s for s in reversed(SCALES) if s in experiment.scales), "smoke")
+        lines.append(f"`{command(experiment, scale)}`\n")
+    if experiment.note:
+        lines.append(experiment.note + "\n")
+    return "\n".join(lines)
+
+
+def page(folder: Path | str, pictures: Path) -> str:
+    """The whole text."""
+    everything = catalogue()
+    head = ["", "claim", "verdict", "runs"]
+    body = []
+    for e in everything.values():
+        verdict = e.verdict(largest(e, folder))
+        word = "" if verdict is None else verdict.word
+        body.append([f"[{e.name}](#{_anchor(e)})", e.claim, word, state(e, folder)])
+    parts = [HEAD, _table(head, body)]
+    for paper, title in PAPERS.items():
+        parts.append(f"\n## {title}\n")
+        parts += [section(e, folder, pictures) for e in everything.values() if e.paper == paper]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def write_page(path: Path | str, folder: Path | str, draw: bool = True) -> list[Path]:
+    """Write the page, and its pictures into a folder ``results`` beside it; what was written."""
+    path = Path(path)
+    pictures, made = path.parent / "results", []
+    if draw:
+        from attractor.report.figures import write
+
+        for experiment in catalogue().values():
+            found = largest(experiment, folder)
+            if found is not None and experiment.picture is not None and found.complete:
+                target = pictures / f"{experiment.name.replace('-', '_')}.png"
+                made.append(write(experiment.picture(found), target))
+    return [*made, write_text(path, page(folder, pictures))]
+
+
+def _anchor(experiment: Experiment) -> str:
+    kept = [c for c in f"{experiment.name}: {experiment.place}".lower() if c.isalnum() or c in " -_"]
+    return "".join(kept).replace(" ", "-")
+
+
+def _table(head: list[str], body: Iterable[list[str]]) -> str:
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *body]
+    return "".join(f"| {' | '.join(x.replace('|', '/') for x in line)} |\n" for line in lines)

@@ -1,0 +1,163 @@
+"""Files of results: one for an experiment and a scale, with a run for every arm and seed.
+
+    {"format": 1, "experiment": ..., "scale": ..., "runs": {arm: {seed: run}}}
+
+A run has the configuration it was made with and a digest of it; what was made with another configuration
+than the experiment has now does not count. Runs of several files, made on several days and devices, are
+put together by `merge`.
+"""
+
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attractor.core.files import write_json
+
+FORMAT = 1
+Run = dict[str, Any]
+
+
+@dataclass
+class Results:
+    """Runs of an experiment at one scale.
+
+    Attributes:
+        experiment, scale: their names.
+        metric: what `values` and `mean` are about if nothing else is asked for.
+        arms, seeds: those there should be.
+        runs: arm -> seed -> what the task returned, with configuration, device and so on.
+    """
+
+    experiment: str
+    scale: str
+    metric: str
+    arms: list[str]
+    seeds: list[int]
+    runs: dict[str, dict[int, Run]] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every arm has at least one run."""
+        return all(self.runs.get(arm) for arm in self.arms)
+
+    def missing(self) -> list[tuple[str, int]]:
+        """(arm, seed) of the runs that are not there, all arms of a seed before the next seed."""
+        return [(a, s) for s in self.seeds for a in self.arms if s not in self.runs.get(a, {})]
+
+    def values(self, arm: str, metric: str | None = None) -> list[float]:
+        """A metric of an arm, of all its seeds; a number that was not finite is NaN."""
+        found = [run["metrics"][metric or self.metric] for run in self.runs.get(arm, {}).values()]
+        return [math.nan if x is None else float(x) for x in found]
+
+    def mean(self, arm: str, metric: str | None = None) -> float:
+        """Over seeds; NaN without any."""
+        values = self.values(arm, metric)
+        return statistics.fmean(values) if values else math.nan
+
+    def spread(self, arm: str, metric: str | None = None) -> float | None:
+        """The standard deviation over seeds; None of fewer than two, or where one is not finite."""
+        values = self.values(arm, metric)
+        known = len(values) > 1 and all(map(math.isfinite, values))
+        return statistics.stdev(values) if known else None
+
+    def paired(self, arm: str, other: str, metric: str | None = None) -> list[float]:
+        """Differences arm - other, at the seeds that both have."""
+        name, both = metric or self.metric, self.runs.get(arm, {}).keys() & self.runs.get(other, {})
+
+        def get(which: str, seed: int) -> float:
+            found = self.runs[which][seed]["metrics"][name]
+            return math.nan if found is None else float(found)
+
+        return [get(arm, seed) - get(other, seed) for seed in sorted(both)]
+
+    def curve(self, arm: str, name: str, seed: int | None = None) -> list[Any]:
+        """A list that the task kept, of the first seed or of a given one."""
+        runs = self.runs[arm]
+        return runs[next(iter(runs)) if seed is None else seed]["curves"][name]
+
+    def seconds(self) -> float:
+        """All runs together."""
+        return sum(run["seconds"] for runs in self.runs.values() for run in runs.values())
+
+    def devices(self) -> list[str]:
+        """What the runs were made on."""
+        return sorted({run["device"] for runs in self.runs.values() for run in runs.values()})
+
+
+def digest(task: str, config: Mapping[str, Any]) -> str:
+    """A name for what an arm was run with."""
+    return hashlib.sha256(json.dumps([task, config], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def path_of(folder: Path | str, experiment: str, scale: str) -> Path:
+    """Where results are kept."""
+    return Path(folder) / experiment.replace("-", "_") / f"{scale}.json"
+
+
+def read(path: Path, experiment: str, scale: str) -> dict[str, dict[int, Run]]:
+    """The runs in a file, whatever they were made with; nothing if there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+        runs = {arm: {int(s): run for s, run in seeds.items()} for arm, seeds in found["runs"].items()}
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} is no file of results ({type(error).__name__}: {error})") from None
+    if found.get("format") != FORMAT:
+        raise ValueError(f"{path} has format {found.get('format')}; this version reads {FORMAT}")
+    if (found["experiment"], found["scale"]) != (experiment, scale):
+        raise ValueError(
+            f"{path} holds {found['experiment']} at scale {found['scale']}, not {experiment} at {scale}"
+        )
+    return runs
+
+
+def write(path: Path, experiment: str, scale: str, runs: Mapping[str, Mapping[int, Run]]) -> None:
+    """Write a file of results; seeds in their order."""
+    plain = {arm: {str(s): seeds[s] for s in sorted(seeds)} for arm, seeds in runs.items()}
+    write_json(path, {"format": FORMAT, "experiment": experiment, "scale": scale, "runs": plain})
+
+
+def load(experiment: Any, scale: str, folder: Path | str) -> Results:
+    """What there is of an experiment, made with the configuration it has now."""
+    kept = read(path_of(folder, experiment.name, scale), experiment.name, scale)
+    lent: dict[str, dict[int, Run]] = {}
+    if experiment.shares:
+        path = path_of(folder, experiment.shares, scale)
+        for seeds_ in read(path, experiment.shares, scale).values():
+            for seed, run in seeds_.items():
+                lent.setdefault(run["digest"], {})[seed] = run
+    arms = experiment.arms_of(scale)
+    runs: dict[str, dict[int, Run]] = {}
+    for arm in arms:
+        wanted = digest(experiment.task, experiment.config(arm, scale))
+        own = {s: run for s, run in kept.get(arm, {}).items() if run["digest"] == wanted}
+        runs[arm] = dict(sorted({**lent.get(wanted, {}), **own}.items()))
+    seeds = list(experiment.scale(scale).seeds)
+    return Results(experiment.name, scale, experiment.metric, arms, seeds, runs)
+
+
+def merge(experiment: Any, scale: str, folder: Path | str, others: Iterable[Path]) -> Results:
+    """Take runs of other files into the one in the folder; those that are there already stay.
+
+    Raises:
+        ValueError: a file is of another experiment or scale, or two runs of one arm, seed and
+            configuration gave different numbers on the same device.
+    """
+    path = path_of(folder, experiment.name, scale)
+    runs = read(path, experiment.name, scale)
+    for other in others:
+        if not Path(other).exists():
+            raise FileNotFoundError(f"{other} is not there to be merged")
+        for arm, seeds in read(Path(other), experiment.name, scale).items():
+            for seed, run in seeds.items():
+                known = runs.setdefault(arm, {}).get(seed)
+                if known is None or known["digest"] != run["digest"]:
+                    runs[arm][seed] = run
+    write(path, experiment.name, scale, runs)
+    return load(experiment, scale, folder)

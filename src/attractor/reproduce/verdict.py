@@ -1,0 +1,151 @@
+"""Whether a claim holds, and rules that say so.
+
+A rule is a function ``results -> Verdict``. Means are over seeds; "by more than seeds differ" is by more
+than twice the standard error of the difference, which needs two seeds at least.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from attractor.reproduce.results import Results
+
+HOLDS, DIRECTION, FAILS, UNTESTED = (
+    "holds",
+    "holds in direction",
+    "does not hold",
+    "cannot be tested here",
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One of the four words, and why."""
+
+    word: str
+    why: str
+
+    def __post_init__(self) -> None:
+        words = (HOLDS, DIRECTION, FAILS, UNTESTED)
+        if self.word not in words:
+            raise ValueError(f"{self.word!r} is not one of {', '.join(words)}")
+
+    def __str__(self) -> str:
+        return f"{self.word}: {self.why}"
+
+
+Rule = Callable[[Results], Verdict]
+
+
+def number(x: float) -> str:
+    """As short as it can be read."""
+    if math.isnan(x):
+        return "NaN"
+    return f"{x:.3g}" if abs(x) < 1e-2 or abs(x) >= 1e4 else f"{x:.4g}"
+
+
+def error_of(differences: Sequence[float]) -> float:
+    """The standard error of their mean; infinite of fewer than two, or where one is not finite."""
+    if len(differences) < 2 or not all(map(math.isfinite, differences)):
+        return math.inf
+    return statistics.stdev(differences) / math.sqrt(len(differences))
+
+
+def best(
+    arm: str, among: Sequence[str] | None = None, better: str = "higher", metric: str | None = None
+) -> Rule:
+    """Holds if no other arm has a better mean; in direction if what is better is so by less than twice
+    the standard error."""
+
+    def judge(results: Results) -> Verdict:
+        sign = 1 if better == "higher" else -1
+        others = [a for a in (among or results.arms) if a != arm and results.runs.get(a)]
+        mine = results.mean(arm, metric)
+        first = max(others, key=lambda a: _worth(sign * results.mean(a, metric)))
+        theirs = results.mean(first, metric)
+        against = f"{number(mine)} against {number(theirs)} ({first})"
+        if _worth(sign * mine) >= _worth(sign * theirs):
+            return Verdict(HOLDS, f"{arm} is best, {against}")
+        error = error_of(results.paired(arm, first, metric))
+        if math.isfinite(error) and abs(mine - theirs) < 2 * error:
+            return Verdict(DIRECTION, f"{arm} is level with the best, {against}")
+        return Verdict(FAILS, f"{arm} is not best, {against}")
+
+    return judge
+
+
+def gains(
+    arms: Sequence[str],
+    over: str,
+    better: str = "higher",
+    metric: str | None = None,
+    clearly: bool = True,
+) -> Rule:
+    """Holds if every arm beats `over`, by more than seeds differ; in direction if the means do.
+
+    Args:
+        clearly: False: means are enough.
+    """
+
+    def judge(results: Results) -> Verdict:
+        sign = 1 if better == "higher" else -1
+        means, sure = [], []
+        for arm in arms:
+            gap = sign * (results.mean(arm, metric) - results.mean(over, metric))
+            means.append(gap > 0)
+            sure.append(gap > 2 * error_of(results.paired(arm, over, metric)))
+        told = f"{sum(means)} of {len(arms)} are better than {over}"
+        if all(sure) or (not clearly and all(means)):
+            return Verdict(HOLDS, told)
+        if all(means):
+            return Verdict(DIRECTION, f"{told}, {sum(sure)} by more than seeds differ")
+        return Verdict(FAILS, told)
+
+    return judge
+
+
+def below(arm: str, bound: float, metric: str | None = None) -> Rule:
+    """Holds if the mean is at most a number that is known beforehand."""
+
+    def judge(results: Results) -> Verdict:
+        mean = results.mean(arm, metric)
+        told = f"{metric or results.metric} of {arm} is {number(mean)}, {number(bound)} is allowed"
+        return Verdict(HOLDS if mean <= bound else FAILS, told)
+
+    return judge
+
+
+def within(expected: dict[str, float], factor: float, metric: str | None = None) -> Rule:
+    """Holds if every mean is within a factor of the paper's; in direction if their order is the same."""
+
+    def judge(results: Results) -> Verdict:
+        ours = {arm: results.mean(arm, metric) for arm in expected}
+        off = [
+            arm
+            for arm, paper in expected.items()
+            if not (ours[arm] > 0 and max(ours[arm] / paper, paper / ours[arm]) <= factor)
+        ]
+        if not off:
+            return Verdict(HOLDS, f"all {len(ours)} within a factor of {number(factor)}")
+        told = f"{len(ours) - len(off)} of {len(ours)} within a factor of {number(factor)}"
+        if sorted(ours, key=ours.__getitem__) == sorted(expected, key=expected.__getitem__):
+            return Verdict(DIRECTION, f"{told}; the order is the paper's")
+        return Verdict(FAILS, f"{told}; the order is another")
+
+    return judge
+
+
+def all_of(*rules: Rule) -> Rule:
+    """The worst of several verdicts, with all reasons."""
+
+    def judge(results: Results) -> Verdict:
+        found = [rule(results) for rule in rules]
+        order = [HOLDS, DIRECTION, FAILS, UNTESTED]
+        return Verdict(max((v.word for v in found), key=order.index), "; ".join(v.why for v in found))
+
+    return judge
+
+
+def _worth(x: float) -> float:
+    return -math.inf if math.isnan(x) else x

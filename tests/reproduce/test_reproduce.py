@@ -1,0 +1,232 @@
+"""Experiments: runs are kept, resumed, merged and shared; verdicts say what the numbers say."""
+
+import json
+import math
+from dataclasses import replace
+from importlib import import_module
+
+import pytest
+from typer.testing import CliRunner
+
+from attractor.cli import app
+from attractor.reproduce import (
+    DIRECTION,
+    FAILS,
+    HOLDS,
+    UNTESTED,
+    Experiment,
+    Results,
+    Scale,
+    Verdict,
+    all_of,
+    below,
+    best,
+    catalogue,
+    find,
+    gains,
+    load,
+    merge,
+    run,
+    within,
+)  # fmt: skip
+from attractor.reproduce import page as pages
+from attractor.reproduce.results import path_of
+
+CALLS = []
+
+
+def task(config, context):
+    """Fails once where it is told to; else a number of arm and seed."""
+    CALLS.append((config["value"], context.seed))
+    if config.get("broken"):
+        raise RuntimeError("broken")
+    mark = context.scratch / "half"
+    begun = mark.exists()
+    if config.get("interrupted") and not begun:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.write_text("half way")
+        raise KeyboardInterrupt
+    value = config["value"] + 0.1 * context.seed
+    return {
+        "metrics": {"value": value, "resumed": float(begun), "nothing": math.nan},
+        "curves": {"x": [1, 2]},
+    }
+
+
+EXAMPLE = Experiment(
+    name="attns-example", paper="attns", place="Table 0", claim="b is more than a.",
+    task="tests.reproduce.test_reproduce:task", arms={"a": {"value": 1.0}, "b": {"value": 2.0}},
+    scales={"smoke": Scale(judged=False), "cpu": Scale(seeds=(0, 1, 2))}, metric="value", better="higher",
+    numbers={"a": 1.0}, judge=best("b"), others=("nothing",),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_calls():
+    calls().clear()
+
+
+def calls():
+    """Of the module that runs import by its name, which need not be this one."""
+    return import_module("tests.reproduce.test_reproduce").CALLS
+
+
+def results(**values):
+    runs = {
+        arm: {s: {"metrics": {"x": v}} for s, v in enumerate(given)} for arm, given in values.items()
+    }
+    return Results("e", "cpu", "x", list(values), [0, 1, 2], runs)
+
+
+def test_runs_are_kept_and_not_made_again(tmp_path):
+    first = run(EXAMPLE, "cpu", folder=tmp_path)
+    count = len(calls())
+    assert first.complete
+    assert first.values("b") == [2.0, 2.1, 2.2]
+    assert not first.missing()
+    again = run(EXAMPLE, "cpu", folder=tmp_path)
+    assert len(calls()) == count
+    assert again.runs == first.runs
+    run(EXAMPLE, "cpu", folder=tmp_path, arms=["a"], again=True)
+    assert len(calls()) == count + 3
+
+
+def test_a_run_says_how_it_was_made(tmp_path):
+    made = run(EXAMPLE, "cpu", folder=tmp_path).runs["a"][0]
+    assert made["config"] == {"value": 1.0}
+    assert made["versions"].keys() == {"attractor", "torch", "numpy", "python"}
+    assert made["seconds"] >= 0
+    written = json.loads(path_of(tmp_path, "attns-example", "cpu").read_text())
+    assert written["runs"]["a"]["0"]["metrics"]["nothing"] is None  # JSON has no NaN
+    assert math.isnan(load(EXAMPLE, "cpu", tmp_path).mean("a", "nothing"))
+
+
+def test_another_configuration_does_not_count(tmp_path):
+    run(EXAMPLE, "cpu", folder=tmp_path)
+    changed = replace(EXAMPLE, arms={"a": {"value": 5.0}, "b": {"value": 2.0}})
+    assert load(changed, "cpu", tmp_path).missing() == [("a", 0), ("a", 1), ("a", 2)]
+    assert run(changed, "cpu", folder=tmp_path).mean("a") == pytest.approx(5.1)
+
+
+def test_an_interrupted_run_goes_on(tmp_path):
+    broken = replace(EXAMPLE, arms={"a": {"value": 1.0}, "b": {"value": 2.0, "interrupted": True}})
+    with pytest.raises(KeyboardInterrupt):
+        run(broken, "cpu", folder=tmp_path, seeds=[0])
+    assert load(broken, "cpu", tmp_path).runs["a"].keys() == {0}  # what was done before is there
+    found = run(broken, "cpu", folder=tmp_path, seeds=[0])
+    assert found.mean("b", "resumed") == 1.0
+    assert not list(tmp_path.rglob("half"))
+
+
+def test_a_budget_begins_nothing_more(tmp_path):
+    found = run(EXAMPLE, "cpu", folder=tmp_path, budget=-1.0)
+    assert not calls()
+    assert len(found.missing()) == 6
+    assert EXAMPLE.verdict(found) is None
+
+
+def test_several_processes_give_the_same(tmp_path):
+    assert run(EXAMPLE, "cpu", folder=tmp_path / "a").values("b") == run(
+        EXAMPLE, "cpu", folder=tmp_path / "b", workers=2
+    ).values("b")
+
+
+def test_files_of_several_days_are_merged(tmp_path):
+    run(EXAMPLE, "cpu", folder=tmp_path / "a", seeds=[0])
+    run(EXAMPLE, "cpu", folder=tmp_path / "b", seeds=[1, 2])
+    other = path_of(tmp_path / "b", EXAMPLE.name, "cpu")
+    assert not merge(EXAMPLE, "cpu", tmp_path / "a", [other]).missing()
+    run(EXAMPLE, "smoke", folder=tmp_path / "b")
+    with pytest.raises(ValueError, match="scale smoke"):
+        merge(EXAMPLE, "cpu", tmp_path / "a", [path_of(tmp_path / "b", EXAMPLE.name, "smoke")])
+    other.write_text("{")
+    with pytest.raises(ValueError, match="no file of results"):
+        merge(EXAMPLE, "cpu", tmp_path / "a", [other])
+
+
+def test_runs_are_shared_where_the_configuration_is_the_same(tmp_path):
+    run(EXAMPLE, "cpu", folder=tmp_path)
+    arms = {"one": {"value": 1.0}, "other": {"value": 7.0}}
+    figure = replace(EXAMPLE, name="attns-figure", arms=arms, numbers={}, shares=EXAMPLE.name)
+    assert load(figure, "cpu", tmp_path).missing() == [("other", s) for s in (0, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "values", "word"),
+    [
+        (best("b"), {"a": [1, 2, 3], "b": [2, 3, 4]}, HOLDS),
+        (best("b"), {"a": [1, 2, 3], "b": [0.9, 1.9, 3.1]}, DIRECTION),
+        (best("b"), {"a": [1, 2, 3], "b": [0, 1, 2]}, FAILS),
+        (best("b"), {"a": [1], "b": [0.99]}, FAILS),  # one seed tells nothing of the spread
+        (best("b"), {"a": [1, 2], "b": [math.nan, 3]}, FAILS),
+        (best("b", better="lower"), {"a": [1, 2], "b": [0, 1]}, HOLDS),
+        (gains(["b"], "a"), {"a": [1, 2, 3], "b": [2, 3.1, 4]}, HOLDS),
+        (gains(["b"], "a"), {"a": [1, 2, 3], "b": [5, 0, 3]}, DIRECTION),
+        (gains(["b", "c"], "a"), {"a": [1, 2], "b": [2, 3.1], "c": [0, 1]}, FAILS),
+        (below("a", 2.0), {"a": [1, 2]}, HOLDS),
+        (below("a", 1.0), {"a": [1, 2]}, FAILS),
+        (within({"a": 1.0, "b": 2.0}, 1.5), {"a": [1.2], "b": [2.5]}, HOLDS),
+        (within({"a": 1.0, "b": 2.0}, 1.1), {"a": [1.2], "b": [2.5]}, DIRECTION),
+        (within({"a": 1.0, "b": 2.0}, 1.1), {"a": [2.5], "b": [1.2]}, FAILS),
+        (all_of(best("b"), below("a", 0.5)), {"a": [1], "b": [2]}, FAILS),
+    ],
+)  # fmt: skip
+def test_rules(rule, values, word):
+    verdict = rule(results(**values))
+    assert verdict.word == word
+    assert verdict.why
+
+
+def test_what_cannot_be_run_says_so(tmp_path):
+    absent = replace(EXAMPLE, missing="ImageNet is not here; give its folder with --data")
+    with pytest.raises(ValueError, match="ImageNet is not here"):
+        run(absent, "cpu", folder=tmp_path)
+    run(absent, "smoke", folder=tmp_path)
+    assert absent.verdict(None) == Verdict(UNTESTED, absent.missing)
+
+
+def test_mistakes_in_an_experiment():
+    with pytest.raises(ValueError, match="numbers has"):
+        replace(EXAMPLE, numbers={"c": 1.0})
+    with pytest.raises(ValueError, match="paper 'x'"):
+        replace(EXAMPLE, paper="x")
+    with pytest.raises(ValueError, match="no scale 'gpu', but smoke, cpu"):
+        EXAMPLE.scale("gpu")
+    with pytest.raises(ValueError, match="no arm 'x', but a, b"):
+        run(EXAMPLE, "cpu", arms=["x"])
+    with pytest.raises(ValueError, match="no experiment is called"):
+        find("stepnet-tabel1")
+
+
+def test_numbers_on_the_page():
+    assert pages.told(92.742, 0.131) == "92.74 ± 0.13"
+    assert pages.told(1.2345e-9, 1e-11) == "1.23e-09 ± 1e-11"
+    assert pages.told(5.0, None) == "5"
+
+
+def test_the_catalogue_is_whole():
+    for name, experiment in catalogue().items():
+        assert name == experiment.name
+        assert "smoke" in experiment.scales
+        assert not experiment.scales["smoke"].judged
+        assert experiment.claim.endswith(".")
+        for scale in experiment.scales:
+            for arm in experiment.arms_of(scale):
+                experiment.config(arm, scale)
+
+
+def test_command_line(tmp_path, monkeypatch):
+    for place in ("shelf.", "", "page."):
+        monkeypatch.setattr(f"attractor.reproduce.{place}catalogue", lambda: {EXAMPLE.name: EXAMPLE})
+    call = lambda *words: CliRunner().invoke(app, ["reproduce", *words, "--out", str(tmp_path)])
+    found = call("attns-example", "--scale", "cpu")
+    assert found.exit_code == 0, found.output
+    assert "holds: b is best, 2.1 against 1.1 (a)" in found.output
+    assert "attns-example" in call("--list").output
+    assert json.loads(call("attns", "--scale", "cpu", "--json").stdout)[0]["verdict"]["word"] == HOLDS
+    assert call("--page", str(tmp_path / "results.md")).exit_code == 0
+    page = (tmp_path / "results.md").read_text()
+    assert "| b |  | 2.10 ± 0.10 | 3 | NaN |" in page
+    assert "**holds**" in page
+    assert call().exit_code == 2
+    assert call("attns-exampel").exit_code == 2
