@@ -300,6 +300,57 @@ def hybrid_gpu() -> str:
     return text + table(head, cells)
 
 
+def verdict_gpu() -> str:
+    """Whether a hybrid step pays on a GPU, beside plain steps in one kernel and diffrax."""
+    found = load("hybrid_gpu")["results"]
+    rivals = list(dict.fromkeys(m for r in found["verdict"] for m in r["gains"]))
+    cells = [
+        [f"{r['case']}, width {r['width']:,}", f"{r['error']:.0e}", f"{r['milliseconds']:.2f}",
+         *(f"{r['gains'][m]:.3g}" if r["gains"].get(m) else "" for m in rivals)]
+        for r in found["verdict"]
+    ]  # fmt: skip
+    text = (
+        "`python -m benchmarks.hybrid_gpu --what verdict`\n\n"
+        f"{found['verdict'][0]['batch']:,} states to the horizon on an {found['device']}, states in float64, "
+        "steps of 0.1: the hybrid's mean square error at the end and its milliseconds, then how many times as "
+        "long others take to that error. rk4 and dopri5 are fixed steps of ours, all in one kernel, as the "
+        "hybrid's are; diffrax is compiled (jit, vmap) with error control.\n\n"
+    )
+    return text + table(["", "error", "ms", *rivals], cells)
+
+
+def bench() -> str:
+    """Attention on a GPU, of `attractor bench`."""
+    found = load("bench")
+    top = found["ceilings"]
+    rows = [r for r in found["rows"] if "forward" in r]
+    first = rows[0]
+    text = (
+        "`attractor bench --device cuda --out benchmarks/results/bench.json`\n\n"
+        f"{found['device']}, torch {found['torch']}, {found['dtype']}, {first['heads']} heads of "
+        f"{first['dim']}, {first['steps']} steps; a copy moves {top['copy_gb_s'] / 1e3:.2f} TB/s and a "
+        f"product makes {top['matrix_tflop_s']:.0f} TFLOP/s in the same run. Milliseconds, in brackets the "
+        "ratio to SDPA (windows: to the same without a PDE), medians over rounds; up to "
+        f"{max((r['tokens'] for r in rows if r['forward']['graph']), default=0):,} tokens as replays of "
+        "graphs, both sides. Peak memory is beyond the inputs, outputs included, ours and theirs.\n\n"
+    )
+    told = lambda r, passes: f"{size_ms(r[passes]['ms'])} ({r[passes]['ratio']:.2f})"
+    cells = [
+        [r["kind"], f"{r['tokens']:,}", str(r["batch"]), told(r, "forward"), told(r, "both"),
+         f"{100 * r['forward']['of_matrix_rate']:.0f} %",
+         f"{size(r['both']['peak_mb'])}, {size(r['both']['peer_peak_mb'])}",
+         f"{r['speedup_over_dense']:.0f}x" if "speedup_over_dense" in r else ""]
+        for r in rows
+    ]  # fmt: skip
+    head = ["", "tokens", "batch", "forward", "with backward", "of matrix rate", "peak MB",
+            "over dense"]  # fmt: skip
+    return text + table(head, cells)
+
+
+def size_ms(x: float) -> str:
+    return f"{x:.3f}" if x < 1 else f"{x:.3g}"
+
+
 def windows(found: dict[str, Any]) -> str:
     """Sliding windows with global tokens at lengths where no map would fit."""
     rows = {(r["tokens"], r.get("method", "diffusion"), r["pass"]): r for r in found["windows"]}

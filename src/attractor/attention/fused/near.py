@@ -13,7 +13,6 @@ hold the key and value rows of a strand in registers.
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
@@ -21,7 +20,7 @@ from attractor.attention import flash
 from attractor.attention.fused import near_kernels, rows
 from attractor.attention.fused.parts import taps_gradient
 from attractor.attention.fused.rows import by_rows, strides, table_stride
-from attractor.attention.fused.taps import either, in_two, operator
+from attractor.attention.fused.taps import either, in_two, operator, parts_of, power_of_two
 from attractor.attention.fused.values import step
 from attractor.attention.masks import Scope
 from attractor.attention.precision import first_derivatives_only
@@ -139,7 +138,7 @@ def _rows_met(
     found = _rows_met_like(grad, query, key, value, out, lse, taps, far, scale, of_taps)
     grid, sizes, warps = _program("near_rows", query, value, taps)
     reach, run = sizes[0], sizes[-1]
-    widths = (triton.next_power_of_2(n) for n in (3 * reach * run, 3 * reach, 2 * reach**2))
+    widths = (power_of_two(n) for n in (3 * reach * run, 3 * reach, 2 * reach**2))
     wrap_triton(near_kernels.backward_rows)[grid](
         grad, query, key, value, out, lse.contiguous(), taps, far, *found, *in_two(scale),
         query.shape[2], query.shape[1], *strides(grad), *strides(query), *strides(key), *strides(value),
@@ -182,7 +181,7 @@ def _keys_met(
         grad, query, value, handed, taps, far_key, far_value, of_key, of_value, free, query.shape[2],
         query.shape[1], *strides(grad), *strides(query), *strides(value), *strides(far_key),
         *strides(far_value), *strides(of_key), *strides(of_value), table_stride(taps), *sizes,
-        int(handed.shape[3]), int(handed.shape[2]), triton.next_power_of_2(2 * sizes[0] + 1), of_taps,
+        int(handed.shape[3]), int(handed.shape[2]), power_of_two(2 * sizes[0] + 1), of_taps,
         num_warps=warps,
     )  # fmt: skip
     if not of_taps:
@@ -204,7 +203,7 @@ def _program(
     """The grid, (reach, dim, value dim, columns, value columns, strands, run), and warps of a kernel."""
     dim, depth, reach = int(query.shape[-1]), int(value.shape[-1]), int(taps.shape[-1]) // 2
     strands, run, warps, columns, deep = rows.shape(name, (dim, depth), query.dtype, reach)
-    programs = query.shape[0] * query.shape[1] * triton.cdiv(query.shape[2], strands * run)
+    programs = query.shape[0] * query.shape[1] * parts_of(query.shape[2], strands * run)
     return (programs,), (reach, dim, depth, columns, deep, strands, run), warps
 
 

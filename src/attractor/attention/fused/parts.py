@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from attractor.attention.fused.rows import TILE, faces_of, room, rows_at, strides
+from attractor.attention.fused.taps import parts_of, power_of_two
 
 PROGRAMS = 1024  # about so many look for rows at walls inside of sequences
 LINES = tl.constexpr(128)  # of parts, or of rows at walls, that are added up at a time
@@ -174,17 +175,17 @@ def taps_gradient(
     """
     (batch, heads, tokens, dim), reach = value.shape, int(taps.shape[-1]) // 2
     found, pairs = taps.new_empty(taps.shape), batch * heads
-    columns, width = max(16, triton.next_power_of_2(int(dim))), triton.next_power_of_2(2 * reach + 1)
+    columns, width = max(16, power_of_two(int(dim))), power_of_two(2 * reach + 1)
     inner, inner_chunks = free, 1
     if open is not None:
-        blocks = triton.cdiv(tokens, TILE.value)
+        blocks = parts_of(tokens, TILE.value)
         repeat = max(1, min(blocks, pairs * blocks // PROGRAMS))
-        inner_chunks = triton.cdiv(blocks, repeat)
+        inner_chunks = parts_of(blocks, repeat)
         inner = taps.new_empty(pairs * inner_chunks, *taps.shape[1:])
         faces, face_strides = faces_of(open, value)
         wrap_triton(_walls)[pairs, inner_chunks](
             grad, value, faces, inner, tokens, heads, repeat, *strides(grad), *strides(value),
-            *face_strides, reach, int(dim), columns, triton.next_power_of_2((reach + 1) ** 2), width,
+            *face_strides, reach, int(dim), columns, power_of_two((reach + 1) ** 2), width,
             num_warps=4,
         )  # fmt: skip
     sums, firsts = (free, free) if near is None else near

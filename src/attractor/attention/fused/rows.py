@@ -9,19 +9,22 @@ sum from registers. Rows near walls, which are few, are done a tile of rows at a
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code=assignment
 # ruff: noqa: RUF005
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from attractor.attention.fused import INTERPRETED
+from attractor.attention.fused.taps import power_of_two
 
 # The run of a strand, and warps. Longer runs load fewer rows twice, and need more registers.
 TILES = {
     "step": (8, 4),
-    "step_backward": (8, 4),
+    "step_backward": (16, 4),
     "near": (2, 4),
-    "near_rows": (4, 4),
+    "near_rows": (2, 4),
     "near_keys": (4, 4),
 }
 SIZES = ["tokens", "heads", "taps_h"]  # arguments whose values need no kernels of their own
@@ -32,8 +35,15 @@ TILE = tl.constexpr(16)  # rows near walls that are done at a time: at least twi
 
 def shape(name: str, dims: tuple[int, ...], dtype: torch.dtype, reach: int) -> tuple[int, ...]:
     """(strands, run, warps, columns for each of dims) of a program of that kernel."""
-    run, warps = TILES[name]
-    columns = [max(16, triton.next_power_of_2(dim)) for dim in dims]
+    return _shape(TILES[name], dims, dtype, reach)
+
+
+@cache
+def _shape(
+    tile: tuple[int, int], dims: tuple[int, ...], dtype: torch.dtype, reach: int
+) -> tuple[int, ...]:
+    run, warps = tile
+    columns = [max(16, power_of_two(dim)) for dim in dims]
     strands = max(1, 32 * warps * 16 // (max(columns) * dtype.itemsize))
     run //= (2 if reach > 4 else 1) * (2 if dtype == torch.float64 else 1)  # these need more registers
     return strands, max(run, 1), warps, *columns

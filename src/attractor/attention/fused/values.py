@@ -40,6 +40,8 @@ from attractor.attention.fused.taps import (
     either,
     make_taps,
     operator,
+    parts_of,
+    power_of_two,
     taps,
     taps_backward,
     taps_of_any,
@@ -288,10 +290,10 @@ def _stepped(value: Tensor, taps: Tensor, open: Tensor | None) -> Tensor:
     reach = int(taps.shape[-1]) // 2
     strands, run, warps, columns = rows.shape("step", (int(dim),), value.dtype, reach)
     faces, face_strides = rows.faces_of(open, value)
-    wrap_triton(_step)[batch * heads * triton.cdiv(tokens, strands * run),](
+    wrap_triton(_step)[batch * heads * parts_of(tokens, strands * run),](
         value, faces, taps, out, tokens, heads, *strides(value), *strides(out), *face_strides,
         table_stride(taps), reach, int(dim), columns, strands, run,
-        triton.next_power_of_2(strands * run + 2 * reach), open is not None, num_warps=warps,
+        power_of_two(strands * run + 2 * reach), open is not None, num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -309,13 +311,13 @@ def _given_back(
     batch, heads, tokens, dim = value.shape
     reach = int(taps.shape[-1]) // 2
     strands, run, warps, columns = rows.shape("step_backward", (int(dim),), value.dtype, reach)
-    blocks = triton.cdiv(tokens, strands * run)
+    blocks = parts_of(tokens, strands * run)
     free = taps.new_empty(batch * heads * blocks if of_taps else 0, 2 * reach + 1)
     faces, face_strides = rows.faces_of(open, value)
     wrap_triton(_step_backward)[batch * heads * blocks,](
         grad, value, faces, taps, of_value, free, tokens, heads, *strides(grad), *strides(value),
         *strides(of_value), *face_strides, table_stride(taps), reach, int(dim), columns, strands, run,
-        triton.next_power_of_2(strands * run + 4 * reach), triton.next_power_of_2(2 * reach + 1),
+        power_of_two(strands * run + 4 * reach), power_of_two(2 * reach + 1),
         open is not None, of_taps, num_warps=warps,
     )  # fmt: skip
     if not of_taps:
