@@ -24,6 +24,12 @@ This page is made by `attractor reproduce --page docs/results.md` from the files
 
 """
 
+FINDINGS = {  # what a reader would quote, and the experiment that shows it
+    "attns-normalised": "AttNS and NeurVec once their inputs are normalised",
+    "pde-leak": "Perplexity once no token sees the future",
+    "stepnet-initial": "TNS once its value before training is shown",
+}
+
 
 def largest(experiment: Experiment, folder: Path | str) -> Results | None:
     """The runs of the largest scale that has some, smoke tests left out."""
@@ -121,6 +127,22 @@ def section(experiment: Experiment, folder: Path | str, pictures: Path) -> str:
     return "\n".join(lines)
 
 
+def findings(everything: dict[str, Experiment], folder: Path | str, pictures: Path) -> list[str]:
+    """The three findings, with their pictures; those that have been run."""
+    parts = []
+    for name, title in FINDINGS.items():
+        experiment = everything.get(name)
+        verdict = None if experiment is None else experiment.verdict(largest(experiment, folder))
+        if experiment is None or verdict is None:
+            continue
+        text = f"### {title}\n\nThe paper: {experiment.claim} Seen: {verdict.why}.\n"
+        drawn = pictures / f"{name.replace('-', '_')}.png"
+        if drawn.exists():
+            text += f"\n![{title}]({pictures.name}/{drawn.name})\n"
+        parts.append(f"{text}\nNumbers: [{name}](#{_anchor(experiment)}).\n")
+    return ["## Three findings\n", *parts] if parts else []
+
+
 def page(folder: Path | str, pictures: Path) -> str:
     """The whole text."""
     everything = catalogue()
@@ -130,7 +152,7 @@ def page(folder: Path | str, pictures: Path) -> str:
         verdict = e.verdict(largest(e, folder))
         word = "" if verdict is None else verdict.word
         body.append([f"[{e.name}](#{_anchor(e)})", e.claim, word, state(e, folder)])
-    parts = [HEAD, _table(head, body)]
+    parts = [HEAD, *findings(everything, folder, pictures), "## Everything\n", _table(head, body)]
     for paper, title in PAPERS.items():
         parts.append(f"\n## {title}\n")
         parts += [section(e, folder, pictures) for e in everything.values() if e.paper == paper]
