@@ -172,3 +172,19 @@ def test_padded(folder):
     pytest.importorskip("tokenizers")
     ids, _ = text.padded(["the cat"], text.WordPiece(folder), 8)
     assert ids.tolist() == [[2, 4, 5]]
+
+
+def test_padded_texts_are_kept(folder):
+    kept, texts = folder / "kept", ["ab", "", "abcd"] * 700
+    ids, real = text.padded(texts, text.Bytes(), 3)
+    for _ in range(2):
+        mapped, same = text.padded(texts, text.Bytes(), 3, cache=kept)
+        assert mapped.dtype == torch.int16
+        assert torch.equal(mapped.long(), ids)
+        assert torch.equal(same, real)
+    assert len(list(kept.iterdir())) == 2
+    text.padded(texts, text.Bytes(), 4, cache=kept)
+    assert len(list(kept.iterdir())) == 4
+    large = text.Words([*("<pad>", "<unk>", "<eos>"), *map(str, range(40000))])
+    assert text.padded(["39999 1"], large, 8, cache=kept)[0].tolist() == [[40002, 4]]
+    assert text.padded([], text.Bytes(), 3, cache=kept)[0].shape == (0, 0)

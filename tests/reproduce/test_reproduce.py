@@ -147,7 +147,7 @@ def test_files_of_several_days_are_merged(tmp_path):
 def test_runs_are_shared_where_the_configuration_is_the_same(tmp_path):
     run(EXAMPLE, "cpu", folder=tmp_path)
     arms = {"one": {"value": 1.0}, "other": {"value": 7.0}}
-    figure = replace(EXAMPLE, name="attns-figure", arms=arms, numbers={}, shares=EXAMPLE.name)
+    figure = replace(EXAMPLE, name="attns-figure", arms=arms, numbers={})
     assert load(figure, "cpu", tmp_path).missing() == [("other", s) for s in (0, 1, 2)]
 
 

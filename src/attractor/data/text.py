@@ -45,6 +45,7 @@ HUB = {
 }
 CLASSES = {"imdb": 2, "ag_news": 4, "sst2": 2, "sst2_glue": 2}
 VOCABULARY = "bert_base_uncased_vocab.txt"
+PORTION = 1000  # texts that are turned into ids at a time
 
 
 def lines(name: str, split: str, folder: Folder = None) -> list[str]:
@@ -219,35 +220,42 @@ def stream(texts: Sequence[str], tokenizer: Tokenizer, cache: Folder = None) -> 
     """
     if cache is None:
         return torch.from_numpy(_flat(texts, tokenizer))
-    digest = hashlib.sha256(f"{type(tokenizer).__name__} {tokenizer.size}".encode())
-    digest.update(repr(tokenizer.encode(texts[:100])).encode())
-    for text in texts:
-        digest.update(text.encode() + b"\n")
-    path = Path(cache) / f"{digest.hexdigest()[:32]}.npy"
+    path = Path(cache) / f"{_key(texts, tokenizer)}.npy"
     if not path.exists():
-        buffer = io.BytesIO()
-        np.save(buffer, _flat(texts, tokenizer))
-        write_bytes(path, buffer.getvalue())
+        _keep(path, _flat(texts, tokenizer))
     return torch.from_numpy(np.load(path, mmap_mode="c"))
 
 
-def padded(texts: Sequence[str], tokenizer: Tokenizer, max_tokens: int) -> tuple[Tensor, Tensor]:
+def padded(
+    texts: Sequence[str], tokenizer: Tokenizer, max_tokens: int, cache: Folder = None
+) -> tuple[Tensor, Tensor]:
     """Texts side by side: ids ``[texts, tokens]``, int64, and which are real tokens, bool.
 
     Each begins with the tokenizer's `first`, if it has one, and is cut after max_tokens; shorter ones
     are filled up on the right.
+
+    Args:
+        texts: in their order.
+        tokenizer: of them.
+        max_tokens: the longest that stays whole.
+        cache: a folder in which the ids are kept, as `stream` does; the next time they are mapped from
+            there into memory. They then have the narrowest type that holds them, int16 or int32: call
+            ``.long()`` on what goes into a model.
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens = {max_tokens} must be at least 1")
-    begin = [] if tokenizer.first is None else [tokenizer.first]
-    rows = [(begin + ids)[:max_tokens] for ids in tokenizer.encode(texts)]
-    longest = max((len(row) for row in rows), default=0)
-    ids = torch.full((len(rows), longest), tokenizer.padding)
-    real = torch.zeros(len(rows), longest, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
-        real[i, : len(row)] = True
-    return ids, real
+    if cache is None:
+        ids, lengths = _side_by_side(texts, tokenizer, max_tokens, np.int64)
+    else:
+        key = _key(texts, tokenizer, f"{max_tokens} tokens")
+        paths = [Path(cache) / f"{key}{end}.npy" for end in ("", ".lengths")]
+        if not all(path.exists() for path in paths):
+            narrow = np.int16 if tokenizer.size <= np.iinfo(np.int16).max else np.int32
+            for path, made in zip(paths, _side_by_side(texts, tokenizer, max_tokens, narrow)):
+                _keep(path, made)
+        ids, lengths = (np.load(path, mmap_mode="c") for path in paths)
+    real = torch.arange(ids.shape[1]) < torch.from_numpy(lengths)[:, None]
+    return torch.from_numpy(ids), real
 
 
 def windows(ids: Tensor, tokens: int) -> Tensor:
@@ -264,6 +272,37 @@ def windows(ids: Tensor, tokens: int) -> Tensor:
 def _flat(texts: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
     rows = [np.array([*ids, tokenizer.end], dtype=np.int64) for ids in tokenizer.encode(texts)]
     return np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
+
+
+def _side_by_side(
+    texts: Sequence[str], tokenizer: Tokenizer, max_tokens: int, kind: type
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids ``[texts, tokens]``, padded on the right, and how many of each are real ``[texts]``."""
+    begin = [] if tokenizer.first is None else [tokenizer.first]
+    rows: list[np.ndarray] = []
+    for start in range(0, len(texts), PORTION):  # lists of Python's numbers are large
+        encoded = tokenizer.encode(texts[start : start + PORTION])
+        rows += [np.array((begin + ids)[:max_tokens], dtype=kind) for ids in encoded]
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    ids = np.full((len(rows), lengths.max(initial=0)), tokenizer.padding, dtype=kind)
+    for own, row in zip(ids, rows):
+        own[: len(row)] = row
+    return ids, lengths
+
+
+def _key(texts: Sequence[str], tokenizer: Tokenizer, *more: str) -> str:
+    """A name for what a tokenizer makes of texts."""
+    digest = hashlib.sha256(" ".join((type(tokenizer).__name__, str(tokenizer.size), *more)).encode())
+    digest.update(repr(tokenizer.encode(texts[:100])).encode())
+    for text in texts:
+        digest.update(text.encode() + b"\n")
+    return digest.hexdigest()[:32]
+
+
+def _keep(path: Path, array: np.ndarray) -> None:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    write_bytes(path, buffer.getvalue())
 
 
 def _find(name: str, split: str, folder: Folder) -> Path | None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from attractor.reproduce.results import Results
@@ -57,10 +58,10 @@ class Experiment:
         others: further numbers to show beside the metric.
         unit: of the metric, such as "%".
         data: data sets that it needs, by their names in `attractor.data`.
-        missing: why it cannot be run here but as a smoke test, if so, and what to do about it.
+        missing: why it cannot be run here but as a smoke test, if so, and what to do about it; or a
+            function of the data's folder that says so.
         note: what was settled differently from the paper, and why.
         picture: ``results -> figure`` of Matplotlib, or None.
-        shares: another experiment, whose runs with the same task and configuration count here too.
     """
 
     name: str
@@ -78,7 +79,7 @@ class Experiment:
     others: tuple[str, ...] = ()
     unit: str = ""
     data: tuple[str, ...] = ()
-    missing: str = ""
+    missing: str | Callable[[Path | None], str] = ""
     note: str = ""
     picture: Callable[[Results], Any] | None = None
     shares: str = ""
@@ -110,14 +111,19 @@ class Experiment:
         merged = {**self.base, **self.scale(scale).config, **self.arms[arm]}
         return json.loads(json.dumps(merged, sort_keys=True))
 
+    def why_missing(self, data: Path | None = None) -> str:
+        """Why it cannot be run with that folder of data; empty if it can."""
+        return self.missing(data) if callable(self.missing) else self.missing
+
     def arms_of(self, scale: str) -> list[str]:
         """The names of the arms that are run at a scale."""
         return list(self.scale(scale).arms or self.arms)
 
     def verdict(self, results: Results | None) -> Verdict | None:
         """The judge's word; None where there is nothing, or not enough, to judge."""
-        if self.missing:
-            return Verdict(UNTESTED, self.missing)
+        complete = results is not None and results.complete
+        if self.why_missing() and not complete:
+            return Verdict(UNTESTED, self.why_missing())
         if results is None or not self.scale(results.scale).judged or not results.complete:
             return None
         return self.judge(results)

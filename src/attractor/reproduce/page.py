@@ -45,7 +45,7 @@ def state(experiment: Experiment, folder: Path | str) -> str:
     """How far it is, in a few words."""
     found = largest(experiment, folder)
     if found is None:
-        return "cannot be run here" if experiment.missing else "not run yet"
+        return "cannot be run here" if experiment.why_missing() else "not run yet"
     done = sum(len(runs) for runs in found.runs.values())
     missing = len(found.missing())
     told = f"{found.scale}, {done} runs"
@@ -119,7 +119,7 @@ def section(experiment: Experiment, folder: Path | str, pictures: Path) -> str:
         drawn = pictures / f"{experiment.name.replace('-', '_')}.png"
         if experiment.picture is not None and drawn.exists():
             lines.append(f"![{experiment.place}]({pictures.name}/{drawn.name})\n")
-    elif not experiment.missing:
+    elif not experiment.why_missing():
         scale = next((s for s in reversed(SCALES) if s in experiment.scales), "smoke")
         lines.append(f"`{command(experiment, scale)}`\n")
     if experiment.note:

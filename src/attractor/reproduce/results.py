@@ -13,6 +13,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -123,15 +124,27 @@ def write(path: Path, experiment: str, scale: str, runs: Mapping[str, Mapping[in
     write_json(path, {"format": FORMAT, "experiment": experiment, "scale": scale, "runs": plain})
 
 
+@lru_cache(maxsize=8)
+def _by_digest(files: tuple[tuple[Path, int], ...]) -> dict[str, dict[int, Run]]:
+    """All runs in these files, as they were at these times."""
+    found: dict[str, dict[int, Run]] = {}
+    for path, _ in files:
+        kept = json.loads(path.read_text())
+        for seeds in read(path, kept["experiment"], kept["scale"]).values():
+            for seed, run in seeds.items():
+                found.setdefault(run["digest"], {})[seed] = run
+    return found
+
+
 def load(experiment: Any, scale: str, folder: Path | str) -> Results:
-    """What there is of an experiment, made with the configuration it has now."""
+    """What there is of an experiment, made with the configuration it has now.
+
+    A run is a pure function of task, configuration and seed; so those that another experiment has made
+    count as well.
+    """
     kept = read(path_of(folder, experiment.name, scale), experiment.name, scale)
-    lent: dict[str, dict[int, Run]] = {}
-    if experiment.shares:
-        path = path_of(folder, experiment.shares, scale)
-        for seeds_ in read(path, experiment.shares, scale).values():
-            for seed, run in seeds_.items():
-                lent.setdefault(run["digest"], {})[seed] = run
+    files = sorted(Path(folder).glob(f"*/{scale}.json"))
+    lent = _by_digest(tuple((path, path.stat().st_mtime_ns) for path in files))
     arms = experiment.arms_of(scale)
     runs: dict[str, dict[int, Run]] = {}
     for arm in arms:

@@ -52,8 +52,9 @@ def run(
         budget: seconds after which no further run begins.
         again: do what is there already once more.
     """
-    if experiment.missing and scale != "smoke":
-        raise ValueError(f"{experiment.name} cannot be run at scale {scale}: {experiment.missing}")
+    why = experiment.why_missing(None if data is None else Path(data))
+    if why and scale != "smoke":
+        raise ValueError(f"{experiment.name} cannot be run at scale {scale}: {why}")
     wanted = list(seeds) if seeds is not None else list(experiment.scale(scale).seeds)
     for arm in arms or ():
         experiment.config(arm, scale)  # raises if there is none

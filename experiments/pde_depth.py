@@ -1,0 +1,58 @@
+"""Proposition D.4: depth adds pseudo-time.
+
+L layers with one step of dt each are, the paper says, one evolution over L dt up to an error of first
+order in dt, and damp high frequencies from layer to layer. Here on softmax maps: the error against the
+exact flow as layers become more and dt smaller; and what becomes of it in a transformer, where every
+layer makes its own map instead of going on with the last one's.
+"""
+
+import math
+from itertools import pairwise
+
+from attractor.reproduce import DIRECTION, FAILS, HOLDS, Experiment, Results, Scale, Verdict
+from attractor.reproduce.verdict import number
+
+LAYERS = (4, 8, 16, 32)
+
+
+def judge(results: Results) -> Verdict:
+    """Whether the error is of first order, and one map is the other."""
+    errors = [results.mean(arm) for arm in results.arms]
+    orders = [math.log2(a / b) for a, b in pairwise(errors)]
+    additive = max(results.mean(arm, "additive") for arm in results.arms)
+    high, low = (results.mean(results.arms[0], name) for name in ("high", "low"))
+    own = results.mean(results.arms[0], "softmax")
+    why = (
+        f"orders of the error {', '.join(f'{p:.2f}' for p in orders)}; L layers of one step and one of "
+        f"L differ by {number(additive)}; of the highest frequency {number(high)} is left, of the "
+        f"lowest {number(low)}. In a transformer every layer starts from its own softmax: its last map "
+        f"is {number(own)} of a map away from the map of L steps, and pseudo-time does not add up"
+    )
+    if all(abs(p - 1) < 0.1 for p in orders) and additive < 1e-12:
+        return Verdict(HOLDS, why)
+    return Verdict(DIRECTION if errors == sorted(errors, reverse=True) else FAILS, why)
+
+
+EXPERIMENT = Experiment(
+    name="pde-depth",
+    paper="pde",
+    place="Proposition D.4 (order 1 of the error bound)",
+    claim="L layers of one step dt act on a map like one evolution over L dt, up to an error of O(dt).",
+    task="attractor.reproduce.tasks.maps:depth",
+    base={"alpha": 0.1, "time": 4.0, "sharpness": 2.0},
+    arms={f"{n} layers": {"layers": n} for n in LAYERS},
+    scales={
+        "smoke": Scale({"tokens": 32}, arms=("4 layers", "8 layers"), judged=False, time="1 s"),
+        "cpu": Scale({"tokens": 128}, seeds=(0, 1, 2, 3, 4), time="20 s on one core"),
+    },
+    metric="error",
+    better="lower",
+    others=("additive", "high", "low", "softmax"),
+    numbers={},
+    judge=judge,
+    note=(
+        "The proposition is about steps of one map, and true of it: L Euler steps. A transformer's "
+        "layers have maps of their own, of other queries and keys (here those that the map before has "
+        "mixed), so that of its depth the proposition says nothing."
+    ),
+)

@@ -1,0 +1,71 @@
+"""Theorems 1, D.1 and D.2 (3): how the range of attention grows with pseudo-time.
+
+The paper says that it grows like sqrt(t) (Theorem 1), and linearly (Theorem D.2), and that distant
+interactions decay polynomially instead of exponentially. Here the spread of softmax maps in which
+every query looks for one key, step by step; and how far a single weight gets in the four steps that the
+paper takes.
+"""
+
+from attractor.reproduce import DIRECTION, FAILS, HOLDS, Experiment, Results, Scale, Verdict
+from attractor.reproduce.verdict import number
+
+from . import pde_settings as lm
+
+PDES = {
+    "diffusion": {}, "advection-diffusion": {"pde": "advection_diffusion"},
+    "reaction-diffusion": {"pde": "reaction_diffusion"}, "wave": {"pde": "wave"},
+}  # fmt: skip
+SIZE = {"tokens": 128, "steps": 100}
+
+
+def judge(results: Results) -> Verdict:
+    """Whether the exponent of diffusion is a half."""
+    half, wave = results.mean("diffusion"), results.mean("wave")
+    rate, reach, tail = (results.mean("diffusion", name) for name in ("rate", "reach", "tail"))
+    why = (
+        f"the range of diffusion grows like t^{half:.3f}, its square by {rate:.3f} of 2 alpha t; the "
+        f"wave's like t^{wave:.3f}. It is not linear, as Theorem D.2 has it, and the tail is not "
+        f"polynomial: in four steps weight reaches {number(reach)} keys and none beyond, the last of "
+        f"them has {number(tail)} of the one before"
+    )
+    if abs(half - 0.5) < 0.05:
+        return Verdict(HOLDS, why)
+    return Verdict(DIRECTION if half < 0.9 else FAILS, why)
+
+
+def picture(results: Results):
+    """Range against time, both logarithmic, and slopes 1/2 and 1."""
+    figure, (axis,) = lm.axes_of(1, ["maps of single peaks"], "pseudo-time", "range (keys)")
+    axis.set_xscale("log")
+    for i, arm in enumerate(results.arms):
+        axis.plot(results.curve(arm, "time"), results.curve(arm, "range"), color=f"C{i}", label=arm)
+    t = results.curve("diffusion", "time")
+    for power, look in ((0.5, ":"), (1.0, "--")):
+        axis.plot(t, [0.1 * x**power for x in t], look, color="#1b1f24", lw=0.9, label=f"t^{power:g}")
+    axis.legend(frameon=False, fontsize=8)
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="pde-theorem-range",
+    paper="pde",
+    place="Theorems 1, D.1 (1, 2) and D.2 (3)",
+    claim="The effective range of attention grows like sqrt(t).",
+    task="attractor.reproduce.tasks.maps:spreading",
+    base={"pde": "diffusion", "sharpness": 4.0, "dt": 1.0},
+    arms=PDES,
+    scales={
+        "smoke": Scale({"tokens": 64, "steps": 20}, judged=False, time="1 s"),
+        "cpu": Scale(SIZE, seeds=(0, 1, 2, 3, 4), time="20 s on one core"),
+    },
+    metric="exponent",
+    better="",
+    others=("rate", "reach", "tail"),
+    numbers={"diffusion": 0.5},
+    judge=judge,
+    note=(
+        "Range² is the mean square distance of a row's weight from its mean key, less that of the first "
+        "map. With the paper's alpha of 0.1 and four steps a peak spreads over 0.9 keys."
+    ),
+    picture=picture,
+)

@@ -1,0 +1,215 @@
+"""Attention maps under PDEs: what the PDE attention paper's theorems say of them, measured.
+
+Maps are softmax maps of random queries and keys, in float64, on the CPU: known to the last digits, and
+gone through in seconds. `attractor.attention.diagnostics` makes and measures them.
+
+All configurations have tokens and sharpness, the standard deviation of the scores.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attractor.attention.diagnostics import hybrid_errors, trace
+from attractor.attention.kernels import RandomFeatures, performer_dense
+from attractor.attention.pdes import PDE, Line, evolve, get_pde
+from attractor.reproduce.tasks import Context, Outcome
+
+POINTS = 25  # of a curve, at most
+
+
+def spreading(config: dict[str, Any], context: Context) -> Outcome:
+    """How far weight gets in pseudo-time: Theorem 1, and the third part of Theorem D.2.
+
+    Each query looks for one key, a random one of the middle half, so that walls are far. Configuration:
+    pde (its own coefficients), steps, dt.
+    Metrics: exponent p of the growth ``range ~ t^p``, where range² is the mean square distance of a
+    row's weight from its mean key less that of the first map; rate, ``range² / (2 alpha t)`` at the end,
+    1 where diffusion meets no wall; reach, how many keys away a single weight has an effect after four
+    steps; tail, the ratio of that effect at the last key of the reach to that at the one before.
+    Curves: time, range.
+    """
+    draw = torch.Generator().manual_seed(context.seed)
+    tokens = config["tokens"]
+    key = torch.randn(1, 4, tokens, 32, generator=draw, dtype=torch.float64)
+    wanted = torch.randint(tokens // 4, tokens - tokens // 4, (tokens,), generator=draw)
+    pde: Any = get_pde(config["pde"])()
+    query = config["sharpness"] * key[..., wanted, :]
+    seen = trace(query, key, pde=pde, steps=config["steps"], dt=config["dt"])
+    moved = (seen.spread.square() - seen.spread[:1].square()).mean((1, 2)).clamp(min=0)[1:]
+    times = seen.times[1:]
+    late = times >= times[-1] / 20
+    x, y = times[late].log(), moved[late].sqrt().log()
+    exponent = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
+    alpha = getattr(pde, "alpha", math.nan)
+    far = _effect(pde, tokens, 4)
+    return {
+        "metrics": {
+            "exponent": exponent.item(),
+            "rate": (moved[-1] / (2 * alpha * times[-1])).item(),
+            "reach": float((far > 0).sum() - 1),
+            "tail": (far[4] / far[3]).item(),
+        },
+        "curves": {"time": _thin(times), "range": _thin(moved.sqrt())},
+    }
+
+
+def smoothing(config: dict[str, Any], context: Context) -> Outcome:
+    """Whether maps become smoother and more even with every step: Theorem 2.
+
+    Configuration: pde, steps, dt, causal. Metrics: falls, the part of all steps in which both smoothness
+    ``|L A|²`` and variance fall; smoothness and variance, at the end as parts of those at the start;
+    mass, the largest distance of a row's sum from 1. Curves: time, smoothness, variance.
+    """
+    query, key = _queries(config, context)
+    motion: Any = {"pde": config["pde"], "steps": config["steps"], "dt": config["dt"]}
+    seen = trace(query, key, is_causal=config["causal"], **motion)
+    smoothness, variance = seen.smoothness, seen.variance
+    falls = (smoothness.diff(dim=0) < 0) & (variance.diff(dim=0) < 0)
+    share = lambda x: (x / x[:1]).mean((1, 2))
+    return {
+        "metrics": {
+            "falls": falls.double().mean().item(),
+            "smoothness": share(smoothness)[-1].item(),
+            "variance": share(variance)[-1].item(),
+            "mass": (seen.row_mass - 1).abs().max().item(),
+        },
+        "curves": {
+            "time": _thin(seen.times),
+            "smoothness": _thin(share(smoothness)),
+            "variance": _thin(share(variance)),
+        },
+    }
+
+
+def depth(config: dict[str, Any], context: Context) -> Outcome:
+    """L layers of one step each, on one map, beside one layer of L steps and the exact flow: D.4.
+
+    Configuration: alpha, time (of all layers together), layers. Metrics: error, the
+    distance (Frobenius, as a part of the map) between L layers and the exact flow over the same time;
+    additive, that between L layers of one step and one layer of L steps; high and low, what is left of
+    the highest and of the lowest frequency; softmax, the distance between the last layer's map of a
+    transformer, in which every layer makes its own map by a softmax and takes one step, and the map of
+    L steps.
+    """
+    tokens, layers, alpha = config["tokens"], config["layers"], config["alpha"]
+    pde, dt = get_pde("diffusion")(alpha=alpha), config["time"] / config["layers"]
+    query, key = _queries(config, context)
+    first = _softmax(query, key)
+    deep = first
+    for _ in range(layers):
+        deep = evolve(pde, deep, Line(-1), 1, dt)
+    once = evolve(pde, first, Line(-1), layers, dt)
+    laplacian = Line(-1).laplacian(torch.eye(tokens, dtype=torch.float64))
+    flow = first @ torch.linalg.matrix_exp(alpha * config["time"] * laplacian)
+    modes = torch.linalg.eigh(laplacian).eigenvectors  # from the highest frequency to a constant
+    left = torch.linalg.vector_norm(deep @ modes, dim=(0, 1, 2)) / torch.linalg.vector_norm(
+        first @ modes, dim=(0, 1, 2)
+    )
+    last = evolve(pde, _softmax(*_layers(query, key, pde, layers, dt)), Line(-1), 1, dt)
+    return {
+        "metrics": {
+            "error": _apart(deep, flow, first),
+            "additive": _apart(deep, once, first),
+            "high": left[0].item(),
+            "low": left[-2].item(),
+            "softmax": _apart(last, once, first),
+            "dt": dt,
+        }
+    }
+
+
+def hybrid(config: dict[str, Any], context: Context) -> Outcome:
+    """How far a cheap map is from the exact softmax map after diffusion: Proposition D.5.
+
+    Configuration: alpha, dt, cheap ("exact", "largest" for the larger half of a row's entries, "window"
+    or "performer"), window, features, and decay, ``alpha lambda_min T``: so long the steps go on.
+    Metrics, all as parts of the exact map:
+    start, the distance before the first step; end, after the last, to the exact map as it was, which
+    the bound says is at most start, plus what is of the order of ``exp(-decay)`` and of dt; truth, to
+    the exact map after the same steps; stationary, how far the exact map itself has moved; bound,
+    ``start + exp(-decay) + dt |A'|``, with the change of the map in a unit of time as the second
+    constant; excess, ``end - bound``. Curves: time, start (to the exact map as it was), truth.
+    """
+    tokens, alpha, dt = config["tokens"], config["alpha"], config["dt"]
+    pde = get_pde("diffusion")(alpha=alpha)
+    lowest = 2 - 2 * math.cos(math.pi / tokens)  # of a line with walls at both ends
+    steps = math.ceil(config["decay"] / (alpha * lowest * dt))
+    query, key = _queries(config, context)
+    exact = _softmax(query, key)
+    cheap = _cheap(config, query, key, exact)
+    to_start, to_truth = hybrid_errors(exact, cheap, Line(-1), pde=pde, steps=steps, dt=dt)
+    size = torch.linalg.vector_norm(exact, dim=(-2, -1))
+    to_start, to_truth = ((x / size).mean((1, 2)) for x in (to_start, to_truth))
+    moved = evolve(pde, exact, Line(-1), steps, dt)
+    change = alpha * torch.linalg.vector_norm(Line(-1).laplacian(exact), dim=(-2, -1)) / size
+    bound = to_start[0] + math.exp(-config["decay"]) + dt * change.mean()
+    return {
+        "metrics": {
+            "start": to_start[0].item(),
+            "end": to_start[-1].item(),
+            "truth": to_truth[-1].item(),
+            "stationary": _apart(moved, exact, exact),
+            "bound": bound.item(),
+            "excess": (to_start[-1] - bound).item(),
+            "grows": float((to_truth.diff() > 1e-12).any()),
+        },
+        "curves": {
+            "time": _thin(dt * torch.arange(steps + 1)),
+            "start": _thin(to_start),
+            "truth": _thin(to_truth),
+        },
+    }
+
+
+def _queries(config: dict[str, Any], context: Context) -> tuple[Tensor, Tensor]:
+    """Random queries and keys ``[1, 4, tokens, 32]`` whose scores have the standard deviation given."""
+    draw = torch.Generator().manual_seed(context.seed)
+    query, key = torch.randn(2, 1, 4, config["tokens"], 32, generator=draw, dtype=torch.float64)
+    return config["sharpness"] * query, key
+
+
+def _softmax(query: Tensor, key: Tensor) -> Tensor:
+    return trace(query, key, pde="diffusion", steps=0).maps[0]
+
+
+def _layers(query: Tensor, key: Tensor, pde: PDE, layers: int, dt: float) -> tuple[Tensor, Tensor]:
+    """Queries and keys of the last layer, where each one's are mixed by the map of the one before."""
+    for _ in range(layers - 1):
+        moved = evolve(pde, _softmax(query, key), Line(-1), 1, dt)
+        query, key = query + moved @ query, key + moved @ key
+    return query, key
+
+
+def _effect(pde: PDE, tokens: int, steps: int) -> Tensor:
+    """What a single weight in the middle leaves at 0, 1, 2 ... keys from there, in size."""
+    single = torch.zeros(1, tokens, dtype=torch.float64)
+    single[0, tokens // 2] = 1.0
+    return evolve(pde, single, Line(-1), steps, 1.0)[0, tokens // 2 :].abs()
+
+
+def _cheap(config: dict[str, Any], query: Tensor, key: Tensor, exact: Tensor) -> Tensor:
+    if config["cheap"] == "exact":
+        return exact
+    if config["cheap"] == "largest":
+        kept = exact >= exact.median(-1, keepdim=True).values
+        return exact * kept / (exact * kept).sum(-1, keepdim=True)
+    if config["cheap"] == "window":
+        side = config["window"] // 2
+        return trace(query, key, pde="diffusion", steps=0, window=(side, side)).maps[0]
+    draw = torch.Generator().manual_seed(0)
+    features = RandomFeatures(query.shape[-1], config["features"], generator=draw).double()
+    return performer_dense(query, key, key, features=features)[1]
+
+
+def _apart(a: Tensor, b: Tensor, size: Tensor) -> float:
+    """The distance of maps as a part of another's size, a mean over heads."""
+    norm = lambda u: torch.linalg.vector_norm(u, dim=(-2, -1))
+    return (norm(a - b) / norm(size)).mean().item()
+
+
+def _thin(x: Tensor) -> list[float]:
+    places = torch.linspace(0, len(x) - 1, min(POINTS, len(x))).round().long()
+    return [float(f"{v:.6g}") for v in x[places].tolist()]

@@ -1,0 +1,452 @@
+"""Texts: language models that are asked whether they read their answers, and classifiers.
+
+`language` trains one `LanguageModel` and evaluates it twice: by teacher forcing, as the paper does, on
+whole texts; and left to right, each token from nothing but the text before it. A causal model has one
+perplexity, one that sees its future has two. `classify` trains one `Classifier`.
+
+What is tokenised is kept beside the results, in a folder ``.tokens``, and mapped into memory from there.
+"""
+
+import hashlib
+import json
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from attractor.attention import CausalityError, Classifier, LanguageModel, assert_causal
+from attractor.attention.diagnostics import coefficients
+from attractor.attention.windows import window_attention
+from attractor.core.files import write_json, write_text
+from attractor.data import text
+from attractor.reproduce.tasks import Context, Outcome
+from attractor.train import Classify, DivergedError, Recipe, evaluate, train
+
+Config = dict[str, Any]
+Rows = list[dict[str, Any]]
+
+CHUNK = 1 << 14  # tokens whose logits are held at a time: 2 GB of a vocabulary of 30,522
+CHECKED = 48  # tokens of a text that `assert_causal` is given
+LAYERS = 4  # whose coefficients are among the metrics
+HELD_OUT = 0.1  # of a training set without a validation set, as in the paper
+
+
+def language(config: Config, context: Context) -> Outcome:
+    """A language model, trained and evaluated.
+
+    Configuration:
+        data: "wikitext2", "wikitext103", or "toy", a text made here. tokenizer: "wordpiece", "bytes".
+        part: how much of the training text is used, from its beginning; 1 is all.
+        size: dim, heads, layers, hidden and dropout of the model.
+        length: tokens of a text, divided by `shorten` (what a scale makes smaller).
+        model: what is special about it, see `_special`.
+        recipe: a name in `recipes`, each of which has learning_rate, warmup (part of the training),
+            floor, weight_decay, norm, batch_tokens, and either updates, of texts drawn anywhere, or
+            epochs, and with these perhaps patience, as in `classify`.
+        evaluations: how often on the way, with `updates`; with epochs, after each.
+        valid_tokens: of the validation text, from its beginning, the same for all lengths.
+        honest: [texts, positions of each] of the sample that is also predicted left to right.
+
+    Metrics: perplexity (teacher forcing), sample_forced and left_to_right (both of the sample), causal
+    (1 if `assert_causal` passes), train_loss, updates, parameters, finite, coefficient_0 ... and beta_0
+    ... of the layers. Curves: update, perplexity, left_to_right, train_loss.
+    """
+    ids, vocabulary, hashes = _streams(config["data"], config["tokenizer"], *_places(context))
+    recipe, tokens = config["recipes"][config["recipe"]], config["length"] // config["shorten"]
+    device = context.device
+    own = ids["train"][: round(config["part"] * len(ids["train"]))].to(device)
+    count = max(1, config["valid_tokens"] // tokens)
+    pieces = text.windows(ids["valid"], tokens)[:count].to(device)
+    evaluations = recipe.get("epochs") or config["evaluations"]
+    steps = recipe["updates"] // evaluations if "updates" in recipe else None
+    batches = Windows(own, tokens, max(1, recipe["batch_tokens"] // tokens), steps)
+    torch.manual_seed(context.seed)
+    options = {**config["size"], **_special(config), "norm": recipe["norm"], "max_tokens": tokens}
+    model = LanguageModel(vocabulary, **options).to(device)
+    texts, positions = config["honest"]
+    spread = torch.linspace(0, len(pieces) - 1, min(texts, len(pieces))).long().to(device)
+    look = lambda: left_to_right(model, pieces[spread], positions)
+    valid = list(pieces.split(max(1, CHUNK // tokens)))
+    made = _recipe(recipe, evaluations, context)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="walls='sequence' lets attention flow")
+        rows, finite = _train(
+            model, batches, valid, made, next_token, context, patience=recipe.get("patience"), look=look
+        )
+        causal = _is_causal(model, pieces[:1, : min(CHECKED, tokens)]) if finite else math.nan
+    last = rows[-1] if finite else {}
+    return {
+        "metrics": {
+            "perplexity": _exp(last.get("valid_loss")),
+            "left_to_right": last.get("left_to_right", math.nan),
+            "sample_forced": last.get("sample_forced", math.nan),
+            "causal": float(causal),
+            "train_loss": last.get("train_loss", math.nan),
+            "updates": float(len(batches) * len(rows)),
+            "parameters": float(sum(p.numel() for p in model.parameters())),
+            "finite": float(finite),
+            **_learnt(model),
+        },
+        "curves": {
+            "update": [len(batches) * row["epoch"] for row in rows],
+            "perplexity": [_short(_exp(row.get("valid_loss"))) for row in rows],
+            "left_to_right": [_short(row.get("left_to_right")) for row in rows],
+            "train_loss": [_short(row["train_loss"]) for row in rows],
+        },
+        "data": hashes,
+    }
+
+
+def classify(config: Config, context: Context) -> Outcome:
+    """A classifier of texts, trained and tested.
+
+    Configuration:
+        data: "imdb", "ag_news" or "sst2"; synthetic: texts made here instead. tokenizer: "wordpiece",
+            "bytes".
+        tokens: the longest text, for each data set; longer ones are cut.
+        size: dim, heads, layers, hidden and dropout of the model.
+        model: its pde, steps.
+        recipe: a name in `recipes`, each of which has learning_rate, warmup (part of the training),
+            weight_decay, norm, batch, epochs, and may have patience: training ends when the loss of the
+            validation set has not fallen for so many epochs.
+        limit: [training texts, test texts] that are used; null: all.
+
+    The validation set is the data set's own, else a tenth of its training set, the same for all seeds.
+    Metrics: accuracy, of the test set after the last epoch, and valid_accuracy, in percent; train_loss,
+    valid_loss, epochs. Curves: train_loss, valid_loss, valid_accuracy.
+    """
+    name = "toy" if config.get("synthetic") else config["data"]
+    recipe, tokens = config["recipes"][config["recipe"]], config["tokens"][config["data"]]
+    device = context.device
+    parts, tokenizer, hashes = _labelled(name, config["tokenizer"], tokens, *_places(context))
+    (ids, labels), (test_ids, test_labels) = parts["train"], parts["test"]
+    limit, test_limit = config["limit"] or (len(ids), len(test_ids))
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
+    if "valid" in parts:
+        held = parts["valid"]
+    else:
+        count = round(HELD_OUT * len(ids))
+        held, order = (ids[order[:count]], labels[order[:count]]), order[count:]
+    own = order[:limit]
+    some = torch.randperm(len(test_ids), generator=torch.Generator().manual_seed(1))[:test_limit]
+    batch = recipe["batch"]
+    data = {
+        "train": Texts(ids[own].to(device), labels[own].to(device), batch, shuffled=True),
+        "valid": Texts(held[0].to(device), held[1].to(device), batch),
+        "test": Texts(test_ids[some].to(device), test_labels[some].to(device), batch),
+    }
+    torch.manual_seed(context.seed)
+    options = {**config["size"], **config["model"], "norm": recipe["norm"]}
+    model = Classifier(
+        tokenizer.size, text.CLASSES.get(name, 2), padding=tokenizer.padding,
+        max_tokens=tokens, **options,
+    ).to(device)  # fmt: skip
+    made = _recipe(recipe, recipe["epochs"], context)
+    rows, finite = _train(
+        model, data["train"], data["valid"], made, labels_of, context, patience=recipe.get("patience")
+    )
+    precision = "bf16" if device.startswith("cuda") else "fp32"
+    tested = evaluate(model, data["test"], loss=labels_of, precision=precision)
+    last = rows[-1] if finite else {}
+    return {
+        "metrics": {
+            "accuracy": 100 * tested["accuracy"] if finite else math.nan,
+            "valid_accuracy": 100 * last.get("valid_accuracy", math.nan),
+            "train_loss": last.get("train_loss", math.nan),
+            "valid_loss": last.get("valid_loss", math.nan),
+            "epochs": float(len(rows)),
+        },
+        "curves": {
+            n: [_short(row[n]) for row in rows] for n in ("train_loss", "valid_loss", "valid_accuracy")
+        },
+        "data": hashes,
+    }
+
+
+class Windows:
+    """Batches ``[batch, tokens + 1]`` of a stream of ids; each epoch draws anew.
+
+    Args:
+        ids: ``[n]``, where the model is.
+        steps: batches of an epoch, of texts that begin anywhere; None: every text of the stream once,
+            one after another, as far as they fill batches.
+    """
+
+    def __init__(self, ids: Tensor, tokens: int, batch: int, steps: int | None = None) -> None:
+        self.count = (len(ids) - 1) // tokens
+        if self.count < 1:
+            raise ValueError(f"{len(ids)} tokens are no text of {tokens} + 1; use more of the data")
+        self.ids, self.tokens, self.anywhere = ids, tokens, steps is not None
+        self.batch = batch if steps else min(batch, self.count)
+        self.steps = steps or self.count // self.batch
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[Tensor]:
+        count = self.steps * self.batch
+        if self.anywhere:
+            starts = torch.randint(len(self.ids) - self.tokens, (count,))
+        else:
+            starts = torch.randperm(self.count)[:count] * self.tokens
+        offsets = torch.arange(self.tokens + 1, device=self.ids.device)
+        for some in starts.to(self.ids.device).split(self.batch):
+            yield self.ids[some[:, None] + offsets]
+
+
+class Texts:
+    """Batches (ids ``[batch, tokens]``, labels ``[batch]``).
+
+    Shuffled ones, for training, are all of one size: as many as batches of `batch` texts would be, the
+    last one included. What does not go in is left out, another part of the texts in every epoch.
+    """
+
+    def __init__(self, ids: Tensor, labels: Tensor, batch: int, shuffled: bool = False) -> None:
+        self.ids, self.labels, self.shuffled = ids, labels, shuffled
+        self.steps = math.ceil(len(ids) / batch)
+        self.batch = len(ids) // self.steps if shuffled else batch
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        count = len(self.ids)
+        order = torch.randperm(count) if self.shuffled else torch.arange(count)
+        for some in order.to(self.ids.device).split(self.batch)[: self.steps]:
+            yield self.ids[some], self.labels[some]
+
+
+def next_token(model: nn.Module, ids: Tensor) -> Tensor:
+    """The loss of every token but the first of texts ``[batch, tokens + 1]``, all given at once."""
+    net: Any = model
+    states, targets = net.states(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()
+    if len(targets) <= CHUNK:
+        return _loss(net, states, targets)
+    parts = [
+        checkpoint(_loss, net, s, t, use_reentrant=False, preserve_rng_state=False)
+        for s, t in zip(states.split(CHUNK), targets.split(CHUNK))
+    ]
+    return torch.cat(parts)
+
+
+def labels_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Cross-entropy and accuracy of texts whose ids may have a narrow type."""
+    ids, labels = batch
+    return Classify()(model, (ids.long(), labels))
+
+
+@torch.no_grad()
+def left_to_right(model: LanguageModel, pieces: Tensor, positions: int) -> dict[str, float]:
+    """Perplexities of a sample of tokens: given the whole text, and given what is before them only.
+
+    Args:
+        pieces: texts ``[texts, tokens + 1]``.
+        positions: tokens of each that are predicted, spread evenly.
+    """
+    tokens = pieces.shape[1] - 1
+    lengths = sorted({max(1, round(tokens * (i + 1) / (positions + 1))) for i in range(positions)})
+    half = torch.autocast("cuda", torch.bfloat16) if pieces.is_cuda else nullcontext()
+    model.eval()
+    before, after = [], []
+    for some in pieces.split(max(1, CHUNK // tokens)):
+        with half:
+            states = model.states(some[:, :-1])
+            for n in lengths:
+                before.append(_loss(model, states[:, n - 1], some[:, n]))
+                after.append(_loss(model, model.states(some[:, :n])[:, -1], some[:, n]))
+    perplexity = lambda parts: torch.cat(parts).double().mean().exp().item()
+    return {"sample_forced": perplexity(before), "left_to_right": perplexity(after)}
+
+
+def toy_lines(split: str, count: int = 400) -> list[str]:
+    """Lines of a made-up text: a name, a verb, the same name again and a full stop."""
+    draw = random.Random(f"toy {split}")
+    names, verbs = ("anna", "ben", "carl", "dora"), ("sees", "hears", "likes")
+    lines = []
+    for _ in range(count):
+        name = draw.choice(names)
+        lines.append(f"{name} {draw.choice(verbs)} {name} .")
+    return lines
+
+
+def toy_labelled(split: str, count: int = 240) -> tuple[list[str], list[int]]:
+    """Texts that one word decides, among others that mean nothing."""
+    draw = random.Random(f"toy {split}")
+    labels = [i % 2 for i in range(count)]
+    words = lambda: [draw.choice(("the", "a", "it", "was", "so")) for _ in range(draw.randint(1, 3))]
+    texts = [" ".join([*words(), ("bad", "good")[label], *words()]) for label in labels]
+    return texts, labels
+
+
+def _loss(model: Any, states: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(model.logits(states).float(), targets, reduction="none")
+
+
+def _train(
+    model: nn.Module, batches: Any, valid: Any, recipe: Recipe, loss: Any, context: Context, *,
+    patience: int | None = None, look: Callable[[], dict[str, float]] | None = None,
+) -> tuple[Rows, bool]:  # fmt: skip
+    """A row an epoch, with what `look` says, and whether all losses were finite numbers."""
+    out = None if context.scratch is None else context.scratch / "training"
+    every = max(1, recipe.epochs // 5)
+    rows = [] if context.scratch is None else _begun(context.scratch)
+
+    def tell(progress: Any) -> None:
+        if progress.row is None:
+            return
+        del rows[progress.epoch - 1 :]  # of epochs after the last checkpoint, if it was interrupted
+        rows.append({**progress.row, **({} if look is None else look())})
+        if context.scratch is not None:
+            write_json(context.scratch / "rows.json", rows)
+        if progress.epoch % every == 0:
+            context.tell(str(progress))
+        if patience is not None and _stale([row["valid_loss"] for row in rows], patience):
+            raise _EnoughError
+
+    try:
+        train(
+            model, batches, valid, recipe, loss=loss, device=context.device, out=out, tell=tell,
+            save_every=every,
+        )  # fmt: skip
+    except _EnoughError:
+        pass
+    except DivergedError as error:
+        context.tell(str(error))
+        return rows, False
+    if look is not None and "left_to_right" not in rows[-1]:
+        rows[-1] |= look()  # it was interrupted after the last epoch
+    return rows, True
+
+
+def _begun(scratch: Path) -> Rows:
+    """Rows of a training that was interrupted: those of its log, with what had been seen of each."""
+    log, seen = scratch / "training" / "log.jsonl", scratch / "rows.json"
+    rows: Rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    looked: Rows = json.loads(seen.read_text()) if seen.exists() else []
+    return [{**row, **(looked[i] if i < len(looked) else {})} for i, row in enumerate(rows)]
+
+
+class _EnoughError(Exception):
+    """Ends a training whose validation loss no longer falls."""
+
+
+def _stale(losses: list[float | None], patience: int) -> bool:
+    """Whether the lowest of these is `patience` epochs ago or more."""
+    known = [math.inf if loss is None else loss for loss in losses]
+    return len(known) - 1 - known.index(min(known)) >= patience
+
+
+def _recipe(given: Config, epochs: int, context: Context) -> Recipe:
+    return Recipe(
+        epochs=epochs, learning_rate=given["learning_rate"], warmup=given["warmup"] * epochs,
+        floor=given.get("floor", 0.0), optimiser="adamw", betas=(0.9, 0.95),
+        weight_decay=given["weight_decay"], clip=1.0, seed=context.seed,
+    )  # fmt: skip
+
+
+def _special(config: Config) -> Config:
+    """Options of a model: pde, steps, walls and layers as they are; of a Longformer also window (tokens
+    that a query sees, itself included), global_tokens and two_sided (half of the window is after the
+    query, as in the Longformer that the paper takes, which is no causal model)."""
+    model = dict(config["model"])
+    window = model.pop("window", None)
+    if window is None:
+        return model
+    two_sided = model.pop("two_sided")
+    window = max(2, window // config["shorten"])
+    sides = (window // 2, window // 2) if two_sided else (window - 1, 0)
+    return {**model, "attention": both_sides if two_sided else window_attention, "window": sides}
+
+
+def both_sides(*tensors: Tensor, is_causal: bool, **options: Any) -> Tensor:
+    """`window_attention` that is not causal, whatever it is asked for."""
+    return window_attention(*tensors, is_causal=False, **options)
+
+
+def _is_causal(model: LanguageModel, ids: Tensor) -> bool:
+    try:
+        assert_causal(model, ids)
+    except CausalityError:
+        return False
+    return True
+
+
+def _learnt(model: nn.Module) -> dict[str, float]:
+    """The coefficients of the first layers, one for all heads: diffusion's or the wave's, and beta."""
+    found = {f"{name}_{i}": math.nan for name in ("coefficient", "beta") for i in range(LAYERS)}
+    rows = coefficients(model)
+    for name, wanted in (("coefficient", ("alpha", "c")), ("beta", ("beta",))):
+        for i, row in enumerate(r for r in rows if r["coefficient"] in wanted):
+            if i < LAYERS:
+                found[f"{name}_{i}"] = row["mean"]
+    return found
+
+
+def _places(context: Context) -> tuple[Path | None, Path | None]:
+    """Where data are, and where tokens are kept: beside the results, if there are any."""
+    if context.scratch is None:
+        return context.folder, None
+    cache = context.scratch.parents[2] / ".tokens"
+    if not (cache / ".gitignore").exists():
+        write_text(cache / ".gitignore", "*\n")  # they are made again, and large
+    return context.folder, cache
+
+
+def _tokenizer(name: str, folder: Path | None) -> Any:
+    if name not in ("bytes", "wordpiece"):
+        raise ValueError(f"tokenizer {name!r} is not one of bytes, wordpiece")
+    return text.Bytes() if name == "bytes" else text.WordPiece(folder)
+
+
+@lru_cache(maxsize=2)
+def _streams(
+    name: str, tokenizer: str, folder: Path | None, cache: Path | None
+) -> tuple[dict[str, Tensor], int, dict[str, str]]:
+    """Ids of the training and the validation text, how many there are, and hashes."""
+    made = _tokenizer(tokenizer, folder)
+    ids = {}
+    for split in ("train", "valid"):
+        lines = toy_lines(split) if name == "toy" else text.lines(name, split, folder)
+        ids[split] = text.stream(lines, made, None if name == "toy" else cache)
+    return ids, made.size, {f"{name} {split}": _hash(x) for split, x in ids.items()}
+
+
+@lru_cache(maxsize=4)
+def _labelled(
+    name: str, tokenizer: str, tokens: int, folder: Path | None, cache: Path | None
+) -> tuple[dict[str, tuple[Tensor, Tensor]], Any, dict[str, str]]:
+    """(ids, labels) of every split, the tokenizer, and hashes."""
+    made, parts = _tokenizer(tokenizer, folder), {}
+    for split in ("train", "test") if name == "toy" else text.FILES[name]:
+        if name == "toy":
+            (texts, labels), kept = toy_labelled(split), None
+        else:
+            (texts, labels), kept = text.labelled(name, split, folder), cache
+        parts[split] = text.padded(texts, made, tokens, kept)[0], torch.tensor(labels)
+    hashes = {f"{name} {split}": _hash(*both) for split, both in parts.items()}
+    return parts, made, hashes
+
+
+def _hash(*tensors: Tensor) -> str:
+    digest = hashlib.sha256()
+    for x in tensors:
+        digest.update(x.to(torch.int32).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _exp(x: float | None) -> float:
+    """A perplexity, infinite where it is more than a number can be."""
+    return math.nan if x is None else math.exp(x) if x < 700 else math.inf
+
+
+def _short(x: float | None) -> float | None:
+    return None if x is None or not math.isfinite(x) else float(f"{x:.6g}")

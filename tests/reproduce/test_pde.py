@@ -1,0 +1,147 @@
+"""Experiments of the PDE attention paper: all of them run; tasks give what is known beforehand."""
+
+import math
+
+import pytest
+import torch
+
+from attractor.reproduce import catalogue, find, run
+from attractor.reproduce.tasks import Context, maps, texts
+
+NAMES = [name for name in catalogue() if name.startswith("pde-")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_smoke(name, tmp_path):
+    experiment = find(name)
+    results = run(experiment, "smoke", folder=tmp_path)
+    assert not results.missing()
+    for runs in results.runs.values():
+        assert {experiment.metric, *experiment.others} <= runs[0]["metrics"].keys()
+
+
+def config(name, arm, **changes):
+    return {**find(name).config(arm, "smoke"), **changes}
+
+
+def test_the_same_numbers_twice():
+    given = config("pde-leak", "PDE, causal")
+    first, second = (texts.language(given, Context(seed=3)) for _ in range(2))
+    assert str(first) == str(second)  # NaN is not NaN
+    assert texts.language(given, Context(seed=4)) != first
+
+
+@pytest.mark.parametrize("arm", ["standard", "PDE, causal", "PDE, leaking as in the paper"])
+def test_only_what_leaks_has_two_perplexities(arm):
+    given = config("pde-leak", arm, shorten=16, evaluations=1)
+    updates = 250 if "leaking" in arm else 20  # until it can read
+    given["recipes"]["fair"] |= {"learning_rate": 1e-2, "updates": updates, "batch_tokens": 512}
+    metrics = texts.language(given, Context())["metrics"]
+    if "leaking" in arm:
+        assert metrics["causal"] == 0
+        assert metrics["left_to_right"] > 1.5 * metrics["sample_forced"]
+    else:
+        assert metrics["causal"] == 1
+        assert metrics["left_to_right"] == pytest.approx(metrics["sample_forced"], rel=1e-4)
+
+
+def test_an_untrained_model_guesses():
+    given = config("pde-leak", "standard", evaluations=1)
+    given["recipes"]["fair"] |= {"learning_rate": 0.0, "updates": 1}
+    metrics = texts.language(given, Context())["metrics"]
+    assert metrics["perplexity"] == pytest.approx(257, rel=0.1)
+
+
+def test_the_loss_in_parts_is_the_loss(monkeypatch):
+    torch.manual_seed(0)
+    model = texts.LanguageModel(20, dim=8, heads=2, layers=1, hidden=8, max_tokens=16, dropout=0.0)
+    ids = torch.randint(20, (6, 13))
+    whole = texts.next_token(model, ids)
+    whole.sum().backward()
+    gradient = model.embed.tokens.weight.grad.clone()
+    model.zero_grad()
+    monkeypatch.setattr(texts, "CHUNK", 10)
+    parts = texts.next_token(model, ids)
+    parts.sum().backward()
+    torch.testing.assert_close(parts, whole)
+    torch.testing.assert_close(model.embed.tokens.weight.grad, gradient)
+
+
+def test_words_that_decide_are_learnt():
+    given = config("pde-table1", "SST-2, standard, paper's recipe")
+    given["recipes"]["paper"] |= {"epochs": 15, "batch": 32, "learning_rate": 1e-2}
+    outcome = texts.classify(given, Context())
+    assert outcome["metrics"]["accuracy"] == 100
+    assert len(outcome["curves"]["train_loss"]) == 15
+
+
+def test_patience_ends_a_training(tmp_path):
+    assert not texts._stale([3.0, 2.0, 2.5, 2.1], 3)
+    assert texts._stale([3.0, 2.0, 2.5, 2.1, 2.0], 3)
+    given = config("pde-table1", "SST-2, standard, paper's recipe")
+    given["recipes"]["paper"] |= {"epochs": 9, "learning_rate": 0.0, "patience": 3}
+    scratch = tmp_path / "results" / "pde_table1" / ".smoke" / "0-0"
+    assert texts.classify(given, Context(scratch=scratch))["metrics"]["epochs"] == 4  # all losses equal
+
+
+def test_what_was_interrupted_goes_on(tmp_path, monkeypatch):
+    given = config("pde-leak", "standard", evaluations=4)
+    scratch = tmp_path / "results" / "pde_leak" / ".smoke" / "0-0"
+    whole = texts.language(given, Context())
+    honest, calls = texts.left_to_right, []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) in (3, 4):
+            raise KeyboardInterrupt
+        return honest(*args)
+
+    monkeypatch.setattr(texts, "left_to_right", interrupted)
+    for _ in range(2):  # in the third epoch, and after the last
+        with pytest.raises(KeyboardInterrupt):
+            texts.language(given, Context(scratch=scratch))
+    again = texts.language(given, Context(scratch=scratch))
+    assert str(again["metrics"]) == str(whole["metrics"])  # NaN is not NaN
+    assert again["curves"]["perplexity"] == whole["curves"]["perplexity"]
+
+
+def test_windows_and_batches():
+    ids = torch.arange(101)
+    passes = texts.Windows(ids, 10, 4)
+    rows = torch.cat(list(passes))
+    assert len(passes) == 2
+    assert rows.shape == (8, 11)
+    assert len(rows[:, 0].unique()) == 8
+    assert (rows[:, 0] % 10 == 0).all()
+    assert all(row.shape == (4, 11) for row in texts.Windows(ids, 10, 4, steps=7))
+    with pytest.raises(ValueError, match=r"101 tokens are no text of 101 \+ 1"):
+        texts.Windows(ids, 101, 4)
+    labels = torch.arange(10)
+    sizes = [len(y) for _, y in texts.Texts(labels[:, None], labels, 4, shuffled=True)]
+    assert sizes == [3, 3, 3]
+    assert [len(y) for _, y in texts.Texts(labels[:, None], labels, 4)] == [4, 4, 2]
+
+
+def test_diffusion_spreads_like_the_square_root():
+    given = config("pde-theorem-range", "diffusion", tokens=64, steps=30)
+    found = maps.spreading(given, Context())["metrics"]
+    assert found["exponent"] == pytest.approx(0.5, abs=0.02)
+    assert found["rate"] == pytest.approx(1, abs=0.05)
+    # Four steps of [a, 1 - 2 a, a], a = 0.1: the ends are a^4 and 4 a^3 (1 - 2 a).
+    assert found["reach"] == 4
+    assert found["tail"] == pytest.approx(0.1 / (4 * 0.8))
+
+
+def test_the_exact_map_does_not_stay():
+    found = maps.hybrid(config("pde-hybrid", "exact, dt 0.25", decay=5.0), Context())["metrics"]
+    assert found["start"] == found["truth"] == 0
+    assert found["end"] == pytest.approx(found["stationary"])
+    assert found["excess"] > 0.1
+
+
+def test_layers_of_one_step_are_one_layer_of_many():
+    errors = [
+        maps.depth(config("pde-depth", "4 layers", layers=n), Context())["metrics"] for n in (32, 64)
+    ]
+    assert max(e["additive"] for e in errors) < 1e-15
+    assert math.log2(errors[0]["error"] / errors[1]["error"]) == pytest.approx(1, abs=0.02)
