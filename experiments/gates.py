@@ -273,7 +273,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     path = given.out or RESULTS / f"gates_{given.data}.json"
     setting = json.loads(json.dumps({
         "data": data[0].name, "training_images": len(data[0]), "network": network, "probed": PROBED,
-        "recipe": {k: v for k, v in asdict(recipe).items() if k not in ("seed", "capture")},
+        "recipe": {k: v for k, v in asdict(recipe).items() if k not in ("seed", "capture", "mixup")},
     }))  # fmt: skip
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     other = [k for k in setting if results and results.get(k) != setting[k]]

@@ -5,27 +5,10 @@ The training file is 180 MB and not among the data here; with it in the folder t
 Tables 3, 4, 5 and 13 put ``"data": "wikitext103"`` and a `part` into their arms likewise.
 """
 
-from pathlib import Path
-
-from attractor.data.folders import folder_of
-from attractor.data.text import FILES
 from attractor.reproduce import Experiment, Scale
 
 from . import pde_settings as lm
 from . import pde_table2 as table
-
-
-def missing(folder: Path | None) -> str:
-    """Nothing if the training file is in the folder."""
-    here = folder_of(folder)
-    names = [f"{name}{end}" for name in FILES["wikitext103"]["train"] for end in ("", ".xz")]
-    if here is not None and any((here / name).is_file() for name in names):
-        return ""
-    return (
-        "the training file of WikiText-103 is not here; put wikitext103_train.txt into the folder of "
-        "--data or ATTRACTOR_DATA. pde-table2 is the same on WikiText-2"
-    )
-
 
 ARMS = {
     name: {**arm, "part": 0.05, "recipe": recipe}
@@ -62,6 +45,7 @@ EXPERIMENT = Experiment(
     },
     judge=lm.honest(TRIPLES, [t[0].removeprefix(f"{lm.STANDARD}, ") for t in TRIPLES]),
     data=("wikitext103",),
-    missing=missing,
+    missing="the training file of WikiText-103 is not here; with wikitext103_train.txt in FOLDER it "
+    "runs; pde-table2 is the same on WikiText-2",
     note="The first 5 % of the training file, as many tokens as the paper takes at random.",
 )

@@ -38,8 +38,8 @@ CALLS = []
 def task(config, context):
     """Fails once where it is told to; else a number of arm and seed."""
     CALLS.append((config["value"], context.seed))
-    if config.get("broken"):
-        raise RuntimeError("broken")
+    if "lacks" in config:
+        raise FileNotFoundError(f"no folder {config['lacks']}")
     mark = context.scratch / "half"
     begun = mark.exists()
     if config.get("interrupted") and not begun:
@@ -178,11 +178,15 @@ def test_rules(rule, values, word):
 
 
 def test_what_cannot_be_run_says_so(tmp_path):
-    absent = replace(EXAMPLE, missing="ImageNet is not here; give its folder with --data")
-    with pytest.raises(ValueError, match="ImageNet is not here"):
+    absent = replace(
+        EXAMPLE, arms={"a": {"value": 1.0, "lacks": "train"}, "b": {"value": 2.0}},
+        missing="ImageNet is not here; give its folder with --data",
+    )  # fmt: skip
+    with pytest.raises(FileNotFoundError, match=r"ImageNet is not here; give .*: no folder train"):
         run(absent, "cpu", folder=tmp_path)
-    run(absent, "smoke", folder=tmp_path)
     assert absent.verdict(None) == Verdict(UNTESTED, absent.missing)
+    there = replace(EXAMPLE, missing=absent.missing)  # whoever has the data gets a verdict
+    assert there.verdict(run(there, "cpu", folder=tmp_path)).word == HOLDS
 
 
 def test_mistakes_in_an_experiment():

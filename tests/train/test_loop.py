@@ -113,6 +113,7 @@ def test_rates_of_the_papers_recipe():
         ({"epochs": 2.5}, "epochs = 2.5 must be an integer from 0 on"),
         ({"learning_rate": -1.0}, "learning_rate = -1.0 must be a number from 0 on"),
         ({"label_smoothing": 1.0}, r"must be in \[0, 1\)"),
+        ({"mixup": -0.1}, "mixup = -0.1 must be a number from 0 on"),
         ({"clip": 0.0}, "clip = 0.0 must be positive"),
         ({"seed": 1.5}, "seed = 1.5 must be an integer"),
         ({"schedule": "steps"}, r"milestones = \(\) with schedule 'steps'"),
@@ -300,6 +301,76 @@ def test_the_callers_surroundings_are_left_alone():
     assert torch.equal(torch.get_rng_state(), before)
     assert not model.training
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_mixup_is_a_mean_of_two_images_and_of_their_losses():
+    data = digits(70)
+    recipe = replace(PLAIN, mixup=0.4, label_smoothing=0.1)
+    plain, feed = (
+        feed_of(data, r, train=True, like=torch.zeros(1)) for r in (replace(recipe, mixup=0.0), recipe)
+    )
+    seen = []
+    for alone, inputs in zip(plain.epoch(1), feed.epoch(1), strict=True):
+        x, labels = plain.batch(*alone)  # mixup changes no crop, and not which images a batch has
+        mixed, first, second, weight = feed.batch(*inputs)
+        assert torch.equal(first, labels)
+        assert torch.equal(second, labels.roll(1))
+        w = weight[:, None, None, None]
+        torch.testing.assert_close(mixed, w * x + (1 - w) * x.roll(1, 0))
+        seen.append(weight)
+        model = small().train()
+        found = Classify(0.1)(model, (mixed, first, second, weight))
+        target = 0.9 * nn.functional.one_hot(first, 10) * weight[:, None] + 0.01
+        target += 0.9 * nn.functional.one_hot(second, 10) * (1 - weight[:, None])
+        torch.testing.assert_close(found["loss"], cross_entropy(model(mixed), target, reduction="none"))
+        right = model(mixed).argmax(-1)
+        hit = weight * (right == first) + (1 - weight) * (right == second)
+        torch.testing.assert_close(found["accuracy"], hit)
+    weights = torch.cat(seen)
+    assert ((weights >= 0) & (weights <= 1)).all()
+    again = torch.cat([inputs[2] for inputs in feed.epoch(1)])
+    assert torch.equal(again, weights)
+    assert not torch.equal(torch.cat([inputs[2] for inputs in feed.epoch(2)]), weights)
+    many = feed_of(digits(), replace(recipe, batch=1437), train=True, like=torch.zeros(1)).weights(0)
+    assert many.mean().item() == pytest.approx(0.5, abs=0.04)
+    assert many.var().item() == pytest.approx(1 / (4 * (2 * 0.4 + 1)), rel=0.1)  # of Beta(a, a)
+
+
+def test_mixup_trains_evaluates_without_and_goes_on_after_a_break(tmp_path):
+    recipe = replace(PLAIN, epochs=4, mixup=0.2)
+    data, valid = digits(200), digits(60, "test")
+    whole, expected = run(data=data, valid=valid, recipe=recipe)
+    assert evaluate(whole, valid)["loss"] == pytest.approx(expected.final["valid_loss"], rel=1e-6)
+    assert numbers(run(data=data, valid=valid, recipe=replace(recipe, mixup=0.0))[1]) != numbers(
+        expected
+    )
+
+    def stop(progress):
+        if progress.row and progress.epoch == 2:
+            raise InterruptedRun
+
+    with pytest.raises(InterruptedRun):
+        run(data=data, valid=valid, recipe=recipe, out=tmp_path, tell=stop)
+    resumed, history = run(data=data, valid=valid, recipe=recipe, out=tmp_path)
+    assert same(resumed, whole)
+    assert numbers(history) == numbers(expected)
+
+
+def test_processes_share_what_is_mixed():
+    recipe = Recipe(batch=30, mixup=1.0)
+    make = lambda *share: feed_of(digits(100), recipe, train=True, like=torch.zeros(1), share=share)
+    for whole, *parts in zip(make(0, 1).epoch(3), make(0, 2).epoch(3), make(1, 2).epoch(3)):
+        for everything, halves in zip(whole, zip(*parts), strict=True):
+            assert torch.equal(everything, torch.cat(halves))
+
+
+def test_mixup_where_it_cannot_be():
+    with pytest.raises(ValueError, match="mixup belongs to the default loss"):
+        run(recipe=replace(PLAIN, mixup=0.2), loss=Classify())
+    batches = [(torch.rand(4, 1, 8, 8), torch.arange(4))]
+    with pytest.raises(ValueError, match="batches have to be mixed where they are made"):
+        train(small(), batches, None, replace(PLAIN, mixup=0.2), device="cpu")
+    train(small(), digits(64), batches, replace(PLAIN, mixup=0.2), device="cpu")  # to validate: fine
 
 
 class InterruptedRun(Exception):  # noqa: N818
@@ -912,6 +983,19 @@ def test_a_captured_step_is_the_same_step(optimiser, precision):
                 torch.testing.assert_close(a, b, rtol=0.02, atol=2e-3)
         assert found[capture][1][-1] == pytest.approx(found["none"][1][-1], rel=0.05, abs=0.05)
     assert int(found["graph"][0][1].num_batches_tracked) == 3 * 9
+
+
+@pytest.mark.gpu
+def test_captured_steps_mix_what_others_mix():
+    data, valid = digits(300), digits(101, "test")
+    found = {}
+    for capture in ("none", "graph"):
+        recipe = replace(PLAIN, epochs=3, learning_rate=0.01, mixup=0.4, capture=capture)
+        model = small()
+        found[capture] = model, numbers(train(model, data, valid, recipe, device="cuda"))
+    for a, b in zip(found["graph"][0].parameters(), found["none"][0].parameters()):
+        torch.testing.assert_close(a, b, rtol=0.02, atol=2e-3)
+    assert found["graph"][1][-1] == pytest.approx(found["none"][1][-1], rel=0.05, abs=0.05)
 
 
 @pytest.mark.gpu

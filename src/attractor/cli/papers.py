@@ -138,7 +138,7 @@ def _show(experiment: Any, results: Any, verdict: Any) -> None:
     elif results.missing():
         console.print(f"{len(results.missing())} runs are still to come.")
     else:
-        console.print("A smoke test shows that it runs; it is too small for a verdict.")
+        console.print("It runs; this scale is too small for a verdict.")
 
 
 def _list(folder: Path, as_json: bool) -> None:
@@ -155,9 +155,11 @@ def _list(folder: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found, indent=1))
         return
-    table = Table("experiment", "of the paper", "scales", "state", "verdict")
+    table = Table()
+    table.add_column("experiment", no_wrap=True)
+    table.add_column("of the paper", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column("state")
+    table.add_column("verdict")
     for row in found:
-        table.add_row(
-            row["name"], row["place"], " ".join(row["scales"]), row["state"], row["verdict"] or ""
-        )
+        table.add_row(row["name"], row["place"], row["state"], row["verdict"] or "")
     console.print(table)

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from attractor.reproduce.results import Results
@@ -58,8 +57,8 @@ class Experiment:
         others: further numbers to show beside the metric.
         unit: of the metric, such as "%".
         data: data sets that it needs, by their names in `attractor.data`.
-        missing: why it cannot be run here but as a smoke test, if so, and what to do about it; or a
-            function of the data's folder that says so.
+        missing: which data it needs that do not come with the others, and what to do about it; where
+            they are, it runs.
         note: what was settled differently from the paper, and why.
         picture: ``results -> figure`` of Matplotlib, or None.
     """
@@ -79,10 +78,9 @@ class Experiment:
     others: tuple[str, ...] = ()
     unit: str = ""
     data: tuple[str, ...] = ()
-    missing: str | Callable[[Path | None], str] = ""
+    missing: str = ""
     note: str = ""
     picture: Callable[[Results], Any] | None = None
-    shares: str = ""
 
     def __post_init__(self) -> None:
         if self.paper not in PAPERS:
@@ -111,19 +109,14 @@ class Experiment:
         merged = {**self.base, **self.scale(scale).config, **self.arms[arm]}
         return json.loads(json.dumps(merged, sort_keys=True))
 
-    def why_missing(self, data: Path | None = None) -> str:
-        """Why it cannot be run with that folder of data; empty if it can."""
-        return self.missing(data) if callable(self.missing) else self.missing
-
     def arms_of(self, scale: str) -> list[str]:
         """The names of the arms that are run at a scale."""
         return list(self.scale(scale).arms or self.arms)
 
     def verdict(self, results: Results | None) -> Verdict | None:
         """The judge's word; None where there is nothing, or not enough, to judge."""
-        complete = results is not None and results.complete
-        if self.why_missing() and not complete:
-            return Verdict(UNTESTED, self.why_missing())
-        if results is None or not self.scale(results.scale).judged or not results.complete:
+        if results is None or not results.complete:
+            return Verdict(UNTESTED, self.missing) if self.missing else None
+        if not self.scale(results.scale).judged:
             return None
         return self.judge(results)

@@ -16,9 +16,9 @@ HEAD = """# Results
 
 Tables and figures of the three papers, run again on real data and judged: what the paper reports beside
 what we measured, under the paper's protocol and under a fair one. *holds*: what the paper says is what
-we see. *holds in direction*: the order of the means is the paper's, but seeds differ by as much as the
-arms. *does not hold*: it is not what we see. *cannot be tested here*: what it needs is not at hand; the
-command is there. "±" is the standard deviation over seeds.
+we see. *holds in direction*: the means go the paper's way, but seeds differ by as much, or what should
+be best is level with the best. *does not hold*: it is not what we see. *cannot be tested here*: what it
+needs is not at hand; the command is there. "±" is the standard deviation over seeds.
 
 This page is made by `attractor reproduce --page docs/results.md` from the files in experiments/results.
 
@@ -45,7 +45,7 @@ def state(experiment: Experiment, folder: Path | str) -> str:
     """How far it is, in a few words."""
     found = largest(experiment, folder)
     if found is None:
-        return "cannot be run here" if experiment.why_missing() else "not run yet"
+        return "cannot be run here" if experiment.missing else "not run yet"
     done = sum(len(runs) for runs in found.runs.values())
     missing = len(found.missing())
     told = f"{found.scale}, {done} runs"
@@ -96,6 +96,8 @@ def section(experiment: Experiment, folder: Path | str, pictures: Path) -> str:
         lines.append(f"**{verdict.word}**: {verdict.why}.\n")
     elif found is None:
         lines.append("**not run yet**\n")
+    elif found.complete:
+        lines.append("**not judged**: this is too small for a verdict.\n")
     else:
         lines.append("**not judged yet**: runs are missing.\n")
     if found is not None:
@@ -119,7 +121,7 @@ def section(experiment: Experiment, folder: Path | str, pictures: Path) -> str:
         drawn = pictures / f"{experiment.name.replace('-', '_')}.png"
         if experiment.picture is not None and drawn.exists():
             lines.append(f"![{experiment.place}]({pictures.name}/{drawn.name})\n")
-    elif not experiment.why_missing():
+    elif not experiment.missing:
         scale = next((s for s in reversed(SCALES) if s in experiment.scales), "smoke")
         lines.append(f"`{command(experiment, scale)}`\n")
     if experiment.note:

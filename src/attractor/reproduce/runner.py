@@ -52,9 +52,6 @@ def run(
         budget: seconds after which no further run begins.
         again: do what is there already once more.
     """
-    why = experiment.why_missing(None if data is None else Path(data))
-    if why and scale != "smoke":
-        raise ValueError(f"{experiment.name} cannot be run at scale {scale}: {why}")
     wanted = list(seeds) if seeds is not None else list(experiment.scale(scale).seeds)
     for arm in arms or ():
         experiment.config(arm, scale)  # raises if there is none
@@ -104,7 +101,10 @@ def _outcomes(
         for job in jobs:
             if late():
                 return
-            yield job, one(*given(job))
+            try:
+                yield job, one(*given(job))
+            except FileNotFoundError as error:
+                raise FileNotFoundError(f"{experiment.missing or experiment.name}: {error}") from error
         return
     silent = [(task, config, replace(c, tell=_silent)) for task, config, c in map(given, jobs)]
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:

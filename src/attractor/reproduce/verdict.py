@@ -42,6 +42,8 @@ def number(x: float) -> str:
     """As short as it can be read."""
     if math.isnan(x):
         return "NaN"
+    if x == round(x) and 1e4 <= abs(x) < 1e9:
+        return f"{x:,.0f}"
     return f"{x:.3g}" if abs(x) < 1e-2 or abs(x) >= 1e4 else f"{x:.4g}"
 
 

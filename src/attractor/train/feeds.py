@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -62,7 +63,8 @@ class ImageFeed:
 
     The input of a step is a draw ``[batch, 4]``: for each sample which image, top and left of what is
     cut out, and whether it is flipped. Draws of an epoch are made on the CPU, so that a seed means the
-    same batches on every device, and moved at once.
+    same batches on every device, and moved at once. With mixup there are two inputs more: the draws of
+    the images mixed in, each one's neighbour in the batch, and the weights ``[batch]`` of the first.
     """
 
     unit = "images"
@@ -77,6 +79,7 @@ class ImageFeed:
             )
         self.count, channels, self.height, self.width = images.shape
         self.crop, self.flip = (recipe.crop, recipe.flip) if train else (0, False)
+        self.mixup = recipe.mixup if train else 0.0
         device = self.device = like.device
         # [n, height, width, channels], so that batches come out as channels_last
         self.images = (
@@ -100,12 +103,15 @@ class ImageFeed:
         self.steps = self.count // recipe.batch if train else -(-own // self.part)
 
     def epoch(self, epoch: int) -> Iterator[tuple[Tensor, ...]]:
-        """A draw for every step."""
+        """A draw for every step; with mixup also the neighbours' and the weights."""
         rank, world = self.share
         if self.train:
-            draws = self.draws(epoch)
-            mine = draws.view(self.steps, world, self.part, 4)[:, rank].to(self.device)
-            yield from ((draw,) for draw in mine)
+            draws = self.draws(epoch).view(self.steps, -1, 4)
+            inputs = [draws]
+            if self.mixup:
+                inputs += [draws.roll(1, 1), self.weights(epoch).view(self.steps, -1)]
+            mine = [x.unflatten(1, (world, -1))[:, rank].to(self.device) for x in inputs]
+            yield from zip(*mine)
         else:
             still = torch.zeros(self.count, 4, dtype=torch.int64)
             still[:, 0] = torch.arange(self.count)
@@ -120,9 +126,23 @@ class ImageFeed:
         flipped = torch.randint(1 + self.flip, (n,), generator=generator)
         return torch.stack((order, top, left, flipped), 1)
 
-    def batch(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalised images ``[batch, channels, height, width]`` and labels ``[batch]``."""
-        (draw,) = inputs
+    def weights(self, epoch: int) -> Tensor:
+        """What mixup weighs the images of an epoch with ``[steps * batch]``."""
+        random = np.random.default_rng(self.recipe.stream("mixup", epoch))
+        drawn = random.beta(self.mixup, self.mixup, self.steps * self.recipe.batch)
+        return torch.from_numpy(drawn).to(self.dtype)
+
+    def batch(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Normalised images ``[batch, channels, height, width]`` and labels ``[batch]``; with mixup also
+        the labels of the images mixed in, and the weights of the first ones."""
+        x, labels = self.drawn(inputs[0])
+        if not self.mixup:
+            return x, labels
+        (other, others), weight = self.drawn(inputs[1]), inputs[2]
+        return torch.lerp(other, x, weight[:, None, None, None]), labels, others, weight
+
+    def drawn(self, draw: Tensor) -> tuple[Tensor, Tensor]:
+        """Images and labels of a draw."""
         x = cut_out(self.images, draw, self.height, self.width).permute(0, 3, 1, 2)
         x = (x.to(self.dtype) - self.shift) * self.scale
         return x if self.recipe.channels_last else x.contiguous(), self.labels[draw[:, 0]]
@@ -179,6 +199,11 @@ class BatchFeed:
                 f"{type(batches).__name__} has no length; give images with labels, mean and std, or "
                 "batches in a list, a DataLoader or a class with __len__ and __iter__"
             ) from None
+        if train and recipe.mixup:
+            raise ValueError(
+                f"mixup = {recipe.mixup} is for images with labels, mean and std, which training draws "
+                "itself; batches have to be mixed where they are made"
+            )
         rank, world = share
         divided = isinstance(getattr(batches, "sampler", None), DistributedSampler)
         if world > 1 and (divided or type(batches).__module__.startswith("accelerate.")):

@@ -184,19 +184,31 @@ def evaluate(
 
 
 class Classify:
-    """Cross-entropy and accuracy, an entry a sample, of batches (inputs, labels)."""
+    """Cross-entropy and accuracy, an entry a sample, of batches (inputs, labels).
+
+    With mixup a batch has two more, the labels of what is mixed in and the first ones' weights: both
+    numbers are then weighted means over the two labels.
+    """
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
         self.label_smoothing = label_smoothing
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """`label_smoothing` is for training alone."""
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
+        if not isinstance(batch, tuple | list) or len(batch) not in (2, 4):
             given = f"{type(batch).__name__} of {len(batch)}"
             raise ValueError(f"a batch is a {given}; give (inputs, labels), or a loss= of your own")
-        x, labels = batch
-        logits = model(x)
-        smoothing = self.label_smoothing if model.training else 0.0
+        logits = model(batch[0])
+        found = self.against(logits, batch[1], model.training)
+        if len(batch) == 2:
+            return found
+        _, _, others, weight = batch
+        mixed = self.against(logits, others, model.training)
+        return {k: torch.lerp(mixed[k].to(weight), found[k].to(weight), weight) for k in found}
+
+    def against(self, logits: Tensor, labels: Tensor, training: bool) -> dict[str, Tensor]:
+        """Both numbers of logits ``[batch, ..., classes]``, as labels ``[batch, ...]`` would have it."""
+        smoothing = self.label_smoothing if training else 0.0
         found = cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
         return {"loss": found, "accuracy": logits.detach().argmax(-1) == labels}
 
@@ -208,8 +220,9 @@ class _Training:
         self, model: nn.Module, train_data: Any, valid_data: Any, recipe: Recipe, loss: Loss | None,
         place: Place,
     ) -> None:  # fmt: skip
-        if loss is not None and recipe.label_smoothing:
-            raise ValueError("label_smoothing belongs to the default loss; yours has to do it itself")
+        for name in ("label_smoothing", "mixup"):
+            if loss is not None and getattr(recipe, name):
+                raise ValueError(f"{name} belongs to the default loss; yours has to do it itself")
         loss = loss or Classify(recipe.label_smoothing)
         graph = _captures(recipe, place)
         self.model, self.recipe, self.place = model, recipe, place

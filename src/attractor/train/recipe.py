@@ -35,6 +35,9 @@ class Recipe:
         weight_decay: of all parameters with SGD, of those with two or more dimensions with AdamW;
             `decay_vectors` True or False decides it for both.
         label_smoothing: of the training loss; validation is without.
+        mixup: alpha of mixup (Zhang et al., 2018): a training image is a mean of two, with weights w and
+            1 - w, and so is its loss; w of every image from Beta(alpha, alpha). 0: none. For images that
+            lie on the device, and the default loss.
         clip: largest norm of the gradient; None: as it comes.
         crop: pixels added on each side, with `padding` "zero" (black) or "reflect", before a random part
             of the old size is cut out. flip: left to right, half of the time.
@@ -64,6 +67,7 @@ class Recipe:
     weight_decay: float = 5e-4
     decay_vectors: bool | None = None
     label_smoothing: float = 0.0
+    mixup: float = 0.0
     clip: float | None = None
     crop: int = 4
     padding: str = "zero"
@@ -83,7 +87,7 @@ class Recipe:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} = {value!r} must be an integer from {least} on")
-        for name in ("learning_rate", "warmup", "weight_decay", "decay", "floor"):
+        for name in ("learning_rate", "warmup", "weight_decay", "decay", "floor", "mixup"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} = {getattr(self, name)} must be a number from 0 on")
         if not 0 <= self.label_smoothing < 1:

@@ -1,0 +1,148 @@
+"""What the AttNS experiments have in common: scales, names of arms, rules for errors, pictures."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from attractor.reproduce import DIRECTION, FAILS, HOLDS, Results, Verdict
+from attractor.reproduce.verdict import error_of, number
+
+SOLVE = "attractor.reproduce.tasks.solvers:solve"
+LABELS = {"attns": "AttNS", "neurvec": "NeurVec", "csm": "CSM", "fsnet": "FSNet", "attns_m": "AttNS-m"}
+RECIPES = ("paper", "default")
+SEEDS = (0, 1, 2)
+
+SMOKE: dict[str, Any] = {
+    "train": 20, "test": 10, "epochs": 2, "width": 16, "substeps": 4,
+    "horizon": {"spring-mass": 4.0, "2-link": 2.0, "elastic": 2.0},
+}  # fmt: skip
+# A tenth of the data and 2 % of the epochs, but smaller batches: 970 updates on each system.
+CPU: dict[str, Any] = {
+    "train": 2000, "test": 500, "horizon": {"elastic": 10.0}, "epochs": 10, "batch": 2048,
+    "compile": True,
+}  # fmt: skip
+GPU: dict[str, Any] = {"compile": True}  # the paper's sizes
+
+
+def name(system: str, what: str, recipe: str) -> str:
+    """Of an arm."""
+    return f"{system}: {what}, {recipe}"
+
+
+def arms(
+    systems: Iterable[str],
+    kinds: Mapping[str, Mapping[str, Any]],
+    recipes: Sequence[str] = RECIPES,
+    **common: Any,
+) -> dict[str, dict[str, Any]]:
+    """An arm for every system, kind and recipe."""
+    return {
+        name(s, what, r): {"system": s, "recipe": r, **common, **kind}
+        for r in recipes
+        for s in systems
+        for what, kind in kinds.items()
+    }
+
+
+def corrections(*which: str) -> dict[str, dict[str, Any]]:
+    """Kinds of arms: corrections as they are."""
+    return {LABELS[c]: {"correction": c} for c in which or LABELS}
+
+
+def typical(results: Results, arm: str, metric: str = "mse") -> float:
+    """The geometric mean over seeds; errors differ by factors."""
+    logs = [math.log10(max(x, 1e-300)) for x in results.values(arm, metric)]
+    return 10 ** statistics.fmean(logs) if logs else math.nan
+
+
+def logs(results: Results, arm: str, metric: str = "mse") -> dict[int, float]:
+    """Powers of ten, by seed."""
+    runs = results.runs.get(arm, {})
+    return {s: math.log10(max(run["metrics"][metric] or 1e-300, 1e-300)) for s, run in runs.items()}
+
+
+def smaller(
+    arm: str, others: Sequence[str], what: str = "", metric: str = "mse"
+) -> Callable[[Results], Verdict]:
+    """Holds if the arm's error is below that of all others by more than seeds differ, compared as powers
+    of ten; in direction if its mean is, or if nothing can be told apart."""
+
+    def judge(results: Results) -> Verdict:
+        rivals = [a for a in others if a != arm and results.runs.get(a)]
+        first = min(rivals, key=lambda a: typical(results, a, metric))
+        mine, theirs = logs(results, arm, metric), logs(results, first, metric)
+        gaps = [theirs[s] - mine[s] for s in sorted(mine.keys() & theirs.keys())]
+        gap, doubt = statistics.fmean(gaps), 2 * error_of(gaps)
+        short = first.split(": ")[-1]
+        ours, best = (number(typical(results, a, metric)) for a in (arm, first))
+        told = f"{what or arm}: {ours} against {best} ({short})"
+        if gap > 0:
+            return Verdict(HOLDS if gap > doubt else DIRECTION, told)
+        return Verdict(DIRECTION if -gap < doubt < math.inf else FAILS, told)
+
+    return judge
+
+
+def also(judge: Callable[[Results], Verdict], *beside: Callable[[Results], Verdict]) -> Any:
+    """The verdict of a judge, with what others say told behind it."""
+
+    def both(results: Results) -> Verdict:
+        found = judge(results)
+        more = "; ".join(str(other(results)) for other in beside)
+        return Verdict(found.word, f"{found.why}. Default recipe: {more}")
+
+    return both
+
+
+def frame(axis: Any, title: str, x: str, y: str) -> None:
+    """Titles and grid as in the library's figures."""
+    from attractor.report.figures import GRID, INK
+
+    axis.set_title(title, color=INK, fontsize=11)
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
+    axis.grid(color=GRID, lw=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def dots(
+    results: Results,
+    panels: Mapping[str, Mapping[str, Sequence[str]]],
+    lines: Mapping[str, Mapping[str, float]] | None = None,
+    metric: str = "mse",
+    y: str = "mean square error of test trajectories",
+    top: float = 1e12,
+) -> Any:
+    """Errors on a logarithmic scale: a panel each, in it groups of arms side by side, a dot a seed.
+
+    Args:
+        panels: title -> group -> arms; the k-th arm of every group has the k-th colour, and is named in
+            the legend by what stands between ": " and "," in it.
+        lines: title -> name -> a level to draw.
+        top: larger errors are drawn there, as open triangles.
+    """
+    from attractor.report.figures import plt
+
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.1 * len(panels), 3.9), squeeze=False)
+    for axis, (title, groups) in zip(axes[0], panels.items()):
+        for g, members in enumerate(groups.values()):
+            for k, arm in enumerate(members):
+                label = arm.split(": ")[-1].rsplit(", ", 1)[0]
+                at = g + 0.7 * ((k + 0.5) / len(members) - 0.5)
+                values = results.values(arm, metric)
+                color = plt.get_cmap("tab10")(k)
+                axis.plot([], [], "o", color=color, label=label if g == 0 else None)
+                for v in values:
+                    lost = v > top
+                    look = {"color": color, "marker": "^" if lost else "o", "alpha": 0.8}
+                    axis.semilogy([at], [min(v, top)], mfc="none" if lost else color, **look)
+        for text, level in (lines or {}).get(title, {}).items():
+            axis.axhline(level, color="#1b1f24", ls=":", lw=1.2, label=text)
+        axis.set_xticks(range(len(groups)), list(groups))
+        axis.set_xlim(-0.5, len(groups) - 0.5)
+        frame(axis, title, "", y if axis is axes[0][0] else "")
+    axes[0][-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.tight_layout()
+    return figure

@@ -1,0 +1,42 @@
+"""Table 1, CIFAR-100: what a gate is worth. Figures 2, 3, 6, 9 and 10 look at these networks."""
+
+from attractor.reproduce import Experiment, Scale, all_of, gains
+
+from .stepnet_shared import (
+    CIFAR100,
+    CLASSIFY,
+    RECIPE,
+    SEEDS,
+    SIX,
+    TABLE1,
+    gains_picture,
+    leads,
+    smoke,
+)
+
+NUMBERS = {
+    "none": 74.30, "se": 75.25, "cbam": 74.68, "eca": 74.41, "sem": 76.49, "srm": 75.49, "fca": 76.52,
+    "iebn": 76.32, "stepnet": 77.04,
+}  # fmt: skip
+
+EXPERIMENT = Experiment(
+    name="stepnet-table1-cifar100",
+    paper="stepnet",
+    place="Table 1, CIFAR-100, all rows",
+    claim="Every gate makes ResNet164 better on CIFAR-100, and StepNet most.",
+    task=CLASSIFY,
+    arms=TABLE1,
+    scales={
+        "smoke": smoke("none", "srm"),
+        "gpu": Scale(CIFAR100, seeds=SEEDS, arms=SIX, time="20 min on one H200"),
+    },
+    metric="accuracy",
+    better="higher",
+    numbers=NUMBERS,
+    judge=all_of(gains(SIX[1:], over="none"), leads("stepnet")),
+    others=("parameters", "tns_one", "tns_gate"),
+    unit="%",
+    data=("cifar100",),
+    note=f"{RECIPE} CBAM, SEM and FCA are not run at this scale.",
+    picture=gains_picture(NUMBERS),
+)

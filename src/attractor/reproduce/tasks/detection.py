@@ -1,0 +1,335 @@
+"""The task of the StepNet paper's Table 3: a detector with a gated ResNet on COCO, and its AP.
+
+COCO's annotations are read, and AP is computed, here; the detector, Faster R-CNN with a feature
+pyramid, is torchvision's and needs it. `Dense` stands in for it where only the way from a folder to AP
+is to be tried.
+"""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, one_hot, pad, smooth_l1_loss
+from torch.utils.data import DataLoader, Dataset
+
+from attractor.core.files import write_json
+from attractor.data.folders import folder_of
+from attractor.data.imagefolder import decoded
+from attractor.reproduce.tasks import Context, Outcome
+from attractor.reproduce.tasks.images import folder_for, make_recipe, rounded
+from attractor.residual.backbone import Backbone, resnet_backbone
+from attractor.train import train
+
+DETECT = f"{__name__}:detect"
+THRESHOLDS = np.linspace(0.5, 0.95, 10)
+AREAS = {"": (0, 1e10), "S": (0, 32**2), "M": (32**2, 96**2), "L": (96**2, 1e10)}
+MOST = 100  # detections of a class in an image
+
+
+def detect(config: dict[str, Any], context: Context) -> Outcome:
+    """Train a detector on ``train2017``, and find its AP on ``val2017``.
+
+    The folder of the data, or ``coco`` in it, holds both and ``annotations``. Configuration: "detector"
+    ("faster-rcnn" or "dense"), "depth", "gate" and "weights" of the backbone, "frozen" stages, "recipe",
+    "side" (images are cut off beyond it), "boxes" (at most so many in an image), "workers", and "made":
+    so many images of squares in a folder of the same layout, instead of COCO's.
+    """
+    with tempfile.TemporaryDirectory() as made:
+        place = _coco(config, context, Path(made))
+        training, test = (
+            Coco(place, part, config["side"], config["boxes"]) for part in ("train2017", "val2017")
+        )
+        torch.manual_seed(context.seed)
+        model = make_detector(config, len(training.classes))
+        recipe = make_recipe(config, context.seed)
+        loader: Any = DataLoader(
+            training, recipe.batch, shuffle=True, drop_last=True, num_workers=config["workers"],
+            pin_memory=context.device.startswith("cuda"),
+        )  # fmt: skip
+        history = train(
+            model, loader, None, recipe, loss=detection_loss, device=context.device,
+            out=folder_for(context, recipe),
+            tell=lambda p: context.tell(f"  {p}") if p.row is not None else None,
+        )  # fmt: skip
+        found = [detections(model, test[i]) for i in range(len(test))]
+    metrics = average_precision([test.truth(i) for i in range(len(test))], found)
+    loss = history.final["train_loss"]
+    digests = {part.name: part.digest for part in (training, test)}
+    return rounded({"metrics": {**metrics, "train_loss": loss}, "curves": {}, "data": digests})
+
+
+class Coco(Dataset[tuple[Tensor, ...]]):
+    """Images and boxes of a folder in COCO's layout; an item has the same shapes for all images.
+
+    An item is the image uint8 ``[3, side, side]`` (black beyond its own size), its height and width
+    ``[2]``, boxes ``[boxes, 4]`` as (x1, y1, x2, y2) and labels ``[boxes]`` from 1, 0 where there is no
+    box. Crowds are no boxes. Only images with a box are in a training set.
+    """
+
+    def __init__(self, folder: Path, part: str, side: int, boxes: int) -> None:
+        content = (folder / f"annotations/instances_{part}.json").read_bytes()
+        self.name, self.digest = part, hashlib.sha256(content).hexdigest()
+        self.folder, self.side, self.boxes, self.train = folder / part, side, boxes, "train" in part
+        found = json.loads(content)
+        self.classes = {c["id"]: i for i, c in enumerate(found["categories"], 1)}
+        self.things: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in found["images"]}
+        for thing in found["annotations"]:
+            self.things[thing["image_id"]].append(thing)
+        self.files = [
+            (image["id"], image["file_name"])
+            for image in found["images"]
+            if not self.train or self._boxes(image["id"])
+        ]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        image, name = self.files[index]
+        pixels = torch.from_numpy(np.array(decoded(self.folder / name))).permute(2, 0, 1)
+        pixels = pixels[:, : self.side, : self.side]
+        height, width = pixels.shape[1:]
+        found = torch.zeros(self.boxes, 5)
+        kept = self._boxes(image)[: self.boxes]
+        found[: len(kept)] = torch.tensor(kept, dtype=torch.float32).reshape(-1, 5)
+        if self.train and torch.rand(()) < 0.5:  # mirrored
+            pixels = pixels.flip(-1)
+            found[: len(kept), [0, 2]] = width - found[: len(kept), [2, 0]]
+        whole = pad(pixels, (0, self.side - width, 0, self.side - height))
+        return whole, torch.tensor([height, width]), found[:, :4], found[:, 4].long()
+
+    def truth(self, index: int) -> dict[str, np.ndarray]:
+        """All there is in an image: "boxes" ``[n, 4]``, "labels", "areas" and "crowd" ``[n]``."""
+        things = self.things[self.files[index][0]]
+        x, y, w, h = np.array([t["bbox"] for t in things], dtype=float).reshape(-1, 4).T
+        return {
+            "boxes": np.stack((x, y, x + w, y + h), 1),
+            "labels": np.array([self.classes[t["category_id"]] for t in things], dtype=int),
+            "areas": np.array([t.get("area", t["bbox"][2] * t["bbox"][3]) for t in things], dtype=float),
+            "crowd": np.array([bool(t.get("iscrowd")) for t in things], dtype=bool),
+        }
+
+    def _boxes(self, image: int) -> list[tuple[float, ...]]:
+        """(x1, y1, x2, y2, label) of every object that has an area and is not a crowd."""
+        boxes = [
+            (t["bbox"][0], t["bbox"][1], t["bbox"][0] + t["bbox"][2], t["bbox"][1] + t["bbox"][3],
+             self.classes[t["category_id"]])
+            for t in self.things[image] if not t.get("iscrowd") and min(t["bbox"][2:]) > 1
+        ]  # fmt: skip
+        return [box for box in boxes if box[0] < self.side - 1 and box[1] < self.side - 1]
+
+
+def make_detector(config: dict[str, Any], classes: int) -> nn.Module:
+    """Faster R-CNN, or what stands in for it, with a gated ResNet."""
+    backbone = resnet_backbone(
+        config["depth"], config["gate"], weights=config["weights"], frozen_stages=config["frozen"]
+    )
+    if config["detector"] == "dense":
+        return Dense(backbone, classes)
+    try:
+        from torchvision.models.detection import FasterRCNN  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        raise ImportError(
+            "Faster R-CNN is torchvision's: pip install torchvision; the smoke test does without"
+        ) from None
+    return FasterRCNN(backbone.with_fpn(), num_classes=classes + 1)
+
+
+def detection_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    """The sum of a detector's losses on a batch of `Coco` items."""
+    images, sizes, boxes, labels = batch
+    pictures = [x[:, :h, :w] / 255 for x, (h, w) in zip(images, sizes.tolist())]
+    targets = [{"boxes": b[kind > 0], "labels": kind[kind > 0]} for b, kind in zip(boxes, labels)]
+    return torch.stack(list(model(pictures, targets).values())).sum()
+
+
+@torch.no_grad()
+def detections(model: nn.Module, item: tuple[Tensor, ...]) -> dict[str, np.ndarray]:
+    """What a detector finds in an image: "boxes" ``[n, 4]``, "labels" and "scores" ``[n]``."""
+    image, size, *_ = item
+    device = next(model.parameters()).device
+    height, width = size.tolist()
+    (found,) = model.eval()([image[:, :height, :width].to(device) / 255])
+    return {name: value.float().cpu().numpy() for name, value in found.items()}
+
+
+def average_precision(
+    truths: Sequence[dict[str, np.ndarray]], found: Sequence[dict[str, np.ndarray]]
+) -> dict[str, float]:
+    """COCO's AP in percent, of all images: overall, at 50 and 75 % overlap, of small, medium, large.
+
+    As pycocotools counts: precision at 101 recalls, its envelope; what is matched to a crowd, or is
+    outside of a range of areas and matched to nothing, counts neither way.
+
+    Args:
+        truths: an image each, as `Coco.truth` gives it.
+        found: likewise, as `detections` gives it.
+    """
+    labels = sorted({int(k) for t in truths for k in t["labels"][~t["crowd"]]})
+    results = {}
+    for name, area in AREAS.items():
+        rows = [row for k in labels if (row := _class_precision(truths, found, k, area)) is not None]
+        table = np.array(rows) if rows else np.full((1, len(THRESHOLDS)), np.nan)
+        results[f"AP{name}"] = 100 * float(table.mean())
+        if not name:
+            results |= {"AP50": 100 * float(table[:, 0].mean()), "AP75": 100 * float(table[:, 5].mean())}
+    return results
+
+
+def _class_precision(truths: Any, found: Any, label: int, area: tuple[float, float]) -> Any:
+    """AP of a class at every threshold; None if there is nothing of it in that range of areas."""
+    scores, hits, counted, wanted = [], [], [], 0
+    for truth, got in zip(truths, found, strict=True):
+        own, mine = truth["labels"] == label, got["labels"] == label
+        boxes, crowd = truth["boxes"][own], truth["crowd"][own]
+        outside = (truth["areas"][own] < area[0]) | (truth["areas"][own] > area[1])
+        ignored = crowd | outside
+        order = np.argsort(-got["scores"][mine], kind="mergesort")[:MOST]
+        candidates = got["boxes"][mine][order]
+        scores.append(got["scores"][mine][order])
+        sizes = (candidates[:, 2] - candidates[:, 0]) * (candidates[:, 3] - candidates[:, 1])
+        beyond = (sizes < area[0]) | (sizes > area[1])
+        to, spared = _matched(overlaps(candidates, boxes, crowd), ignored, crowd)
+        hits.append(to)
+        counted.append(~(spared | (~to & ~spared & beyond)))
+        wanted += int((~ignored).sum())
+    if not wanted:
+        return None
+    order = np.argsort(-np.concatenate(scores), kind="mergesort")
+    hit, count = (np.concatenate(x, 1)[:, order] for x in (hits, counted))
+    precisions = []
+    for right, real in zip(hit, count):
+        true = np.cumsum(right[real])
+        recall = true / wanted
+        precision = np.maximum.accumulate((true / np.arange(1, len(true) + 1))[::-1])[::-1]
+        at = np.searchsorted(recall, np.linspace(0, 1, 101), side="left")
+        precisions.append(np.append(precision, 0.0)[np.minimum(at, len(precision))].mean())
+    return precisions
+
+
+def _matched(overlap: np.ndarray, ignored: np.ndarray, crowd: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Whether each detection, best first, is matched to a box that counts, or to one that does not."""
+    shape = (len(THRESHOLDS), len(overlap))
+    hit, spared = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
+    for t, least in enumerate(THRESHOLDS):
+        taken = np.zeros(len(ignored), dtype=bool)
+        for d, row in enumerate(overlap):
+            free = ~taken | crowd
+            for group in (~ignored, ignored):  # boxes that count are preferred
+                able = np.flatnonzero(free & group & (row >= least))
+                if len(able):
+                    box = able[len(able) - 1 - np.argmax(row[able][::-1])]
+                    taken[box] = True
+                    hit[t, d], spared[t, d] = not ignored[box], ignored[box]
+                    break
+    return hit, spared
+
+
+def overlaps(boxes: np.ndarray, others: np.ndarray, crowd: np.ndarray) -> np.ndarray:
+    """Intersection over union ``[n, m]`` of boxes and others; of a crowd, over the box alone."""
+    low = np.maximum(boxes[:, None, :2], others[None, :, :2])
+    high = np.minimum(boxes[:, None, 2:], others[None, :, 2:])
+    common = (high - low).clip(0).prod(-1)
+    area = lambda b: (b[:, 2] - b[:, 0]) * (b[:, 3] - b[:, 1])
+    union = area(boxes)[:, None] + area(others)[None] - common
+    return common / np.maximum(np.where(crowd, area(boxes)[:, None], union), 1e-12)
+
+
+class Dense(nn.Module):
+    """A class and a box at every place of a map of a backbone: the simplest detector there is.
+
+    Called as torchvision's are: with pictures and targets it gives losses, with pictures detections.
+    """
+
+    STAGE, STRIDE = 1, 8
+
+    def __init__(self, backbone: Backbone, classes: int) -> None:
+        super().__init__()
+        self.backbone, self.classes = backbone, classes
+        self.head = nn.Conv2d(backbone.out_channels[self.STAGE], classes + 4, 1)
+
+    def forward(self, pictures: list[Tensor], targets: Any = None) -> Any:
+        """Losses by name, or "boxes", "labels" and "scores" of every picture."""
+        height, width = (max(p.shape[i] for p in pictures) for i in (1, 2))
+        x = torch.stack([pad(p, (0, width - p.shape[2], 0, height - p.shape[1])) for p in pictures])
+        maps = self.head(self.backbone(x)[self.STAGE]).flatten(2).transpose(1, 2).float()
+        rows, columns = -(-height // self.STRIDE), -(-width // self.STRIDE)
+        y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+        places = ((torch.stack((x, y), -1).reshape(-1, 2) + 0.5) * self.STRIDE).to(maps.device)
+        kinds, sides = maps.split((self.classes, 4), -1)
+        sides = sides.clamp(max=8).exp() * self.STRIDE  # to the left, top, right and bottom
+        boxes = torch.cat((places - sides[..., :2], places + sides[..., 2:]), -1)
+        if targets is None:
+            return [self.best(k.sigmoid(), b) for k, b in zip(kinds, boxes)]
+        wanted = [self.wanted(places, t) for t in targets]
+        label, aim = (torch.stack(x) for x in zip(*wanted))
+        inside = label > 0
+        count = inside.sum().clamp(min=1)
+        truth = one_hot(label, self.classes + 1)[..., 1:].float()
+        off = smooth_l1_loss(boxes[inside], aim[inside], reduction="sum") / (4 * self.STRIDE)
+        return {
+            "class": binary_cross_entropy_with_logits(kinds, truth, reduction="sum") / count,
+            "box": off / count,
+        }
+
+    @staticmethod
+    def wanted(places: Tensor, target: Any) -> tuple[Tensor, Tensor]:
+        """Label ``[places]``, 0 outside of all boxes, and box ``[places, 4]``: the smallest around."""
+        boxes, labels = target["boxes"], target["labels"]
+        low, high = places[:, None] - boxes[:, :2], boxes[:, 2:] - places[:, None]
+        inside = (torch.cat((low, high), -1) > 0).all(-1)
+        size = torch.where(inside, (boxes[:, 2:] - boxes[:, :2]).prod(-1), torch.inf)
+        least, which = size.min(1)
+        return torch.where(least < torch.inf, labels[which], 0), boxes[which]
+
+    @staticmethod
+    def best(scores: Tensor, boxes: Tensor) -> dict[str, Tensor]:
+        """The hundred best of all places."""
+        score, label = scores.max(-1)
+        kept = score.topk(min(MOST, len(score))).indices
+        return {"boxes": boxes[kept], "labels": label[kept] + 1, "scores": score[kept]}
+
+
+def _coco(config: dict[str, Any], context: Context, made: Path) -> Path:
+    if "made" in config:
+        make_coco(made, config["made"])
+        return made
+    folder = folder_of(context.folder)
+    for place in () if folder is None else (folder / "coco", folder):
+        if (place / "annotations" / "instances_train2017.json").is_file():
+            return place
+    raise FileNotFoundError(
+        f"no COCO in {folder}: it needs train2017, val2017 and annotations/instances_train2017.json and "
+        "instances_val2017.json, there or in a folder coco; name it with --data"
+    )
+
+
+def make_coco(folder: Path, count: int) -> None:
+    """Write so many pictures with a bright square each, red or green, and annotations as COCO's."""
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    for part in ("train2017", "val2017"):
+        (folder / part).mkdir(parents=True)
+        pictures, things = [], []
+        for i in range(count):
+            pixels = random.integers(0, 60, (56, 64, 3), dtype=np.uint8)
+            x, y, side, kind = (int(random.integers(*r)) for r in ((0, 30), (0, 22), (24, 33), (0, 2)))
+            pixels[y : y + side, x : x + side, kind] = 255
+            Image.fromarray(pixels).save(folder / part / f"{i:012}.png")
+            pictures.append({"id": i, "file_name": f"{i:012}.png", "height": 56, "width": 64})
+            things.append({
+                "id": i, "image_id": i, "category_id": (1, 3)[kind], "bbox": [x, y, side, side],
+                "area": side * side, "iscrowd": 0,
+            })  # fmt: skip
+        categories = [{"id": 1, "name": "red"}, {"id": 3, "name": "green"}]
+        write_json(
+            folder / "annotations" / f"instances_{part}.json",
+            {"images": pictures, "annotations": things, "categories": categories},
+        )

@@ -1,0 +1,326 @@
+"""Tasks of the StepNet paper on images: train a network, and see how stiff it was before and is after.
+
+`classify` is for images that fit into memory (the digits, CIFAR, STL-10), `imagefolder` for ImageNet's
+layout. Every network of a comparison has the same recipe, the same weights to begin with (a gate's own
+apart) and the same batches; accuracy is that of the last epoch on the test set, which nothing was
+chosen on. Probes look at the first test images, before and after training.
+"""
+
+import hashlib
+import math
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from attractor.core.files import write_bytes
+from attractor.data import images
+from attractor.data.folders import folder_of
+from attractor.data.imagefolder import ImageFolder
+from attractor.reproduce.tasks import Context, Outcome
+from attractor.residual import StiffnessProfile, probe, ranks, resnet34, resnet50, resnet_cifar, vit
+from attractor.train import Recipe, train
+
+Sets = tuple[images.ImageSet, images.ImageSet]
+CLASSIFY, IMAGEFOLDER = (f"{__name__}:{name}" for name in ("classify", "imagefolder"))
+NETWORKS: dict[str, Any] = {
+    "resnet_cifar": resnet_cifar, "vit": vit, "resnet34": resnet34, "resnet50": resnet50,
+}  # fmt: skip
+OPTIONS = ("gate", "gate_options", "mixer", "where")  # of a network, that an arm may name
+
+# What experiments have in common. Equal configurations are equal runs, whichever experiment made them.
+GATES = ("none", "se", "cbam", "eca", "sem", "srm", "fca", "iebn", "stepnet")  # rows of Table 1
+SIX = ("none", "se", "eca", "srm", "iebn", "stepnet")
+SHORT: dict[str, Any] = {
+    "epochs": 30, "batch": 256, "learning_rate": 0.2, "warmup": 5.0, "weight_decay": 5e-4,
+}  # fmt: skip
+RESNET83: dict[str, Any] = {"name": "resnet_cifar", "depth": 83, "width": 16}
+CIFAR10: dict[str, Any] = {"data": "cifar10", "network": RESNET83, "recipe": SHORT, "probed": 256}
+CIFAR100: dict[str, Any] = {**CIFAR10, "data": "cifar100"}
+DIGITS: dict[str, Any] = {
+    "data": "digits",
+    "network": {"name": "resnet_cifar", "depth": 47, "width": 8},
+    "recipe": {"epochs": 10, "batch": 64, "learning_rate": 0.1, "warmup": 2, "crop": 1, "flip": False},
+    "probed": 256,
+}
+SMOKE: dict[str, Any] = {
+    "data": "digits",
+    "images": 192,
+    "network": {"name": "resnet_cifar", "depth": 29, "width": 4},
+    "recipe": {"epochs": 1, "batch": 32, "learning_rate": 0.1, "warmup": 0, "crop": 1, "flip": False},
+    "probed": 32,
+}
+
+STEPS = ("one", "gate")
+M1 = torch.linspace(0, 2.4, 13, dtype=torch.float64)  # thresholds of surfaces and proportions
+M2 = torch.linspace(0, 2.4, 25, dtype=torch.float64)
+
+
+def classify(config: dict[str, Any], context: Context) -> Outcome:
+    """Train one network on images in memory and probe it.
+
+    Configuration: "data", a name of `attractor.data.images` (with "images", a part of the training set;
+    with "made", files of the same layout with so many random images); "network", its name and shape;
+    "gate", "gate_options", "mixer", "where" of it; "recipe" and "trick", options of `Recipe`; "probed",
+    test images (0: no probes).
+    """
+    sets = _sets(config, context)
+    model = make_network(config, sets[0], context.seed).to(context.device)
+    batches = sets[1].normalised(slice(config["probed"])).to(context.device).split(128)
+    initial = probe(model, batches, settle=True) if config["probed"] else None
+    recipe = make_recipe(config, context.seed)
+    history = train(
+        model, *sets, recipe, device=context.device, save_every=5, tell=_told(context, recipe),
+        out=folder_for(context, recipe),
+    )  # fmt: skip
+    metrics = {
+        "accuracy": 100 * history.accuracy,
+        "train_loss": history.final["train_loss"],
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+    curves: dict[str, Any] = {"accuracy": [100 * x for x in history.column("valid_accuracy")]}
+    if initial is not None:
+        before, after = stiffness(initial), stiffness(probe(model, batches))
+        metrics |= after["metrics"] | {f"{k}_initial": v for k, v in before["metrics"].items()}
+        curves |= after["curves"] | {
+            f"{k}_initial": v
+            for k, v in before["curves"].items()
+            if k.split("_")[-1] in STEPS  # not the spread of each, which takes more room than it tells
+        }
+    found = {"metrics": metrics, "curves": curves, "data": hashes(config, sets)}
+    return rounded(found)
+
+
+def imagefolder(config: dict[str, Any], context: Context) -> Outcome:
+    """Train one network on ``FOLDER/train/<class>/<image>``, test it on ``FOLDER/val``.
+
+    FOLDER is the folder of the data, or ``imagenet`` in it. Configuration as of `classify`, with "size"
+    of the images, "workers" that decode them (None: as many as useful), and "made": so many images of
+    each of two classes in a folder of the same layout, instead of those in FOLDER.
+    """
+    with tempfile.TemporaryDirectory() as made:
+        place = _imagenet(config, context, Path(made))
+        training = ImageFolder(place / "train", train=True, size=config["size"])
+        test = ImageFolder(place / "val", size=config["size"], classes=training.classes)
+        torch.manual_seed(context.seed)
+        options = {name: config[name] for name in OPTIONS if name in config}
+        model = NETWORKS[config["network"]["name"]](num_classes=len(training.classes), **options)
+        recipe = make_recipe(config, context.seed)
+        history = train(
+            model, training.loader(recipe.batch, config["workers"]),
+            test.loader(recipe.batch, config["workers"]), recipe, device=context.device,
+            tell=_told(context, recipe), out=folder_for(context, recipe),
+        )  # fmt: skip
+    listed = "\n".join(sorted(p.name for d in (training, test) for p in d.paths))
+    return rounded({
+        "metrics": {
+            "accuracy": 100 * history.accuracy,
+            "train_loss": history.final["train_loss"],
+            "parameters": sum(p.numel() for p in model.parameters()),
+        },
+        "curves": {"accuracy": [100 * x for x in history.column("valid_accuracy")]},
+        "data": {"names of files": hashlib.sha256(listed.encode()).hexdigest()},
+    })  # fmt: skip
+
+
+def make_network(config: dict[str, Any], data: images.ImageSet, seed: int) -> nn.Module:
+    """The network of a configuration; with one seed all start alike, whatever their gates."""
+    shape = dict(config["network"])
+    make = NETWORKS[shape.pop("name")]
+    shape |= {name: config[name] for name in OPTIONS if name in config}
+    if make is vit:
+        shape["image_size"] = data.images.shape[-1]
+    torch.manual_seed(seed)
+    return make(num_classes=len(data.classes), in_channels=data.images.shape[1], **shape)
+
+
+def make_recipe(config: dict[str, Any], seed: int) -> Recipe:
+    """The recipe of a configuration, with its "trick" if it has one."""
+    options = {**config["recipe"], **config.get("trick", {})}
+    if "milestones" in options:
+        options["milestones"] = tuple(options["milestones"])
+    return Recipe(**options, seed=seed)
+
+
+def folder_for(context: Context, recipe: Recipe) -> Path | None:
+    """Where a training keeps its checkpoints; one epoch needs none."""
+    return None if context.scratch is None or recipe.epochs < 2 else context.scratch / "run"
+
+
+def stiffness(profile: StiffnessProfile) -> dict[str, dict[str, Any]]:
+    """Numbers and curves of a profile, of both steps: 1, which the network takes, and the gate.
+
+    Metrics: "tns"; "nsi", the mean; "proportion" of blocks and "stiff_inputs" beyond 0.5 and 0.5;
+    "oscillation" and "peak", see there; and of the first stage, how NSI goes with the gate's mean value:
+    "blocks", the mean over blocks of the correlation over inputs, "paths", the median over inputs of the
+    correlation over blocks, and "negative", the part of inputs where that is negative.
+    """
+    metrics: dict[str, float] = {}
+    curves: dict[str, Any] = {"stage": profile.stage.tolist()}
+    first = (profile.stage == profile.stage[0]).nonzero()[1:, 0]
+    gates = profile.gates[:, first].double()
+    for step in STEPS:
+        own = profile.with_step(step)  # type: ignore[arg-type]
+        nsi = own.nsi.double().cpu()
+        metrics |= {
+            f"tns_{step}": float(own.tns),
+            f"nsi_{step}": float(nsi.mean()),
+            f"proportion_{step}": float(own.proportion(0.5, 0.5)),
+            f"stiff_inputs_{step}": float(own.surface(0.5, 0.5)),
+            f"oscillation_{step}": oscillation(nsi, own.stage.cpu()),
+            f"peak_{step}": peak(nsi, own.stage.cpu()),
+        }
+        paths = [ranks.pearson(x, g) for x, g in zip(nsi[:, first], gates.cpu())]
+        known = [x for x in paths if not math.isnan(x)]
+        blocks = own.correlation()["pearson"]
+        within = [x for x in blocks[first.cpu()].tolist() if not math.isnan(x)]
+        metrics |= {
+            f"blocks_{step}": float(np.mean(within)) if within else math.nan,
+            f"paths_{step}": float(np.median(known)) if known else math.nan,
+            f"negative_{step}": float(np.mean([x < 0 for x in known])) if known else math.nan,
+        }
+        low, high = (torch.quantile(nsi, q, dim=0).tolist() for q in (0.1, 0.9))
+        curves |= {
+            f"nsi_{step}": nsi.mean(0).tolist(), f"nsi_{step}_low": low, f"nsi_{step}_high": high,
+            f"surface_{step}": _table(own.surface, 100), f"share_{step}": _table(own.proportion, 1000),
+        }  # fmt: skip
+        if known:
+            counts = np.histogram(known, bins=20, range=(-1, 1))[0]
+            curves |= {
+                f"correlation_{step}": blocks.tolist(),
+                f"paths_{step}_count": (100 * counts / len(known)).tolist(),
+            }
+    return {"metrics": metrics, "curves": curves}
+
+
+def oscillation(nsi: Tensor, stage: Tensor) -> float:
+    """How much NSI ``[inputs, blocks]`` changes from block to block, as a part of its mean.
+
+    Mean over inputs and stages of ``mean |NSI_{t+1} - NSI_t| / mean NSI``, the first block of every
+    stage left out; NaN if no stage has three blocks.
+    """
+    parts = []
+    for number in stage.unique():
+        own = nsi[:, stage == number][:, 1:]
+        if own.shape[1] > 1:
+            parts.append((own.diff(dim=1).abs().mean(1) / own.mean(1)).mean())
+    return float(torch.stack(parts).mean()) if parts else math.nan
+
+
+def peak(nsi: Tensor, stage: Tensor) -> float:
+    """By how much the stiffest block of the first stage exceeds the stage's mean; first block left out.
+
+    Of the means over inputs, so that a block counts that is stiff for most of them.
+    """
+    own = nsi[:, stage == stage[0]][:, 1:].mean(0)
+    return float(own.max() / own.mean() - 1)
+
+
+def table(rows: list[str]) -> np.ndarray:
+    """Percentages over (M1, M2) ``[13, 25]`` of what `_table` wrote with 100; with 1000, per mille."""
+    found = np.zeros((len(M1), len(M2)), dtype=int)
+    for i, row in enumerate(rows):
+        numbers = [int(x) for x in row.split()]
+        found[i, : len(numbers)] = numbers
+    return found
+
+
+def _table(measure: Any, whole: int) -> list[str]:
+    """A part of inputs or blocks over both thresholds, a line of whole numbers for every m1.
+
+    Zeros at the end of a line, where a threshold is exceeded by nothing, are left out.
+    """
+    found = (whole * measure(M1, M2)).round().to(torch.int64).tolist()
+    return [" ".join(str(x) for x in row[: sum(y > 0 for y in row)]) for row in found]
+
+
+def _sets(config: dict[str, Any], context: Context) -> Sets:
+    if "made" in config:
+        with tempfile.TemporaryDirectory() as made:
+            make_stl10(Path(made), config["made"])
+            return images.load("stl10", "train", made), images.load("stl10", "test", made)
+    folder = folder_of(context.folder)
+    training, test = _loaded(config["data"], None if folder is None else str(folder))
+    return training.subset(config["images"]) if "images" in config else training, test
+
+
+@cache
+def _loaded(name: str, folder: str | None) -> Sets:
+    """Training and test images; every process reads them once."""
+    return images.load(name, "train", folder), images.load(name, "test", folder)
+
+
+def _imagenet(config: dict[str, Any], context: Context, made: Path) -> Path:
+    if "made" in config:
+        make_imagefolder(made, config["made"])
+        return made
+    folder = folder_of(context.folder)
+    for place in () if folder is None else (folder / "imagenet", folder):
+        if (place / "train").is_dir() and (place / "val").is_dir():
+            return place
+    raise FileNotFoundError(
+        f"no ImageNet in {folder}: it needs train/<class>/<image> and val/<class>/<image>, there or in "
+        "a folder imagenet; name it with --data"
+    )
+
+
+def make_imagefolder(folder: Path, count: int) -> None:
+    """Write so many small PNGs of two classes, dark and bright, in ImageNet's layout."""
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for name, low in (("n01440764", 0), ("n01443537", 128)):
+            place = folder / split / name
+            place.mkdir(parents=True)
+            for i in range(count):
+                pixels = random.integers(low, low + 128, (48, 40, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(place / f"{name}_{i}.png")
+
+
+def make_stl10(folder: Path, count: int) -> None:
+    """Write so many random images of 96 x 96 as STL-10's binary files, brighter from class to class."""
+    random = np.random.default_rng(0)
+    for split in ("train", "test"):
+        labels = np.arange(count) % 10
+        pixels = random.integers(0, 120, (count, 3, 96, 96)) + 13 * labels[:, None, None, None]
+        write_bytes(folder / f"{split}_X.bin", pixels.astype(np.uint8).tobytes())
+        write_bytes(folder / f"{split}_y.bin", (labels + 1).astype(np.uint8).tobytes())
+
+
+def hashes(config: dict[str, Any], sets: Sets) -> dict[str, str]:
+    """A hash of the images and labels of each set."""
+    return {f"{config['data']}, {split}": _hash(own) for split, own in zip(("train", "test"), sets)}
+
+
+def _hash(data: images.ImageSet) -> str:
+    found = hashlib.sha256(data.images.numpy().tobytes())
+    found.update(data.labels.numpy().tobytes())
+    return found.hexdigest()
+
+
+def rounded(found: Any) -> Any:
+    """Curves to four digits, metrics to six: results stay small, and nobody reads more."""
+    return {
+        **found,
+        "metrics": {k: _short(v, 6) for k, v in found["metrics"].items()},
+        "curves": {k: [_short(x, 4) for x in v] for k, v in found["curves"].items()},
+    }
+
+
+def _short(x: Any, digits: int) -> Any:
+    return float(f"{x:.{digits}g}") if isinstance(x, float) and math.isfinite(x) else x
+
+
+def _told(context: Context, recipe: Recipe) -> Any:
+    every = max(1, recipe.epochs // 5)
+
+    def tell(progress: Any) -> None:
+        if progress.row is not None and progress.epoch % every == 0:
+            context.tell(f"  {progress}")
+
+    return tell

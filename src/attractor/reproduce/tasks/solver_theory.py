@@ -1,0 +1,104 @@
+"""The theory of the AttNS paper in numbers: Theorem 5.1, Theorem 5.2 and Table 6."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attractor.ode.theory import (
+    convergence_bound,
+    curvature_distribution,
+    lipschitz_bound,
+    lipschitz_observed,
+    steepest,
+)
+from attractor.reproduce.tasks import Context, Outcome
+from attractor.reproduce.tasks.solvers import CEILING, fitted, setting
+
+READINGS = ("states", "components", "trajectories")
+
+
+def curvature(config: dict[str, Any], context: Context) -> Outcome:
+    """Table 6: the share of ``|u''|`` below levels, in per cent, by one reading of what is counted.
+
+    Metrics: "off", the largest difference from ``config["paper"]`` in percentage points. Curves:
+    "level", "share".
+    """
+    given = setting({"train": 1, **config}, context)
+    levels = torch.tensor(config["levels"], dtype=torch.float64)
+    share = 100 * curvature_distribution(given.system, given.truth, levels, config["of"]).cpu()
+    off = (share - torch.tensor(config["paper"], dtype=torch.float64)).abs().max().item()
+    curves = {"level": config["levels"], "share": [round(x, 4) for x in share.tolist()]}
+    return {"metrics": {"off": off}, "curves": curves}
+
+
+def lipschitz(config: dict[str, Any], context: Context) -> Outcome:
+    """Theorem 5.2: the bound of Q's Lipschitz constant, and what is seen along and far off test states.
+
+    Metrics: "bound", "observed" (the largest spectral norm of its derivative on test states), "between"
+    (the largest quotient of differences between random pairs of them), "far" (as observed, with states
+    moved a hundred times their size away), "used" = max of these / bound, "activation", the steepest
+    slope of the rational function.
+    """
+    given = setting(config, context)
+    solver, _ = fitted(config, context, given)
+    if solver is None:
+        lost = dict.fromkeys(("bound", "observed", "between", "far", "used", "activation"), math.nan)
+        return {"metrics": lost}
+    solver = solver.to(torch.float64)
+    correction: Any = solver.correction
+    u = _some(given.truth.flatten(0, 1), config.get("states", 2000))
+    slope = solver.scheme.slope(given.system, 0.0, u, given.dt)
+    bound = lipschitz_bound(correction, given.dt)
+    observed = lipschitz_observed(correction, u, slope, given.dt)
+    far = lipschitz_observed(correction, u + 100 * u.std(0), slope + 100 * slope.std(0), given.dt)
+    q, order = correction(u, slope, given.dt), torch.arange(len(u), device=u.device).flip(0)
+    moved = torch.cat((u - u[order], slope - slope[order]), -1).norm(dim=-1)
+    between = ((q - q[order]).norm(dim=-1) / moved.clamp(min=1e-12))[moved > 1e-9].max().item()
+    metrics = {
+        "bound": bound, "observed": observed, "between": between, "far": far,
+        "used": max(observed, between, far) / bound,
+        "activation": steepest(correction.net.body.activations[0]),
+    }  # fmt: skip
+    return {"metrics": metrics}
+
+
+def bound(config: dict[str, Any], context: Context) -> Outcome:
+    """Theorem 5.1 along a few test trajectories: the error at the end, and what bounds say of it.
+
+    Metrics, as powers of ten: "actual", "theorem" (beta sqrt(delta), with no overflow), "classical",
+    "carried" (residuals carried by the steps' own Jacobians), "slack" = theorem - actual; "L", "L_att",
+    "delta" and, for Euler's scheme, "alpha" (its power of ten, for a unit of the fine step) as they are.
+    """
+    given = setting(config, context)
+    solver, _ = fitted(config, context, given)
+    names = ("actual", "theorem", "classical", "carried", "slack", "L", "L_att", "delta", "alpha")
+    if solver is None:
+        return {"metrics": dict.fromkeys(names, math.nan)}
+    truth = given.truth[: round(config["end"] / given.dt) + 1, : config.get("followed", 30)]
+    try:
+        found = convergence_bound(solver.to(torch.float64), truth)
+    except ValueError:  # the solver loses a trajectory
+        lost = dict.fromkeys(names, math.nan) | {"actual": math.log10(CEILING)}
+        return {"metrics": lost}
+    T, L, L_att = (len(truth) - 1) * given.dt, found.slope_constant, found.attention_constant
+    K = L * (1 + L_att)
+    theorem = 0.5 * _log10(T / K * found.delta) + T * K / math.log(10)
+    actual = _log10(found.actual)
+    alpha = _log10(found.curvature / (2 * L)) + 2 * T * L / math.log(10)
+    metrics = {
+        "actual": actual, "theorem": theorem, "classical": _log10(found.classical),
+        "carried": _log10(found.propagated), "slack": theorem - actual, "L": L, "L_att": L_att,
+        "delta": found.delta, "alpha": alpha if found.alpha is not None else math.nan,
+    }  # fmt: skip
+    return {"metrics": metrics}
+
+
+def _some(x: Tensor, count: int) -> Tensor:
+    """Rows of x, evenly spread."""
+    return x[:: max(1, len(x) // count)]
+
+
+def _log10(x: float) -> float:
+    return math.log10(max(x, 1e-300)) if math.isfinite(x) else math.inf

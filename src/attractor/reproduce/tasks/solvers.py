@@ -1,0 +1,487 @@
+"""Hybrid solvers as in the AttNS paper: fit a correction, follow test states, measure the error.
+
+The error is the paper's (its Eq. 7 and Table 3): the mean square over components, trajectories and all
+discrete states up to T. Test states come from a seed that no fit uses, and are the same for every seed.
+A trajectory that becomes non-finite, or a training that does, counts as `CEILING`. The truth has twice
+as many substeps as the training data, whose own mean square error is 7e-18 for the elastic pendulum to
+T = 50 and 2e-20 for the 2-link one: no fit can be better. Spring-mass is exact.
+
+What a configuration may say, and what is taken otherwise:
+
+    system       "spring-mass" (with n), "2-link" or "elastic"; see `PROBLEMS`
+    scheme       "rk4"
+    correction   of `attractor.corrections`; with its options: width, depth, and `options`
+    recipe       "default": `attractor.fit`; "paper": one-step pairs, Adam, see `train_as_printed`;
+                 "normalised": the same, for standardised inputs and errors in units of their spread
+    epochs       of the paper's recipe, of 500
+    share        of the training trajectories, 1.0
+    data         "exact", or "scheme": the same scheme with steps of 1e-3, as the paper has it for
+                 spring-mass
+    noise        size of what is added to states in training; kind "normal" (independent, on every
+                 state) or "constant" (the same number on every state that a step starts from)
+    top          only this share of the test trajectories, those with the largest ``|u''|``
+    train, test, horizon, epochs: a number, or one for each system
+"""
+
+import functools
+import hashlib
+import math
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attractor.core import Trajectory, evolve, get_scheme
+from attractor.ode import HybridSolver, fit, systems
+from attractor.ode.corrections import AttNSM, get_correction
+from attractor.ode.regression import Pairs, one_step
+from attractor.ode.theory import second_derivative
+from attractor.ode.trajectories import Plan, Run, fine_trajectories, make_run, whole_steps, with_noise
+from attractor.reproduce.tasks import Context, Outcome
+from attractor.train import DivergedError, Progress, Recipe, train
+
+CEILING = 1e40  # the error of what is lost
+TEST_SEED = 20_261_115
+BATCH = 16_384
+FINE = 1e-3  # step of the paper's training data
+POINTS = 40  # of a curve
+FINER = 2  # substeps of the truth for each of the training data
+KEPT = 8  # sets of fine trajectories kept of a system
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A row of the paper's Tables 3 and 4, and the factor of its loss (Eq. 7).
+
+    The paper prints no lambda for them; Adam hardly notices a factor of the loss.
+    """
+
+    system: Any
+    dt: float
+    horizon: float
+    train: int
+    test: int
+    loss_scale: float
+    substeps: int = 1
+
+
+PROBLEMS = {
+    "spring-mass": Problem(systems.SpringMass, 0.2, 20.0, 5_000, 5_000, 1.0),
+    "2-link": Problem(systems.PendulumChain, 0.1, 10.0, 20_000, 10_000, 1e6, 16),
+    "elastic": Problem(systems.ElasticPendulum, 0.1, 50.0, 20_000, 10_000, 1e6, 16),
+}
+
+
+class Known:
+    """A system that remembers its fine trajectories, so that fits which share states share them too.
+
+    Args:
+        system: the equation.
+        substeps: of dopri5 between two states that are kept.
+    """
+
+    def __init__(self, system: Any, substeps: int) -> None:
+        self.system, self.substeps, self.dim = system, substeps, system.dim
+        self.sample = system.sample
+        self.memory: dict[tuple[Any, ...], Tensor] = {}
+
+    def __call__(self, t: Any, u: Tensor) -> Tensor:
+        """du/dt."""
+        return self.system(t, u)
+
+    def exact(self, t: Tensor, u0: Tensor) -> Tensor:
+        """States ``[len(t), n, d]`` at evenly spaced times after u0 ``[n, d]``; `fit` asks for them."""
+        key = (len(t), round(t[1].item(), 12), u0.device, digest(u0))
+        if key not in self.memory:
+            while len(self.memory) >= KEPT:
+                self.memory.pop(next(iter(self.memory)))
+            self.memory[key] = fine_trajectories(self.system, u0, t[1].item(), len(t) - 1, self.substeps)
+        return self.memory[key]
+
+
+@functools.cache
+def known(name: str, n: int | None, substeps: int) -> Known:
+    """The system of that name, with what it remembers."""
+    made = PROBLEMS[name].system
+    return Known(made(n) if n is not None else made(), substeps)
+
+
+def digest(x: Tensor) -> str:
+    """A hash of its numbers."""
+    return hashlib.sha256(x.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an arm is about: the equation, the step, the training data and the truth of the test."""
+
+    problem: Problem
+    system: Known
+    scheme: Any
+    steps: int
+    run: Run
+    truth: Tensor  # [steps + 1, n, d]
+
+    @property
+    def dt(self) -> float:
+        """The big step."""
+        return self.problem.dt
+
+    @property
+    def horizon(self) -> float:
+        """T."""
+        return self.steps * self.dt
+
+
+def setting(config: dict[str, Any], context: Context) -> Setting:
+    """The equation and the data of a configuration and a seed."""
+    name = config["system"]
+    own = {k: _of(config, k, name) for k in ("train", "test", "horizon", "substeps")}
+    problem = replace(PROBLEMS[name], **{k: v for k, v in own.items() if v is not None})
+    system = known(name, config.get("n"), problem.substeps)
+    scheme, steps = get_scheme(config.get("scheme", "rk4")), whole_steps(problem.dt, problem.horizon)
+    plan = Plan(problem.train, problem.dt, steps, 1, context.seed, problem.train)
+    if config.get("data", "exact") == "exact":
+        run = make_run(system, None, plan, 0, context.device)
+    else:
+        u0 = system.sample(problem.train, plan.generator(0, "states"), torch.float64, context.device)
+        run = Run(0.0, by_scheme(system.system, u0, scheme, problem.dt, steps))
+    generator = torch.Generator().manual_seed(TEST_SEED)
+    u0 = system.sample(problem.test, generator, torch.float64, context.device)
+    finer = known(name, config.get("n"), FINER * problem.substeps)
+    truth = finer.exact(torch.arange(steps + 1, dtype=torch.float64) * problem.dt, u0)
+    if "top" in config:
+        truth = largest(system, truth, config["top"])
+    run = Run(run.t0, run.u[:, : max(1, round(config.get("share", 1.0) * problem.train))])
+    return Setting(problem, system, scheme, steps, run, truth)
+
+
+def by_scheme(system: Any, u0: Tensor, scheme: Any, dt: float, steps: int) -> Tensor:
+    """States of a *linear* system every dt, by steps of the scheme of `FINE`: the paper's training data.
+
+    A step is a matrix, and so are many: those of the unit vectors, one after the other.
+    """
+    unit = torch.eye(u0.shape[-1], dtype=torch.float64, device=u0.device)
+    t = torch.arange(round(dt / FINE) + 1, dtype=torch.float64) * FINE
+    flow = evolve(system, unit, t, scheme, every=len(t) - 1).final
+    states = [u0]
+    for _ in range(steps):
+        states.append(states[-1] @ flow)
+    return torch.stack(states)
+
+
+def largest(system: Any, truth: Tensor, share: float) -> Tensor:
+    """The trajectories whose largest ``|u''|`` over components and times is among the largest."""
+    size = second_derivative(system, truth).abs().amax((0, -1))
+    return truth[:, size.argsort(descending=True)[: max(1, round(share * truth.shape[1]))]]
+
+
+# Fitting
+
+
+def fitted(config: dict[str, Any], context: Context, given: Setting) -> tuple[Any, Outcome]:
+    """A hybrid solver and what is known about its fit; None in its place if training diverged."""
+    if config["recipe"] in ("paper", "normalised"):
+        return _by_adam(config, context, given)
+    run = _with_noise(config, context, given.run)
+    if config.get("kind") == "constant":
+        raise ValueError("constant noise is between a step's start and its end; recipe 'paper' has it")
+    options = {k: config[k] for k in ("width", "depth") if config.get(k) is not None}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the correction makes held-out")
+        solver = fit(
+            given.system, dt=given.dt, horizon=given.horizon, scheme=given.scheme,
+            correction=config["correction"], options=config.get("options"), data=[run], fine_dt=given.dt,
+            trajectories=run.u.shape[1], seed=context.seed, device=context.device, **options,
+        )  # fmt: skip
+    return solver, _unknown(0.0)
+
+
+def _by_adam(config: dict[str, Any], context: Context, given: Setting) -> tuple[Any, Outcome]:
+    pairs = one_step(
+        given.system, given.scheme, given.dt, [_with_noise(config, context, given.run)], False
+    )
+    if config.get("kind") == "constant":
+        pairs = _shifted(pairs, config["noise"], given)
+    epochs = _of(config, "epochs", config["system"])
+    arguments = (config, pairs, context, epochs, given.problem.loss_scale)
+    try:
+        model, found = train_as_printed(*arguments)
+    except DivergedError:
+        return None, _unknown(math.nan)
+    except torch._dynamo.exc.TorchDynamoException as error:  # no compiler, or one that fails
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        warnings.warn(f"not compiled, training goes on without ({reason})", stacklevel=2)
+        return _by_adam({**config, "compile": False}, context, given)
+    return HybridSolver(given.system, given.scheme, model, given.dt), found
+
+
+def train_as_printed(
+    config: dict[str, Any], pairs: Pairs, context: Context, epochs: int, loss_scale: float
+) -> tuple[nn.Module, Outcome]:
+    """The paper's Algorithm 1 by the library's loop: Adam at 1e-3, a cosine to 0, batches of 16,384.
+
+    What `attractor.fit` does with recipe "paper", but for an incomplete last batch, which is left out:
+    all steps are alike, so a GPU takes each as one graph, compiled if ``config["compile"]``.
+
+    Returns:
+        The correction, and its losses, epoch by epoch; if ``config["watch"]``, with "q", "away" and
+        "spread" of AttNS-m: mean of Q, its mean distance from 1 and its standard deviation, over some
+        training states.
+    """
+    torch.manual_seed(context.seed)
+    options = {k: config[k] for k in ("width", "depth") if config.get(k) is not None}
+    options |= config.get("options") or {}
+    model: Any = get_correction(config["correction"])(pairs.u.shape[-1], **options)
+    if config.get("residual"):  # Eq. 9: 1 + Q in place of Q
+        with torch.no_grad():
+            model.net.head.bias.add_(1.0)
+    model.to(context.device)
+    normal = Normal.of(model, pairs) if config["recipe"] == "normalised" else None
+    dt, u, slope, error = pairs.dt, pairs.u.float(), pairs.slope.float(), pairs.error.float()
+    batches = Batches(len(u), config.get("batch", BATCH), u.device)
+    watched, few = config.get("watch") and isinstance(model, AttNSM), slope[:: max(1, len(u) // 4096)]
+    seen: list[tuple[float, ...]] = []
+
+    def loss(model: Any, index: Tensor) -> Tensor:
+        if normal is not None:
+            return (model.net(normal.x[index]) - normal.error[index]).square().mean(-1)
+        added = model(u[index], slope[index], dt)
+        return loss_scale * (added - error[index]).square().mean(-1)
+
+    def look(progress: Progress | None) -> None:
+        if watched and (progress is None or progress.row is not None):
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                q = model.net.in_torch(few).double()
+            seen.append(tuple(x.item() for x in (q.mean(), (q - 1).abs().mean(), q.std())))
+
+    plain = hasattr(model.net, "body") and hasattr(model.net.body, "activations")
+    recipe = Recipe(
+        epochs=epochs, learning_rate=1e-3, warmup=0.0, optimiser="adamw", weight_decay=0.0,
+        precision="fp32", channels_last=False, seed=context.seed,
+        capture="compile" if plain and config.get("compile") else "auto",
+    )  # fmt: skip
+    look(None)
+    history = train(
+        model, batches, None, recipe, loss=loss, device=context.device, tell=look,
+        blocks=lambda correction: [model.net.body],
+    )  # fmt: skip
+    model.requires_grad_(False)
+    if normal is not None:
+        normal.fold(model)
+    losses = history.column("train_loss")
+    curves = {"epoch": thinned(list(range(1, epochs + 1))), "loss": thinned(losses)}
+    metrics = {**_unknown(float(epochs * len(batches)))["metrics"], "loss": losses[-1]}
+    if seen:
+        q, away, spread = zip(*seen)
+        curves |= {"q": thinned(q), "away": thinned(away), "spread": thinned(spread)}
+        metrics |= {"q": q[-1], "away": away[-1], "spread": spread[-1]}
+    return model, {"metrics": metrics, "curves": curves}
+
+
+def _unknown(updates: float) -> Outcome:
+    """What a fit without a loss has to say."""
+    nothing = dict.fromkeys(("loss", "q", "away", "spread"), math.nan)
+    return {"metrics": {"updates": updates, **nothing}, "curves": {}}
+
+
+@dataclass(frozen=True)
+class Normal:
+    """What a correction sees and has to give, both with components of size 1."""
+
+    x: Tensor
+    error: Tensor
+    mean: Tensor
+    deviation: Tensor
+    size: Tensor
+
+    @classmethod
+    def of(cls, model: Any, pairs: Pairs) -> "Normal":
+        """For a correction that adds what its network gives."""
+        if isinstance(model, AttNSM):
+            raise ValueError("AttNS-m multiplies by the slope; recipe 'normalised' is for the others")
+        with torch.no_grad():
+            x = model.inputs(pairs.u, pairs.slope, pairs.dt).double()
+        mean, deviation, size = x.mean(0), x.std(0), pairs.error.std(0)
+        deviation = torch.where(deviation > 1e-12 * (1 + mean.abs()), deviation, 1.0)
+        size = torch.where(size > 0, size, 1.0)
+        return cls(((x - mean) / deviation).float(), (pairs.error / size).float(), mean, deviation, size)
+
+    def fold(self, model: Any) -> None:
+        """Let the correction take and give things as they are; in float64, where that loses nothing."""
+        net = model.double().net
+        with torch.no_grad():
+            for layer in (net.head, net.around):
+                if layer is not None:
+                    layer.weight.mul_(self.size[:, None])
+            net.head.bias.mul_(self.size)
+        net.standardise(self.mean, self.deviation)
+
+
+class Batches:
+    """Indices ``[batch]`` of an epoch's steps, shuffled where they are used."""
+
+    def __init__(self, count: int, batch: int, device: torch.device) -> None:
+        self.count, self.batch, self.device = count, min(batch, count), device
+
+    def __len__(self) -> int:
+        return self.count // self.batch
+
+    def __iter__(self) -> Iterator[Tensor]:
+        generator = torch.Generator(self.device).manual_seed(int(torch.randint(2**62, ())))
+        order = torch.randperm(self.count, generator=generator, device=self.device)
+        yield from order[: len(self) * self.batch].split(self.batch)
+
+
+def _with_noise(config: dict[str, Any], context: Context, run: Run) -> Run:
+    if not config.get("noise") or config.get("kind") == "constant":
+        return run
+    return with_noise(run, config["noise"], torch.Generator().manual_seed(context.seed))
+
+
+def _shifted(pairs: Pairs, sigma: float, given: Setting) -> Pairs:
+    """Steps that start sigma beside the state, and should end where the state's own does."""
+    u = pairs.u + sigma
+    with torch.no_grad():
+        slope = given.scheme.slope(given.system, pairs.t[0], u, pairs.dt)
+    after = pairs.u + pairs.dt * pairs.slope + pairs.error
+    return Pairs(u, slope, after - u - pairs.dt * slope, pairs.t, pairs.dt)
+
+
+# Measuring
+
+
+def error(solved: Trajectory, truth: Tensor) -> dict[str, float]:
+    """Mean square error over all states and at the end, and the share of trajectories that are lost."""
+    off = (solved.u.double() - truth).square()
+    lost = 1 - solved.ok.double().mean().item()
+    whole, end = off.mean().item(), off[-1].mean().item()
+    bounded = lambda x: CEILING if lost or not x < CEILING else x
+    return {"mse": bounded(whole), "mse_end": bounded(end), "lost": lost}
+
+
+def plain(given: Setting) -> Trajectory:
+    """The scheme alone."""
+    t = torch.arange(given.steps + 1, dtype=torch.float64) * given.dt
+    with torch.no_grad():
+        return evolve(given.system, given.truth[0], t, given.scheme)
+
+
+def solve(config: dict[str, Any], context: Context) -> Outcome:
+    """One correction by one recipe: the error of the hybrid solver on test states, and the scheme's own.
+
+    Metrics: "mse", "log_mse" (base 10), "mse_end", "lost", "plain", "updates" and "loss" of the paper's
+    recipe; with ``speed`` also "step", a hybrid step's time over a plain one's. Curves: "loss", and
+    "time" and "error", the mean square error over time.
+    """
+    given = setting(config, context)
+    context.tell(f"{config['system']}: data are there")
+    scheme = plain(given)
+    if config.get("correction") is None:
+        found = _unknown(0.0)
+        solved: Any = scheme
+    else:
+        solver, found = fitted(config, context, given)
+        solved = None if solver is None else _follow(solver, given)
+        if config.get("speed"):
+            found["metrics"]["step"] = math.nan if solver is None else step_ratio(solver, given)
+    nothing = {"mse": CEILING, "mse_end": CEILING, "lost": 1.0}
+    measured = nothing if solved is None else error(solved, given.truth)
+    measured |= {"log_mse": math.log10(max(measured["mse"], 1e-300))}
+    curves = dict(found["curves"])
+    if solved is not None:
+        off = (solved.u.double() - given.truth).square().mean((1, 2))
+        times = [i * given.dt for i in range(1, given.steps + 1)]
+        curves |= {"time": thinned(times), "error": thinned(off[1:].tolist())}
+    metrics = {**measured, "plain": error(scheme, given.truth)["mse"], **found["metrics"]}
+    return {"metrics": metrics, "curves": curves, "data": _hashes(given)}
+
+
+def grid(config: dict[str, Any], context: Context) -> Outcome:
+    """Several corrections and shares of the data: their errors by name, as "attns" and "attns 50 %".
+
+    Metrics also "plain", the scheme's own error; "fine", that of the training data where they come from
+    the scheme itself, below which no fit can get but by luck; "updates" at a share of 1.
+    """
+    given = setting({**config, "share": 1.0}, context)
+    metrics = {"plain": error(plain(given), given.truth)["mse"], "fine": 0.0}
+    if config.get("data") == "scheme":
+        fine = by_scheme(given.system.system, given.truth[0], given.scheme, given.dt, given.steps)
+        metrics["fine"] = (fine - given.truth).square().mean().item()
+    for correction in config["corrections"]:
+        for share in config["shares"]:
+            own = {**config, "correction": correction}
+            part = Run(0.0, given.run.u[:, : max(1, round(share * given.run.u.shape[1]))])
+            solver, found = fitted(own, context, replace(given, run=part))
+            name = correction if share == 1 else f"{correction} {share:.0%}".replace("%", " %")
+            solved = None if solver is None else _follow(solver, given)
+            metrics[name] = CEILING if solved is None else error(solved, given.truth)["mse"]
+            if share == 1:
+                metrics["updates"] = found["metrics"]["updates"]
+    return {"metrics": metrics, "data": _hashes(given)}
+
+
+def step_ratio(solver: HybridSolver, given: Setting, steps: int = 5, rounds: int = 5) -> float:
+    """Time of a hybrid step over that of a plain one, both in float32, in turn, the shortest of rounds.
+
+    On a GPU several steps are one graph; without it, launches would be all that is measured.
+    """
+    u = given.truth[0].float()
+    bare = HybridSolver(given.system, given.scheme, _Nothing(), given.dt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runs = [s.capture(u, steps=steps, compile=False) for s in (solver.to(torch.float32), bare)]
+    best = [math.inf, math.inf]
+    for _ in range(rounds):
+        for i, run in enumerate(runs):
+            run.reset(u)
+            best[i] = min(best[i], _seconds(run, 10 if u.is_cuda else 1))
+    return best[0] / best[1]
+
+
+class _Nothing(nn.Module):
+    """A correction that adds nothing."""
+
+    def forward(self, u: Tensor, slope: Tensor, dt: Any) -> float:
+        return 0.0
+
+
+def _seconds(run: Any, times: int) -> float:
+    run.advance()
+    if run.u.is_cuda:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    run.advance(times)
+    if run.u.is_cuda:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / times
+
+
+def _follow(solver: HybridSolver, given: Setting) -> Trajectory:
+    own = next(solver.correction.parameters()).dtype
+    with torch.no_grad():
+        return solver.solve(given.truth[0].to(own), given.horizon)
+
+
+def _hashes(given: Setting) -> dict[str, str]:
+    """Of the states that trajectories start from; the rest follows from them."""
+    return {"train": digest(given.run.u[0])[:16], "test": digest(given.truth[0])[:16]}
+
+
+def thinned(values: Any) -> list[float]:
+    """At most `POINTS` of them, the first and the last among them, with six digits."""
+    values = list(values)
+    if len(values) > POINTS:
+        last = len(values) - 1
+        values = [values[round(i * last / (POINTS - 1))] for i in range(POINTS)]
+    return [float(f"{x:.6g}") if x is not None else math.nan for x in values]
+
+
+def _of(config: dict[str, Any], key: str, system: str) -> Any:
+    """A number of the configuration, or the one for this system."""
+    value = config.get(key)
+    return value.get(system) if isinstance(value, dict) else value
