@@ -31,6 +31,7 @@ from attractor.reproduce import (
 )  # fmt: skip
 from attractor.reproduce import page as pages
 from attractor.reproduce.results import path_of
+from attractor.reproduce.shelf import home
 
 CALLS = []
 
@@ -206,6 +207,12 @@ def test_numbers_on_the_page():
     assert pages.told(92.742, 0.131) == "92.74 ± 0.13"
     assert pages.told(1.2345e-9, 1e-11) == "1.23e-09 ± 1e-11"
     assert pages.told(5.0, None) == "5"
+
+
+def test_the_page_in_the_docs_is_that_of_the_results():
+    docs = home().parents[1] / "docs"
+    made = pages.page(home(), docs / "results")
+    assert (docs / "results.md").read_text() == made, "attractor reproduce --page docs/results.md"
 
 
 def test_the_catalogue_is_whole():

@@ -156,10 +156,11 @@ def _list(folder: Path, as_json: bool) -> None:
         print(json.dumps(found, indent=1))
         return
     table = Table()
+    rest = 13 + sum(max(len(row[c] or "") for row in found) for c in ("name", "state", "verdict"))
     table.add_column("experiment", no_wrap=True)
-    table.add_column("of the paper", no_wrap=True, overflow="ellipsis", ratio=1)
-    table.add_column("state")
-    table.add_column("verdict")
+    table.add_column("of the paper", no_wrap=True, max_width=max(7, console.width - rest))
+    table.add_column("runs", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
     for row in found:
         table.add_row(row["name"], row["place"], row["state"], row["verdict"] or "")
     console.print(table)

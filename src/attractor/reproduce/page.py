@@ -45,11 +45,10 @@ def state(experiment: Experiment, folder: Path | str) -> str:
     """How far it is, in a few words."""
     found = largest(experiment, folder)
     if found is None:
-        return "cannot be run here" if experiment.missing else "not run yet"
+        return "no data" if experiment.missing else "not yet"
     done = sum(len(runs) for runs in found.runs.values())
     missing = len(found.missing())
-    told = f"{found.scale}, {done} runs"
-    return told if not missing else f"{told}, {missing} to come"
+    return f"{found.scale}, {done}" if not missing else f"{found.scale}, {done} of {done + missing}"
 
 
 def rows(experiment: Experiment, results: Results) -> list[dict[str, Any]]:
@@ -154,7 +153,8 @@ def page(folder: Path | str, pictures: Path) -> str:
         verdict = e.verdict(largest(e, folder))
         word = "" if verdict is None else verdict.word
         body.append([f"[{e.name}](#{_anchor(e)})", e.claim, word, state(e, folder)])
-    parts = [HEAD, *findings(everything, folder, pictures), "## Everything\n", _table(head, body)]
+    parts = [HEAD, *findings(everything, folder, pictures), "## Everything\n"]
+    parts.append(_table(head, body, numbers=False))
     for paper, title in PAPERS.items():
         parts.append(f"\n## {title}\n")
         parts += [section(e, folder, pictures) for e in everything.values() if e.paper == paper]
@@ -181,6 +181,7 @@ def _anchor(experiment: Experiment) -> str:
     return "".join(kept).replace(" ", "-")
 
 
-def _table(head: list[str], body: Iterable[list[str]]) -> str:
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *body]
-    return "".join(f"| {' | '.join(x.replace('|', '/') for x in line)} |\n" for line in lines)
+def _table(head: list[str], body: Iterable[list[str]], numbers: bool = True) -> str:
+    lines = [head, ["---"] + ["---:" if numbers else "---"] * (len(head) - 1), *body]
+    escaped = lambda text: text.replace("|", r"\|")
+    return "".join(f"| {' | '.join(map(escaped, line))} |\n" for line in lines)
