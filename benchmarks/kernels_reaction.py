@@ -5,10 +5,12 @@
 
 bf16, 8 heads of 64, 4 steps, coefficients for each head. First outputs and gradients are checked against
 float64, beside the dense algorithm in the same type, on a length that no block divides; what fails is
-reported, and not timed. `--tune` then tries sizes of blocks for every kernel, and keeps the quickest of
-those that give the same result. All are timed in turn, a round each, by device events, up to 4,096
-tokens as replays of captured graphs; times are medians, ratios medians of a round's ratios to SDPA.
-`--repeats 250` counts runs whose bits differ from the first. `--out` is written after every part.
+reported, and not timed. `--tune` then tries sizes of blocks for every kernel (or those of `--only`), and
+keeps the quickest of those that give the same result; many processes compile them first. All are timed
+in turn, a round each, by device events, up to 4,096 tokens as replays of captured graphs; times are
+medians, ratios medians of a round's ratios to SDPA. Backward of steps is one walk unless deterministic
+algorithms are asked for; both are checked and tuned. `--repeats 250` asks for them, and counts runs whose
+bits differ from the first. `--out` is written after every part.
 
 Floors of a forward pass: one product of matrices for the log-sum-exp (two if backward wants the mean key)
 and two for the rest; and in single precision 4 operations a step and about 5 more an entry of the map.
@@ -16,6 +18,7 @@ and two for the rest; and in single precision 4 operations a step and about 5 mo
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
@@ -36,22 +39,31 @@ BATCH = {1_024: 32, 4_096: 8, 16_384: 2, 65_536: 1}
 GRAPHS_UP_TO = 4_096
 ROUNDS, CHECKED = 15, 777
 SCALE = DIM**-0.5
+Call = Callable[[], Any]
+Size = tuple[Any, ...]
 RESULTS = ("output", "query", "key", "value", "alpha", "beta")  # what is compared
 
-# (rows, strands or keys, warps, stages) to try. The first is what is checked against float64; the others
-# must agree with it, for assemblers have been seen to get single sizes wrong.
-SIZES = {
+# (rows, strands or keys, warps, stages) to try, and for "once" whether products are across. The first is
+# what is checked against float64; the others must agree with it, for assemblers have been seen to get
+# single sizes wrong.
+SIZES: dict[str, list[Size]] = {
     "lse": [(128, 64, 4, 3), (128, 128, 8, 3), (64, 64, 4, 3)],
     "forward": [(64, 32, 4, 2), (128, 32, 8, 2), (64, 16, 4, 2), (128, 16, 8, 2)],
-    "rows": [(64, 16, 4, 2), (64, 16, 4, 1), (128, 16, 8, 1)],
-    "keys": [(64, 16, 4, 1), (64, 16, 4, 2), (128, 16, 8, 1)],
+    "once": [
+        (64, 32, 4, 1, True),
+        (64, 32, 4, 1, False),
+        (64, 16, 4, 1, True),
+        (64, 16, 4, 1, False),
+        (128, 32, 8, 1, True),
+    ],
+    "rest": [(64, 128, 8, 3), (64, 128, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3)],
+    "rows": [(64, 16, 4, 2), (64, 16, 4, 1), (64, 16, 4, 3)],
+    "keys": [(64, 16, 4, 2), (64, 16, 4, 1)],
     "far": [(128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 3)],
     "far_rows": [(128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 2)],
     "far_keys": [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2)],
 }
-TURNS = (32, 64, 128)
-
-Call = Callable[[], Any]
+TURNS = (32, 16, 64)
 
 
 def times(calls: dict[str, Call], graphs: bool, rounds: int = ROUNDS) -> dict[str, list[float]]:
@@ -106,85 +118,120 @@ def fused(q: Tensor, k: Tensor, v: Tensor, pde: Any, causal: bool) -> Tensor:
 def check(split: bool, causal: bool, dtype: torch.dtype) -> dict[str, Any]:
     """Relative errors of output and gradients, and which of ours are more than 2 and 3 times dense's."""
     drawn, results = inputs(2, CHECKED, dtype), {}
-    for kind in ("truth", "dense", "fused"):
+    kinds = ("truth", "dense", "fused", *([] if split else ["in order"]))
+    for kind in kinds:
+        torch.use_deterministic_algorithms(kind == "in order", warn_only=True)
         exact = torch.float64 if kind == "truth" else dtype
         q, k, v, grad = (x.detach().to(exact).requires_grad_() for x in drawn)
         pde, leaves = equation(split, torch.float64 if kind == "truth" else torch.float32)
-        if kind == "fused":
+        if kind in kinds[2:]:
             out = fused(q, k, v, pde, causal)
         else:
             out = pde_attention(q, k, v, is_causal=causal, pde=pde, steps=STEPS, method="dense")
         results[kind] = [out, *torch.autograd.grad(out, [q, k, v, *leaves], grad)]
+    torch.use_deterministic_algorithms(False)
     found: dict[str, Any] = {
         kind: [
             ((a.double() - b.double()).norm() / b.double().norm()).item()
             for a, b in zip(results[kind], results["truth"])
         ]
-        for kind in ("dense", "fused")
+        for kind in kinds[1:]
     }
     floor = 1e-5 if dtype == torch.float32 else 1e-3
     few = (
         8 * torch.finfo(dtype).eps + floor
     )  # coefficients: few numbers, of which dense may get one by luck
     found["wrong"] = [
-        RESULTS[n]
-        for n, (dense, ours) in enumerate(zip(found["dense"], found["fused"]))
+        f"{RESULTS[n]}, {kind}"
+        for kind in kinds[2:]
+        for n, (dense, ours) in enumerate(zip(found["dense"], found[kind]))
         if not ours <= (2 if n == 0 else 3) * dense + (few if n > 3 else floor)
     ]
     print(f"check split={split} causal={causal} {dtype}: {json.dumps(found)}", flush=True)
     return found
 
 
-def tune(split: bool, tokens: int) -> dict[str, dict[str, float]]:
-    """Tries `SIZES`, one kernel after the other, and leaves the quickest in place. Nothing is masked."""
+def kernels(split: bool, tokens: int) -> dict[str, Call]:
+    """A call of every kernel, where nothing is masked."""
     q, k, v, grad = (x.detach() for x in inputs(BATCH[tokens], tokens))
     pde, _ = equation(split)
     spread, growth = (x.detach().flatten().contiguous() for x in (pde.alpha, pde.beta))
     rest = None, None, False, SCALE
-    lse, mean = reaction.row_sums(q, k, *rest, True)
-    out = reaction.react(q, k, v, spread, growth, lse, mean, *rest, STEPS)
-    calls: dict[str, Call] = {
-        "lse": lambda: reaction.row_sums(q, k, *rest, True),
-        "forward": lambda: reaction.react(q, k, v, spread, growth, lse, mean, *rest, STEPS),
+    lse, mean = reaction.log_sum_exp(q, k, *rest, True)
+    some, found = lse * 0.01, torch.zeros_like(k, dtype=torch.float32)  # of sizes that may be
+    if split:
+        return {
+            "far": lambda: reaction.react_split(q, k, v, v, spread, growth, lse, mean, *rest, STEPS),
+            "far_rows": lambda: reaction.far_backward_rows(
+                grad, q, k, v, v, growth, lse, mean, *rest, 0, True
+            ),
+            "far_keys": lambda: reaction.far_backward_keys(grad, q, k, v, growth, lse, lse, *rest, 0),
+        }
+    return {
+        "once": lambda: reaction.backward_once(
+            grad, q, k, v, v, spread, growth, lse, mean, *rest, STEPS, True
+        ),
+        "rest": lambda: reaction.backward_rest(q, k, lse, some, found, *rest),
         "rows": lambda: reaction.backward_rows(
-            grad, q, k, v, out, spread, growth, lse, mean, None, None, None, None, False, SCALE, STEPS,
+            grad, q, k, v, v, spread, growth, lse, mean, None, None, None, None, False, SCALE, STEPS,
             True,
         ),
         "keys": lambda: reaction.backward_keys(
             grad, q, k, v, spread, growth, lse, lse, None, None, None, False, SCALE, STEPS
         ),
+        "forward": lambda: reaction.react(q, k, v, spread, growth, lse, mean, *rest, STEPS),
+        "lse": lambda: reaction.row_sums(q, k, *rest, True),
     }  # fmt: skip
-    if split:
-        calls = {
-            "far": lambda: reaction.react_split(q, k, v, v, spread, growth, lse, mean, *rest, STEPS),
-            "far_rows": lambda: reaction.far_backward_rows(
-                grad, q, k, v, out, growth, lse, mean, *rest, 0, True
-            ),
-            "far_keys": lambda: reaction.far_backward_keys(grad, q, k, v, growth, lse, lse, *rest, 0),
-        }
+
+
+def take(name: str, size: Size) -> None:
+    reaction.TILES[name] = size[:4]
+    if name == "once":
+        reaction.ACROSS = size[4]
+
+
+def compiled(given: tuple[str, Size, bool, int]) -> str:
+    """One size in a process of its own, for Triton's cache; what went wrong, if something did."""
+    name, size, split, tokens = given
+    try:
+        take(name, size)
+        kernels(split, tokens)[name]()
+        torch.cuda.synchronize()
+    except Exception as error:  # too much shared memory, say
+        return f"{type(error).__name__} {str(error)[:200]}"
+    return ""
+
+
+def tune(split: bool, tokens: int, only: list[str]) -> dict[str, dict[str, float]]:
+    """Tries `SIZES`, one kernel after the other, and leaves the quickest in place. Nothing is masked."""
+    calls = {name: call for name, call in kernels(split, tokens).items() if not only or name in only}
+    began = time.perf_counter()
+    wanted = [(name, size, split, tokens) for name in calls for size in SIZES[name]]
+    with multiprocessing.get_context("spawn").Pool(min(12, len(wanted))) as pool:
+        failed = dict(zip(((name, size) for name, size, *_ in wanted), pool.map(compiled, wanted, 1)))
+    print(f"compiled {len(wanted)} in {time.perf_counter() - began:.0f} s", flush=True)
     found: dict[str, dict[str, float]] = {}
     for name, call in calls.items():
         found[name] = {}
         reference = None
         for size in SIZES[name]:
-            reaction.TILES[name] = size
-            began = time.perf_counter()
-            try:
-                result = call()
-                result = result if isinstance(result, tuple) else (result,)
-                reference = result if reference is None else reference
-                off = max_difference(result, reference)
-                ms = statistics.median(times({name: call}, False, 5)[name])
-            except Exception as error:  # too much shared memory, say
-                print(f"{name} {size}: {type(error).__name__} {str(error)[:200]}", flush=True)
+            if failed[name, size]:
+                print(f"{name} {size}: {failed[name, size]}", flush=True)
                 continue
+            take(name, size)
+            began = time.perf_counter()
+            result = call()
+            result = result if isinstance(result, tuple) else (result,)
+            reference = result if reference is None else reference
+            off = max_difference(result, reference)
+            ms = statistics.median(times({name: call}, False, 5)[name])
             took = time.perf_counter() - began
             wrong = "" if off < 1e-2 else f", but off by {off:.1e}"
             print(f"{name} {size}: {ms:.3f} ms ({took:.0f} s){wrong}", flush=True)
             if not wrong:
                 found[name][str(size)] = ms
         best = min(SIZES[name], key=lambda size: found[name].get(str(size), float("inf")))
-        reaction.TILES[name] = best
+        take(name, best)
         print(f"{name}: {best}", flush=True)
     if "keys" in calls:
         found["turns"] = {}
@@ -195,12 +242,13 @@ def tune(split: bool, tokens: int) -> dict[str, dict[str, float]]:
             )
         reaction.TURNS = int(min(found["turns"], key=lambda turns: found["turns"][turns]))
         print(f"turns: {found['turns']}", flush=True)
+    if "lse" in calls:
+        q, k, *_ = (x.detach() for x in inputs(BATCH[tokens], tokens))
         both = {}
         for by_operator in (False, True):
             reaction.BY_OPERATOR = by_operator
-            both[str(by_operator)] = statistics.median(
-                times({"": lambda: reaction.log_sum_exp(q, k, *rest, True)}, False, 5)[""]
-            )
+            call = partial(reaction.log_sum_exp, q, k, None, None, False, SCALE, True)
+            both[str(by_operator)] = statistics.median(times({"": call}, False, 5)[""])
         reaction.BY_OPERATOR = both["True"] <= both["False"]
         found["log_sum_exp by operator"] = both
         print(f"log-sum-exp and mean key by the operator: {both}", flush=True)
@@ -257,7 +305,8 @@ def compare(tokens: int, causal: bool, what: list[str]) -> dict[str, dict[str, f
 
 
 def repeats(count: int, split: bool, causal: bool) -> int:
-    """How many of so many runs differ in a bit from the first."""
+    """How many of so many runs differ in a bit from the first, where torch is asked that none do."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
     q, k, v, grad = inputs(2, 1_000)
     pde, leaves = equation(split)
     runs = (
@@ -265,7 +314,9 @@ def repeats(count: int, split: bool, causal: bool) -> int:
         for out in (fused(q, k, v, pde, causal) for _ in range(count))
     )
     first = next(runs)
-    return sum(not all(torch.equal(a, b) for a, b in zip(first, run)) for run in runs)
+    different = sum(not all(torch.equal(a, b) for a, b in zip(first, run)) for run in runs)
+    torch.use_deterministic_algorithms(False)
+    return different
 
 
 def main() -> None:
@@ -274,6 +325,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1_024, 4_096, 16_384])
     parser.add_argument("--causal", choices=("both", "no", "only"), default="both")
     parser.add_argument("--tune", action="store_true", help="try sizes of blocks first")
+    parser.add_argument("--only", nargs="+", default=[], choices=SIZES, help="kernels to tune")
     parser.add_argument("--repeats", type=int, default=0, help="runs to compare bit by bit")
     parser.add_argument("--float32", action="store_true", help="check single precision too")
     parser.add_argument("--out", type=Path, help="a JSON file for all numbers")
@@ -302,9 +354,14 @@ def main() -> None:
     if args.tune:
         for name in what:
             if not any((name, causal) in failed for causal in masks):
-                report[f"tune {name}"] = tune(name == "split", min(4_096, max(args.tokens)))
+                report[f"tune {name}"] = tune(name == "split", min(4_096, max(args.tokens)), args.only)
                 save()
-    report["tiles"] = {**reaction.TILES, "turns": reaction.TURNS, "operator": reaction.BY_OPERATOR}
+    report["tiles"] = {
+        **reaction.TILES,
+        "turns": reaction.TURNS,
+        "across": reaction.ACROSS,
+        "operator": reaction.BY_OPERATOR,
+    }
     print(report["tiles"], flush=True)
     for tokens in args.tokens:
         for causal in masks:

@@ -1,13 +1,17 @@
 """A million tokens on one GPU: a causal window of 256 and 4 global tokens, with a PDE and without.
 
     python -m benchmarks.windows_gpu --out windows.json
+    python -m benchmarks.windows_gpu --pieces --tokens 1048576
+    python -m benchmarks.windows_gpu --tune --tokens 1048576
 
 8 heads of 64 in bfloat16, diffusion with a learnt coefficient for each head, 4 steps. First outputs and
 gradients of a short sequence are checked against the dense algorithm in float64, by the project's rule:
 errors at most twice, for gradients three times, those of the dense algorithm in bfloat16. Then all are
 timed in turn, a round each, by device events; times are medians, ratios medians of a round's ratios to
 the same call without a PDE. "Operator" is FlashAttention in that window alone, what no call can be
-quicker than. Memory is the peak beyond the inputs.
+quicker than. Memory is the peak beyond the inputs. With --pieces every launch is timed by itself, beside
+the bandwidth of a copy, with every input and output counted once; with --tune so are other shapes of the
+programs, and how far their results are from those of the first.
 """
 
 import argparse
@@ -26,6 +30,11 @@ from attractor.attention.masks import Scope
 HEADS, DIM, WINDOW, GLOBAL, STEPS = 8, 64, 256, 4, 4
 TOKENS = (1 << 16, 1 << 18, 1 << 20)
 CHECKED, ROUNDS = 1_111, 7
+SHAPES = {  # pieces of a row, the run of a strand, and warps, that are tried
+    "merge_window": ((2, 2, 4), (2, 4, 4), (1, 4, 4), (2, 2, 8), (2, 1, 4)),
+    "window_rows": ((2, 2, 4), (2, 1, 4), (1, 2, 4), (1, 4, 4), (2, 2, 2)),
+    "window_keys": ((2, 2, 4), (1, 4, 4), (2, 4, 4), (1, 2, 4), (2, 2, 2)),
+}
 
 
 def inputs(tokens: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
@@ -88,6 +97,7 @@ def times(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
         call()
     for _ in range(ROUNDS):
         for name, call in calls.items():
+            call()  # so that the device has something to do while the next one is launched
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             call()
@@ -159,6 +169,92 @@ def measure(tokens: int) -> dict[str, Any]:
     return results
 
 
+Launch = tuple[Callable[[], tuple[Tensor, ...]], list[Tensor]]
+
+
+def launched(tokens: int, with_pde: bool) -> dict[str, Launch]:
+    """Every launch by itself: how to call it, and all that it has to read and write."""
+    from attractor.attention.fused import values, window
+
+    q, k, v = (x.detach() for x in inputs(tokens))
+    grad, scale, sides = torch.randn_like(q), DIM**-0.5, (WINDOW, 0)
+    table = values.taps(pdes.Diffusion(alphas()), STEPS, 1.0, v).detach() if with_pde else None
+    globals_ = k[..., :GLOBAL, :], v[..., :GLOBAL, :].float()
+    head, tail = q[..., : GLOBAL + WINDOW + 1, :], q[..., :0, :]
+    near = [k, v] if with_pde else []
+    stepped = v if table is None else values.step(v, table, None)
+    ahead = q, k, stepped, table, sides, scale
+    far = window._attend_far(*ahead)
+    merged = q, k, v, *far, *globals_, head, tail, table, *sides, scale
+    out, lse = window.merge_window(*merged)
+    behind = grad, q, k, stepped, out, lse, table, sides, scale
+    back = window._attend_far_backward(*behind)
+    begin = head.shape[-2]
+    by_rows = (
+        grad, q, k, v, out, lse, *globals_, table, back[0], begin, tokens, *sides, scale, with_pde
+    )  # fmt: skip
+    of_query, handed, *of_globals, sums = window.window_rows(*by_rows)
+    found: dict[str, Launch] = {
+        "operator": (lambda: window._attend_far(*ahead), [q, k, stepped, far[0]]),
+        "merge_window": (lambda: window.merge_window(*merged)[:1], [q, *far, *near, out, lse]),
+        "operator back": (
+            lambda: window._attend_far_backward(*behind),
+            [grad, q, k, stepped, out, lse, *back],
+        ),
+        "window_rows": (
+            lambda: window.window_rows(*by_rows)[0:4:2],
+            [grad, q, *near, out, lse, back[0], of_query, handed, *of_globals, sums],
+        ),
+    }
+    if table is not None:
+        by_keys = grad, q, v, handed, table, *back[1:], sums, *sides, True
+        found["step"] = lambda: (values.step(v, table, None),), [v, stepped]
+        found["window_keys"] = (
+            lambda: window.window_keys(*by_keys),
+            [grad, q, v, handed, *back[1:], k, v],  # and as much as keys and values
+        )
+    return found
+
+
+def away(found: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> float:
+    """The largest difference, relative to the largest entry."""
+    pairs = [(a, b) for a, b in zip(found, truth) if b.numel()]
+    return torch.stack([(a - b).abs().max() / b.abs().max() for a, b in pairs]).max().item()
+
+
+def pieces(tokens: int, tune: bool) -> dict[str, Any]:
+    """Milliseconds of every launch, and its share of the bandwidth of a copy in the same run."""
+    from attractor.attention.fused import window
+
+    x = torch.empty(HEADS, tokens, DIM, device="cuda", dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    copy = statistics.median(times({"copy": lambda: y.copy_(x)})["copy"])
+    bandwidth = 2 * x.nbytes / copy
+    print(f"{tokens:>9,} copy {copy:.3f} ms, {bandwidth / 1e6:.0f} GB/s", flush=True)
+    results: dict[str, Any] = {"copy GB/s": bandwidth / 1e6}
+    for with_pde in (False, True):
+        for name, (call, moved) in launched(tokens, with_pde).items():
+            kept = window.TILES.get(name)
+            truth = call()
+            for shape in SHAPES[name] if tune and kept is not None else (kept,):
+                if shape is not None:
+                    window.TILES[name] = shape
+                try:
+                    off = away(call(), truth)
+                    ms = statistics.median(times({name: call})[name])
+                except Exception as error:  # a shape may need more than the device has
+                    print(f"{name} {shape}: {str(error).splitlines()[0]}", flush=True)
+                    continue
+                share = sum(t.nbytes for t in moved) / ms / bandwidth
+                label = f"{'with' if with_pde else 'without'} PDE, {name}, {shape}"
+                results[label] = {"ms": ms, "of copy": share, "off": off}
+                print(f"{label:<45} {ms:7.3f} ms {100 * share:4.0f}% of copy  {off:.0e}", flush=True)
+            if kept is not None:
+                window.TILES[name] = kept
+        torch.cuda.empty_cache()
+    return results
+
+
 def launches(tokens: int) -> dict[str, int]:
     """Kernels of a forward and backward call."""
     qkv, alpha = inputs(tokens), alphas()
@@ -179,6 +275,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--launches", action="store_true", help="count kernels too")
+    parser.add_argument("--pieces", action="store_true", help="time every launch by itself instead")
+    parser.add_argument("--tune", action="store_true", help="and other shapes of programs")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     given = parser.parse_args()
     if not torch.cuda.is_available():
@@ -186,7 +284,10 @@ def main() -> None:
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     results["errors"] = {name: check(name == "with PDE") for name in ("without PDE", "with PDE")}
     for tokens in given.tokens:
-        results[f"{tokens} tokens"] = measure(tokens)
+        if given.pieces or given.tune:
+            results[f"pieces of {tokens} tokens"] = pieces(tokens, given.tune)
+        else:
+            results[f"{tokens} tokens"] = measure(tokens)
         keep(results, given.out)
     if given.launches:
         results["kernels"] = launches(min(given.tokens))

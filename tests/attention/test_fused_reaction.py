@@ -3,6 +3,8 @@
 The interpreter is asked for in conftest.py.
 """
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -21,8 +23,27 @@ pytestmark = [pytest.mark.gpu] if GPU else []
 def small_tiles(monkeypatch):
     """Several blocks of rows and runs of keys for few tokens; a GPU takes what it always does."""
     if not GPU:
-        tiles = {name: (32, 16, 4, 1 + (name == "rows")) for name in reaction.TILES}
-        monkeypatch.setattr(reaction, "TILES", tiles)
+        monkeypatch.setattr(reaction, "TILES", dict.fromkeys(reaction.TILES, (32, 16, 4, 1)))
+
+
+@pytest.fixture(params=["once", "in order", "split"])
+def kind(request):
+    """Backward in one walk; in two, as where torch is asked for deterministic algorithms; and split."""
+    with deterministic(request.param == "in order"):
+        yield request.param
+
+
+@contextmanager
+def deterministic(wanted):
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(wanted, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def equation(heads, split, dtype=torch.float32):
@@ -74,58 +95,66 @@ def worst(found, truth):
     return torch.stack(off).max().item()  # Python's max would pass over NaN
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["steps", "split"])
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-def test_equals_dense(causal, split):
+def test_equals_dense(causal, kind):
     for tokens, steps, heads in ((1, 1, 1), (5, 2, 2), (33, 4, 1), (40, 1, 1)):
         q, k, v = (random(1, heads, tokens, 16) for _ in range(3))
-        assert worst(*both(q, k, v, steps, split, causal=causal)) < 1e-5, (tokens, steps)
+        assert worst(*both(q, k, v, steps, kind == "split", causal=causal)) < 1e-5, (tokens, steps)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 def test_runs_of_keys_out_of_reach_of_walls(causal):
     """So many keys that some programs meet no wall: their walks have no masks."""
-    tokens, steps = 150, 4
-    q, k, v = (random(1, 1, tokens, 16) for _ in range(3))
-    assert worst(*both(q, k, v, steps, False, causal=causal)) < 1e-5
+    q, k, v = (random(1, 1, 150, 16) for _ in range(3))
+    for wanted in (False, True):
+        with deterministic(wanted):
+            assert worst(*both(q, k, v, 4, False, causal=causal)) < 1e-5
+
+
+@pytest.mark.parametrize("width", [16, 32])
+def test_any_number_of_steps(width, monkeypatch):
+    """Whatever a walk keeps of earlier turns, more keys than a turn takes or fewer."""
+    monkeypatch.setattr(reaction, "ACROSS", width == 32)
+    monkeypatch.setitem(reaction.TILES, "once", (32 if not GPU else 64, width, 4, 1))
+    for tokens, steps in {16: ((75, 2), (34, 5), (40, 8)), 32: ((71, 3), (45, 6), (9, 7))}[width]:
+        q, k, v = (random(1, 1, tokens, 16) for _ in range(3))
+        assert worst(*both(q, k, v, steps, False)) < 1e-5, (tokens, steps)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("split", [False, True], ids=["steps", "split"])
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-def test_as_exact_as_dense_at_full_size(causal, split, dtype, dim):
+def test_as_exact_as_dense_at_full_size(causal, dtype, dim, kind):
     """Several heads, blocks of rows and runs of keys, whose number no block divides."""
     results = {}
     inputs = [torch.randn(2, 3, 777, dim) for _ in range(4)]
-    for kind in ("truth", "dense", "kernels"):
-        exact = torch.float64 if kind == "truth" else dtype
+    for by in ("truth", "dense", "kernels"):
+        exact = torch.float64 if by == "truth" else dtype
         q, k, v, grad = (x.to(dtype).to(DEVICE, exact).requires_grad_() for x in inputs)
-        pde, leaves = equation(3, split, torch.float64 if kind == "truth" else torch.float32)
-        if kind == "kernels":
+        pde, leaves = equation(3, kind == "split", torch.float64 if by == "truth" else torch.float32)
+        if by == "kernels":
             out = reaction.attend(q, k, v, dim**-0.5, pde=pde, steps=4, dt=1.0, is_causal=causal)
         else:
             out = pde_attention(q, k, v, is_causal=causal, pde=pde, steps=4, method="dense")
-        results[kind] = out, *torch.autograd.grad(out, [q, k, v, *leaves], grad.detach())
+        results[by] = out, *torch.autograd.grad(out, [q, k, v, *leaves], grad.detach())
     for n, (truth, dense, ours) in enumerate(zip(*results.values())):
         error, allowed = (((x.double() - truth).norm() / truth.norm()).item() for x in (ours, dense))
         few = 8 * torch.finfo(dtype).eps if n > 3 else 1e-3  # coefficients: three numbers
         assert error <= (2 if n == 0 else 3) * allowed + few, n
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["steps", "split"])
-def test_walls_of_documents_and_padding(split):
+def test_walls_of_documents_and_padding(kind):
     q, k, v = (random(2, 1, 26, 16) for _ in range(3))
     ids = torch.zeros(2, 26, dtype=torch.long, device=DEVICE)
     ids[0, 5:], ids[0, 6:], ids[1, 20:] = 1, 2, 1
     scope = Scope.of(26, 26, documents=ids)
-    found, truth = both(q, k, v, 2, split, scope, causal=True, documents=ids)
+    found, truth = both(q, k, v, 2, kind == "split", scope, causal=True, documents=ids)
     assert worst(found, truth) < 1e-5
     real = torch.ones(2, 26, dtype=torch.bool, device=DEVICE)
     real[0, 21:], real[1, :] = False, False
     scope = Scope.of(26, 26, key_padding=real)
-    found, truth = both(q, k, v, 2, split, scope, key_padding=real)
+    found, truth = both(q, k, v, 2, kind == "split", scope, key_padding=real)
     assert worst(found, truth) < 1e-5
     assert (found[0][1] == 0).all()  # nothing to attend to
 
@@ -133,8 +162,10 @@ def test_walls_of_documents_and_padding(split):
 def test_shapes_and_strides_of_one_s_own():
     q, k = random(2, 9, 1, 20).transpose(1, 2), random(2, 30, 1, 20).transpose(1, 2)
     v = random(2, 1, 24, 30).mT
-    assert worst(*both(q, k, v, 1, False)) < 1e-5
     assert worst(*both(q, k, v, 1, True)) < 1e-5
+    for wanted in (False, True):
+        with deterministic(wanted):
+            assert worst(*both(q, k, v, 1, False)) < 1e-5
 
 
 def test_large_scores_do_not_overflow():
@@ -148,26 +179,27 @@ def test_large_scores_do_not_overflow():
         assert worst(found[:1], truth[:1]) < 1e-4
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["steps", "split"])
-def test_half_precision_is_as_exact_as_dense(split):
+@pytest.mark.parametrize(  # Triton's interpreter multiplies the bits of bfloat16
+    "half", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str
+)
+def test_half_precision_is_as_exact_as_dense(half, kind):
     inputs = [random(1, 1, 40, 32).detach() for _ in range(3)]
     found = []
-    for method, dtype in (
-        ("dense", torch.float64),
-        ("dense", torch.float16),
-        ("kernels", torch.float16),
-    ):
-        pde, leaves = equation(1, split, torch.float64 if dtype == torch.float64 else torch.float32)
-        q, k, v = (x.half().to(dtype).requires_grad_() for x in inputs)
+    for method, dtype in (("dense", torch.float64), ("dense", half), ("kernels", half)):
+        pde, leaves = equation(
+            1, kind == "split", torch.float64 if dtype == torch.float64 else torch.float32
+        )
+        q, k, v = (x.to(half).to(dtype).requires_grad_() for x in inputs)
         if method == "dense":
             out = pde_attention(q, k, v, is_causal=True, pde=pde, steps=2, method="dense")
         else:
             out = reaction.attend(q, k, v, 32**-0.5, pde=pde, steps=2, dt=1.0, is_causal=True)
             assert out.dtype == dtype
         found.append(with_gradients(out, [q, k, v, *leaves]))
+        assert all(x.dtype == dtype for x in found[-1][:4])
     for n, (exact, dense, ours) in enumerate(zip(*found)):
         error, allowed = (((x.double() - exact) ** 2).mean().sqrt().item() for x in (ours, dense))
-        few = torch.finfo(torch.float16).eps * exact.abs().max().item() if n > 3 else 1e-6
+        few = torch.finfo(half).eps * exact.abs().max().item() if n > 3 else 1e-6
         assert error <= (2 if n == 0 else 3) * allowed + few, n
 
 
@@ -185,13 +217,31 @@ def test_no_bit_of_the_past_changes_with_the_future(split):
 
 @pytest.mark.parametrize("split", [False, True], ids=["steps", "split"])
 def test_the_same_bits_every_time(split):
+    """Where they are asked for; without, programs add to the gradients of one key in any order."""
     q, k, v = (random(1, 1, 34, 16) for _ in range(3))
     runs = []
-    for _ in range(2):
-        pde, leaves = equation(1, split)
-        out = reaction.attend(q, k, v, 0.3, pde=pde, steps=1, dt=1.0, is_causal=True)
-        runs.append(with_gradients(out, [q, k, v, *leaves]))
+    with deterministic(True):
+        for _ in range(2):
+            pde, leaves = equation(1, split)
+            out = reaction.attend(q, k, v, 0.3, pde=pde, steps=1, dt=1.0, is_causal=True)
+            runs.append(with_gradients(out, [q, k, v, *leaves]))
     assert all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+def test_which_way_backward_goes(monkeypatch):
+    """One walk, unless deterministic algorithms are asked for; both find the same."""
+    q, k, v = (random(1, 1, 20, 16) for _ in range(3))
+    found, walks = [], []
+    for name in ("backward_once", "backward_keys"):
+        taken = getattr(reaction, name)
+        monkeypatch.setattr(reaction, name, lambda *x, f=taken, n=name: (walks.append(n), f(*x))[1])
+    for wanted in (False, True):
+        with deterministic(wanted):
+            pde, leaves = equation(1, False)
+            out = reaction.attend(q, k, v, 0.3, pde=pde, steps=2, dt=1.0)
+            found.append(with_gradients(out, [q, k, v, *leaves]))
+    assert walks == ["backward_once", "backward_keys"]
+    assert worst(*found) < 1e-5
 
 
 def test_coefficients_for_all_heads():
@@ -224,6 +274,9 @@ def test_operators_keep_their_promises():
     for operator, given in (
         (reaction.backward_rows, (*slopes, *options, 1, True)),
         (reaction.backward_keys, (v, q, k, v, spread, growth, lse, lse, None, *options, 1)),
+        (reaction.backward_once, (v, q, k, v, v, spread, growth, lse, mean, *options, 1, True)),
+        (reaction.backward_once, (v, q, k, v, v, spread, growth, lse, mean, *options, 1, False)),
+        (reaction.backward_rest, (q, k, lse, lse, k, *options)),
         (reaction.far_backward_rows, (v, q, k, v, v, growth, lse, mean, *options, 1, True)),
         (reaction.far_backward_keys, (v, q, k, v, growth, lse, lse, *options, 1)),
     ):
@@ -231,13 +284,12 @@ def test_operators_keep_their_promises():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("split", [False, True], ids=["steps", "split"])
-def test_compiled_in_one_graph(split):
+def test_compiled_in_one_graph(kind):
     def model(q, k, v, alpha, beta):
-        pde = pdes.ReactionDiffusion(alpha, beta, split=split)
+        pde = pdes.ReactionDiffusion(alpha, beta, split=kind == "split")
         return reaction.attend(q, k, v, 0.125, pde=pde, steps=4, dt=1.0, is_causal=True)
 
-    _, leaves = equation(2, split)
+    _, leaves = equation(2, kind == "split")
     inputs = [*(random(2, 2, 300, 64, dtype=torch.bfloat16) for _ in range(3)), *leaves]
     found = with_gradients(torch.compile(model, fullgraph=True)(*inputs), inputs)
     assert worst(found, with_gradients(model(*inputs), inputs)) < 0.02

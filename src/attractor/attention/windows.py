@@ -2,7 +2,7 @@
 
 A query attends to its window and to the first few tokens of the sequence; those few attend to
 everything. Time and memory are O(T) for every PDE. Between the global tokens and a window that does
-not touch them is a wall.
+not touch them is a wall. On a GPU linear PDEs take the kernels of `fused.window`, and so does none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.attention import masks
+from attractor.attention import flash, fused, masks
 from attractor.attention.bands import step_values
 from attractor.attention.masks import Scope
 from attractor.attention.pde_attention import four_dimensions, pde_attention
@@ -74,32 +74,173 @@ def window_attention(
     if left < 0:
         return pde_attention(query, key, value, key_padding=key_padding, window=(left, right), **common)
     count = min(global_tokens, tokens)
+    window = left, right
+    if (
+        not dropout_p
+        and key_padding is None
+        and not _why_no_kernels(query, value, window, count, common)
+    ):
+        return _by_kernels(query, key, value, window, count, is_causal, common)
     # A window that starts at key `count` or before joins the global tokens without a gap.
     joined = min(tokens, count + left + 1)
-    near = tokens if right < 0 or (count and not is_causal) else min(joined + right, tokens)
+    near = _seen_first(tokens, joined, right, count, is_causal)
     query, far_query = _parts(query, (0, joined), (joined, tokens))
     key, far_key, first_key = _parts(key, (0, near), (joined - left, tokens), (0, count))
     value, far_value, first_value = _parts(value, (0, near), (joined - left, tokens), (0, count))
-
-    def whole_rows(end: int, window: tuple[int, int], start: int = 0) -> Tensor:
-        """Rows whose keys have no gap before them: from the first on, as far as the window goes."""
-        reach = end if window[1] == 0 else tokens if window[1] < 0 else min(end + window[1], tokens)
-        padding = None if key_padding is None else key_padding[:, :reach]
-        rows = pde_attention(
-            query[..., :end, :], key[..., :reach, :], value[..., :reach, :], key_padding=padding,
-            window=window, **common,
-        )  # fmt: skip
-        return rows[..., start:, :]
-
-    parts = []
-    if not is_causal and count:
-        parts.append(whole_rows(count, (-1, -1)))
-    if is_causal or count < joined:
-        parts.append(whole_rows(joined, (-1, right), start=0 if is_causal else count))
+    parts = _first_rows(query, key, value, right, count, is_causal, key_padding, common)
     if joined < tokens:
         far = far_query, far_key, far_value
-        parts += _apart(*far, first_key, first_value, (left, right), key_padding, **common)
+        parts += _apart(*far, first_key, first_value, window, key_padding, **common)
     return torch.cat(parts, -2)
+
+
+def _seen_first(tokens: int, joined: int, right: int, count: int, is_causal: bool) -> int:
+    """How many keys the first rows see, those whose windows join the global tokens."""
+    return tokens if right < 0 or (count and not is_causal) else min(joined + right, tokens)
+
+
+def _first_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    right: int,
+    count: int,
+    is_causal: bool,
+    key_padding: Tensor | None,
+    common: dict[str, Any],
+) -> list[Tensor]:
+    """Rows whose keys have no gap before them: from the first on, as far as the window goes.
+
+    Args:
+        query: of these rows.
+        key, value: of all keys that they see.
+        count: of global tokens, which are among the rows.
+    """
+    rows, keys = query.shape[-2], key.shape[-2]
+
+    def up_to(end: int, right: int, start: int = 0) -> Tensor:
+        reach = end if right == 0 else keys if right < 0 else min(end + right, keys)
+        plain = right == 0 and key_padding is None
+        found = pde_attention(
+            query[..., :end, :], key[..., :reach, :], value[..., :reach, :], is_causal=plain,
+            key_padding=None if key_padding is None else key_padding[:, :reach],
+            window=None if plain else (-1, right), **common,
+        )  # fmt: skip
+        return found[..., start:, :]
+
+    if is_causal:
+        return [up_to(rows, right)]
+    parts = [up_to(count, -1)] if count else []
+    return [*parts, up_to(rows, right, start=count)] if count < rows else parts
+
+
+def _why_no_kernels(
+    query: Tensor, value: Tensor, window: tuple[int, int], count: int, common: dict[str, Any]
+) -> str:
+    """Why `_by_kernels` cannot do it, empty if it can."""
+    pde, steps = common["pde"], common["steps"]
+    if not pde.linear:
+        return f"{type(pde).__name__} is not linear"
+    why = fused.why_not(query, value, pde if steps else Diffusion(), steps or 1)
+    if why:
+        return why
+    from attractor.attention.fused import window as kernels
+
+    return kernels.why_not(window, count, query.shape[-2], steps * pde.reach)
+
+
+def _by_kernels(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: tuple[int, int],
+    count: int,
+    is_causal: bool,
+    common: dict[str, Any],
+) -> Tensor:
+    """The output where nothing is masked but by the window; the first and last rows as elsewhere."""
+    from attractor.attention.fused import values
+    from attractor.attention.fused import window as kernels
+
+    (left, right), tokens = window, query.shape[-2]
+    options: Any = {name: common[name] for name in ("pde", "steps", "dt")}
+    scale = query.shape[-1] ** -0.5 if common["scale"] is None else common["scale"]
+    if not count and not options["steps"]:
+        query, key, value, _ = four_dimensions(query, key, value, None)
+        return _Band.apply(query, key, value, left, right, scale)
+    begin, end = count + left + 1, tokens - right
+    near = _seen_first(tokens, begin, right, count, is_causal)
+    first, last = (0, count), (end - left, tokens)
+    query, query_above, query_below = _with_parts(query, (0, begin), (end, tokens))
+    key, key_above, key_below, first_key = _with_parts(key, (0, near), last, first)
+    value, value_above, value_below, first_value = _with_parts(value, (0, near), last, first)
+    rows = _first_rows(query_above, key_above, value_above, right, count, is_causal, None, common)
+    above = torch.cat(rows, -2)
+    below = above[..., :0, :]
+    if right:
+        far = query_below, key_below, value_below, first_key, first_value
+        below = torch.cat(list(_apart(*far, window, None, **common)), -2)
+    _, first_key, first_value, _ = four_dimensions(query, first_key, first_value, None)
+    query, key, value, _ = four_dimensions(query, key, value, None)
+    table = None
+    first_value = first_value.to(wide(value.dtype))
+    if options["steps"]:
+        table = values.taps(like=value, **options)
+        if count:
+            first_value = step_values(value=first_value, open=None, **options)
+    return kernels.attend(
+        query, key, value, first_key, first_value, (above, below), table, window, scale
+    )
+
+
+class _Band(torch.autograd.Function):
+    """A window and nothing else: an operator's business."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, left: int, right: int, scale: float
+    ) -> Tensor:
+        ctx.scope, ctx.scale = Scope(query.shape[-2], key.shape[-2], left, right), scale
+        out, lse = flash.attend(query, key, value, ctx.scope, scale)
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        grads = flash.attend_backward(grad, query, key, value, out, lse, ctx.scope, ctx.scale)
+        return *grads, None, None, None
+
+
+def _with_parts(x: Tensor, *ranges: tuple[int, int]) -> tuple[Tensor, ...]:
+    """x, and some of its tokens (from, to) once more, with one gradient for all."""
+    return _WithParts.apply(x, ranges)
+
+
+class _WithParts(torch.autograd.Function):
+    """The gradient of x has to be nobody else's: those of the small parts are added to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranges: tuple[tuple[int, int], ...]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.shape, ctx.ranges = x.shape, ranges
+        return x.view_as(x), *(x[..., start:stop, :] for start, stop in ranges)
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, whole: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
+        for grad, (start, stop) in zip(grads, ctx.ranges):
+            if grad is None or start == stop:
+                continue
+            if whole is None:
+                whole = grad.new_zeros(ctx.shape)
+            if torch.compiler.is_compiling():
+                part = whole[..., start:stop, :] + grad
+                whole = whole.slice_scatter(part, -2, start, stop)
+            else:
+                whole[..., start:stop, :] += grad
+        return whole, None
 
 
 def _parts(x: Tensor, *ranges: tuple[int, int]) -> tuple[Tensor, ...]:

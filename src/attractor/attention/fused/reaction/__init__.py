@@ -7,9 +7,11 @@ sequence, up to their own (causal), or as given.
 Split (the exact reaction first, then diffusion alone), values are stepped instead: one product over keys
 far from a causal wall (`blocks`), and a walk for those near it.
 
-Gradients are summed in a fixed order by programs that own them. A softmax's backward needs the inner
-product of weights and their gradients; as the map is not linear it is not that of output and gradient,
-but near it: the latter is subtracted first, and the rest times the mean key later.
+A softmax's backward needs the inner product of weights and their gradients; as the map is not linear it
+is not that of output and gradient, but near it: the latter is subtracted first, and the rest times the
+mean key later. Backward is one walk, whose programs add to the gradients of the same keys and values in
+any order (`backward_once`); where torch is asked for deterministic algorithms, two, whose programs own
+what they sum (`backward_rows`, `backward_keys`), as split reaction-diffusion always has it.
 """
 
 from typing import Any
@@ -29,19 +31,22 @@ from attractor.attention.pdes import Diffusion, ReactionDiffusion
 STEPS = 8  # the most that are taken: every one holds tiles in registers
 DIM = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 64}  # the deepest head, for shared memory
 
-# Rows, strands (or keys), warps and stages of a program. The compiler does not overlap the loads of
-# "rows" and "keys", whose turns hand tiles on; with more than one stage they read a turn ahead.
+# Rows, strands (or keys), warps and stages of a program; "once" has 4 strands, and as many keys a turn.
+# It has one stage: of more, Triton 3.6 loses what the turns before the first hand on.
 TILES = {
     "lse": (128, 64, 4, 3),
     "forward": (64, 32, 4, 2),
     "rows": (64, 16, 4, 2),
-    "keys": (64, 16, 4, 1),
+    "keys": (64, 16, 4, 2),
+    "once": (64, 32, 4, 1),
+    "rest": (64, 128, 8, 3),
     "far": (128, 64, 8, 3),
     "far_rows": (128, 64, 8, 2),
     "far_keys": (64, 128, 8, 2),
 }
-TURNS = 64  # of a strand of keys, without its halo, that a program of "keys" owns; fewer if keys are few
+TURNS = 32  # of a strand of keys, without its halo, that a program of "keys" owns; fewer if keys are few
 PROGRAMS = 264  # about what fills a GPU
+ACROSS = True  # products of dim times keys in "once", see `walks._returned`
 BY_OPERATOR = True  # log-sum-exp and mean key from torch's fused operator, where it has them
 
 
@@ -116,7 +121,7 @@ def log_sum_exp(
 # Operators. Tensors are ``[batch, heads, tokens, dim]``; lse, mean, first, last as `attend` makes them.
 
 
-@operator("reaction_row_sums")
+@operator("reaction_row_sums", through=True)
 def row_sums(
     query: Tensor, key: Tensor, first: Tensor | None, last: Tensor | None, is_causal: bool,
     scale: float, mean: bool,
@@ -146,7 +151,7 @@ def _row_sums_like(
 row_sums.register_fake(_row_sums_like)
 
 
-@operator("reaction")
+@operator("reaction", through=True)
 def react(
     query: Tensor, key: Tensor, value: Tensor, spread: Tensor, growth: Tensor, lse: Tensor,
     mean: Tensor, first: Tensor | None, last: Tensor | None, is_causal: bool, scale: float, steps: int,
@@ -184,7 +189,7 @@ def _launch_forward(
     )  # fmt: skip
 
 
-@operator("reaction_backward_rows")
+@operator("reaction_backward_rows", through=True)
 def backward_rows(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, spread: Tensor,
     growth: Tensor, lse: Tensor, mean: Tensor, first: Tensor | None, last: Tensor | None,
@@ -212,7 +217,7 @@ def backward_rows(
         *_given(first, last, lse), *_given(onto, onto_rest, lse), of_query, total, parts, scale,
         queries, keys, heads, *strides(grad), *strides(query), *strides(key), *strides(value),
         *strides(out), *strides(mean), *strides(of_query), *_sizes(query, value, rows, strands), steps,
-        max(steps - 2, 0), is_causal, first is not None, near, slopes, stages > 1, _precision(query),
+        max(steps - 2, 0), is_causal, first is not None, near, slopes, _precision(query),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return of_query, total, _per_head(parts, query, slopes)
@@ -224,7 +229,7 @@ def _rows_like(grad: Tensor, query: Tensor, *rest: Any) -> tuple[Tensor, Tensor,
     return of_query, lse, lse.new_empty(query.shape[1] if rest[-1] else 0, 2)
 
 
-@operator("reaction_backward_keys")
+@operator("reaction_backward_keys", through=True)
 def backward_keys(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, spread: Tensor, growth: Tensor,
     lse: Tensor, total: Tensor, first: Tensor | None, last: Tensor | None, onto: Tensor | None,
@@ -250,8 +255,8 @@ def backward_keys(
         grad, query, key, value, lse, total, spread.contiguous(), growth.contiguous(),
         *_given(first, last, lse), of_key, of_value, scale, queries, keys, heads, turns, *strides(grad),
         *strides(query), *strides(key), *strides(value), *_sizes(query, value, rows, strands), steps,
-        max(steps - 2, 0), is_causal, first is not None, 0 if onto is None else steps, stages > 1,
-        _precision(query), num_warps=warps, num_stages=stages,
+        max(steps - 2, 0), is_causal, first is not None, 0 if onto is None else steps, _precision(query),
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return of_key, of_value
 
@@ -262,6 +267,64 @@ def _keys_like(
     return tuple(x.new_empty(x.shape, dtype=torch.float32) for x in (key, value))  # type: ignore[return-value]
 
 
+@operator("reaction_backward_once", through=True)
+def backward_once(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, spread: Tensor,
+    growth: Tensor, lse: Tensor, mean: Tensor, first: Tensor | None, last: Tensor | None,
+    is_causal: bool, scale: float, steps: int, slopes: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """What `backward_rows` and `backward_keys` find, in one walk; sums over rows come in any order.
+
+    Returns:
+        Gradients of query; what is left of rows' inner products, for `backward_rest`; its share of the
+        gradients of key, and gradients of value, in single precision; those of spread and growth.
+    """
+    grad, query, key, value, out, mean = map(by_rows, (grad, query, key, value, out, mean))
+    of_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+    of_key, of_value = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (key, value))
+    rest, parts = torch.empty_like(lse), lse.new_empty(0)
+    rows, strands, warps, stages = TILES["once"]
+    queries, keys, heads, grid = _grid(query, key, rows)
+    if slopes:
+        parts = lse.new_empty(grid[0], 2)
+    if query.dtype == torch.float32 or max(query.shape[-1], value.shape[-1]) > 64 or steps > 4:
+        strands = 16  # half as many keys a turn: these take more registers and shared memory
+    wrap_triton(walks.once_kernel)[grid](
+        grad, query, key, value, out, mean, lse, spread.contiguous(), growth.contiguous(),
+        *_given(first, last, lse), of_query, rest, of_key, of_value, parts, scale, queries, keys, heads,
+        *strides(grad), *strides(query), *strides(key), *strides(value), *strides(out), *strides(mean),
+        *strides(of_query), *_sizes(query, value, rows, strands), steps, max(steps - 2, 0), is_causal,
+        first is not None, slopes, ACROSS, _precision(query), num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return of_query, rest, of_key, of_value, _per_head(parts, query, slopes)
+
+
+def _once_like(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    of_query, lse, slopes = _rows_like(grad, query, *rest)
+    return of_query, lse, *_keys_like(grad, query, key, value), slopes
+
+
+@operator("reaction_backward_rest", through=True)
+def backward_rest(
+    query: Tensor, key: Tensor, lse: Tensor, rest: Tensor, found: Tensor, first: Tensor | None,
+    last: Tensor | None, is_causal: bool, scale: float,
+) -> Tensor:  # fmt: skip
+    """Gradients of key, from what `backward_once` found."""
+    query, key = by_rows(query), by_rows(key)
+    of_key = key.new_empty(key.shape)
+    rows, width, warps, stages = TILES["rest"]
+    queries, keys, heads, _ = _grid(query, key, rows)
+    dim = int(query.shape[-1])
+    wrap_triton(blocks.rest_kernel)[(query.shape[0] * heads * triton.cdiv(keys, width),)](
+        query, key, lse, rest, *_given(first, last, lse), found, of_key, scale, queries, keys, heads,
+        *strides(query), *strides(key), dim, rows, width, _columns(dim), is_causal, first is not None,
+        _precision(query), num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return of_key
+
+
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.is_causal, ctx.scale, ctx.steps = inputs
     ctx.save_for_backward(*tensors, output)
@@ -269,14 +332,20 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     query, key, value, spread, growth, lse, mean, first, last, out = ctx.saved_tensors
-    options = ctx.is_causal, ctx.scale, ctx.steps
-    of_query, total, slopes = backward_rows(
-        grad, query, key, value, out, spread, growth, lse, mean, first, last, None, None, *options,
-        any(ctx.needs_input_grad[3:5]),
-    )  # fmt: skip
-    of_key, of_value = backward_keys(
-        grad, query, key, value, spread, growth, lse, total, first, last, None, *options
-    )
+    options, wanted = (ctx.is_causal, ctx.scale, ctx.steps), any(ctx.needs_input_grad[3:5])
+    if torch.are_deterministic_algorithms_enabled():
+        of_query, total, slopes = backward_rows(
+            grad, query, key, value, out, spread, growth, lse, mean, first, last, None, None, *options,
+            wanted,
+        )  # fmt: skip
+        of_key, of_value = backward_keys(
+            grad, query, key, value, spread, growth, lse, total, first, last, None, *options
+        )
+    else:
+        of_query, rest, of_key, of_value, slopes = backward_once(
+            grad, query, key, value, out, spread, growth, lse, mean, first, last, *options, wanted
+        )
+        of_key = backward_rest(query, key, lse, rest, of_key, first, last, *options[:2])
     found = of_query, of_key.to(key.dtype), of_value.to(value.dtype)
     return *found, *_two(ctx.needs_input_grad[3:5], slopes), *(None,) * 7
 
@@ -289,9 +358,11 @@ react.register_fake(lambda query, key, value, *_: _out_like(query, value))
 react.register_autograd(_gradients, setup_context=_context)
 backward_rows.register_fake(_rows_like)
 backward_keys.register_fake(_keys_like)
+backward_once.register_fake(_once_like)
+backward_rest.register_fake(lambda query, key, *_: key.new_empty(key.shape))
 
 
-@operator("reaction_split")
+@operator("reaction_split", through=True)
 def react_split(
     query: Tensor, key: Tensor, value: Tensor, stepped: Tensor, spread: Tensor, growth: Tensor,
     lse: Tensor, mean: Tensor, first: Tensor | None, last: Tensor | None, is_causal: bool,
@@ -324,7 +395,7 @@ def react_split(
     return out
 
 
-@operator("reaction_far_backward_rows")
+@operator("reaction_far_backward_rows", through=True)
 def far_backward_rows(
     grad: Tensor, query: Tensor, key: Tensor, stepped: Tensor, out: Tensor, growth: Tensor, lse: Tensor,
     mean: Tensor, first: Tensor | None, last: Tensor | None, is_causal: bool, scale: float, near: int,
@@ -358,7 +429,7 @@ def _far_rows_like(grad: Tensor, query: Tensor, *rest: Any) -> tuple[Tensor, Ten
     return of_query, lse, lse.new_empty(query.shape[1] if slopes else 0, 1)
 
 
-@operator("reaction_far_backward_keys")
+@operator("reaction_far_backward_keys", through=True)
 def far_backward_keys(
     grad: Tensor, query: Tensor, key: Tensor, stepped: Tensor, growth: Tensor, lse: Tensor,
     total: Tensor, first: Tensor | None, last: Tensor | None, is_causal: bool, scale: float, near: int,

@@ -311,3 +311,67 @@ def far_keys_kernel(
     tl.store(of_key, (of_own * scale).to(of_key.dtype.element_ty), mask=ok & (column < DIM))
     of_value += pair.to(tl.int64) * keys * DEPTH + at * DEPTH + deep
     tl.store(of_value, of_met.to(of_value.dtype.element_ty), mask=ok & (deep < DEPTH))
+
+
+@triton.jit
+def _rest_part(
+    sums, key, query, query_t, begin, end, here, lse, rest,
+    first, last, scale, queries, keys,
+    DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
+    INTERVALS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`sums` with the queries of rows begin .. end, times `rest` and the weights of some keys."""
+    for start in range(begin, end, ROWS):
+        row = start + tl.arange(0, ROWS)
+        at, real = tl.minimum(row, queries - 1), row < queries
+        own = rows_of(query, query_t, at, at >= 0, DIM, COLUMNS)
+        x = tl.dot(key, tl.trans(own), input_precision=PRECISION)
+        x = exp2(x * (scale * LOG2E) - (tl.load(lse + at) * LOG2E)[None, :])
+        if MASKED:
+            lo, hi = limits(first, last, at, keys, CAUSAL, INTERVALS)
+            x = tl.where((here[:, None] >= lo[None, :]) & (here[:, None] <= hi[None, :]), x, 0.0)
+        x *= tl.load(rest + at, mask=real, other=0.0)[None, :]
+        sums = tl.dot(x.to(own.dtype), own, sums, input_precision=PRECISION)
+    return sums
+
+
+@triton.jit
+def rest_kernel(
+    query, key, lse, rest, first, last, found, of_key, scale,
+    queries, keys, heads, query_b, query_h, query_t, key_b, key_h, key_t,
+    DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of some keys: what one walk `found`, less what it could not know, times scale."""
+    scale = single(scale)
+    blocks = tl.cdiv(keys, KEYS)
+    pair, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
+    begin = block * KEYS
+    here = begin + tl.arange(0, KEYS)
+    query += batch * query_b + head * query_h
+    line = pair.to(tl.int64) * queries
+    own = rows_of(key + batch * key_b + head * key_h, key_t, here, here < keys, DIM, COLUMNS)
+    sums = tl.zeros([KEYS, COLUMNS], dtype=tl.float32)
+    first += batch * queries
+    last += batch * queries
+    top, whole = 0, 0  # the first block with a row that sees one of the keys; one that sees all
+    if CAUSAL:
+        top = tl.minimum(begin // ROWS * ROWS, queries)
+        whole = tl.minimum(tl.cdiv(begin + KEYS - 1, ROWS) * ROWS, queries)
+    if INTERVALS:
+        whole = queries
+    sums = _rest_part(
+        sums, own, query, query_t, top, whole, here, lse + line, rest + line, first, last, scale,
+        queries, keys, DIM, ROWS, COLUMNS, CAUSAL, INTERVALS, True, PRECISION,
+    )  # fmt: skip
+    if not INTERVALS:
+        sums = _rest_part(
+            sums, own, query, query_t, whole, queries, here, lse + line, rest + line, first, last, scale,
+            queries, keys, DIM, ROWS, COLUMNS, CAUSAL, INTERVALS, False, PRECISION,
+        )  # fmt: skip
+    column = tl.arange(0, COLUMNS)[None, :]
+    where = pair.to(tl.int64) * keys * DIM + here.to(tl.int64)[:, None] * DIM + column
+    inside = (here < keys)[:, None] & (column < DIM)
+    sums = (tl.load(found + where, mask=inside, other=0.0) - sums) * scale
+    tl.store(of_key + where, sums.to(of_key.dtype.element_ty), mask=inside)
