@@ -2,6 +2,7 @@
 
     python -m benchmarks.kernels --what values
     python -m benchmarks.kernels --what causal
+    python -m benchmarks.kernels --what documents
     python -m benchmarks.kernels --what causal --tune
 
 8 heads of 64, diffusion with a learnt coefficient for each head. First everything is checked against
@@ -11,6 +12,10 @@ without. Times are medians, ratios medians of a round's ratios to SDPA, for piec
 of them; these pieces go round several sets of inputs that together do not fit in the cache. "Of copy"
 is the share of the bandwidth that a copy of the values reaches in the same run, with every input and
 output counted once. With --tune other shapes of programs are timed instead, kernel by kernel.
+
+"Documents" is causal attention within packed documents of 512 tokens on average, of uneven lengths, beside
+FlashAttention of the same documents ("varlen"), for SDPA cannot do them. Where they begin is known to both
+before; "by ids" both find it out at every call, which cannot be captured.
 """
 
 import argparse
@@ -26,6 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from attractor.attention import bands, flash, fused, operators, pde_attention, pdes, wall
 from attractor.attention.masks import Scope
 from attractor.attention.precision import wide
+from attractor.bench.attention import documents_for, varlen
 from benchmarks.results import FOLDER, save
 
 HEADS, DIM = 8, 64
@@ -136,11 +142,15 @@ def check(what: str, steps: int, dtype: torch.dtype) -> dict[str, list[float]]:
             else:
                 out = bands.step_values(pde, v.to(wide(dtype_)), None, steps, 1.0).to(dtype_)
             of = [v, alpha]
-        elif kind == "kernels":
-            out, of = near.causal(q, k, v, values.taps(pde, steps, 1.0, v), DIM**-0.5), [q, k, v, alpha]
         else:
-            out = pde_attention(q, k, v, is_causal=True, pde=pde, steps=steps, method="dense")
-            of = [q, k, v, alpha]
+            ids, of = documents_for(q) if what == "documents" else None, [q, k, v, alpha]
+            if kind == "kernels":
+                within = None if ids is None else near.packed(q, k, v, ids, steps)
+                out = near.causal(q, k, v, values.taps(pde, steps, 1.0, v), DIM**-0.5, within)
+            else:
+                out = pde_attention(
+                    q, k, v, is_causal=True, pde=pde, steps=steps, documents=ids, method="dense"
+                )
         results[kind] = [x.detach() for x in (out, *torch.autograd.grad(out, of, grad.detach()))]
     found = {
         kind: [error(a, b) for a, b in zip(results[kind], results["truth"])]
@@ -264,6 +274,102 @@ def measure_causal(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any
     }
 
 
+def measure_documents(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any]:
+    from attractor.attention.fused import near, values
+
+    q, k, v, grad = inputs(tokens, dtype, 4)
+    scale, pde, ids = DIM**-0.5, pdes.Diffusion(alphas()), documents_for(q)
+    size = v.numel() * v.element_size()
+    handed_on = v.numel() // DIM * 3 * steps * taps_bytes(dtype)
+    within, whole = near.packed(q, k, v, ids, steps), whole_documents(q, k, v, ids)
+    assert within is not None
+    open, strip = within.open, within.operator.strip
+    assert strip is not None
+    with torch.no_grad():
+        taps = values.taps(pde, steps, 1.0, v)
+        stepped = values.step(v, taps, open)
+        cut = strip.cut(q, k, stepped)
+        far, far_lse = within.operator.forward(*cut, strip, scale)
+        out, lse = near.merge_near(q, k, v, far, far_lse, taps, scale, open)
+        later = grad[..., steps:, :], out[..., steps:, :], *cut, lse[..., steps:], strip, scale
+        of_far = within.operator.backward(*later)
+        of_rows = grad, q, k, v, out, lse, taps, of_far[0], scale
+        _, *handed = near.near_rows(*of_rows, True, open)
+        of_keys = grad, q, v, handed[0], taps, *of_far[1:], *handed[1:]
+    other = torch.empty_like(v)
+    calls: dict[str, Call] = {
+        "varlen": lambda _: whole.forward(q, k, v, whole.strip, scale),
+        "copy": lambda _: other.copy_(v),
+        "step": lambda _: values.step(v, taps, open),
+        "step, one document": lambda _: values.step(v, taps, None),
+        "far": lambda _: within.operator.forward(*cut, strip, scale),
+        "near": lambda _: near.merge_near(q, k, v, far, far_lse, taps, scale, open),
+        "near, one document": lambda _: near.merge_near(q, k, v, far, far_lse, taps, scale),
+        "far backward": lambda _: within.operator.backward(*later),
+        "near rows": lambda _: near.near_rows(*of_rows, True, open),
+        "near rows, fixed taps": lambda _: near.near_rows(*of_rows, False, open),
+        "near keys": lambda _: near.near_keys(*of_keys, True, open),
+        "near keys, fixed taps": lambda _: near.near_keys(*of_keys, False, open),
+    }
+    moved = {
+        "copy": 2 * size, "step": 2 * size, "step, one document": 2 * size, "near": 5 * size,
+        "near, one document": 5 * size, "near rows": 7 * size + handed_on,
+        "near rows, fixed taps": 7 * size + handed_on, "near keys": 7 * size + handed_on,
+        "near keys, fixed taps": 6 * size + handed_on,
+    }  # fmt: skip
+    label = f"documents T={tokens} Nt={steps} {str(dtype)[6:]}"
+    with torch.no_grad():
+        counted = times(calls, 2, tokens <= GRAPHS_UP_TO, rounds_for(tokens))
+        found = table(counted, moved, "varlen", label)
+        same = the_same(
+            lambda: (*near.merge_near(q, k, v, far, far_lse, taps, scale, open),
+                     *near.near_rows(*of_rows, True, open), *near.near_keys(*of_keys, True, open))
+        )  # fmt: skip
+    alpha, qkv = alphas(), [x.requires_grad_() for x in (q, k, v)]
+    prepared = {
+        "varlen": lambda: _Known.apply(*qkv, whole, scale),
+        "kernels": lambda: near.causal(
+            *qkv, values.taps(pdes.Diffusion(alpha), steps, 1.0, v), scale, within
+        ),
+    }
+    common: dict[str, Any] = {"is_causal": True, "steps": steps, "documents": ids}
+    by_ids = {
+        "varlen": lambda: varlen(*qkv, ids),
+        "kernels": lambda: pde_attention(*qkv, pde=pdes.Diffusion(alpha), method="fused", **common),
+        "torch": lambda: pde_attention(*qkv, pde=pdes.Diffusion(alpha), method="stepped", **common),
+    }
+    return {
+        "pieces": found,
+        "same bits 250 times": same,
+        **beside(prepared, "varlen", label, qkv, alpha, grad, [tokens <= GRAPHS_UP_TO]),
+        "by ids": beside(by_ids, "varlen", label + " by ids", qkv, alpha, grad, [False]),
+    }
+
+
+def whole_documents(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> operators.Operator:
+    """For causal attention within documents, without a PDE."""
+    return operators.choose(q, k, v, Scope(q.shape[-2], q.shape[-2], right=0, documents=ids))
+
+
+class _Known(torch.autograd.Function):
+    """Attention by an operator that is known already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, operator: operators.Operator, scale: float
+    ) -> Tensor:
+        out, lse = operator.forward(q, k, v, operator.strip, scale)
+        ctx.operator, ctx.scale = operator, scale
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        operator = ctx.operator
+        return *operator.backward(grad, out, q, k, v, lse, operator.strip, ctx.scale), None, None
+
+
 def tune(what: str, tokens: int, steps: int, dtype: torch.dtype) -> None:
     """Every kernel with other runs and warps, beside its default."""
     from attractor.attention.fused import near, rows, values
@@ -330,7 +436,17 @@ def against_sdpa(tokens: int, steps: int, dtype: torch.dtype, causal: bool) -> d
         return sdpa(*qkv[:2], stencil.step(qkv[2].to(wide(dtype))).to(dtype))
 
     ways = {"sdpa": lambda: sdpa(*qkv, is_causal=causal), "kernels": kernels, "torch": plain_torch}
-    found = {}
+    label = f"{'causal ' if causal else ''}T={tokens} Nt={steps}"
+    modes = [tokens <= GRAPHS_UP_TO, *([False] if tokens == GRAPHS_UP_TO else [])]
+    return beside(ways, "sdpa", label, qkv, alpha, grad, modes)
+
+
+def beside(
+    ways: dict[str, Callable[[], Tensor]], base: str, label: str, qkv: list[Tensor], alpha: Tensor,
+    grad: Tensor, modes: list[bool],
+) -> dict[str, Any]:  # fmt: skip
+    """Forward, and forward with backward, and peak memory; by graphs or not, as modes say."""
+    tokens, found = grad.shape[-2], {}
     for kind in ("forward", "both"):
 
         def call(way: Callable[[], Tensor], of: list[Tensor], kind: str = kind) -> Any:
@@ -340,7 +456,7 @@ def against_sdpa(tokens: int, steps: int, dtype: torch.dtype, causal: bool) -> d
             return torch.autograd.grad(way(), of, grad)
 
         calls: dict[str, Call] = {
-            name: (lambda _, way=way, of=[*qkv, *([] if name == "sdpa" else [alpha])]: call(way, of))
+            name: (lambda _, way=way, of=[*qkv, *([] if name == base else [alpha])]: call(way, of))
             for name, way in ways.items()
         }
         memory = {}
@@ -352,11 +468,11 @@ def against_sdpa(tokens: int, steps: int, dtype: torch.dtype, causal: bool) -> d
             one(0)
             torch.cuda.synchronize()
             memory[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
-        modes = {"": tokens <= GRAPHS_UP_TO} | ({", eager": False} if tokens == GRAPHS_UP_TO else {})
-        for mode, graphs in modes.items():
-            label = f"{'causal ' if causal else ''}T={tokens} Nt={steps} {kind}{mode}"
+        for n, graphs in enumerate(modes):
+            mode = ", eager" if n else ""
             sets = 2 if tokens <= 4_096 else 1
-            rows = table(times(calls, sets, graphs, rounds_for(tokens)), {}, "sdpa", label)
+            counted = times(calls, sets, graphs, rounds_for(tokens))
+            rows = table(counted, {}, base, f"{label} {kind}{mode}")
             for name, row in rows.items():
                 row["peak MiB"] = memory[name]
             found[kind + mode] = rows
@@ -373,7 +489,7 @@ def ceiling() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--what", choices=("values", "causal"), required=True)
+    parser.add_argument("--what", choices=("values", "causal", "documents"), required=True)
     parser.add_argument("--far", choices=("auto", "flash", "cudnn"), default="auto")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(BATCH), choices=list(BATCH))
@@ -390,7 +506,8 @@ def main() -> None:
         for tokens in given.tokens if len(given.tokens) < len(BATCH) else (1_024, 4_096):
             tune(given.what, tokens, given.steps[0], dtype)
         return
-    measure = {"values": measure_values, "causal": measure_causal}[given.what]
+    measures = {"values": measure_values, "causal": measure_causal, "documents": measure_documents}
+    measure = measures[given.what]
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "copy TB/s": ceiling()}
     print(f"{results['device']}: a copy moves {results['copy TB/s']:.2f} TB/s")
     for steps in given.steps:

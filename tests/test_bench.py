@@ -6,6 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from attractor.attention import pde_attention
 from attractor.bench import attention, run, solvers, timing
 from attractor.cli import app
 
@@ -51,6 +52,29 @@ def test_shares_are_of_the_ceilings():
         row | {"kind": "causal"}, 2.0, "forward", {"copy_gb_s": 1.0, "matrix_tflop_s": 1e-3}
     )
     assert causal["of_matrix_rate"] == pytest.approx(found["of_matrix_rate"] / 2)
+
+
+def test_documents_are_runs_of_uneven_lengths():
+    ids = attention.documents_for(torch.empty(2, 1, 16_384, 1))
+    assert torch.equal(ids, attention.documents_for(torch.empty(2, 1, 16_384, 1)))
+    assert ids.diff(dim=-1).unique().tolist() == [0, 1]
+    assert not torch.equal(ids[0], ids[1])
+    assert 0.8 * attention.DOCUMENT < 16_384 / (ids[0].max() + 1) < 1.25 * attention.DOCUMENT
+    assert attention.documents_for(torch.empty(1, 1, 40, 1)).max() > 0
+    assert attention.keys_met(torch.tensor([[3, 3, 3, 3, 0, 1, 1, 1]])) == (10 + 1 + 6) / 8
+
+
+def test_the_peer_of_documents_is_attention_within_them():
+    q, k, v = (torch.randn(2, 2, 50, 16, requires_grad=True) for _ in range(3))
+    ids = attention.documents_for(q)
+    found = attention.varlen(q, k, v, ids)
+    truth = pde_attention(
+        q, k, v, is_causal=True, documents=ids, pde="diffusion", steps=0, method="dense"
+    )
+    grad = torch.randn_like(found)
+    found, truth = ((x, *torch.autograd.grad(x, (q, k, v), grad)) for x in (found, truth))
+    for ours, dense in zip(found, truth):
+        torch.testing.assert_close(ours, dense, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -71,6 +71,73 @@ def test_what_they_are_chosen_for(everywhere):
 
 
 @needs_kernels
+def test_documents_they_are_chosen_for(everywhere):
+    q, k, v = tensors(2, 2, 100, 16)
+    line = torch.arange(100, device=DEVICE).div(30, rounding_mode="floor")
+    ids = torch.stack((line, 7 - line))
+    given = {"pde": "diffusion", "is_causal": True, "documents": ids}
+    choice = explain(q, k, v, **given)
+    assert choice.method == "fused"
+    assert "Diffusion within documents" in choice.reason
+    torn = ids.clone()
+    torn[1, 70:75] = 7
+    real = torch.ones(2, 100, dtype=torch.bool, device=DEVICE)
+    for other in (
+        {"documents": torn},
+        {"is_causal": False},
+        {"pde": "reaction_diffusion"},
+        {"key_padding": real},
+        {"window": (8, 0)},
+        {"attn_mask": torch.zeros(100, 100, device=DEVICE)},
+        {"dropout_p": 0.1},
+    ):
+        assert explain(q, k, v, **given | other).method != "fused", other
+    with pytest.raises(ValueError, match="every document to be one run of tokens; use 'stepped'"):
+        pde_attention(q, k, v, method="fused", **given | {"documents": torn})
+    with pytest.raises(
+        ValueError, match="documents only with is_causal and a linear PDE; use 'stepped'"
+    ):
+        pde_attention(q, k, v, method="fused", **given | {"is_causal": False})
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["diffusion", "wave", "advection_diffusion"])
+def test_documents_the_same_as_dense(everywhere, name):
+    q, k, v = tensors(2, 2, 45, 16)
+    leaves = [
+        q,
+        k[:, :1].detach().requires_grad_(),
+        v[:, :1].detach().requires_grad_(),
+        *coefficients(2),
+    ]
+    used = leaves if name == "advection_diffusion" else leaves[:4]
+    line = torch.arange(45, device=DEVICE)
+    ids = torch.stack((line.div(18, rounding_mode="floor"), (line > 2).long() - (line > 5).long() * 4))
+    found = []
+    for method in ("auto", "dense"):
+        out = pde_attention(
+            *leaves[:3], is_causal=True, pde=EQUATIONS[name](*leaves[3:]), steps=2, method=method,
+            documents=ids, enable_gqa=True, renormalise=name == "wave",
+        )  # fmt: skip
+        torch.manual_seed(1)
+        found.append((out, *torch.autograd.grad(out, used, torch.randn(out.shape).to(out))))
+    for ours, dense in zip(*found):
+        assert not ours.isnan().any()
+        torch.testing.assert_close(ours, dense, rtol=2e-4, atol=2e-5)
+
+
+@needs_kernels
+def test_documents_in_compiled_code_take_another_way(everywhere):
+    q, k, v = (x.detach() for x in tensors(1, 1, 40, 16))
+    ids = torch.arange(40, device=DEVICE).div(17, rounding_mode="floor")[None]
+    attend = lambda q, k, v: pde_attention(
+        q, k, v, is_causal=True, pde=pdes.Diffusion(0.2), steps=2, documents=ids
+    )
+    compiled = torch.compile(attend, backend="eager")
+    torch.testing.assert_close(compiled(q, k, v), attend(q, k, v), rtol=1e-4, atol=1e-5)
+
+
+@needs_kernels
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("name", EQUATIONS)
 def test_the_same_as_dense(everywhere, name, causal):

@@ -92,18 +92,17 @@ def pde_attention(
         query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, pde, steps, dt, axis, walls,
         key_padding, documents, window, method,
     )  # fmt: skip
-    masked = any(x is not None for x in (attn_mask, key_padding, documents, window))
-    choice = _choose(
-        query, key, value, attn_mask, dropout_p, is_causal, masked, window, equation, steps, axis, walls,
-        method,
+    if renormalise:
+        value = torch.cat((value, torch.ones_like(value[..., :1])), -1)
+    choice, within = _choose(
+        query, key, value, attn_mask, dropout_p, is_causal, key_padding, documents, window, equation,
+        steps, axis, walls, method,
     )  # fmt: skip
     if axis != "key" and key_padding is not None and query.shape[-2] == key.shape[-2]:
         # Padding is a row as well, and would flow into the rows of real tokens.
         documents = key_padding.long() if documents is None else 2 * documents + key_padding
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask = attn_mask.to(wide(query.dtype))
-    if renormalise:
-        value = torch.cat((value, torch.ones_like(value[..., :1])), -1)
     if choice.method == "dense":
         output, _ = dense(
             query, key, value, attn_mask, dropout_p, is_causal, scale, pde=equation, steps=steps, dt=dt,
@@ -119,7 +118,7 @@ def pde_attention(
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         options: Any = {"pde": equation, "steps": steps, "dt": dt}
         if choice.method == "fused":
-            output = fused.attend(query, key, value, is_causal, scale, **options)
+            output = fused.attend(query, key, value, is_causal, scale, within=within, **options)
         elif axis == "key" and walls == "mask":
             if choice.method == "stepped" and not dropout_p and scope.mask is None:
                 output = stepped(query, key, value, scope, scale, **options)
@@ -160,10 +159,11 @@ def explain(
         query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, pde, steps, dt, axis, walls,
         key_padding, documents, window, method,
     )  # fmt: skip
-    masked = any(x is not None for x in (attn_mask, key_padding, documents, window))
-    choice = _choose(
-        query, key, value, attn_mask, dropout_p, is_causal, masked, window, equation, steps, axis, walls,
-        method,
+    if renormalise:
+        value = torch.cat((value, value[..., :1]), -1)
+    choice, _ = _choose(
+        query, key, value, attn_mask, dropout_p, is_causal, key_padding, documents, window, equation,
+        steps, axis, walls, method,
     )  # fmt: skip
     if choice.method != "stepped" or axis != "key" or walls != "mask":
         return choice
@@ -210,18 +210,27 @@ def _choose(
     attn_mask: Tensor | None,
     dropout_p: float,
     is_causal: bool,
-    masked: bool,
+    key_padding: Tensor | None,
+    documents: Tensor | None,
     window: masks.Window | None,
     pde: PDE,
     steps: int,
     axis: str,
     walls: str,
     method: str,
-) -> Choice:
-    """The quickest engine that can, or the one asked for; raises if that one cannot."""
+) -> tuple[Choice, Any]:
+    """The quickest engine that can, or the one asked for; raises if that one cannot.
+
+    With it the documents as "fused" wants them, or None: to know whether it can it has to look at them.
+    """
+    masked = any(x is not None for x in (attn_mask, key_padding, window))
     plain = axis == "key" and walls == "mask" and not masked and not dropout_p
+    not_fused = _not_fused(query, key, value, is_causal, plain, documents, pde, steps)
+    within = None
+    if documents is not None and not not_fused and method in ("auto", "fused"):
+        within, not_fused = fused.packed(query, key, value, documents, pde, steps)
     why_not = {
-        "fused": _not_fused(query, key, value, is_causal, plain, pde, steps),
+        "fused": not_fused,
         "stepped": _not_stepped(attn_mask, dropout_p, window, pde, axis, walls),
         "tiled": _not_tiled(attn_mask, pde, axis, walls),
         "dense": "",
@@ -230,11 +239,20 @@ def _choose(
         if why_not[method]:
             able = " or ".join(repr(name) for name, reason in why_not.items() if not reason)
             raise ValueError(f"method {method!r} cannot do this: {why_not[method]}; use {able}")
-        return Choice(method, "asked for")
+        return Choice(method, "asked for"), within
+    name = type(pde).__name__
+    if not not_fused:
+        known = name if documents is None else f"{name} within documents"
+        return Choice("fused", f"there are kernels for {known}"), within
+    return _without_kernels(query, key, value, why_not, pde, steps), None
+
+
+def _without_kernels(
+    query: Tensor, key: Tensor, value: Tensor, why_not: dict[str, str], pde: PDE, steps: int
+) -> Choice:
+    """The quickest of the other engines that can."""
     name = type(pde).__name__
     queries, keys, dim = query.shape[-2], key.shape[-2], value.shape[-1]
-    if not why_not["fused"]:
-        return Choice("fused", f"there are kernels for {name}")
     if queries <= dim and not (steps == 0 and not why_not["stepped"]):
         return Choice("dense", f"{queries} rows of a map are less than values of {dim} dimensions")
     if not why_not["stepped"]:
@@ -247,13 +265,25 @@ def _choose(
 
 
 def _not_fused(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, plain: bool, pde: PDE, steps: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    plain: bool,
+    documents: Tensor | None,
+    pde: PDE,
+    steps: int,
 ) -> str:
-    """Why kernels cannot do all of it; empty if they can."""
+    """Why kernels cannot do all of it; empty if they can, but for what is to be seen in documents."""
     if not plain:
-        return "kernels know no mask but is_causal, no dropout, and only axis 'key' with walls 'mask'"
+        return (
+            "kernels know no masks but is_causal and documents, no dropout, and only axis 'key' with "
+            "walls 'mask'"
+        )
     if is_causal and query.shape[-2] != key.shape[-2]:
         return "causal kernels need as many queries as keys"
+    if documents is not None and not (is_causal and pde.linear):
+        return "kernels know documents only with is_causal and a linear PDE"
     return fused.why_not(query, value, pde, steps)
 
 

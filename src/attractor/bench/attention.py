@@ -5,27 +5,33 @@
     reaction    reaction-diffusion, whose map has to flow while it is made
     split       the same with its reaction first, exactly
     window      a causal window and global tokens with diffusion, beside the same without
+    documents   causal diffusion on packed documents of uneven lengths, beside FlashAttention of the same
+                documents, called through our operator: SDPA cannot do them. Both are given ids, and find
+                out at every call where documents begin, so graphs of these calls cannot be captured
 
 "Both" is forward and backward, with the gradients of coefficients.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from attractor.attention import pde_attention, pdes, window_attention
-from attractor.attention.precision import wide
+from attractor.attention import flash, pde_attention, pdes, window_attention
+from attractor.attention.masks import Scope
+from attractor.attention.precision import first_derivatives_only, wide
 from attractor.bench import timing
 
-KINDS = ("stepped", "causal", "reaction", "split", "window")
+KINDS = ("stepped", "causal", "reaction", "split", "window", "documents")
 TOKENS = {"cuda": (1_024, 4_096, 16_384, 65_536), "cpu": (512, 2_048)}
 LONG = {"cuda": (1 << 16, 1 << 18, 1 << 20), "cpu": (8_192, 16_384)}
 GRAPHS_UP_TO = 16_384  # tokens: launches would decide below
 REACTION_UP_TO = {"cuda": 16_384, "cpu": 512}
 WINDOW, GLOBAL, CHECKED = 256, 4, 333
+DOCUMENT = 512  # tokens of one, on average; a text has at least about four
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -73,7 +79,8 @@ def measure(
             return torch.autograd.grad(attention(*qkv), of, grad)
 
         calls = {"peer": lambda: call(theirs, qkv), "ours": lambda: call(ours, [*qkv, *used])}
-        found = timing.measure(calls, device, rounds, graphs=tokens <= GRAPHS_UP_TO)
+        graphs = tokens <= GRAPHS_UP_TO and kind != "documents"
+        found = timing.measure(calls, device, rounds, graphs=graphs)
         row[passes] = {
             "ms": found.median("ours"),
             "peer_ms": found.median("peer"),
@@ -101,11 +108,62 @@ def contenders(kind: str, coefficients: list[Tensor], steps: int) -> tuple[Atten
         )
         return windowed(pdes.Diffusion(alpha)), windowed(None)
     pde = equation(kind, alpha, beta)
+    if kind == "documents":
+        return (
+            lambda q, k, v: pde_attention(
+                q, k, v, is_causal=True, pde=pde, steps=steps, documents=documents_for(q)
+            ),
+            lambda q, k, v: varlen(q, k, v, documents_for(q)),
+        )
     causal = kind == "causal"
     return (
         lambda q, k, v: pde_attention(q, k, v, is_causal=causal, pde=pde, steps=steps),
         lambda q, k, v: sdpa(q, k, v, is_causal=causal),
     )
+
+
+def documents_for(query: Tensor) -> Tensor:
+    """Ids ``[batch, tokens]`` of packed documents, other ones in every row; the same every time."""
+    return _documents(query.shape[0], query.shape[-2], str(query.device))
+
+
+@cache
+def _documents(batch: int, tokens: int, device: str) -> Tensor:
+    most = 2 * min(DOCUMENT, tokens // 4 + 1) - 1
+    lengths = torch.randint(1, most + 1, (batch, tokens), generator=torch.Generator().manual_seed(0))
+    last = lengths.cumsum(-1)
+    place = torch.arange(tokens).expand(batch, -1).contiguous()
+    return torch.searchsorted(last, place, right=True).to(device)
+
+
+def keys_met(documents: Tensor) -> float:
+    """How many keys a token meets on average, in causal attention within its document."""
+    begins = documents.new_ones(documents.shape, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    place = torch.arange(documents.shape[-1], device=documents.device)
+    return (place - (place * begins).cummax(-1).values + 1).double().mean().item()
+
+
+def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+    """Causal attention within documents, without a PDE."""
+    return _Varlen.apply(query, key, value, documents)
+
+
+class _Varlen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+        tokens = query.shape[-2]
+        ctx.scope = Scope(tokens, tokens, right=0, documents=documents)
+        out, lse = flash.attend(query, key, value, ctx.scope, query.shape[-1] ** -0.5)
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        scale = query.shape[-1] ** -0.5
+        return *flash.attend_backward(grad, query, key, value, out, lse, ctx.scope, scale), None
 
 
 def equation(kind: str, alpha: Tensor, beta: Tensor) -> pdes.PDE:
@@ -167,8 +225,9 @@ def _dense(kind: str, qkv: list[Tensor], coefficients: list[Tensor], steps: int)
     query, key, value = qkv
     pde = equation(kind, *coefficients)
     return pde_attention(
-        query, key, value, mask, is_causal=kind == "causal", pde=pde, steps=steps, method="dense"
-    )
+        query, key, value, mask, is_causal=kind in ("causal", "documents"), pde=pde, steps=steps,
+        documents=documents_for(query) if kind == "documents" else None, method="dense",
+    )  # fmt: skip
 
 
 def dense_ms(kind: str, qkv: list[Tensor], coefficients: list[Tensor], steps: int) -> float:
@@ -185,9 +244,11 @@ def shares(row: dict[str, Any], ms: float, passes: str, ceilings: dict[str, floa
     """The shares of matrix rate and bandwidth, by what attention without a PDE has to do."""
     sides = row["batch"] * row["heads"] * row["dim"] * row["tokens"]
     keys = WINDOW + GLOBAL if row["kind"] == "window" else row["tokens"]
-    flops = (
-        4 * sides * keys * (0.5 if row["kind"] == "causal" else 1) * (1 if passes == "forward" else 3.5)
-    )
+    if row["kind"] == "causal":
+        keys /= 2
+    if row["kind"] == "documents":
+        keys = keys_met(_documents(row["batch"], row["tokens"], row["device"]))
+    flops = 4 * sides * keys * (1 if passes == "forward" else 3.5)
     size = torch.empty((), dtype=getattr(torch, row["dtype"])).element_size()
     moved = sides * size * (4 if passes == "forward" else 12)
     return {

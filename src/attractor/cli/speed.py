@@ -25,7 +25,8 @@ TYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 @app.command(epilog="Example: attractor bench --device cuda --what causal --what reaction")
 def bench(
     what: Annotated[
-        list[str], typer.Option(help="stepped, causal, reaction, split, window, hybrid; default all.")
+        list[str],
+        typer.Option(help="stepped, causal, reaction, split, window, documents, hybrid; default all."),
     ] = [],  # noqa: B006
     device: Device = "cpu",
     dtype: Annotated[str, typer.Option(help="auto: bfloat16 on a GPU, else float32.")] = "auto",
@@ -80,8 +81,8 @@ def _show(results: dict[str, Any]) -> None:
     if attention:
         table = Table(
             "attention", "tokens", "ms", "ratio", "ms", "ratio", "of rate", "of copy", "dense",
-            caption="milliseconds and the ratio to SDPA (window: to the same without a PDE), forward, "
-            "then with backward; shares of the ceilings, forward; how much slower the whole map is",
+            caption="milliseconds and the ratio to SDPA (window, documents: to the same without a PDE), "
+            "forward, then with backward; shares of the ceilings, forward; how much slower the map is",
         )  # fmt: skip
         for row in attention:
             ahead, both = row["forward"], row["both"]

@@ -1,6 +1,7 @@
 """Whole attention by Triton kernels, forward and backward, where nothing but causality is masked.
 
-Linear PDEs: stepped values (`values`) for a fused operator, and the keys near a causal wall (`near`).
+Linear PDEs: stepped values (`values`) for a fused operator, and the keys near a causal wall (`near`),
+within packed documents too.
 Reaction-diffusion, as it is and split: `reaction`. Never required: without Triton, or on another device,
 plain torch does the same, and `why_not` says why. These modules need Triton to be imported, so ask
 first. With ``TRITON_INTERPRET=1`` in the environment before the first import the kernels run on a CPU,
@@ -10,14 +11,18 @@ slowly, to be tested there.
 import os
 from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attractor.attention.bands import step_values
+from attractor.attention.operators import may_sync
 from attractor.attention.pdes import PDE, ReactionDiffusion
+
+if TYPE_CHECKING:
+    from attractor.attention.fused.near import Packed
 
 REACH = 8  # the furthest that kernels look: their sums over neighbours are unrolled
 DIM = 256  # the deepest head: a row is held whole
@@ -52,6 +57,18 @@ def why_not(query: Tensor, value: Tensor, pde: PDE, steps: int) -> str:
     return ""
 
 
+def packed(
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, pde: PDE, steps: int
+) -> tuple["Packed | None", str]:
+    """Documents ``[batch, tokens]`` as causal kernels of a linear PDE take them, or why they do not."""
+    if not may_sync(documents.device):
+        return None, "kernels have to look at documents, which compiled or captured code cannot"
+    from attractor.attention.fused import near
+
+    found = near.packed(query, key, value, documents, steps * pde.reach)
+    return found, "" if found is not None else "kernels want every document to be one run of tokens"
+
+
 def _one_a_head(coefficient: Any, heads: int) -> bool:
     if not isinstance(coefficient, Tensor) or coefficient.numel() == 1:
         return True
@@ -75,11 +92,13 @@ def attend(
     pde: PDE,
     steps: int,
     dt: float,
+    within: "Packed | None" = None,
 ) -> Tensor:
     """The output ``[batch, heads, queries, value dim]`` of a PDE on the key axis, if not `why_not`.
 
     Args:
         query, key, value: ``[batch, heads, tokens, dim]``, as many heads each; if causal as many tokens.
+        within: `packed` documents.
     """
     from attractor.attention.fused import near, reaction, values
 
@@ -89,7 +108,7 @@ def attend(
         )
     taps = values.taps(pde, steps, dt, value)
     if is_causal:
-        return near.causal(query, key, value, taps, scale)
+        return near.causal(query, key, value, taps, scale, within)
     return scaled_dot_product_attention(query, key, values.step(value, taps, None), scale=scale)
 
 

@@ -8,8 +8,12 @@ what a row needs, `near_keys` what a key gets back, through the steps of its val
 
 The share of a row is a few products of vectors, so its kernels (`near_kernels`) are bound by memory, and
 hold the key and value rows of a strand in registers.
+
+Packed documents (`Packed`) are walls before a row as well: kernels look for them among the keys within
+reach, and the operator is given a band within documents.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,33 +23,76 @@ from torch.library import wrap_triton
 from attractor.attention import flash
 from attractor.attention.fused import near_kernels, rows
 from attractor.attention.fused.parts import taps_gradient
-from attractor.attention.fused.rows import by_rows, strides, table_stride
+from attractor.attention.fused.rows import by_rows, faces_of, strides, table_stride
 from attractor.attention.fused.taps import either, in_two, operator, parts_of, power_of_two
 from attractor.attention.fused.values import step
 from attractor.attention.masks import Scope
+from attractor.attention.operators import Operator, choose, in_rows
 from attractor.attention.precision import first_derivatives_only
 
 
-def causal(query: Tensor, key: Tensor, value: Tensor, taps: Tensor, scale: float) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Packed documents, each of them a run of tokens.
+
+    Attributes:
+        open: bool ``[batch, 1, 1, tokens - 1]``, False between two documents.
+        scope: the keys of a row's document that are out of reach of its wall.
+        operator: for these.
+    """
+
+    open: Tensor
+    scope: Scope
+    operator: Operator
+
+
+def packed(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, reach: int) -> Packed | None:
+    """For ids ``[batch, tokens]``; None if one of them is torn: not a run.
+
+    Looks at the ids, so the device is waited for; not for compiled code, nor to be captured.
+    """
+    tokens = documents.shape[-1]
+    scope = Scope(tokens, tokens, right=-reach, documents=documents)
+    operator = choose(query, key, value, scope)
+    looked_at = operator.strip is not None and operator.strip.runs is not None
+    open = documents[:, 1:] == documents[:, :-1]
+    if not looked_at:
+        ids = documents.sort(dim=-1).values
+        if (~open).sum() != (ids[:, 1:] != ids[:, :-1]).sum():
+            return None
+    return Packed(open[:, None, None], scope, operator)
+
+
+def causal(
+    query: Tensor, key: Tensor, value: Tensor, taps: Tensor, scale: float, within: Packed | None = None
+) -> Tensor:
     """The output ``[batch, heads, tokens, value dim]``, for any number of tokens.
 
     Args:
         query, key, value: ``[batch, heads, tokens, dim]``, as many heads and tokens each.
         taps: of the PDE and its steps, as `values.taps` makes them.
+        within: documents that do not see each other, made by `packed` for tensors like these.
     """
-    return _Causal.apply(query, key, value, taps, scale)
+    return _Causal.apply(query, key, value, taps, scale, within)
 
 
 class _Causal(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, taps: Tensor, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        taps: Tensor,
+        scale: float,
+        within: Packed | None,
     ) -> Tensor:
         query, key, value = by_rows(query), by_rows(key), by_rows(value)
-        stepped = step(value, taps, None)
-        far, far_lse = _attend_far(query, key, stepped, taps, scale)
-        out, lse = merge_near(query, key, value, far, far_lse, taps, scale)
-        ctx.scale = scale
+        open = None if within is None else within.open
+        stepped = step(value, taps, open)
+        far, far_lse = _attend_far(query, key, stepped, taps, scale, within)
+        out, lse = merge_near(query, key, value, far, far_lse, taps, scale, open)
+        ctx.scale, ctx.within = scale, within
         ctx.save_for_backward(query, key, value, stepped, taps, out, lse)
         return out
 
@@ -53,39 +100,59 @@ class _Causal(torch.autograd.Function):
     @first_derivatives_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         query, key, value, stepped, taps, out, lse = ctx.saved_tensors
-        needed = ctx.needs_input_grad[3]
+        needed, within = ctx.needs_input_grad[3], ctx.within
+        open = None if within is None else within.open
         grad = by_rows(grad)
-        far = _attend_far_backward(grad, query, key, stepped, out, lse, taps, ctx.scale)
+        far = _attend_far_backward(grad, query, key, stepped, out, lse, taps, ctx.scale, within)
         of_query, handed, sums, firsts = near_rows(
-            grad, query, key, value, out, lse, taps, far[0], ctx.scale, needed
+            grad, query, key, value, out, lse, taps, far[0], ctx.scale, needed, open
         )
         of_key, of_value, of_taps = near_keys(
-            grad, query, value, handed, taps, far[1], far[2], sums, firsts, needed
+            grad, query, value, handed, taps, far[1], far[2], sums, firsts, needed, open
         )
-        return of_query, of_key, of_value, of_taps if needed else None, None
+        return of_query, of_key, of_value, of_taps if needed else None, None, None
 
 
 def _attend_far(
-    query: Tensor, key: Tensor, stepped: Tensor, taps: Tensor, scale: float
+    query: Tensor, key: Tensor, stepped: Tensor, taps: Tensor, scale: float, within: Packed | None
 ) -> tuple[Tensor, Tensor]:
-    """Keys up to i - reach for row i are an ordinary causal problem, of fewer rows and keys."""
+    """Keys up to i - reach for row i are an ordinary causal problem, of fewer rows and keys.
+
+    Rows that have none in their document get anything: `merge_near` does not look at it.
+    """
     reach = taps.shape[-1] // 2
     size = query.shape[-2] - reach
     if size <= 0:
         return stepped[..., :0, :], taps.new_empty(0)
+    if within is not None:
+        operator, scope = within.operator, within.scope
+        if operator.strip is None:
+            far, lse = flash.attend(query, key, stepped, scope, scale)
+            return far, lse[..., reach:]
+        query, key, stepped = (in_rows(x) for x in (query, key, stepped))
+        return operator.forward(*operator.strip.cut(query, key, stepped), operator.strip, scale)
     cut = query[..., reach:, :], key[..., :size, :], stepped[..., :size, :]
     return flash.attend(*cut, Scope(size, size, right=0), scale)
 
 
 def _attend_far_backward(
     grad: Tensor, query: Tensor, key: Tensor, stepped: Tensor, out: Tensor, lse: Tensor, taps: Tensor,
-    scale: float,
+    scale: float, within: Packed | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of all but the first queries, and of all but the last keys and stepped values."""
     reach = taps.shape[-1] // 2
     size = query.shape[-2] - reach
     if size <= 0:
         return query[..., :0, :], key[..., :0, :], stepped[..., :0, :]
+    if within is not None:
+        operator, scope = within.operator, within.scope
+        grad, out = grad[..., reach:, :], out[..., reach:, :]
+        if operator.strip is None:
+            found = flash.attend_backward(grad, query, key, stepped, out, lse, scope, scale)
+            return found[0][..., reach:, :], found[1][..., :size, :], found[2][..., :size, :]
+        grad, out, query, key, stepped = (in_rows(x) for x in (grad, out, query, key, stepped))
+        cut = operator.strip.cut(query, key, stepped)
+        return operator.backward(grad, out, *cut, lse[..., reach:], operator.strip, scale)
     cut = query[..., reach:, :], key[..., :size, :], stepped[..., :size, :]
     return flash.attend_backward(
         grad[..., reach:, :], *cut, out[..., reach:, :], lse[..., reach:],
@@ -94,34 +161,39 @@ def _attend_far_backward(
 
 
 def _merged(
-    query: Tensor, key: Tensor, value: Tensor, far: Tensor, far_lse: Tensor, taps: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, far: Tensor, far_lse: Tensor, taps: Tensor, scale: float,
+    open: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Outputs ``[batch, heads, tokens, value dim]`` and their log-sum-exp ``[batch, heads, tokens]``.
 
     Args:
         far: what the operator makes of the last rows, ``[batch, heads, tokens - reach, value dim]``.
         far_lse: its log-sum-exp ``[batch, heads, tokens - reach]``.
+        open: as `values.step` takes it; rows without far keys before a wall there have anything.
     """
     query, key, value, far, taps = (*map(by_rows, (query, key, value, far)), taps.contiguous())
     out, lse = _merged_like(query, key, value, far, far_lse, taps, scale)
     grid, sizes, warps = _program("near", query, value, taps)
+    faces, face_strides = faces_of(open, value)
     wrap_triton(near_kernels.forward)[grid](
         query, key, value, far, far_lse.contiguous(), taps, out, lse, *in_two(scale), query.shape[2],
         query.shape[1], *strides(query), *strides(key), *strides(value), *strides(far), *strides(out),
-        table_stride(taps), *sizes, num_warps=warps,
+        table_stride(taps), faces, *face_strides, *sizes, _seen(sizes, sizes[0]), open is not None,
+        num_warps=warps,
     )  # fmt: skip
     return out, lse
 
 
 def _merged_like(
-    query: Tensor, key: Tensor, value: Tensor, far: Tensor, far_lse: Tensor, taps: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, far: Tensor, far_lse: Tensor, taps: Tensor, scale: float,
+    open: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return torch.empty_like(by_rows(value)), taps.new_empty(query.shape[:3])
 
 
 def _rows_met(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, taps: Tensor,
-    far: Tensor, scale: float, of_taps: bool,
+    far: Tensor, scale: float, of_taps: bool, open: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradient of query, and what `near_keys` needs.
 
@@ -131,39 +203,46 @@ def _rows_met(
     Returns:
         The gradient of query; those of near scores, times the scale, and spread weights, as `place_of`
         has them; and for the gradient of the taps, without entries if it is not wanted, products of
-        weights and spread weights' gradients: sums by programs, and those of the first rows.
+        weights and spread weights' gradients: sums by programs, and those of the first rows, as
+        `parts` wants them.
     """
     grad, query, key, value, out, far = map(by_rows, (grad, query, key, value, out, far))
     taps = taps.contiguous()
-    found = _rows_met_like(grad, query, key, value, out, lse, taps, far, scale, of_taps)
+    found = _rows_met_like(grad, query, key, value, out, lse, taps, far, scale, of_taps, open)
     grid, sizes, warps = _program("near_rows", query, value, taps)
     reach, run = sizes[0], sizes[-1]
-    widths = (power_of_two(n) for n in (3 * reach * run, 3 * reach, 2 * reach**2))
+    widths = (power_of_two(n) for n in (3 * reach * run, 3 * reach, 2 * reach**2, reach))
+    faces, face_strides = faces_of(open, value)
+    if open is not None:
+        found[3].zero_()  # programs without a wall leave it
     wrap_triton(near_kernels.backward_rows)[grid](
         grad, query, key, value, out, lse.contiguous(), taps, far, *found, *in_two(scale),
         query.shape[2], query.shape[1], *strides(grad), *strides(query), *strides(key), *strides(value),
-        *strides(out), *strides(far), *strides(found[0]), table_stride(taps), *sizes, *widths, of_taps,
-        num_warps=warps,
+        *strides(out), *strides(far), *strides(found[0]), table_stride(taps), faces, *face_strides,
+        *sizes, *widths, _seen(sizes, reach), of_taps, open is not None, num_warps=warps,
     )  # fmt: skip
     return found
 
 
 def _rows_met_like(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, taps: Tensor,
-    far: Tensor, scale: float, of_taps: bool,
+    far: Tensor, scale: float, of_taps: bool, open: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     (programs,), (reach, *_, strands, run), _ = _program("near_rows", query, value, taps)
+    firsts: tuple[int, ...] = len(query) * query.shape[1], 2 * reach, reach, 2 * reach
+    if open is not None:
+        firsts = programs, reach, reach, 2 * reach
     return (
         torch.empty_like(by_rows(query)),
         taps.new_empty(programs, 3 * reach, run, strands),
         taps.new_empty(programs if of_taps else 0, reach, 2 * reach),
-        taps.new_empty(len(query) * query.shape[1] if of_taps else 0, 2 * reach, reach, 2 * reach),
+        taps.new_empty(firsts if of_taps else (0, *firsts[1:])),
     )
 
 
 def _keys_met(
     grad: Tensor, query: Tensor, value: Tensor, handed: Tensor, taps: Tensor, far_key: Tensor,
-    far_value: Tensor, sums: Tensor, firsts: Tensor, of_taps: bool,
+    far_value: Tensor, sums: Tensor, firsts: Tensor, of_taps: bool, open: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of key, value and taps; the last without entries if it is not wanted.
 
@@ -177,21 +256,23 @@ def _keys_met(
     of_key, of_value = torch.empty_like(query), torch.empty_like(value)
     grid, sizes, warps = _program("near_keys", query, value, taps)
     free = taps.new_empty(grid[0] if of_taps else 0, taps.shape[-1])
+    faces, face_strides = faces_of(open, value)
     wrap_triton(near_kernels.backward_keys)[grid](
         grad, query, value, handed, taps, far_key, far_value, of_key, of_value, free, query.shape[2],
         query.shape[1], *strides(grad), *strides(query), *strides(value), *strides(far_key),
-        *strides(far_value), *strides(of_key), *strides(of_value), table_stride(taps), *sizes,
-        int(handed.shape[3]), int(handed.shape[2]), power_of_two(2 * sizes[0] + 1), of_taps,
+        *strides(far_value), *strides(of_key), *strides(of_value), table_stride(taps), faces,
+        *face_strides, *sizes, int(handed.shape[3]), int(handed.shape[2]),
+        power_of_two(2 * sizes[0] + 1), _seen(sizes, 2 * sizes[0]), of_taps, open is not None,
         num_warps=warps,
     )  # fmt: skip
     if not of_taps:
         return of_key, of_value, free.view(0)
-    return of_key, of_value, taps_gradient(far_value, value, None, taps, free, (sums, firsts))
+    return of_key, of_value, taps_gradient(far_value, value, open, taps, free, (sums, firsts))
 
 
 def _keys_met_like(
     grad: Tensor, query: Tensor, value: Tensor, handed: Tensor, taps: Tensor, far_key: Tensor,
-    far_value: Tensor, sums: Tensor, firsts: Tensor, of_taps: bool,
+    far_value: Tensor, sums: Tensor, firsts: Tensor, of_taps: bool, open: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     of_key, of_value = torch.empty_like(by_rows(query)), torch.empty_like(by_rows(value))
     return of_key, of_value, taps.new_empty(taps.shape if of_taps else 0)
@@ -205,6 +286,11 @@ def _program(
     strands, run, warps, columns, deep = rows.shape(name, (dim, depth), query.dtype, reach)
     programs = query.shape[0] * query.shape[1] * parts_of(query.shape[2], strands * run)
     return (programs,), (reach, dim, depth, columns, deep, strands, run), warps
+
+
+def _seen(sizes: tuple[int, ...], span: int) -> int:
+    """So many faces are looked at by a program: those between its rows, and span on either side."""
+    return power_of_two(sizes[-2] * sizes[-1] + 2 * span)
 
 
 merge_near_operator = operator("merge_near")(_merged)

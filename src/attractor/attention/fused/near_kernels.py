@@ -4,6 +4,10 @@ A row's near key m is ``row - reach + 1 + m``, for m below the reach; its weight
 ``row - 2 reach + 1 + n``, for n from m on and below twice the reach. A row is free if it is so late that
 none of its near keys feels the first key of all: then it has the same taps as all others. Only keys up
 to its own are used for a row: nothing later can change a bit of it.
+
+With FACES a row's first key is that of its document: `open` is 0 where there is a wall between a key and
+the next. A program none of whose rows feels a document's start does as without; another does all of them
+by tiles, with taps looked up for each, and uses nothing of other documents.
 """
 
 # Arguments of kernels have no types that mypy could know; tuples of tiles grow, by addition alone.
@@ -13,7 +17,16 @@ to its own are used for a row: nothing later can change a bit of it.
 import triton
 import triton.language as tl
 
-from attractor.attention.fused.rows import SIZES, TILE, room, rows_at, rows_from, wide, write_rows
+from attractor.attention.fused.rows import (
+    SIZES,
+    TILE,
+    no_wall,
+    room,
+    rows_at,
+    rows_from,
+    wide,
+    write_rows,
+)
 from attractor.attention.fused.taps import joined
 from attractor.attention.fused.values import (
     free_taps,
@@ -22,6 +35,61 @@ from attractor.attention.fused.values import (
     no_products,
     write_products,
 )
+
+
+@triton.jit
+def _all_free(
+    open, stride, start, tokens,
+    SPAN: tl.constexpr, ROWS: tl.constexpr, SEEN: tl.constexpr,
+):  # fmt: skip
+    """Whether each of these rows has SPAN keys before it, and no wall between."""
+    face = start - SPAN + tl.arange(0, SEEN)
+    seen = face < tl.minimum(start + ROWS, tokens) - 1
+    shut = tl.load(open + face * stride, mask=seen & (face >= 0), other=0) == 0
+    return tl.max((shut & seen).to(tl.int32), 0) == 0
+
+
+@triton.jit
+def _before(open, stride, row, tokens, SPAN: tl.constexpr, FACES: tl.constexpr):
+    """How many keys there are before a row's own; with FACES in its document, and no more than SPAN."""
+    if FACES:
+        before, _ = room(open, stride, tl.minimum(row, tokens - 1), tokens, SPAN, True)
+    else:
+        before = row
+    return before
+
+
+@triton.jit
+def _rows_up_to(
+    x, stride, first, before, tokens,
+    BEHIND: tl.constexpr, RUN: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    FACES: tl.constexpr,
+):  # fmt: skip
+    """The last BEHIND rows up to first, and RUN - 1 more, as `rows_from`.
+
+    With FACES zeros for those further back than `before`, which are of another document.
+    """
+    if FACES:
+        column = tl.arange(0, COLUMNS)
+        inside = (column < DIM)[None, :]
+        rows = ()
+        for n in tl.static_range(BEHIND):
+            at = tl.minimum(first, tokens - 1) - (BEHIND - 1 - n)
+            ok = (before >= BEHIND - 1 - n)[:, None] & inside
+            rows = rows + (rows_at(x, stride, at, column, ok, x.dtype.element_ty),)
+    else:
+        rows = rows_from(x, stride, first - (BEHIND - 1), tokens, RUN + BEHIND - 1, DIM, COLUMNS)
+    return rows
+
+
+@triton.jit
+def _counted(row, tokens, stop, LATE: tl.constexpr, FREE: tl.constexpr, FACES: tl.constexpr):
+    """Which rows are done here: up to `stop` with FACES, else those that are FREE, or the others."""
+    if FACES:
+        ok = row < stop
+    else:
+        ok = (row < tokens) & ((row >= LATE) == FREE)
+    return ok
 
 
 @triton.jit
@@ -62,7 +130,7 @@ def _spread(weights, taps, row, n: tl.constexpr, REACH: tl.constexpr, FREE: tl.c
 
 @triton.jit
 def _far_rows(
-    far, stride, first, tokens,
+    far, stride, first, before, tokens,
     REACH: tl.constexpr, COUNT: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
     FREE: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +139,7 @@ def _far_rows(
         found = rows_from(far, stride, first - REACH, tokens - REACH, COUNT, DIM, COLUMNS)
     else:
         column = tl.arange(0, COLUMNS)
-        late = ((first >= REACH) & (first < tokens))[:, None] & (column < DIM)[None, :]
+        late = ((before >= REACH) & (first < tokens))[:, None] & (column < DIM)[None, :]
         found = (rows_at(far, stride, first - REACH, column, late, far.dtype.element_ty),)
     return found
 
@@ -88,24 +156,25 @@ def _side_by_side(vectors, COUNT: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _forward_strands(
-    query, key, value, far, far_lse, taps, out, lse,
-    scale, tokens, first, query_t, key_t, value_t, far_t, out_t,
+    query, key, value, far, far_lse, taps, open, out, lse,
+    scale, tokens, first, stop, query_t, key_t, value_t, far_t, open_t, out_t,
     REACH: tl.constexpr, DIM: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-    DEEP: tl.constexpr, RUN: tl.constexpr, FREE: tl.constexpr,
+    DEEP: tl.constexpr, RUN: tl.constexpr, FREE: tl.constexpr, FACES: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``first .. first + RUN - 1`` of every strand: those that are FREE, or the others."""
+    """Rows ``first .. first + RUN - 1`` of every strand, as `_counted`; a RUN of 1 with FACES."""
     TYPE: tl.constexpr = taps.dtype.element_ty
     LATE: tl.constexpr = 2 * REACH - 1
-    keys = rows_from(key, key_t, first - (REACH - 1), tokens, RUN + REACH - 1, DIM, COLUMNS)
+    before = _before(open, open_t, first, tokens, LATE, FACES)
+    keys = _rows_up_to(key, key_t, first, before, tokens, REACH, RUN, DIM, COLUMNS, FACES)
     asked = rows_from(query, query_t, first, tokens, RUN, DIM, COLUMNS)
-    met = rows_from(value, value_t, first - LATE, tokens, RUN + LATE, DEPTH, DEEP)
-    others = _far_rows(far, far_t, first, tokens, REACH, RUN, DEPTH, DEEP, FREE)
+    met = _rows_up_to(value, value_t, first, before, tokens, 2 * REACH, RUN, DEPTH, DEEP, FACES)
+    others = _far_rows(far, far_t, first, before, tokens, REACH, RUN, DEPTH, DEEP, FREE)
     outs, totals = (), ()
     for o in tl.static_range(RUN):
-        row = first + o
-        late = (row >= REACH) & (row < tokens)
+        row, behind = first + o, before + o
+        late = (behind >= REACH) & (row < tokens)
         beyond = tl.load(far_lse + (row - REACH), mask=late, other=-float("inf")).to(TYPE)
-        scores = _scores(wide(asked[o], TYPE), keys, row, scale, o, REACH, FREE)
+        scores = _scores(wide(asked[o], TYPE), keys, behind, scale, o, REACH, FREE)
         most = beyond
         for m in tl.static_range(REACH):
             most = tl.maximum(most, scores[m])
@@ -118,13 +187,13 @@ def _forward_strands(
             weights = weights + (tl.exp(scores[m] - total),)
         sums = tl.exp(beyond - total)[:, None] * wide(others[o], TYPE)
         for n in tl.static_range(2 * REACH):
-            sums += _spread(weights, taps, row, n, REACH, FREE)[:, None] * wide(met[o + n], TYPE)
+            sums += _spread(weights, taps, behind, n, REACH, FREE)[:, None] * wide(met[o + n], TYPE)
         outs, totals = outs + (sums,), totals + (total,)
     row = first[:, None] + tl.arange(0, RUN)[None, :]
-    ok = (row < tokens) & ((row >= LATE) == FREE)
+    ok = _counted(row, tokens, stop, LATE, FREE, FACES)
     tl.store(lse + row, _side_by_side(totals, RUN, RUN), mask=ok)
     for o in tl.static_range(RUN):
-        ok = (first + o < tokens) & ((first + o >= LATE) == FREE)
+        ok = _counted(first + o, tokens, stop, LATE, FREE, FACES)
         write_rows(out, out_t, first + o, outs[o], ok, DEPTH, DEEP)
 
 
@@ -134,9 +203,10 @@ def forward(
     scale, scale_rest, tokens, heads,
     query_b, query_h, query_t, key_b, key_h, key_t,
     value_b, value_h, value_t, far_b, far_h, far_t,
-    out_b, out_h, out_t, taps_h,
+    out_b, out_h, out_t, taps_h, open, open_b, open_h, open_t,
     REACH: tl.constexpr, DIM: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-    DEEP: tl.constexpr, STRANDS: tl.constexpr, RUN: tl.constexpr,
+    DEEP: tl.constexpr, STRANDS: tl.constexpr, RUN: tl.constexpr, SEEN: tl.constexpr,
+    FACES: tl.constexpr,
 ):  # fmt: skip
     """Some rows of one head: near weights, spread, times values, with the far share."""
     scale = joined(scale, scale_rest, taps.dtype.element_ty)
@@ -151,16 +221,30 @@ def forward(
     out += batch * out_b + head * out_h
     lse += pair.to(tl.int64) * tokens
     taps += head * taps_h
-    if tokens >= 2 * REACH:
+    free = tokens >= 2 * REACH
+    if FACES:
+        open += batch * open_b + head * open_h
+        free = _all_free(open, open_t, start, tokens, 2 * REACH - 1, STRANDS * RUN, SEEN)
+    if free:
         first = start + tl.arange(0, STRANDS) * RUN
         _forward_strands(
-            query, key, value, far, far_lse, taps, out, lse, scale, tokens, first, query_t, key_t,
-            value_t, far_t, out_t, REACH, DIM, DEPTH, COLUMNS, DEEP, RUN, True,
+            query, key, value, far, far_lse, taps, open, out, lse, scale, tokens, first, tokens, query_t,
+            key_t, value_t, far_t, open_t, out_t, REACH, DIM, DEPTH, COLUMNS, DEEP, RUN, True, False,
         )  # fmt: skip
-    if start == 0:
+    if FACES:
+        stop = tl.minimum(start + STRANDS * RUN, tokens)
+        for tile in range(tl.where(free, 0, tl.cdiv(STRANDS * RUN, TILE))):
+            first = start + tile * TILE + tl.arange(0, TILE)
+            _forward_strands(
+                query, key, value, far, far_lse, taps, open, out, lse, scale, tokens, first, stop,
+                query_t, key_t, value_t, far_t, open_t, out_t, REACH, DIM, DEPTH, COLUMNS, DEEP, 1,
+                False, True,
+            )  # fmt: skip
+    elif start == 0:
         _forward_strands(
-            query, key, value, far, far_lse, taps, out, lse, scale, tokens, tl.arange(0, TILE), query_t,
-            key_t, value_t, far_t, out_t, REACH, DIM, DEPTH, COLUMNS, DEEP, 1, False,
+            query, key, value, far, far_lse, taps, open, out, lse, scale, tokens, tl.arange(0, TILE),
+            tokens, query_t, key_t, value_t, far_t, open_t, out_t, REACH, DIM, DEPTH, COLUMNS, DEEP, 1,
+            False, False,
         )  # fmt: skip
 
 
@@ -179,40 +263,46 @@ def place_of(row, REACH: tl.constexpr, STRANDS: tl.constexpr, RUN: tl.constexpr)
 
 @triton.jit
 def _rows_strands(
-    grad, query, key, value, out, lse, taps, far,
-    of_query, handed, part, firsts,
-    scale, tokens, first, grad_t, query_t, key_t, value_t, out_t, far_t, found_t,
+    grad, query, key, value, out, lse, taps, far, open,
+    of_query, handed, part, firsts, free_sums, kind_sums,
+    scale, tokens, first, stop, grad_t, query_t, key_t, value_t, out_t, far_t, open_t, found_t,
     REACH: tl.constexpr, DIM: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
     DEEP: tl.constexpr, STRANDS: tl.constexpr, RUN: tl.constexpr, COUNT: tl.constexpr,
     HANDED: tl.constexpr, PLACES: tl.constexpr, OF_TAPS: tl.constexpr, FREE: tl.constexpr,
+    FACES: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``first .. first + COUNT - 1`` of every strand: those that are FREE, or the others."""
+    """Rows ``first .. first + COUNT - 1`` of every strand, as `_counted`; a COUNT of 1 with FACES.
+
+    With FACES products are added to `free_sums` ``[PLACES]`` and, those of keys with less than the reach
+    before them, to `kind_sums` ``[at least reach, PLACES]``, which are returned.
+    """
     TYPE: tl.constexpr = taps.dtype.element_ty
     LATE: tl.constexpr = 2 * REACH - 1
-    keys = rows_from(key, key_t, first - (REACH - 1), tokens, COUNT + REACH - 1, DIM, COLUMNS)
+    before = _before(open, open_t, first, tokens, LATE, FACES)
+    keys = _rows_up_to(key, key_t, first, before, tokens, REACH, COUNT, DIM, COLUMNS, FACES)
     asked = rows_from(query, query_t, first, tokens, COUNT, DIM, COLUMNS)
     grads = rows_from(grad, grad_t, first, tokens, COUNT, DEPTH, DEEP)
-    met = rows_from(value, value_t, first - LATE, tokens, COUNT + LATE, DEPTH, DEEP)
+    met = _rows_up_to(value, value_t, first, before, tokens, 2 * REACH, COUNT, DEPTH, DEEP, FACES)
     outs = rows_from(out, out_t, first, tokens, COUNT, DEPTH, DEEP)
-    others = _far_rows(far, far_t, first, tokens, REACH, COUNT, DIM, COLUMNS, FREE)
+    others = _far_rows(far, far_t, first, before, tokens, REACH, COUNT, DIM, COLUMNS, FREE)
     found, slopes, spreads, products = (), (), (), ()
     for o in tl.static_range(COUNT):
-        row = first + o
+        row, behind = first + o, before + o
         total = tl.load(lse + tl.minimum(row, tokens - 1))
-        counted = (row < tokens) & ((row >= LATE) == FREE)
+        counted = _counted(row, tokens, stop, LATE, FREE, FACES)
         slope = wide(grads[o], TYPE)
         inner = tl.sum(slope * wide(outs[o], TYPE), 1)
         of_spread = ()
         for n in tl.static_range(2 * REACH):
             of_spread = of_spread + (tl.sum(slope * wide(met[o + n], TYPE), 1),)
-        scores = _scores(wide(asked[o], TYPE), keys, row, scale, o, REACH, FREE)
+        scores = _scores(wide(asked[o], TYPE), keys, behind, scale, o, REACH, FREE)
         sums = wide(others[o], TYPE)
         weights, more = (), ()
         for m in tl.static_range(REACH):
             weight = tl.exp(scores[m] - total)
             of_weight = -inner
             for n in tl.static_range(m, 2 * REACH):
-                of_weight += of_spread[n] * _near_taps(taps, row, m, n, REACH, FREE)
+                of_weight += of_spread[n] * _near_taps(taps, behind, m, n, REACH, FREE)
             of_score = weight * of_weight * scale
             sums += of_score[:, None] * wide(keys[o + m], TYPE)
             weights, slopes = weights + (weight,), slopes + (of_score,)
@@ -228,7 +318,7 @@ def _rows_strands(
                     more = more + (product,)
         found, products = found + (sums,), more
         for n in tl.static_range(2 * REACH):
-            spreads = spreads + (_spread(weights, taps, row, n, REACH, FREE),)
+            spreads = spreads + (_spread(weights, taps, behind, n, REACH, FREE),)
     entries = ()
     for e in tl.static_range(3 * REACH):
         for o in tl.static_range(COUNT):
@@ -238,11 +328,11 @@ def _rows_strands(
                 entries = entries + (spreads[o * 2 * REACH + e - REACH],)
     column = tl.arange(0, HANDED)[None, :]
     row = first[:, None] + column % COUNT
-    ok = (row < tokens) & ((row >= LATE) == FREE) & (column < 3 * REACH * COUNT)
+    ok = _counted(row, tokens, stop, LATE, FREE, FACES) & (column < 3 * REACH * COUNT)
     where = handed + place_of(first, REACH, STRANDS, RUN)[:, None] + column * (STRANDS * RUN // COUNT)
     tl.store(where, _side_by_side(entries, 3 * REACH * COUNT, HANDED), mask=ok)
     for o in tl.static_range(COUNT):
-        ok = (first + o < tokens) & ((first + o >= LATE) == FREE)
+        ok = _counted(first + o, tokens, stop, LATE, FREE, FACES)
         write_rows(of_query, found_t, first + o, found[o], ok, DIM, COLUMNS)
     if OF_TAPS:
         place = tl.arange(0, PLACES)
@@ -250,9 +340,17 @@ def _rows_strands(
         ok = place < REACH * 2 * REACH
         if FREE:
             tl.store(part + place, tl.sum(products, 0), mask=ok)
+        elif FACES:
+            left = before[:, None] - (REACH - 1 - place // (2 * REACH))[None, :]  # before a near key
+            free_sums += tl.sum(tl.where(left >= REACH, products, 0.0), 0)
+            line = tl.arange(0, kind_sums.shape[0])[:, None]
+            for n in tl.static_range(REACH):
+                of_kind = tl.sum(tl.where(left == n, products, 0.0), 0)
+                kind_sums += tl.where(line == n, of_kind[None, :], 0.0)
         else:
             where = firsts + first[:, None] * (REACH * 2 * REACH) + place[None, :]
             tl.store(where, products, mask=(first < 2 * REACH)[:, None] & ok[None, :])
+    return free_sums, kind_sums
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -263,10 +361,11 @@ def backward_rows(
     grad_b, grad_h, grad_t, query_b, query_h, query_t,
     key_b, key_h, key_t, value_b, value_h, value_t,
     out_b, out_h, out_t, far_b, far_h, far_t,
-    found_b, found_h, found_t, taps_h,
+    found_b, found_h, found_t, taps_h, open, open_b, open_h, open_t,
     REACH: tl.constexpr, DIM: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
     DEEP: tl.constexpr, STRANDS: tl.constexpr, RUN: tl.constexpr, HANDED: tl.constexpr,
-    ENTRIES: tl.constexpr, PLACES: tl.constexpr, OF_TAPS: tl.constexpr,
+    ENTRIES: tl.constexpr, PLACES: tl.constexpr, KINDS: tl.constexpr, SEEN: tl.constexpr,
+    OF_TAPS: tl.constexpr, FACES: tl.constexpr,
 ):  # fmt: skip
     """The gradients of some queries; for `backward_keys` those of near scores, and spread weights."""
     scale = joined(scale, scale_rest, taps.dtype.element_ty)
@@ -284,24 +383,49 @@ def backward_rows(
     lse += pair * tokens
     handed += pair * blocks * (3 * REACH * STRANDS * RUN)
     parts += tl.program_id(0).to(tl.int64) * (REACH * 2 * REACH)
-    firsts += pair * (2 * REACH * REACH * 2 * REACH)
+    if not FACES:
+        firsts += pair * (2 * REACH * REACH * 2 * REACH)
     taps += head * taps_h
-    if tokens >= 2 * REACH:
+    free = tokens >= 2 * REACH
+    free_sums = tl.zeros([PLACES], dtype=taps.dtype.element_ty)
+    kind_sums = tl.zeros([KINDS, PLACES], dtype=taps.dtype.element_ty)
+    if FACES:
+        open += batch * open_b + head * open_h
+        free = _all_free(open, open_t, start, tokens, 2 * REACH - 1, STRANDS * RUN, SEEN)
+    if free:
         first = start + tl.arange(0, STRANDS) * RUN
         _rows_strands(
-            grad, query, key, value, out, lse, taps, far, of_query, handed, parts, firsts, scale, tokens,
-            first, grad_t, query_t, key_t, value_t, out_t, far_t, found_t, REACH, DIM, DEPTH, COLUMNS,
-            DEEP, STRANDS, RUN, RUN, HANDED, PLACES, OF_TAPS, True,
+            grad, query, key, value, out, lse, taps, far, open, of_query, handed, parts, firsts,
+            free_sums, kind_sums, scale, tokens, first, tokens, grad_t, query_t, key_t, value_t, out_t,
+            far_t, open_t, found_t, REACH, DIM, DEPTH, COLUMNS, DEEP, STRANDS, RUN, RUN, HANDED, PLACES,
+            OF_TAPS, True, False,
         )  # fmt: skip
-    elif OF_TAPS:
+    elif OF_TAPS and not FACES:
         place = tl.arange(0, PLACES)
-        nothing = tl.zeros([PLACES], dtype=parts.dtype.element_ty)
-        tl.store(parts + place, nothing, mask=place < REACH * 2 * REACH)
-    if start == 0:
+        tl.store(parts + place, free_sums, mask=place < REACH * 2 * REACH)
+    if FACES:
+        stop = tl.minimum(start + STRANDS * RUN, tokens)
+        for tile in range(tl.where(free, 0, tl.cdiv(STRANDS * RUN, TILE))):
+            first = start + tile * TILE + tl.arange(0, TILE)
+            free_sums, kind_sums = _rows_strands(
+                grad, query, key, value, out, lse, taps, far, open, of_query, handed, parts, firsts,
+                free_sums, kind_sums, scale, tokens, first, stop, grad_t, query_t, key_t, value_t, out_t,
+                far_t, open_t, found_t, REACH, DIM, DEPTH, COLUMNS, DEEP, STRANDS, RUN, 1, ENTRIES,
+                PLACES, OF_TAPS, False, True,
+            )  # fmt: skip
+        if OF_TAPS and (free == 0):
+            place, kind = tl.arange(0, PLACES), tl.arange(0, KINDS)[:, None]
+            inside = place < REACH * 2 * REACH
+            tl.store(parts + place, free_sums, mask=inside)
+            line = tl.program_id(0).to(tl.int64) * REACH + kind
+            where = firsts + line * (REACH * 2 * REACH) + place[None, :]
+            tl.store(where, kind_sums, mask=(kind < REACH) & inside[None, :])
+    elif start == 0:
         _rows_strands(
-            grad, query, key, value, out, lse, taps, far, of_query, handed, parts, firsts, scale, tokens,
-            tl.arange(0, TILE), grad_t, query_t, key_t, value_t, out_t, far_t, found_t, REACH, DIM,
-            DEPTH, COLUMNS, DEEP, STRANDS, RUN, 1, ENTRIES, PLACES, OF_TAPS, False,
+            grad, query, key, value, out, lse, taps, far, open, of_query, handed, parts, firsts,
+            free_sums, kind_sums, scale, tokens, tl.arange(0, TILE), tokens, grad_t, query_t, key_t,
+            value_t, out_t, far_t, open_t, found_t, REACH, DIM, DEPTH, COLUMNS, DEEP, STRANDS, RUN, 1,
+            ENTRIES, PLACES, OF_TAPS, False, False,
         )  # fmt: skip
 
 
@@ -330,10 +454,11 @@ def backward_keys(
     value_b, value_h, value_t,
     far_key_b, far_key_h, far_key_t, far_value_b, far_value_h, far_value_t,
     of_key_b, of_key_h, of_key_t, of_value_b, of_value_h, of_value_t,
-    taps_h,
+    taps_h, open, open_b, open_h, open_t,
     REACH: tl.constexpr, DIM: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
     DEEP: tl.constexpr, STRANDS: tl.constexpr, RUN: tl.constexpr, THEIR_STRANDS: tl.constexpr,
-    THEIR_RUN: tl.constexpr, TAPS: tl.constexpr, OF_TAPS: tl.constexpr,
+    THEIR_RUN: tl.constexpr, TAPS: tl.constexpr, SEEN: tl.constexpr, OF_TAPS: tl.constexpr,
+    FACES: tl.constexpr,
 ):  # fmt: skip
     """The gradients of some keys and their values: far from both ends, then near one."""
     TYPE: tl.constexpr = taps.dtype.element_ty
@@ -351,8 +476,13 @@ def backward_keys(
     of_value += batch * of_value_b + head * of_value_h
     handed += pair.to(tl.int64) * tl.cdiv(tokens, THEIRS) * (3 * REACH * THEIRS)
     taps += head * taps_h
+    free, tiles = True, 2
+    if FACES:
+        open += batch * open_b + head * open_h
+        free = no_wall(open, open_t, start, tokens, 2 * REACH, ROWS, SEEN)
+        tiles = tl.where(free, 2, tl.cdiv(ROWS, TILE))
     products = no_products(STRANDS, DEEP, REACH, TYPE)
-    if tokens > 4 * REACH:
+    if free & (tokens > 4 * REACH):
         first = start + tl.arange(0, STRANDS) * RUN
         slopes = _entries(handed, first, tokens, 0, RUN, REACH, REACH, THEIR_STRANDS, THEIR_RUN)
         asked = rows_from(query, query_t, first, tokens, RUN + REACH - 1, DIM, COLUMNS)
@@ -381,33 +511,49 @@ def backward_keys(
             write_rows(of_value, of_value_t, first + o, sums, ok, DEPTH, DEEP)
     column, deep = tl.arange(0, COLUMNS), tl.arange(0, DEEP)
     inside, deep_inside = (column < DIM)[None, :], (deep < DEPTH)[None, :]
-    free = tl.zeros([TILE, TAPS], dtype=TYPE)
-    for end in range(2):
-        corner = end * tl.maximum(tokens - 2 * REACH, TILE)
+    rest = tl.zeros([TILE, TAPS], dtype=TYPE)
+    for tile in range(tiles):
+        corner = start + tile * TILE
+        if free:
+            corner = tile * tl.maximum(tokens - 2 * REACH, TILE)
         if (corner < start + ROWS) & (corner + TILE > start):
             row = corner + tl.arange(0, TILE)
             at = tl.minimum(row, tokens - 1)
-            before, after = room(value, 0, at, tokens, 2 * REACH, False)
+            before, after = room(open, open_t, at, tokens, 2 * REACH, FACES)
             ok = (row >= start) & (row < tl.minimum(start + ROWS, tokens))
-            ok = ok & (before + after < 4 * REACH)
-            sums = rows_at(far_key, far_key_t, at, column, (at < tokens - REACH)[:, None] & inside, TYPE)
+            if free:
+                ok = ok & (before + after < 4 * REACH)
+            there = at < tokens - REACH
+            if FACES:
+                there = after >= REACH
+            sums = rows_at(far_key, far_key_t, at, column, there[:, None] & inside, TYPE)
             slopes = _entries(handed, at, tokens, 0, 1, REACH, REACH, THEIR_STRANDS, THEIR_RUN)
             for n in tl.static_range(REACH):
                 there = (at + n < tokens)[:, None] & inside
-                sums += slopes[n][:, None] * rows_at(query, query_t, at + n, column, there, TYPE)
+                if FACES:
+                    there = (after >= n)[:, None] & inside
+                given = slopes[n][:, None] * rows_at(query, query_t, at + n, column, there, TYPE)
+                if FACES:  # whatever another document's rows have left
+                    given = tl.where(there, given, 0.0)
+                sums += given
             write_rows(of_key, of_key_t, row, sums, ok, DIM, COLUMNS)
             sums = tl.zeros([TILE, DEEP], dtype=TYPE)
             spreads = _entries(handed, at, tokens, REACH, 1, 2 * REACH, REACH, THEIR_STRANDS, THEIR_RUN)
             for n in tl.static_range(2 * REACH):
                 there = (at + n < tokens)[:, None] & deep_inside
-                sums += spreads[n][:, None] * rows_at(grad, grad_t, at + n, deep, there, TYPE)
+                if FACES:
+                    there = (after >= n)[:, None] & deep_inside
+                given = spreads[n][:, None] * rows_at(grad, grad_t, at + n, deep, there, TYPE)
+                if FACES:
+                    given = tl.where(there, given, 0.0)
+                sums += given
             held = tl.zeros([TILE, DEEP], dtype=TYPE)
             if OF_TAPS:
                 held = rows_at(value, value_t, at, deep, ok[:, None] & deep_inside, TYPE)
-            sums, free = give_back_at_walls(
-                sums, free, far_value, far_value_t, tokens - REACH, held, taps, at, before, after, deep,
+            sums, rest = give_back_at_walls(
+                sums, rest, far_value, far_value_t, tokens - REACH, held, taps, at, before, after, deep,
                 deep_inside, REACH, TAPS, OF_TAPS,
             )  # fmt: skip
             write_rows(of_value, of_value_t, row, sums, ok, DEPTH, DEEP)
     if OF_TAPS:
-        write_products(parts, products, free, REACH, STRANDS, TAPS)
+        write_products(parts, products, rest, REACH, STRANDS, TAPS)

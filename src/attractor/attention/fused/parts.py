@@ -4,6 +4,9 @@ A tap's gradient is a sum over all rows of its kind. Of rows that feel no wall t
 of other kernels have summed their share of them. At an end of a sequence there is one row of a kind, so
 its products are made here. Walls inside take a pass of their own (`_walls`). One launch adds up all of
 it, a program for every kind of row and table, in an order that depends on nothing but shapes.
+
+Near a causal wall rows leave products of their own. There a key whose stepped value is used at all, by
+later rows, has as many keys after it as the reach: kinds with fewer are those of near keys alone.
 """
 
 # Arguments of kernels have no types that mypy could know.
@@ -26,9 +29,12 @@ def _walls(
     grad, value, open, parts, tokens, heads, blocks,
     grad_b, grad_h, grad_t, value_b, value_h, value_t, open_b, open_h, open_t,
     REACH: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, KINDS: tl.constexpr,
-    TAPS: tl.constexpr,
+    TAPS: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
-    """Products of gradients and values of the rows that feel a wall, added up for each kind of them."""
+    """Products of gradients and values of the rows that feel a wall, added up for each kind of them.
+
+    If NEAR only of rows that feel none after them: grad has no others.
+    """
     TYPE: tl.constexpr = parts.dtype.element_ty
     pair, chunk = tl.program_id(0), tl.program_id(1)
     batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
@@ -44,6 +50,8 @@ def _walls(
         at = tl.minimum(row, tokens - 1)
         before, after = room(open, open_t, at, tokens, REACH, True)
         felt = (before + after < 2 * REACH) & (row < tokens)
+        if NEAR:
+            felt = felt & (after == REACH)
         if tl.max(felt.to(tl.int32), 0) > 0:
             own = rows_at(grad, grad_t, at, column, felt[:, None] & inside, TYPE)
             hit = (before * (REACH + 1) + after)[None, :] == kinds
@@ -119,7 +127,8 @@ def _gather(
     """One kind of row, of one table: everything there is for its taps.
 
     Rows with few keys after them are met near a causal wall only if NEAR: their products are in `near`
-    ``[pairs, chunks, reach, 2 reach]``, and of the first rows of all in `firsts`.
+    ``[pairs, chunks, reach, 2 reach]``, and of the first rows of all in `firsts`, a line for each; with
+    FACES `firsts` is by keys before a near key, ``[pairs, chunks, reach, reach, 2 reach]``.
     """
     TYPE: tl.constexpr = found.dtype.element_ty
     table, kind = tl.program_id(0), tl.program_id(1)
@@ -131,10 +140,6 @@ def _gather(
     total = tl.zeros([TAPS], dtype=TYPE)
     if before + after == 2 * REACH:
         total = _added(free, table, apart, pairs, chunks, 2 * REACH + 1, 0, 2 * REACH + 1, TAPS)
-    elif FACES:
-        size: tl.constexpr = (REACH + 1) * (REACH + 1) * (2 * REACH + 1)
-        offset = kind * (2 * REACH + 1)
-        total = _added(inner, table, apart, pairs, inner_chunks, size, offset, 2 * REACH + 1, TAPS)
     elif NEAR and after < REACH:
         m = REACH - 1 - after
         offset, many = m * 2 * REACH + m, 2 * REACH - m
@@ -143,9 +148,20 @@ def _gather(
         if before == REACH:
             total = _added(near, table, apart, pairs, near_chunks, size, offset, many, TAPS)
             end = 2 * REACH - 1
-        for row in range(before + after, end):
-            there = row * size + offset
-            total += _added(firsts, table, apart, pairs, 1, 2 * REACH * size, there, many, TAPS)
+        if FACES:
+            if before < REACH:
+                lines, there = REACH * size, before * size + offset
+                total = _added(firsts, table, apart, pairs, near_chunks, lines, there, many, TAPS)
+        else:
+            for row in range(before + after, end):
+                there = row * size + offset
+                total += _added(firsts, table, apart, pairs, 1, 2 * REACH * size, there, many, TAPS)
+    elif FACES:
+        kinds: tl.constexpr = (REACH + 1) * (REACH + 1)
+        there = kind * (2 * REACH + 1)
+        total = _added(
+            inner, table, apart, pairs, inner_chunks, kinds * (2 * REACH + 1), there, 2 * REACH + 1, TAPS
+        )
     else:
         at = tl.where(before < REACH, before, tokens - 1 - after)
         there = (at >= 0) & (at < count) & (tl.minimum(at, REACH) == before)
@@ -171,7 +187,7 @@ def taps_gradient(
     Args:
         grad: of the first keys, at least; that of the others is zero.
         free: programs' sums over rows that feel no wall ``[batch * heads * chunks, 2 reach + 1]``.
-        near: what `near_rows` leaves, of rows near a causal wall.
+        near: what `near_rows` leaves, of rows near a causal wall; for the same `open`.
     """
     (batch, heads, tokens, dim), reach = value.shape, int(taps.shape[-1]) // 2
     found, pairs = taps.new_empty(taps.shape), batch * heads
@@ -186,7 +202,7 @@ def taps_gradient(
         wrap_triton(_walls)[pairs, inner_chunks](
             grad, value, faces, inner, tokens, heads, repeat, *strides(grad), *strides(value),
             *face_strides, reach, int(dim), columns, power_of_two((reach + 1) ** 2), width,
-            num_warps=4,
+            near is not None, num_warps=4,
         )  # fmt: skip
     sums, firsts = (free, free) if near is None else near
     wrap_triton(_gather)[taps.shape[0], (reach + 1) ** 2](
