@@ -102,7 +102,9 @@ def test_equals_dense(causal, kind):
         assert worst(*both(q, k, v, steps, kind == "split", causal=causal)) < 1e-5, (tokens, steps)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize(
+    "causal", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["all", "causal"]
+)
 def test_runs_of_keys_out_of_reach_of_walls(causal):
     """So many keys that some programs meet no wall: their walks have no masks."""
     q, k, v = (random(1, 1, 150, 16) for _ in range(3))
