@@ -203,6 +203,12 @@ def test_mistakes_in_an_experiment():
         find("stepnet-tabel1")
 
 
+def test_a_verdict_of_few_seeds_is_one_so_far(tmp_path):
+    assert pages.worded(EXAMPLE, run(EXAMPLE, "cpu", folder=tmp_path, seeds=[0])) == HOLDS
+    assert pages.worded(EXAMPLE, load(EXAMPLE, "cpu", tmp_path)) == f"{HOLDS} so far"
+    assert pages.worded(EXAMPLE, None) == ""
+
+
 def test_numbers_on_the_page():
     assert pages.told(92.742, 0.131) == "92.74 ± 0.13"
     assert pages.told(1.2345e-9, 1e-11) == "1.23e-09 ± 1e-11"

@@ -117,7 +117,7 @@ def _one(
 
 
 def _show(experiment: Any, results: Any, verdict: Any) -> None:
-    from attractor.reproduce.page import rows, told
+    from attractor.reproduce.page import rows, told, worded
     from attractor.reproduce.verdict import number
 
     unit = f", {experiment.unit}" if experiment.unit else ""
@@ -133,7 +133,7 @@ def _show(experiment: Any, results: Any, verdict: Any) -> None:
     console.print(table)
     console.print(f"The paper: {experiment.claim}", markup=False, highlight=False)
     if verdict is not None:
-        console.print(f"[bold]{verdict.word}[/]: ", end="")
+        console.print(f"[bold]{worded(experiment, results)}[/]: ", end="")
         console.print(verdict.why, markup=False, highlight=False)
     elif results.missing():
         console.print(f"{len(results.missing())} runs are still to come.")
@@ -143,15 +143,15 @@ def _show(experiment: Any, results: Any, verdict: Any) -> None:
 
 def _list(folder: Path, as_json: bool) -> None:
     from attractor.reproduce import catalogue
-    from attractor.reproduce.page import largest, state
+    from attractor.reproduce.page import largest, state, worded
 
-    found: list[dict[str, Any]] = []
-    for e in catalogue().values():
-        verdict = e.verdict(largest(e, folder))
-        found.append({
+    found: list[dict[str, Any]] = [
+        {
             "name": e.name, "place": e.place, "claim": e.claim, "scales": list(e.scales),
-            "state": state(e, folder), "verdict": None if verdict is None else verdict.word,
-        })  # fmt: skip
+            "state": state(e, folder), "verdict": worded(e, largest(e, folder)) or None,
+        }
+        for e in catalogue().values()
+    ]  # fmt: skip
     if as_json:
         print(json.dumps(found, indent=1))
         return

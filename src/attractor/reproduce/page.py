@@ -51,6 +51,15 @@ def state(experiment: Experiment, folder: Path | str) -> str:
     return f"{found.scale}, {done}" if not missing else f"{found.scale}, {done} of {done + missing}"
 
 
+def worded(experiment: Experiment, results: Results | None) -> str:
+    """The verdict's word, "so far" where runs are missing; nothing without a verdict."""
+    verdict = experiment.verdict(results)
+    if verdict is None:
+        return ""
+    partly = results is not None and results.complete and bool(results.missing())
+    return f"{verdict.word} so far" if partly else verdict.word
+
+
 def rows(experiment: Experiment, results: Results) -> list[dict[str, Any]]:
     """A row an arm: the paper's number, ours with spread and seeds, and the other metrics' means."""
     return [
@@ -92,7 +101,7 @@ def section(experiment: Experiment, folder: Path | str, pictures: Path) -> str:
     lines = [f"### {experiment.name}: {experiment.place}\n", f"*{experiment.claim}*\n"]
     verdict = experiment.verdict(found)
     if verdict is not None:
-        lines.append(f"**{verdict.word}**: {verdict.why}.\n")
+        lines.append(f"**{worded(experiment, found)}**: {verdict.why}.\n")
     elif found is None:
         lines.append("**not run yet**\n")
     elif found.complete:
@@ -116,7 +125,11 @@ def section(experiment: Experiment, folder: Path | str, pictures: Path) -> str:
         minutes = found.seconds() / 60
         time = f"{minutes:.0f} min" if minutes >= 2 else f"{found.seconds():.0f} s"
         where = ", ".join(found.devices())
-        lines.append(f"`{command(experiment, found.scale)}`: {time} of runs on {where}.\n")
+        others = sorted(
+            {r["made_by"] for runs in found.runs.values() for r in runs.values() if "made_by" in r}
+        )
+        taken = f"; some of them made by `{'`, `'.join(others)}` before" if others else ""
+        lines.append(f"`{command(experiment, found.scale)}`: {time} of runs on {where}{taken}.\n")
         drawn = pictures / f"{experiment.name.replace('-', '_')}.png"
         if experiment.picture is not None and drawn.exists():
             lines.append(f"![{experiment.place}]({pictures.name}/{drawn.name})\n")
@@ -150,8 +163,7 @@ def page(folder: Path | str, pictures: Path) -> str:
     head = ["", "claim", "verdict", "runs"]
     body = []
     for e in everything.values():
-        verdict = e.verdict(largest(e, folder))
-        word = "" if verdict is None else verdict.word
+        word = worded(e, largest(e, folder))
         body.append([f"[{e.name}](#{_anchor(e)})", e.claim, word, state(e, folder)])
     parts = [HEAD, *findings(everything, folder, pictures), "## Everything\n"]
     parts.append(_table(head, body, numbers=False))
