@@ -20,6 +20,7 @@ from attractor.reproduce.verdict import Rule, number
 
 TASK = "attractor.reproduce.tasks.texts:language"
 BASE: dict[str, Any] = {"length": 512, "part": 1.0, "recipe": "fair"}
+LEVEL = 0.005  # part of a perplexity; seeds of one arm differ by that much
 STANDARD, CAUSAL, LEAKING = "standard", "PDE, causal", "PDE, leaking as in the paper"
 
 _FAIR = {"learning_rate": 1e-3, "warmup": 0.05, "floor": 0.1, "weight_decay": 0.01, "norm": "pre"}
@@ -80,7 +81,7 @@ def honest(groups: Sequence[tuple[str, str, str]], places: Sequence[str], enough
     """Whether PDE attention gains what the paper says, once no token sees the future.
 
     Holds if every causal PDE arm has `enough` of the perplexity less than standard attention (the paper:
-    99.8 % and more), in direction if every one has less.
+    99.8 % and more), in direction if some has less and none more; within `LEVEL` they are level.
 
     Args:
         groups: names of (standard, causal, leaking) arms that belong together.
@@ -105,7 +106,8 @@ def honest(groups: Sequence[tuple[str, str, str]], places: Sequence[str], enough
             why += "; here of bytes, in texts an eighth as long"
         if all(gain >= enough for gain in gains):
             return Verdict(HOLDS, why)
-        return Verdict(DIRECTION if all(gain > 0 for gain in gains) else FAILS, why)
+        better = max(gains) > LEVEL and min(gains) > -LEVEL
+        return Verdict(DIRECTION if better else FAILS, why)
 
     return judge
 

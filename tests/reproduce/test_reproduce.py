@@ -209,6 +209,16 @@ def test_a_verdict_of_few_seeds_is_one_so_far(tmp_path):
     assert pages.worded(EXAMPLE, None) == ""
 
 
+def test_the_page_shows_the_largest_scale_that_can_be_judged(tmp_path):
+    two = replace(EXAMPLE, scales={**EXAMPLE.scales, "gpu": Scale(seeds=(0,))})
+    run(two, "gpu", folder=tmp_path, arms=["a"])
+    assert pages.largest(two, tmp_path).scale == "gpu"  # there is nothing else
+    run(two, "cpu", folder=tmp_path, seeds=[0])
+    assert pages.largest(two, tmp_path).scale == "cpu"
+    run(two, "gpu", folder=tmp_path)
+    assert pages.largest(two, tmp_path).scale == "gpu"
+
+
 def test_numbers_on_the_page():
     assert pages.told(92.742, 0.131) == "92.74 ± 0.13"
     assert pages.told(1.2345e-9, 1e-11) == "1.23e-09 ± 1e-11"

@@ -32,13 +32,11 @@ FINDINGS = {  # what a reader would quote, and the experiment that shows it
 
 
 def largest(experiment: Experiment, folder: Path | str) -> Results | None:
-    """The runs of the largest scale that has some, smoke tests left out."""
-    for scale in reversed(SCALES):
-        if scale in experiment.scales and scale != "smoke":
-            found = load(experiment, scale, folder)
-            if any(found.runs.values()):
-                return found
-    return None
+    """The runs of the largest scale that can be judged, else of the largest that has some."""
+    scales = [s for s in reversed(SCALES) if s in experiment.scales and s != "smoke"]
+    found = [load(experiment, scale, folder) for scale in scales]
+    found = [results for results in found if any(results.runs.values())]
+    return next((r for r in found if r.complete), found[0] if found else None)
 
 
 def state(experiment: Experiment, folder: Path | str) -> str:
