@@ -15,14 +15,21 @@ from .pde_settings import CAUSAL, LEAKING, STANDARD
 
 
 def picture(results: Results):
-    """Perplexity over training, and the paper's number."""
-    figure, (axis,) = lm.axes_of(1, [""], "updates", "validation perplexity")
-    lm.perplexities(axis, results, {arm: arm for arm in results.arms})
+    """Perplexity over training, and the paper's number; beside it the two that are causal, all seeds."""
+    titles = ["WikiText-2, one recipe", "the two that cannot see the future, each seed"]
+    figure, (both, near) = lm.axes_of(2, titles, "updates", "validation perplexity", sharey=False)
+    lm.perplexities(both, results, {arm: arm for arm in results.arms})
     if results.scale == "gpu":  # of other tokens perplexities are other numbers
-        axis.axhline(12.65, color="#c0392b", lw=0.9, ls=":", label="the paper's 12.65 (WikiText-103)")
-        axis.axhline(30522, color="#1b1f24", lw=0.9, ls=":", label="guessing among 30,522 pieces")
-    axis.set_title("WikiText-2, one recipe; dashed: each token from the text before it", fontsize=10)
-    axis.legend(frameon=False, fontsize=8)
+        both.axhline(12.65, color="#c0392b", lw=0.9, ls=":", label="the paper's 12.65 (WikiText-103)")
+        both.axhline(30522, color="#1b1f24", lw=0.9, ls=":", label="guessing among 30,522 pieces")
+        both.set_ylim(top=1e14)  # room for the legend
+    both.legend(frameon=False, fontsize=8, loc="upper left")
+    for seed in results.seeds:
+        shown = {arm: arm if seed == results.seeds[0] else "" for arm in (STANDARD, CAUSAL)}
+        lm.perplexities(near, results, shown, seed)
+    near.legend(frameon=False, fontsize=8)
+    near.yaxis.set_major_formatter("{x:g}")
+    near.yaxis.set_minor_formatter("{x:g}")
     return figure
 
 

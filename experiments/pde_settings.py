@@ -112,11 +112,14 @@ def honest(groups: Sequence[tuple[str, str, str]], places: Sequence[str], enough
     return judge
 
 
-def axes_of(columns: int, titles: Sequence[str], x: str, y: str, log: bool = True) -> tuple[Any, Any]:
+def axes_of(
+    columns: int, titles: Sequence[str], x: str, y: str, log: bool = True, sharey: bool = True
+) -> tuple[Any, Any]:
     """A figure and its axes, side by side."""
     from attractor.report.figures import GRID, INK, plt
 
-    figure, axes = plt.subplots(1, columns, figsize=(4.6 * columns + 0.6, 4), sharey=True, squeeze=False)
+    size = (4.6 * columns + 0.6, 4)
+    figure, axes = plt.subplots(1, columns, figsize=size, sharey=sharey, squeeze=False)
     for axis, title in zip(axes[0], titles):
         axis.set_title(title, color=INK, fontsize=11)
         axis.set_xlabel(x)
@@ -138,7 +141,8 @@ def perplexities(axis: Any, results: Results, arms: dict[str, str], seed: int | 
         arms: name -> the label of its line.
     """
     for i, (arm, label) in enumerate(arms.items()):
-        if not results.runs.get(arm):
+        runs = results.runs.get(arm)
+        if not runs or (seed is not None and seed not in runs):
             continue
         kind = next((k for k in (LEAKING, CAUSAL, STANDARD) if arm.startswith(k)), "")
         color = COLORS.get(kind, f"C{i}")
