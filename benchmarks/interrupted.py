@@ -1,7 +1,13 @@
-"""Nothing is lost: making data is killed at random ten times and resumed; a solver outlives its process.
+"""Nothing is lost: trainings and the making of data are killed at random and resumed, again and again.
 
-The data must have the hash of data made in one go. The solver is fitted and saved by one process, which
-is then killed; another loads it, and its states must have the same hash.
+Trainings: 200 times a process is killed by SIGKILL, at a random moment or at a random operation of a
+checkpoint's writing, and another goes on in the same folder; when a training is at its end, its weights,
+its log and its last checkpoint must have the hashes of one that was left in peace. Two kinds are
+trained: images with mixup, batch norm and dropout, and a shuffling loader whose data set draws from
+torch's, Python's and NumPy's random numbers.
+
+Data must have the hash of data made in one go. A solver is fitted and saved by one process, which is
+then killed; another loads it, and its states must have the same hash.
 """
 
 import hashlib
@@ -12,16 +18,232 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
 from attractor import HybridSolver, fit, systems
+from attractor.data import images
 from attractor.ode import make_trajectories
+from attractor.train import Recipe, checkpoint, tensors, train
+from attractor.train.runs import Kept
 from benchmarks.results import save
 
-KILLS = 10
+TRAININGS, AT_WRITES = 200, 100  # kills, and those of them that wait for a write
+KILLS = 10  # of data
 DATA = dict(count=600, dt=0.1, horizon=5.0, fine_dt=0.0025, shard_size=10)
+RECIPE = Recipe(
+    epochs=3, batch=16, learning_rate=0.01, warmup=0.5, crop=1, precision="fp32", optimiser="adamw"
+)
+
+
+# Trainings
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Samples that are not the same twice."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return torch.randn(3) + i % 2 + 0.1 * random.gauss(0, 1) + 0.1 * np.random.randn(), i % 2
+
+
+def train_images(folder: Path) -> nn.Module:
+    torch.manual_seed(5)
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2),
+        nn.Linear(256, 10),
+    )  # fmt: skip
+    recipe = Recipe(**{**vars(RECIPE), "mixup": 0.2})
+    data, valid = images.load("digits", "train").subset(96), images.load("digits", "test").subset(40)
+    train(model, data, valid, recipe, device="cpu", out=folder, save_minutes=0)
+    return model
+
+
+def train_batches(folder: Path) -> nn.Module:
+    torch.manual_seed(6)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3), nn.Linear(8, 2))
+    loader = torch.utils.data.DataLoader(Noisy(), 7, shuffle=True)
+    train(model, loader, loader, RECIPE, device="cpu", out=folder, save_minutes=0)
+    return model
+
+
+CASES: dict[str, Callable[[Path], nn.Module]] = {"images": train_images, "batches": train_batches}
+
+
+def hashes(model: nn.Module, folder: Path) -> dict[str, str]:
+    """Of weights, log and last checkpoint."""
+    total = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        total.update(name.encode() + value.contiguous().numpy().tobytes())
+    last = folder / f"epoch-{RECIPE.epochs:04}" / "tensors.safetensors"
+    digest = lambda path: hashlib.sha256(path.read_bytes()).hexdigest()
+    return {"weights": total.hexdigest(), "log": digest(folder / "log.jsonl"), "last": digest(last)}
+
+
+def child(case: str, folder: Path, ready: int, pause: int | None) -> None:
+    """Train in a process of its own; at operation `pause` of writing checkpoints wait to be killed."""
+    torch.set_num_threads(1)
+    if pause is not None:
+        wait_at(pause, ready)
+    model = CASES[case](folder)
+    (folder / "done.json").write_text(repr(hashes(model, folder)))
+
+
+def wait_at(operation: int, ready: int) -> None:
+    """Tell the parent, and wait, at so-many-th operation of `checkpoint.save`.
+
+    An operation is what the disk sees: a file or folder made, opened, renamed or removed (Python's audit
+    events), content reaching the disk, a part of a file's content written.
+    """
+    seen, inside = 0, False
+
+    def operate(what: str) -> None:
+        nonlocal seen
+        if not inside:
+            return
+        seen += 1
+        if seen == operation:
+            os.write(ready, what.encode())
+            time.sleep(60)
+
+    def heard(event: str, arguments: Any) -> None:
+        if event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"):
+            operate(event)
+
+    write, sync, keep = tensors.write_parts, os.fsync, checkpoint.save
+
+    def synced(handle: int) -> None:
+        operate("fsync")
+        sync(handle)
+
+    def halves(path: Any, parts: Any) -> Any:
+        def each() -> Any:
+            for part in parts:
+                yield part
+                operate("part of a file")
+
+        return write(path, each())
+
+    def saving(*arguments: Any) -> Any:
+        nonlocal inside
+        inside = True
+        try:
+            return keep(*arguments)
+        finally:
+            inside = False
+
+    os.fsync, tensors.write_parts, checkpoint.save = synced, halves, saving
+    sys.addaudithook(heard)
+
+
+def start(case: str, folder: Path, pause: int | None = None) -> tuple[int, int]:
+    """A process that trains, made by fork: imports take longer than such a training."""
+    ready, told = os.pipe()
+    process = os.fork()
+    if process == 0:
+        code = 1
+        try:
+            os.close(ready)
+            child(case, folder, told, pause)
+            code = 0
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        finally:
+            os._exit(code)
+    os.close(told)
+    return process, ready
+
+
+def killed_training(
+    case: str, folder: Path, pause: int | None, wait: float
+) -> tuple[str | None, str | None]:
+    """Kill a training: after a while, or where it waits. What it was at (None: it was at its end)."""
+    process, ready = start(case, folder, pause)
+    try:
+        if pause is not None:
+            at = os.read(ready, 100).decode()  # empty when it is at its end
+        else:
+            at = "any moment"
+            time.sleep(wait)
+        os.kill(process, signal.SIGKILL)
+        _, status = os.waitpid(process, 0)
+    finally:
+        os.close(ready)
+    if os.waitstatus_to_exitcode(status) > 0:
+        return None, "a training failed"
+    return (at if at and not (folder / "done.json").exists() else None), None
+
+
+def reached(folder: Path) -> str:
+    """Where the next process goes on."""
+    whole = [p.name for p in Kept(folder, "training").found() if (p / "manifest.json").exists()]
+    return (
+        "the beginning" if not whole else "within an epoch" if "step" in whole[0] else "an epoch's end"
+    )
+
+
+def campaign(kills: int, at_writes: int, seed: int = 1) -> dict[str, Any]:
+    """So many kills, over as many trainings as that takes."""
+    draw = random.Random(seed)
+    counts: Counter[str] = Counter()
+    went_on: Counter[str] = Counter()
+    runs, failures, wrong = 0, 0, 0
+    began = time.monotonic()
+    torch.set_num_threads(1)  # a forked process has none of the threads that its parent has made
+    with tempfile.TemporaryDirectory() as name:
+        for case in CASES:  # so that all is imported that a training needs
+            CASES[case](Path(name) / f"first-{case}")
+        expected, lengths = {}, {}
+        for case in CASES:  # left in peace
+            since = time.monotonic()
+            process, ready = start(case, Path(name) / case)
+            os.waitpid(process, 0)
+            os.close(ready)
+            lengths[case] = time.monotonic() - since
+            expected[case] = (Path(name) / case / "done.json").read_text()
+        writes = 0
+        while counts.total() < kills:
+            case = list(CASES)[runs % len(CASES)]
+            folder = Path(name) / f"run-{runs}"
+            runs += 1
+            while counts.total() < kills and not (folder / "done.json").exists():
+                at_write = draw.random() < (at_writes - writes) / max(1, kills - counts.total())
+                pause = draw.randint(1, 120) if at_write else None
+                at, failed = killed_training(case, folder, pause, draw.uniform(0.02, lengths[case] / 2))
+                failures += failed is not None
+                if failed:
+                    break
+                if at is not None:
+                    counts[at] += 1
+                    writes += at != "any moment"
+                    went_on[reached(folder)] += 1
+            if failures == 0 and not (folder / "done.json").exists():
+                process, ready = start(case, folder)
+                os.close(ready)
+                failures += os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) != 0
+            done = folder / "done.json"
+            wrong += not (done.exists() and done.read_text() == expected[case])
+            left = list(folder.rglob(".*"))
+            failures += bool(left)
+            if failures:
+                print(f"{case}: failed; left {left}")
+                break
+    return {
+        "kills": counts.total(), "at_writes": writes, "at": dict(sorted(counts.items())),
+        "went_on_from": dict(went_on), "trainings": runs, "not_resumed": failures, "not_equal": wrong,
+        "seconds": time.monotonic() - began,
+    }  # fmt: skip
+
+
+# Data and solvers
 
 
 def make(folder: Path) -> str:
@@ -35,30 +257,26 @@ def states(solver: HybridSolver) -> str:
 
 
 def killed(folder: Path, wait: float) -> int:
-    """Let a process make data for a while, kill it, count the shards there are."""
+    """Let a process make data until there is more, and a while, kill it, count the shards there are."""
+    count = lambda: len(list(folder.glob("shard-*")))
+    before = count()
     process = subprocess.Popen([sys.executable, "-m", "benchmarks.interrupted", "make", folder])
+    while count() == before and process.poll() is None:
+        time.sleep(0.01)
     time.sleep(wait)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    return len(list(folder.glob("shard-*")))
+    return count()
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["make"]:
-        make(Path(sys.argv[2]))
-        return
-    if sys.argv[1:2] == ["fit"]:
-        solver = fit(systems.PendulumChain(2), dt=0.1, horizon=5.0, trajectories=200, width=128)
-        solver.save(sys.argv[2])
-        print(states(solver), flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
+def data_and_solver() -> dict[str, Any]:
     random.seed(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         whole = make(folder / "whole")
-        shards = []
+        shards: list[int] = []
         while len(shards) < KILLS:
-            count = killed(folder / "torn", random.uniform(2.0, 4.5))
+            count = killed(folder / "torn", random.uniform(0.0, 1.0))
             if count == DATA["count"] // DATA["shard_size"]:  # it was quicker: start again
                 for path in (folder / "torn").iterdir():
                     path.unlink()
@@ -71,9 +289,21 @@ def main() -> None:
         again = states(HybridSolver.load(folder / "solver"))
         equal = first.stdout.strip() == again
         print(f"fitted by a process that ended with {first.returncode}; states bit-equal: {equal}")
-    save(
-        "interrupted", {"shards_after_kills": shards, "data_equal": torn == whole, "states_equal": equal}
-    )
+    return {"shards_after_kills": shards, "data_equal": torn == whole, "states_equal": equal}
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["make"]:
+        make(Path(sys.argv[2]))
+        return
+    if sys.argv[1:2] == ["fit"]:
+        solver = fit(systems.PendulumChain(2), dt=0.1, horizon=5.0, trajectories=200, width=128)
+        solver.save(sys.argv[2])
+        print(states(solver), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    found = campaign(TRAININGS, AT_WRITES)  # first: processes are forked while there are no threads
+    print(f"trainings: {found}")
+    save("interrupted", {"trainings": found, **data_and_solver()})
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def main() -> None:
     first = 0
     if args.resume:
         tensors, config = checkpoint.load(args.out / "model", "faster-rcnn")
-        model.load_state_dict(tensors)
+        checkpoint.fill(model, tensors, args.out / "model")
         first = config["epochs"]
     for epoch in range(first, epochs):
         print(f"epoch {epoch + 1}/{epochs}")

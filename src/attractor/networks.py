@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from attractor import equations
+from attractor.core.checks import nearest
 from attractor.data import images
 from attractor.data.imagefolder import ENDINGS, centre_box, decoded
 
@@ -168,7 +169,8 @@ def _function(what: str, options: dict[str, Any], asked: bool) -> Network:
     make = getattr(module, name, None)
     if not callable(make):
         there = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise ValueError(f"{place} has no function {name!r}; it has {', '.join(there) or 'none'}")
+        hint = nearest(name, there)
+        raise ValueError(f"{place} has no function {name!r}; it has {', '.join(there) or 'none'}{hint}")
     model = make(**options)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{what} returned a {type(model).__name__}; it must return an nn.Module")
@@ -182,14 +184,13 @@ def _function(what: str, options: dict[str, Any], asked: bool) -> Network:
 
 
 def _load(model: nn.Module, path: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from attractor.train.tensors import CheckpointError, read_tensors
 
     if not path.is_file():
         raise ValueError(f"there is no file {path}; --weights takes a .safetensors file")
     try:
-        model.load_state_dict(load_file(path))
-    except (SafetensorError, RuntimeError) as error:
+        model.load_state_dict(read_tensors(path))
+    except (CheckpointError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:400]
         raise ValueError(f"the weights of {path} do not fit {type(model).__name__}: {reason}") from None
 

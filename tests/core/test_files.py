@@ -37,3 +37,37 @@ def test_files_can_be_read_by_others(tmp_path):
     plain = tmp_path / "plain"
     plain.write_text("x")
     assert path.stat().st_mode == plain.stat().st_mode
+
+
+def test_names_of_new_folders_reach_the_disk(tmp_path, monkeypatch):
+    synced = []
+    sync = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: synced.append(os.fstat(handle).st_ino) or sync(handle)
+    )
+    path = files.write_text(tmp_path / "a" / "b" / "x.txt", "x")
+    inodes = [p.stat().st_ino for p in (tmp_path, tmp_path / "a", path, path.parent)]
+    assert synced == inodes  # a folder after what was made in it, the file before it has its name
+
+
+def test_content_in_parts_is_written_whole_or_not_at_all(tmp_path):
+    path = files.write_parts(tmp_path / "x", (b"ab", memoryview(b"cd")))
+    assert path.read_bytes() == b"abcd"
+
+    def breaks():
+        yield b"new"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        files.write_parts(path, breaks())
+    assert path.read_bytes() == b"abcd"
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_sweeping_takes_only_what_was_left_of_one_file(tmp_path):
+    mine, other = f".x.txt.{'a1' * 16}", f".y.txt.{'a1' * 16}"
+    for name in (mine, other, ".x.txt.note", "x.txt"):
+        (tmp_path / name).write_text("")
+    files.sweep(tmp_path / "x.txt")
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([other, ".x.txt.note", "x.txt"])
+    files.sweep(tmp_path / "nowhere" / "x.txt")

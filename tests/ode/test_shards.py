@@ -7,11 +7,25 @@ import pytest
 import torch
 
 import attractor as at
+from attractor import equations
 from attractor.core import files
-from attractor.ode import FineData, make_trajectories
+from attractor.ode import FineData, make_trajectories, shards
 from attractor.ode.trajectories import fine_trajectories
 
 LORENZ = dict(count=50, dt=0.1, horizon=1.0, fine_dt=0.005, shard_size=8)
+
+
+OWN = """
+import torch
+
+
+def rate(t, u):
+    return -u**3
+
+
+def sample(n, generator):
+    return torch.rand(n, 1, generator=generator, dtype=torch.float64)
+"""
 
 
 def make(folder, **change):
@@ -72,7 +86,7 @@ def test_killed_and_resumed(tmp_path):
     code = (
         "import sys, attractor as at; from attractor.ode import make_trajectories\n"
         "print('ready', flush=True)\n"
-        "make_trajectories(at.systems.Lorenz(), sys.argv[1], count=400, dt=0.1, horizon=2.0, fine_dt=0.002,"
+        "make_trajectories(at.systems.Lorenz(), sys.argv[1], count=120, dt=0.1, horizon=2.0, fine_dt=0.004,"
         " shard_size=4)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, tmp_path / "killed"], stdout=subprocess.PIPE)
@@ -82,13 +96,57 @@ def test_killed_and_resumed(tmp_path):
         time.sleep(0.01)
     process.kill()
     process.wait()
-    how = dict(count=400, dt=0.1, horizon=2.0, fine_dt=0.002, shard_size=4)
+    how = dict(count=120, dt=0.1, horizon=2.0, fine_dt=0.004, shard_size=4)
     done = len(list((tmp_path / "killed").glob("shard-*")))
-    assert 3 <= done < 100
+    assert 3 <= done < 30
     made = []
     resumed = make_trajectories(at.systems.Lorenz(), tmp_path / "killed", **how, progress=made.append)
-    assert len(made) == 100 - done
+    assert len(made) == 30 - done
     assert resumed.hash == make_trajectories(at.systems.Lorenz(), tmp_path / "whole", **how).hash
+
+
+def test_parts_make_the_whole(tmp_path):
+    whole = make(tmp_path / "whole").hash
+    lines = []
+    for part in ("2/3", "1/3"):
+        data = make(tmp_path / "parts", part=part, progress=lines.append)
+    assert lines == ["shard 1 of 2", "shard 2 of 2", "shard 1 of 3", "shard 2 of 3", "shard 3 of 3"]
+    assert data.missing() == [2, 5]
+    with pytest.raises(at.CheckpointError, match="lacks 2 of 7 shards"):
+        FineData.open(tmp_path / "parts")
+    assert make(tmp_path / "parts", part="3/3").hash == whole
+
+
+def test_functions_of_a_file_and_objects_go_to_processes(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    own = equations.find(f"{tmp_path}/own.py:rate")
+    how = dict(count=6, dt=0.1, horizon=0.2, fine_dt=0.05, shard_size=3)
+    one = make_trajectories(own.rate, tmp_path / "one", sample=own.sample, **how)
+    two = make_trajectories(own.rate, tmp_path / "two", sample=own.sample, workers=2, **how)
+    assert one.hash == two.hash
+    job = shards._job(own.rate, own.sample, one.plan, None, one.manifest["code"], "ray")
+    assert json.loads(json.dumps(job.config))["rate"] == {"function": f"{tmp_path}/own.py:rate"}
+    assert shards._told(at.systems.SpringMass(n=3)) == {
+        "system": "SpringMass",
+        "options": {"n": 3, "seed": 0},
+    }
+    nameless = lambda t, u: -u
+    assert shards._told(nameless) is nameless  # which engine ray then refuses
+
+
+def test_a_worker_with_other_code_or_arithmetic_is_refused(tmp_path):
+    data = make(tmp_path)
+    job = shards._job(at.systems.Lorenz(), None, data.plan, None, data.manifest["code"], "ray")
+    assert shards.make_shard(job.config, 3) == (tmp_path / "shard-00003.safetensors").read_bytes()
+    for key in ("code", "arithmetic"):
+        with pytest.raises(ValueError, match=f"the {key} of this worker is not that of the caller"):
+            shards.make_shard({**job.config, key: "another"}, 3)
+
+
+@pytest.mark.slow
+def test_ray_makes_the_same_files(tmp_path):
+    pytest.importorskip("ray")
+    assert make(tmp_path / "ray", engine="ray", address="local").hash == make(tmp_path / "one").hash
 
 
 def test_fractions_are_nested_and_noise_is_reproducible(tmp_path):

@@ -68,7 +68,9 @@ def test_kind_and_version(folder, tmp_path):
     manifest.pop("own")
     manifest["format"] = 99
     write_json(folder / "manifest.json", {**manifest, "own": checkpoint._own_hash(manifest)})
-    with pytest.raises(at.CheckpointError, match="has format 99; this version of attractor reads 1"):
+    with pytest.raises(
+        at.CheckpointError, match="has format 99; this version of attractor reads 2 and before"
+    ):
         checkpoint.load(folder, "thing")
     with pytest.raises(at.CheckpointError, match="not a folder"):
         checkpoint.load(tmp_path / "nothing", "thing")

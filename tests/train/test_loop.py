@@ -32,7 +32,7 @@ from attractor.train import (
 )
 from attractor.train.feeds import cut_out, feed_of, padded
 from attractor.train.place import Place
-from attractor.train.runs import RunFolder
+from attractor.train.runs import Kept
 
 pytest.importorskip("accelerate")
 
@@ -397,7 +397,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path, optimiser, 
 
     with pytest.raises(InterruptedRun):
         run(small(0.2), data, valid, recipe, out=tmp_path, tell=stop_after_epoch, loss=stop_within)
-    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == ["epoch-0002"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["epoch-0001", "epoch-0002"]
     other = small(0.2, size=8)
     nn.init.zeros_(other[-1].weight)  # whatever it was, the checkpoint decides
     resumed, history = run(other, data, valid, recipe, out=tmp_path)
@@ -406,17 +406,22 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path, optimiser, 
     again, once_more = run(small(0.2), data, valid, recipe, out=tmp_path)  # nothing left to do
     assert same(again, whole)
     assert once_more.rows == history.rows
-    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert rows == history.rows
-    assert list(rows[0]) == ["epoch", "lr", "train_loss", "train_accuracy", "valid_loss", "valid_accuracy",
-                             "seconds", "images_per_second"]  # fmt: skip
+    log, times = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("log", "times")
+    )
+    assert log == numbers(expected)
+    assert [{**row, **time} for row, time in zip(log, times, strict=True)] == history.rows
+    assert list(log[0]) == [
+        "epoch", "lr", "train_loss", "train_accuracy", "valid_loss", "valid_accuracy"]  # fmt: skip
+    assert list(times[0]) == ["epoch", "seconds", "images_per_second"]
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     _, expected = run(out=tmp_path)
     (tmp_path / "epoch-0003").mkdir()  # as if the next one had been interrupted
     (tmp_path / "epoch-0003" / "config.json").write_text("{")
-    with pytest.warns(UserWarning, match=r"not resumed from: .*epoch-0003 has no manifest"):
+    with pytest.warns(UserWarning, match=r"epoch-0003 has no manifest.*; going on from epoch-0002"):
         _, history = run(out=tmp_path)
     assert history.rows == expected.rows
 
@@ -428,14 +433,14 @@ def killed(folder):
 
     from attractor.train import checkpoint
 
-    write = checkpoint.write_json
+    write = checkpoint.write_bytes
 
     def stop(path, content):
         if "epoch-0003" in str(path) and path.name == "config.json":
             os.kill(os.getpid(), signal.SIGKILL)
         return write(path, content)
 
-    checkpoint.write_json = stop
+    checkpoint.write_bytes = stop
     run(small(0.2), digits(100), digits(40, "test"), replace(PLAIN, epochs=4), out=folder)
 
 
@@ -446,7 +451,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path, one_thread):
     child.start()
     child.join()
     assert child.exitcode == -9
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["epoch-0002", "epoch-0003", "log.jsonl"]
+    left = ["epoch-0001", "epoch-0002", "epoch-0003", "log.jsonl", "times.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == left
     data, valid, recipe = digits(100), digits(40, "test"), replace(PLAIN, epochs=4)
     with pytest.warns(UserWarning, match=r"epoch-0003 has no manifest"):
         resumed, history = run(small(0.2), data, valid, recipe, out=tmp_path)
@@ -466,15 +472,16 @@ def test_a_full_disk_loses_one_epoch(tmp_path, monkeypatch):
         return files.write_bytes(path, content)
 
     monkeypatch.setattr(checkpoint, "write_bytes", full)
-    with pytest.raises(OSError, match="No space left"):
+    told = r"epoch 2 could not be written to .* \(No space left on device\); .*epoch-0001 is whole"
+    with pytest.raises(OSError, match=told):
         run(out=tmp_path)
     monkeypatch.undo()
-    assert (tmp_path / "epoch-0001" / "manifest.json").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["epoch-0001", "log.jsonl", "times.jsonl"]
     resumed, history = run(out=tmp_path)
     whole, expected = run()
     assert same(resumed, whole)
     assert numbers(history) == numbers(expected)
-    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == ["epoch-0002"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["epoch-0001", "epoch-0002"]
 
 
 def test_a_folder_that_cannot_be_written_to_is_found_out_first(tmp_path):
@@ -491,10 +498,11 @@ def test_only_its_own_folders_are_touched(tmp_path):
     run(out=tmp_path)
     run(out=tmp_path, resume=False)
     assert (tmp_path / "epoch-0001-best").is_dir()
-    for name in ("epoch-9999", "epoch-10000"):
+    for name in ("epoch-9999", "epoch-10000", "epoch-9999-step-000012", "epoch-9999-step-1000000"):
         (tmp_path / name).mkdir()
-    names = [p.name for p in RunFolder(tmp_path, PLAIN).checkpoints()]
-    assert names == ["epoch-10000", "epoch-9999", "epoch-0002"]
+    names = [p.name for p in Kept(tmp_path, "training").found()]
+    assert names == ["epoch-10000", "epoch-9999-step-1000000", "epoch-9999-step-000012", "epoch-9999",
+                     "epoch-0002", "epoch-0001"]  # fmt: skip
 
 
 def test_other_frozen_parameters_are_another_training(tmp_path):
@@ -514,11 +522,11 @@ def test_another_training_is_not_resumed(tmp_path):
         run(out=tmp_path, recipe=replace(PLAIN, learning_rate=0.1))
     with pytest.raises(ValueError, match=r"was trained with 6 steps an epoch, not 3"):
         run(out=tmp_path, data=digits(100))
-    with pytest.raises(ValueError, match=r"is of another model; give another out="):
+    with pytest.raises(ValueError, match=r"is of another model than this Sequential; give another out="):
         run(small(size=4), out=tmp_path)
     fresh, _ = run(out=tmp_path, resume=False, save_every=0)
     assert same(fresh, run()[0])
-    assert [p.name for p in tmp_path.iterdir()] == ["log.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.jsonl", "times.jsonl"]
 
 
 def test_tied_weights_are_kept(tmp_path):

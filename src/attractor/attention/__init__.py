@@ -24,6 +24,7 @@ from attractor.attention.kernels import (
     performer_attention,
     performer_dense,
 )
+from attractor.attention.parallel import Parts, context_parallel_attention
 from attractor.attention.pde_attention import Choice, explain, pde_attention
 from attractor.attention.transformer import Classifier, LanguageModel, PDEAttention, Stack
 from attractor.attention.windows import window_attention
@@ -36,11 +37,13 @@ __all__ = [
     "PDEAttention",
     "PDECache",
     "PDETrace",
+    "Parts",
     "PerformerAttention",
     "RandomFeatures",
     "Stack",
     "assert_causal",
     "coefficients",
+    "context_parallel_attention",
     "explain",
     "hybrid_errors",
     "pde_attention",

@@ -1,6 +1,7 @@
 """The command line.
 
-General: ``attractor demo`` and ``doctor``. Hybrid solvers: ``attractor fit``, ``solve`` and ``compare``.
+General: ``attractor demo`` and ``doctor``. Hybrid solvers: ``attractor trajectories``, ``fit``,
+``solve`` and ``compare``.
 Residual networks: ``attractor probe``. Speed: ``attractor bench``. The papers: ``attractor reproduce``.
 One file a group; importing it adds its commands to the application.
 """

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from attractor.cli.engines import Address, Engine, Part, Threads, Workers
 from attractor.cli.terminal import app, check_device, console, told_as_usage
 
 Names = Annotated[
@@ -29,7 +30,11 @@ def reproduce(
     out: Annotated[Path | None, typer.Option(help="Folder of results; default out/reproduce.")] = None,
     arm: Annotated[list[str] | None, typer.Option(help="Only this one; may be given again.")] = None,
     seeds: Annotated[str, typer.Option(help="Such as 0,1,2; default: the scale's.")] = "",
-    workers: Annotated[int, typer.Option(min=1, help="Runs at a time, a process each.")] = 1,
+    engine: Engine = None,
+    workers: Workers = None,
+    address: Address = None,
+    threads: Threads = None,
+    part: Part = "1/1",
     budget: Annotated[float, typer.Option(help="Begin no run after so many seconds.")] = float("inf"),
     again: Annotated[bool, typer.Option(help="Run what is there already once more.")] = False,
     merge: Annotated[
@@ -59,11 +64,13 @@ def reproduce(
         if not names:
             raise ValueError("give the NAME of an experiment; attractor reproduce --list shows all")
         chosen = _chosen(names, list(catalogue()))
-        check_device(device)
+        if engine != "ray":  # whose machines may have others
+            check_device(device)
         wanted = [int(s) for s in seeds.split(",")] if seeds else None
         options: dict[str, Any] = {
             "device": device, "data": data, "arms": arm or None, "seeds": wanted, "workers": workers,
-            "budget": budget, "again": again,
+            "budget": budget, "again": again, "engine": engine, "address": address,
+            "threads": threads, "part": part,
         }  # fmt: skip
         found = [
             _one(name, scale, out or Path("out/reproduce"), merge or [], options, as_json)

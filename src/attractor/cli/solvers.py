@@ -1,5 +1,6 @@
-"""Commands of hybrid solvers: fit, solve, compare."""
+"""Commands of hybrid solvers: trajectories, fit, solve, compare."""
 
+import shutil
 import time
 import warnings
 from pathlib import Path
@@ -10,6 +11,7 @@ import typer
 from rich.table import Table
 
 from attractor import equations
+from attractor.cli.engines import Address, Engine, Part, Threads, Workers
 from attractor.cli.terminal import (
     Device,
     Seed,
@@ -18,12 +20,15 @@ from attractor.cli.terminal import (
     console,
     given_command,
     need,
+    progress_bar,
     told_as_usage,
 )
 from attractor.core.files import write_bytes, write_json
-from attractor.ode import HybridSolver
+from attractor.ode import HybridSolver, make_trajectories
 from attractor.ode import fit as fit_solver
+from attractor.ode.compare import Comparison, compare_all
 from attractor.ode.compare import compare as compare_solver
+from attractor.ode.processes import Crew
 
 WHAT = "A built-in system, such as elastic-pendulum, or FILE.py:FUNCTION, or MODULE:FUNCTION."
 Equation = Annotated[str, typer.Argument(metavar="EQUATION", help=WHAT)]
@@ -39,6 +44,52 @@ RateOption = Annotated[
     ),
 ]
 Horizon = Annotated[float | None, typer.Option(help="How far to go: a whole number of steps.")]
+
+
+@app.command(epilog="Example: attractor trajectories elastic-pendulum --count 10000 --workers 4")
+def trajectories(
+    equation: Equation,
+    option: Option = None,
+    count: Annotated[int, typer.Option(min=1, help="How many.")] = 1000,
+    dt: Annotated[float | None, typer.Option(help="Between two states.")] = None,
+    horizon: Horizon = None,
+    fine_dt: Annotated[float | None, typer.Option(help="Of the reference; default: found.")] = None,
+    period: Annotated[float | None, typer.Option(help="Of a rate that repeats in time.")] = None,
+    shard_size: Annotated[int, typer.Option(min=1, help="Trajectories in a file.")] = 1000,
+    engine: Engine = None,
+    workers: Workers = None,
+    address: Address = None,
+    part: Part = "1/1",
+    seed: Seed = 0,
+    device: Device = "cpu",
+    out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("out/trajectories"),
+) -> None:
+    """Make fine trajectories, which fit --data learns from; what is there already is not made again."""
+    with told_as_usage():
+        if engine != "ray":  # whose machines may have others
+            check_device(device)
+        found = equations.find(equation, _pairs(option))
+        dt, horizon = _needed("dt", dt or found.dt), _needed("horizon", horizon or found.horizon)
+        with progress_bar() as bar:
+            task = bar.add_task("starting", total=None)
+
+            def progress(line: str) -> None:
+                _, done, _, total = line.split()
+                bar.update(task, description=line, completed=int(done), total=int(total))
+
+            made = make_trajectories(
+                found.rate, out, count=count, dt=dt, horizon=horizon, sample=found.sample,
+                fine_dt=fine_dt, period=period or found.period, seed=seed, shard_size=shard_size,
+                device=device, engine=engine, workers=workers, address=address, part=part,
+                progress=progress,
+            )  # fmt: skip
+    left = made.missing()
+    if left:
+        console.print(f"{len(left)} of {made.plan.shards} shards are still to come, in other parts.")
+    else:
+        told = f"{count:,} trajectories, {made.plan.shards} shards, SHA-256 {made.hash}"
+        console.print(told, soft_wrap=True, highlight=False)
+    console.print(f"Data: [bold]{out}[/]", soft_wrap=True, highlight=False)
 
 
 @app.command(epilog="Example: attractor fit examples/duffing.py:rate --trajectories 500")
@@ -58,6 +109,9 @@ def fit(
     period: Annotated[float | None, typer.Option(help="Of a rate that repeats in time.")] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Of the paper's recipe.")] = 500,
     budget: Annotated[float | None, typer.Option(help="Seconds; then no new candidates.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder that attractor trajectories has made, to learn from.")
+    ] = None,
     seed: Seed = 0,
     device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for the solver and its report.")] = Path("out/fit"),
@@ -76,10 +130,13 @@ def fit(
             solver = fit_solver(
                 found.rate, dt=dt, horizon=horizon, scheme=scheme, correction=correction, recipe=recipe,
                 width=width, precision=precision, trajectories=trajectories, sample=found.sample,
-                period=period or found.period, epochs=epochs, budget=budget, seed=seed, device=device,
-                progress=status.update,
+                period=period or found.period, epochs=epochs, budget=budget, data=data, seed=seed,
+                device=device, out=out / "unfinished", progress=status.update,
             )  # fmt: skip
+            if Crew.find().rank:  # of several processes the first saves and reports
+                return
             solver.save(out / "solver")
+            shutil.rmtree(out / "unfinished", ignore_errors=True)
             status.update("test trajectories")
             tested = report.test(solver, horizon, found.sample, seed)
     for message in dict.fromkeys(str(w.message) for w in warned):
@@ -159,7 +216,9 @@ def solve(
 
 @app.command(epilog="Example: attractor compare out/fit/solver --rate examples/duffing.py:rate")
 def compare(
-    solver: Folder,
+    solver: Annotated[
+        list[Path], typer.Argument(metavar="SOLVER...", help="The folders of saved solvers.")
+    ],
     rate: RateOption = None,
     horizon: Horizon = None,
     batch: Annotated[int, typer.Option(min=1, help="Trajectories solved at once.")] = 1000,
@@ -168,17 +227,32 @@ def compare(
     ] = None,
     compile: Annotated[bool, typer.Option(help="Compile the hybrid and its rivals.")] = True,
     peers: Annotated[bool, typer.Option(help="Also SciPy, torchdiffeq and diffrax.")] = True,
+    engine: Engine = None,
+    workers: Workers = None,
+    address: Address = None,
+    threads: Threads = None,
     seed: Seed = 1,
     device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for numbers and picture.")] = Path("out/compare"),
 ) -> None:
-    """Does a saved solver pay? Error against time, beside plain schemes and other libraries."""
+    """Does a saved solver pay? Error against time, beside plain schemes and other libraries.
+
+    Several solvers, or an engine, give a line for each; what is in the folder is not measured again.
+    """
+    if len(solver) > 1 or engine or workers or address:
+        with told_as_usage():
+            _compare_many(
+                solver, out, rate=equations.find(rate) if rate else None, horizon=horizon, batch=batch,
+                schemes=scheme or ["rk4", "dopri5"], compile=compile, peers=peers, seed=seed,
+                engine=engine, workers=workers, address=address, threads=threads, device=device,
+            )  # fmt: skip
+        return
     check_device(device)
     need("matplotlib", "report")
     from attractor.report import figures
 
     with told_as_usage():
-        loaded, found = _load(solver, rate, device)
+        loaded, found = _load(solver[0], rate, device)
         horizon = horizon or found.horizon or 100 * loaded.dt
         with console.status("starting") as status:
             result = compare_solver(
@@ -198,6 +272,27 @@ def compare(
     console.print(f"[bold]{result.verdict}[/]", soft_wrap=True, highlight=False)
     console.print(f"Numbers: [bold]{out / 'compare.json'}[/], picture: [bold]{out / 'compare.png'}[/]",
                   soft_wrap=True)  # fmt: skip
+
+
+def _compare_many(
+    solvers: list[Path], out: Path, rate: equations.Equation | None, **options: Any
+) -> None:
+    own = {} if rate is None else {"rate": rate.rate, "sample": rate.sample, "jax_rate": rate.jax_rate}
+    found: dict[str, Comparison] = {}
+    with progress_bar() as bar:
+        task = bar.add_task("comparing", total=len(solvers))
+        for name, result in compare_all({str(p): p for p in solvers}, out, **own, **options):
+            found[name] = result
+            bar.update(task, advance=1, description=name)
+    table = Table("solver", "mean square error", "m", "m*", "gain")
+    for path in solvers:
+        result = found[str(path)]
+        numbers = (f"{x:.3g}" for x in (result.m, result.m_star, result.gain))
+        table.add_row(str(path), _number(result.hybrid.error), *numbers)
+    console.print(table)
+    for path in solvers:
+        console.print(f"{path}: [bold]{found[str(path)].verdict}[/]", soft_wrap=True, highlight=False)
+    console.print(f"Numbers: [bold]{out}[/]", soft_wrap=True, highlight=False)
 
 
 def _load(folder: Path, rate: str | None, device: str) -> tuple[HybridSolver, equations.Equation]:

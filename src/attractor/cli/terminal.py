@@ -41,6 +41,8 @@ def told_as_usage() -> Iterator[None]:
     except (ValueError, TypeError, FloatingPointError, ImportError, OSError) as error:
         console.print(f"[red]{type(error).__name__}:[/] ", end="")
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        for note in getattr(error, "__notes__", ()):  # such as which shard it was
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
 
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -10,26 +12,28 @@ from uuid import uuid4
 def write_bytes(path: Path | str, content: bytes) -> Path:
     """Write a file so that a reader sees the old content or the new, whatever is interrupted.
 
-    The bytes go to a temporary file in the same folder, reach the disk, and then take the name.
+    The bytes go to a temporary file in the same folder, reach the disk, and then take the name; the
+    name reaches the disk, too.
     """
+    return write_parts(path, (content,))
+
+
+def write_parts(path: Path | str, parts: Iterable[bytes | memoryview]) -> Path:
+    """`write_bytes` for what need not be in memory at once."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         with temporary.open("xb") as file:
-            file.write(content)
+            for part in parts:
+                file.write(part)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if os.name == "posix":  # the new name itself must reach the disk, too
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    sync_folder(path.parent)
     return path
 
 
@@ -46,6 +50,35 @@ def write_json(path: Path | str, content: Any) -> Path:
 def json_bytes(content: Any) -> bytes:
     """The one way `write_json` writes a content."""
     return (json.dumps(_plain(content), indent=1, allow_nan=False) + "\n").encode()
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, so that their names reach the disk."""
+    if folder.is_dir():
+        return
+    if folder.parent != folder:
+        make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Let the names in a folder reach the disk; what was renamed in it stays so after a power cut."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sweep(path: Path) -> None:
+    """Remove temporary files of a file, left by a process that was killed while it wrote."""
+    left = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{32}")
+    for other in path.parent.iterdir() if path.parent.is_dir() else ():
+        if left.fullmatch(other.name):
+            other.unlink(missing_ok=True)
 
 
 def _plain(value: Any) -> Any:

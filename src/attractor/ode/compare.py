@@ -12,20 +12,25 @@ it is worth having if it also beats whatever else is quickest at that error.
 True
 """
 
+import base64
 import math
+import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from attractor import jobs
 from attractor.core import evolve, get_scheme
-from attractor.core.files import write_json
+from attractor.core.files import json_bytes, write_bytes, write_json
+from attractor.jobs.job import name_of, named
 from attractor.ode.solver import HybridSolver, rate_to_json
 from attractor.ode.trajectories import enough_substeps, fine_trajectories, initial_states, whole_steps
 
@@ -101,13 +106,30 @@ class Comparison:
 
     def save(self, folder: Path | str) -> Path:
         """Write `compare.json`; returns its path."""
-        content = {
+        return write_json(Path(folder) / "compare.json", self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """What is saved."""
+        return {
             "verdict": self.verdict, "m": self.m, "m_star": self.m_star, "gain": self.gain,
             "about": self.about, "hybrid": asdict(self.hybrid),
             "rival": asdict(self.rival) if self.rival else None,
             "points": [asdict(p) for p in self.points],
         }  # fmt: skip
-        return write_json(Path(folder) / "compare.json", content)
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Self:
+        """What was saved; JSON has null for what is infinite."""
+        number = lambda x: math.inf if x is None else x
+        point = lambda p: Point(**{**p, "error": number(p["error"])})
+        return cls(
+            hybrid=point(saved["hybrid"]),
+            points=tuple(map(point, saved["points"])),
+            m=number(saved["m"]),
+            m_star=saved["m_star"],
+            rival=None if saved["rival"] is None else point(saved["rival"]),
+            about=saved["about"],
+        )
 
 
 def compare(
@@ -181,6 +203,74 @@ def compare(
         rival=min(rivals, key=lambda p: p.seconds, default=None),
         about=about,
     )
+
+
+def compare_all(
+    solvers: Mapping[str, Path | str],
+    folder: Path | str,
+    *,
+    horizon: float | None = None,
+    rate: Callable[..., Tensor] | None = None,
+    sample: Callable[..., Tensor] | None = None,
+    jax_rate: Callable[..., Any] | None = None,
+    device: str = "cpu",
+    engine: str | None = None,
+    workers: int | None = None,
+    address: str | None = None,
+    threads: int | None = None,
+    **options: Any,
+) -> Iterator[tuple[str, Comparison]]:
+    """`compare` for many saved solvers, each with its name as it ends; those in the folder come first.
+
+    A comparison stays whole: all of its times are from one machine. Errors and calls do not depend on
+    who made it; times do, and are best with one worker a machine.
+
+    Args:
+        solvers: name -> folder. Their files travel to the workers.
+        folder: where comparisons are kept, and not made again.
+        horizon: None: a hundred steps of each solver.
+        rate, sample, jax_rate: of all solvers, if the equation is your own: functions of a module or a
+            file.
+        engine, workers, address: see `attractor.jobs.each`. threads: of torch, for a comparison.
+        options: further ones of `compare`, such as batch and schemes.
+    """
+    own = {"rate": rate, "sample": sample, "jax_rate": jax_rate}
+    names = {key: name_of(function) for key, function in own.items()}
+    for key, function in own.items():
+        if function is not None and names[key] is None:
+            raise TypeError(f"{key} must be a function of a module or a file, for workers to find")
+    about = {"horizon": horizon, "device": device, "options": options, **names}
+    files = {name: _packed(Path(place)) for name, place in solvers.items()}
+    shards = [(name, sha256(json_bytes(packed)).hexdigest()[:16]) for name, packed in files.items()]
+    job = jobs.Job(
+        "attractor.ode.compare:compare_one", {**about, "solvers": files},
+        threads=threads, gpus=int("cuda" in device),
+    )  # fmt: skip
+    how = {"engine": engine, "workers": workers, "address": address}
+    for made in jobs.keep(job, shards, folder, about, **how):
+        yield made.shard[0], Comparison.from_json(made.json())
+
+
+def compare_one(config: Mapping[str, Any], shard: tuple[str, str]) -> dict[str, Any]:
+    """What a job of `compare_all` does for a solver, which the shard names with a hash of its files."""
+    rate, sample, jax_rate = (
+        config[key] and named(config[key]) for key in ("rate", "sample", "jax_rate")
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in config["solvers"][shard[0]].items():
+            write_bytes(Path(folder) / name, base64.b64decode(content))
+        solver = HybridSolver.load(folder, rate).to(config["device"])
+    horizon = config["horizon"] or 100 * solver.dt
+    how = {"sample": sample, "jax_rate": jax_rate, **config["options"]}
+    return compare(solver, horizon=horizon, **how).to_json()
+
+
+def _packed(folder: Path) -> dict[str, str]:
+    """The files of a folder as text."""
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}; give that of a saved solver")
+    files = sorted(p for p in folder.iterdir() if p.is_file())
+    return {p.name: base64.b64encode(p.read_bytes()).decode() for p in files}
 
 
 class _Race:

@@ -1,5 +1,6 @@
 """Fit a correction to the user's own equation."""
 
+import json
 import math
 import time
 import warnings
@@ -15,7 +16,8 @@ from attractor.core import evolve, get_scheme
 from attractor.core.scheme import Rate, call_rate
 from attractor.core.tableaus import AnyScheme
 from attractor.ode.corrections import BY_NAME, get_correction
-from attractor.ode.regression import ClosedForm, Pairs, one_step, train_as_printed
+from attractor.ode.processes import Crew
+from attractor.ode.regression import ClosedForm, Pairs, Unfinished, one_step, train_as_printed
 from attractor.ode.shards import FineData
 from attractor.ode.solver import HybridSolver
 from attractor.ode.trajectories import (
@@ -29,6 +31,8 @@ from attractor.ode.trajectories import (
     whole_steps,
 )
 from attractor.ode.trust import TrustRegion
+from attractor.train import checkpoint
+from attractor.train.checkpoint import CheckpointError
 
 SCALES = (0.25, 0.15, 0.4, 0.08, 0.7)  # of the random first layer, for standardised inputs
 ADAM_ROUNDS = 5  # the last layer is solved, and rollouts are judged, after each
@@ -66,6 +70,7 @@ def fit(
     adam_steps: int = 0,
     epochs: int = 500,
     loss_scale: float = 1.0,
+    out: Path | str | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> HybridSolver:
     """Learn the error of a step of `dt`, and hand back a solver that takes such steps.
@@ -76,6 +81,10 @@ def fit(
     of held-out trajectories. Seconds, no training loop. Recipe "paper": Algorithm 1 of the AttNS
     paper as printed: teacher-forced pairs, Adam at 1e-3 with a cosine to 0, batches of 16,384, mean
     square error times `loss_scale`, float32, nothing normalised.
+
+    Under ``torchrun`` or ``accelerate launch`` all processes call it and get one solver, that of a
+    single process up to rounding: they share the rows of least squares and of batches. Fine data are
+    made by each; for many, make them before (`make_trajectories`).
 
     Args:
         system_or_rate: one of `attractor.systems`, or any ``(t, u) -> du`` with `sample`.
@@ -99,6 +108,9 @@ def fit(
         adam_steps: train the hidden weights as well, for so many steps, before the last layer is
             solved; held-out rollouts decide when to stop.
         epochs, loss_scale: of recipe "paper".
+        out: a folder in which a long fit is kept, twice a minute at most and at its end: after each
+            candidate, or epoch of recipe "paper". Interrupted anywhere, the same call goes on from there
+            and finds the same weights; fine data are made again, or given as `data`.
         progress: called with a line at each stage.
 
     Returns:
@@ -106,8 +118,9 @@ def fit(
 
     Raises:
         ValueError, TypeError: for input that cannot be fitted, before time is spent.
+        CheckpointError: `out` holds another fit.
     """
-    started = time.monotonic()
+    started, crew = time.monotonic(), Crew.find()
     scheme = get_scheme(scheme)
     steps = whole_steps(dt, horizon)
     _check_choices(correction, recipe, trajectories, adam_steps, period)
@@ -132,7 +145,7 @@ def fit(
     progress("errors of plain steps")
     pairs = one_step(system_or_rate, scheme, dt, runs, timed=period is not None)
     trust = TrustRegion.around(pairs.u[:: max(1, len(pairs.u) // 100_000)])
-    judge = _Judge(system_or_rate, scheme, dt, held)
+    judge = _Judge(system_or_rate, scheme, dt, held, crew)
     plain = judge(None)
     if correction == "auto" and recipe == "paper":
         correction = "attns"
@@ -143,6 +156,14 @@ def fit(
     if correction == "linear":
         shared = {"period": period}
 
+    what = {
+        "recipe": recipe, "correction": correction, "seed": seed,
+        "options": repr([*shared.items(), width, activation]),
+        "adam_steps": adam_steps, "epochs": epochs, "loss_scale": loss_scale,
+        "data": pairs.hash if out is not None else "",
+    }  # fmt: skip
+    unfinished = Unfinished(out, what, "epoch" if recipe == "paper" else "candidate", crew.rank == 0)
+    unfinished.began = started
     if recipe == "paper":
         given = {"width": width, "activation": activation}
         if correction != "linear":
@@ -150,17 +171,21 @@ def fit(
         torch.manual_seed(seed)
         model = get_correction(correction)(pairs.u.shape[-1], **shared, device=pairs.u.device)
         generator = torch.Generator().manual_seed(seed)
-        history = train_as_printed(model, pairs, epochs, loss_scale, generator, progress)
+        history = train_as_printed(
+            model, pairs, epochs, loss_scale, generator, progress, unfinished, crew
+        )
         model.requires_grad_(False)
         rollout = judge(model)
         history.append({"chosen": True, "correction": correction, "rollout": rollout, "plain": plain,
-                        "substeps": substeps, "seconds": time.monotonic() - started})  # fmt: skip
+                        "substeps": substeps, "seconds": unfinished.seconds})  # fmt: skip
         _warn_if_useless(rollout, plain)
         return HybridSolver(system_or_rate, scheme, model, dt, trust.to(torch.float32), history)
 
     if correction != "linear":
         shared = {"width": width or 512, "activation": activation or "sine", "skip": True, **shared}
-    search = _Search(pairs, judge, seed, shared, adam_steps, started, budget, progress)
+    search = _Search(pairs, judge, seed, shared, adam_steps, unfinished, budget, progress, crew)
+    search.take_up()
+    crew.wait()  # until all have read what is there
     first = SCALES[0] if correction != "linear" else 1.0
     for name, own in candidates:
         search.attempt(name, own, first)
@@ -168,11 +193,12 @@ def fit(
     if name != "linear":
         for scale in SCALES[1:]:
             search.attempt(name, own, scale)
+    search.put_down(last=True)
     best = search.best
     history = [
         *search.history,
         {"chosen": True, "correction": name, **own, "scale": best["scale"], "rollout": best["rollout"],
-         "plain": plain, "substeps": substeps, "seconds": time.monotonic() - started},
+         "plain": plain, "substeps": substeps, "seconds": unfinished.seconds},
     ]  # fmt: skip
     _warn_if_useless(best["rollout"], plain)
     model = best["model"].requires_grad_(False)
@@ -187,8 +213,13 @@ class _Judge:
     scheme: AnyScheme
     dt: float
     held: list[Run]
+    crew: Crew
 
     def __call__(self, candidate: nn.Module | None) -> float:
+        return self.crew.agreed_number(self.error(candidate), self.held[0].u)
+
+    def error(self, candidate: nn.Module | None) -> float:
+        """As this process finds it."""
         own = torch.float64 if candidate is None else next(candidate.parameters()).dtype
         summed, count = 0.0, 0
         for run in self.held:
@@ -213,12 +244,15 @@ class _Search:
         seed: int,
         shared: dict[str, Any],
         adam_steps: int,
-        started: float,
+        unfinished: Unfinished,
         budget: float | None,
         progress: Callable[[str], None],
+        crew: Crew,
     ) -> None:
+        self.crew = crew
         self.pairs, self.judge, self.shared, self.adam_steps = pairs, judge, shared, adam_steps
-        self.started, self.budget, self.progress = started, budget, progress
+        self.unfinished, self.budget, self.progress = unfinished, budget, progress
+        self.asked = self.done = 0  # candidates
         self.generator = torch.Generator().manual_seed(seed)
         self.history: list[dict[str, Any]] = []
         self.best: dict[str, Any] = {"rollout": math.nan}
@@ -228,8 +262,11 @@ class _Search:
         return self.best["kind"]
 
     def attempt(self, name: str, own: dict[str, Any], scale: float) -> None:
-        """One candidate, unless time is up and there is one already."""
-        spent = time.monotonic() - self.started
+        """One candidate, unless it is done, or time is up and there is one already."""
+        self.asked += 1
+        if self.asked <= self.done:
+            return
+        spent = self.crew.agreed_number(self.unfinished.seconds, self.pairs.u)
         if self.history and self.budget is not None and spent > self.budget:
             return
         sees = (
@@ -237,11 +274,8 @@ class _Search:
         )
         what = f"{name} of {sees}" if sees else name
         self.progress(f"{what}, weights of scale {scale:g}")
-        like = self.pairs.u
-        model = get_correction(name)(
-            like.shape[-1], **{**self.shared, **own}, dtype=torch.float64, device=like.device
-        )
-        closed = ClosedForm(model, self.pairs, scale, self.generator)
+        model = self.make(name, own)
+        closed = ClosedForm(model, self.pairs, scale, self.generator, self.crew)
         rounds = ADAM_ROUNDS if self.adam_steps else 0
         part, least = math.ceil(self.adam_steps / ADAM_ROUNDS), math.inf
         for i in range(rounds + 1):
@@ -252,13 +286,51 @@ class _Search:
             error = self.judge(folded)
             self.history.append(
                 {"correction": name, **own, "scale": scale, **found, "adam_steps": i * part,
-                 "rollout": error, "seconds": time.monotonic() - self.started}
+                 "rollout": error, "seconds": self.unfinished.seconds}
             )  # fmt: skip
             if not self.best["rollout"] <= error:
                 self.best = {"rollout": error, "model": folded, "scale": scale, "kind": (name, own)}
             if i > 1 and error > least:  # training makes rollouts worse: stop
                 break
             least = min(least, error)
+        self.done = self.asked
+        self.put_down()
+
+    def make(self, name: str, own: dict[str, Any]) -> nn.Module:
+        """The correction of a candidate."""
+        like = self.pairs.u
+        options = {**self.shared, **own}
+        return get_correction(name)(like.shape[-1], **options, dtype=torch.float64, device=like.device)
+
+    def put_down(self, last: bool = False) -> None:
+        """Keep the best so far, and where random numbers are."""
+        if not self.best.get("model"):
+            return
+        tensors = {f"best.{k}": v for k, v in self.best["model"].state_dict().items()}
+        tensors["generator"] = self.generator.get_state()
+        best = {"rollout": self.best["rollout"].hex(), "scale": self.best["scale"],
+                "kind": self.best["kind"]}  # fmt: skip
+        # As text, for a rollout may be infinite.
+        numbers = {"done": self.done, "best": best, "history": json.dumps(self.history)}
+        self.unfinished.save(self.done, tensors, numbers, last)
+
+    def take_up(self) -> None:
+        """Go on where it was interrupted."""
+        found = self.unfinished.load()
+        if found is None:
+            return
+        tensors, config = found
+        try:
+            best, (name, own) = config["best"], config["best"]["kind"]
+            self.generator.set_state(tensors.pop("generator"))
+            self.history, self.done = json.loads(config["history"]), config["done"]
+            model = self.make(name, own)
+            weights = {k.removeprefix("best."): v for k, v in tensors.items()}
+            checkpoint.fill(model, weights, "the unfinished fit")
+            self.best = {"rollout": float.fromhex(best["rollout"]), "model": model,
+                         "scale": best["scale"], "kind": (name, own)}  # fmt: skip
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"the unfinished fit cannot be taken up: {error}") from None
 
 
 def _warn_if_useless(rollout: float, plain: float) -> None:

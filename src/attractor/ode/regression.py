@@ -1,9 +1,13 @@
 """How the weights of a correction are found, given states, slopes and the errors of plain steps."""
 
 import copy
+import hashlib
+import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +16,11 @@ from torch import Tensor, nn
 from attractor.core.scheme import Rate
 from attractor.core.tableaus import AnyScheme
 from attractor.ode.corrections import AttNSM
+from attractor.ode.processes import Crew
 from attractor.ode.trajectories import Run
+from attractor.train import checkpoint
+from attractor.train.checkpoint import CheckpointError
+from attractor.train.runs import Kept
 
 # Of the largest singular value squared.
 PENALTIES = (0.0, 1e-15, 1e-14, 1e-13, 1e-12, 1e-11, 1e-10, 1e-8, 1e-6)
@@ -35,6 +43,75 @@ class Pairs:
     def rows(self, index: Tensor) -> "Pairs":
         """Some of them."""
         return Pairs(self.u[index], self.slope[index], self.error[index], self.t[index], self.dt)
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of all numbers."""
+        total = hashlib.sha256(self.dt.hex().encode())
+        for x in (self.u, self.slope, self.error, self.t):
+            total.update(x.cpu().contiguous().numpy().tobytes())
+        return total.hexdigest()
+
+
+class Unfinished:
+    """A folder in which a fit is kept while it goes on: weights, generators and what happened so far.
+
+    Args:
+        out: the folder; None: nothing is kept.
+        what: is fitted, and how; another fit is not taken up.
+        unit: what is counted.
+        writes: whether this process keeps anything; of several only the first does.
+    """
+
+    SECONDS = 30.0  # between checkpoints
+
+    def __init__(
+        self, out: Path | str | None, what: dict[str, Any], unit: str, writes: bool = True
+    ) -> None:
+        self.writes = writes
+        self.what = json.loads(json.dumps(what))
+        self.kept = None if out is None else Kept(out, "unfinished fit", unit)
+        self.saved, self.began, self.before = time.monotonic(), time.monotonic(), 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Spent, those before a break included."""
+        return time.monotonic() - self.began + self.before
+
+    def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Tensors and numbers of the latest state, if there is one.
+
+        Raises:
+            CheckpointError: it is of another fit.
+        """
+        found = self.kept.load() if self.kept else None
+        if found is None:
+            return None
+        folder, tensors, config = found
+        theirs = config.get("what")
+        if theirs != self.what:
+            theirs = theirs if isinstance(theirs, dict) else {}
+            other = [k for k in self.what if theirs.get(k) != self.what[k]]
+            raise CheckpointError(
+                f"{folder} is of a fit with other {', '.join(other)}; give another out="
+            )
+        self.before = config["seconds"]
+        return tensors, config
+
+    def due(self, last: bool = False) -> bool:
+        """Whether it is time to keep a state."""
+        if self.kept is None or not self.writes:
+            return False
+        return last or time.monotonic() - self.saved >= self.SECONDS
+
+    def save(
+        self, count: int, tensors: dict[str, Tensor], numbers: dict[str, Any], last: bool = False
+    ) -> None:
+        """Keep a state, if that is due and it is not kept yet."""
+        if self.kept and self.due(last) and self.kept.last != self.kept.place(count):
+            config = {"what": self.what, "seconds": self.seconds, **numbers}
+            self.kept.save(count, 0, tensors, config)
+            self.saved = time.monotonic()
 
 
 def one_step(rate: Rate, scheme: AnyScheme, dt: float, runs: list[Run], timed: bool) -> Pairs:
@@ -65,11 +142,19 @@ def one_step(rate: Rate, scheme: AnyScheme, dt: float, runs: list[Run], timed: b
 class ClosedForm:
     """Fits the last layer of a correction to pairs by ridge least squares, in float64.
 
-    Inputs are standardised, targets divided by their spread; `fold` puts both into the weights.
+    Inputs are standardised, targets divided by their spread; `fold` puts both into the weights. Of a
+    crew of several processes each takes its share of the rows.
     """
 
-    def __init__(self, model: Any, pairs: Pairs, scale: float, generator: torch.Generator) -> None:
-        self.model, self.pairs = model, pairs
+    def __init__(
+        self,
+        model: Any,
+        pairs: Pairs,
+        scale: float,
+        generator: torch.Generator,
+        crew: Crew | None = None,
+    ) -> None:
+        self.model, self.pairs, self.crew = model, pairs, crew or Crew()
         self.net = model.net
         if hasattr(self.net, "spread"):
             self.net.spread(scale, generator)
@@ -113,12 +198,14 @@ class ClosedForm:
             for step in range(first, first + steps):
                 optimiser.param_groups[0]["lr"] = 5e-4 * (1 + math.cos(math.pi * step / total))
                 index = torch.randint(len(x), (batch,), generator=generator).to(x.device)
+                index = self.crew.share(index)
                 out = net(x[index]) if gain is None else gain[index] * net(x[index])
-                loss = (out - target[index]).square().mean()
+                loss = self.crew.mean((out - target[index]).square(), batch)
                 optimiser.zero_grad()
                 loss.backward()
+                self.crew.add_gradients(net.parameters())
                 optimiser.step()
-        if not math.isfinite(loss.item()):
+        if not math.isfinite(self.crew.total(loss.detach()).item()):
             raise FloatingPointError(
                 "the loss of the Adam phase became non-finite; leave adam_steps at 0"
             )
@@ -132,7 +219,7 @@ class ClosedForm:
             gained = isinstance(self.model, AttNSM)
             outputs = range(self.pairs.error.shape[-1]) if gained else (None,)
             found = [self._solve_for(j) for j in outputs]
-            self.net.set_head(torch.cat([w for w, _, _ in found], -1))
+            self.net.set_head(self.crew.agreed(torch.cat([w for w, _, _ in found], -1)))
         return {"penalty": found[-1][1], "one_step": sum(e for _, _, e in found) / len(found)}
 
     def _solve_for(self, output: int | None) -> tuple[Tensor, float, float]:
@@ -146,11 +233,11 @@ class ClosedForm:
             return gain[:, output, None] * features, target[:, output, None]
 
         triangle = torch.empty(0)
-        for index in self.train.split(CHUNK):
+        for index in self.crew.share(self.train).split(CHUNK):
             rows = torch.cat(equations(index), -1)
             stacked = torch.cat((triangle, rows)) if len(triangle) else rows
             triangle = torch.linalg.qr(stacked, mode="r")[1]
-        return ridge(triangle, *equations(self.check))
+        return ridge(self.crew.triangle(triangle), *equations(self.check))
 
     def fold(self) -> nn.Module:
         """A copy of the correction that takes raw inputs and gives raw errors."""
@@ -215,28 +302,78 @@ def train_as_printed(
     loss_scale: float,
     generator: torch.Generator,
     progress: Callable[[str], None],
+    unfinished: Unfinished | None = None,
+    crew: Crew | None = None,
 ) -> list[dict[str, Any]]:
-    """Algorithm 1 of the AttNS paper: Adam on one-step pairs, in float32; the loss of each epoch."""
+    """Algorithm 1 of the AttNS paper: Adam on one-step pairs, in float32; the loss of each epoch.
+
+    With `unfinished` it goes on where it was interrupted, to the same bits.
+    """
     u, slope, error = pairs.u.float(), pairs.slope.float(), pairs.error.float()
     batch = min(16_384, len(u))
     total = epochs * math.ceil(len(u) / batch)
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, total)
-    timed = getattr(model, "timed", False)
+    timed, crew = getattr(model, "timed", False), crew or Crew()
     history: list[dict[str, Any]] = []
-    for epoch in range(epochs):
+    found = unfinished.load() if unfinished else None
+    crew.wait()  # until all have read what is there
+    if found is not None:
+        losses = _take_up(*found, model, optimiser, schedule, generator)
+        history = [{"epoch": i, "loss": loss} for i, loss in enumerate(losses)]
+    for epoch in range(len(history), epochs):
         summed = torch.zeros((), dtype=torch.float64, device=u.device)
-        for index in torch.randperm(len(u), generator=generator).to(u.device).split(batch):
+        for whole in torch.randperm(len(u), generator=generator).to(u.device).split(batch):
+            index = crew.share(whole)
             added = model(u[index], slope[index], pairs.dt, pairs.t[index] if timed else None)
-            loss = loss_scale * (added - error[index]).square().mean()
+            loss = loss_scale * crew.mean((added - error[index]).square(), len(whole))
             optimiser.zero_grad()
             loss.backward()
+            crew.add_gradients(model.parameters())
             optimiser.step()
             schedule.step()
-            summed += loss.detach() * len(index)
-        mean = summed.item() / len(u)
+            summed += loss.detach() * len(whole)
+        mean = crew.total(summed).item() / len(u)
         if not math.isfinite(mean):
             raise FloatingPointError(f"the loss became non-finite in epoch {epoch}; lower loss_scale")
         history.append({"epoch": epoch, "loss": mean})
+        if unfinished and unfinished.due(epoch + 1 == epochs):
+            tensors, numbers = _put_down(model, optimiser, schedule, generator)
+            tensors["losses"] = torch.tensor([row["loss"] for row in history], dtype=torch.float64)
+            unfinished.save(epoch + 1, tensors, numbers, last=epoch + 1 == epochs)
         progress(f"epoch {epoch + 1} of {epochs}, loss {mean:.2e}")
     return history
+
+
+def _put_down(
+    model: nn.Module, optimiser: torch.optim.Adam, schedule: Any, generator: torch.Generator
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All that an epoch of Adam changes."""
+    tensors = {f"model.{k}": v for k, v in model.state_dict().items()}
+    for index, state in optimiser.state_dict()["state"].items():
+        tensors |= {f"adam.{index}.{k}": v for k, v in state.items()}
+    tensors["generator"] = generator.get_state()
+    return tensors, {"rate": optimiser.param_groups[0]["lr"], "steps": schedule.last_epoch}
+
+
+def _take_up(
+    tensors: dict[str, Tensor], numbers: dict[str, Any], model: nn.Module, optimiser: torch.optim.Adam,
+    schedule: Any, generator: torch.Generator,
+) -> list[float]:  # fmt: skip
+    """Put back what `_put_down` took; the losses so far."""
+    weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
+    checkpoint.fill(model, weights, "the unfinished fit")
+    state: dict[int, dict[str, Tensor]] = {}
+    try:
+        for name, value in tensors.items():
+            if name.startswith("adam."):
+                _, index, key = name.split(".")
+                state.setdefault(int(index), {})[key] = value
+        groups = optimiser.state_dict()["param_groups"]
+        optimiser.load_state_dict({"state": state, "param_groups": groups})
+        optimiser.param_groups[0]["lr"] = numbers["rate"]
+        schedule.last_epoch = numbers["steps"]
+        generator.set_state(tensors["generator"])
+        return tensors["losses"].tolist()
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise CheckpointError(f"the unfinished fit cannot be taken up: {error}") from None

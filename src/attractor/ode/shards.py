@@ -2,7 +2,8 @@
 
 A folder holds `manifest.json` (equation, plan, and a hash of the code that makes the numbers) and a
 safetensors file a shard. The manifest is written first; a shard takes its name only when it is
-complete, so what is there can be relied on, and what is not there is made by the next call.
+complete, so what is there can be relied on, and what is not there is made by the next call. Who makes
+it is up to `attractor.jobs`: this process, several, or a cluster; the files are the same.
 
 >>> import tempfile, attractor as at
 >>> folder = tempfile.mkdtemp()
@@ -15,19 +16,20 @@ import dataclasses
 import hashlib
 import inspect
 import json
-import multiprocessing
+import platform
 import sys
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
+from attractor import jobs
 from attractor.core.files import json_bytes, write_bytes, write_json
 from attractor.core.scheme import Rate
+from attractor.jobs.job import name_of, named
+from attractor.ode import systems
 from attractor.ode.solver import rate_to_json
 from attractor.ode.trajectories import (
     Plan,
@@ -41,7 +43,9 @@ from attractor.ode.trajectories import (
     with_noise,
 )
 from attractor.train.checkpoint import CheckpointError
+from attractor.train.tensors import read_json
 
+MANIFEST = 1 << 16  # bytes that one may have
 # What the numbers of a shard depend on.
 MODULES = (
     "attractor.core.scheme",
@@ -49,6 +53,8 @@ MODULES = (
     "attractor.core.evolve",
     "attractor.ode.trajectories",
 )
+# Code and arithmetic that this process has: sources may be edited while it works.
+AGREED: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True)
@@ -68,19 +74,24 @@ class FineData:
         """
         folder = Path(folder)
         try:
-            manifest = json.loads((folder / "manifest.json").read_bytes())
+            manifest, _ = read_json(folder / "manifest.json", MANIFEST)
             plan = Plan(**manifest["plan"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{folder} holds no fine data ({type(error).__name__}: {error})"
             ) from None
-        missing = [k for k in range(plan.shards) if not (folder / _name(k)).is_file()]
+        data = cls(folder, plan, manifest)
+        missing = data.missing()
         if missing:
             raise CheckpointError(
                 f"{folder} lacks {len(missing)} of {plan.shards} shards; the call that began it goes on "
                 "where it was interrupted"
             )
-        return cls(folder, plan, manifest)
+        return data
+
+    def missing(self) -> list[int]:
+        """Shards that are not there yet."""
+        return [k for k in range(self.plan.shards) if not (self.folder / _name(k)).is_file()]
 
     @property
     def hash(self) -> str:
@@ -126,9 +137,12 @@ def make_trajectories(
     period: float | None = None,
     seed: int = 0,
     shard_size: int = 1000,
-    workers: int = 1,
+    workers: int | None = None,
     device: torch.device | str | None = None,
     progress: Callable[[str], None] = lambda what: None,
+    engine: str | None = None,
+    address: str | None = None,
+    part: str | None = None,
 ) -> FineData:
     """Make fine data in a folder, or go on with what is there.
 
@@ -138,18 +152,21 @@ def make_trajectories(
         fine_dt: step of the reference; None finds one.
         period: of a rate that depends on t: shards start at different phases.
         shard_size: trajectories in a file. The numbers depend on it, on `workers` they do not.
-        workers: processes. Several machines may also work on one folder.
+        workers: shards at a time. engine: "here", "processes" or "ray"; None: processes if there are
+            several workers. address: of a Ray cluster. See `attractor.jobs.each`.
         progress: called with a line for each shard.
+        part: such as "3/16": only every sixteenth shard, from the third on. Several machines may so work
+            on one folder; the data are there when all of them have ended.
 
     Raises:
         ValueError: the folder holds data of another plan, equation or version of the code.
     """
     folder = Path(folder)
     steps = whole_steps(dt, horizon)
-    if min(count, shard_size, workers) < 1:
-        raise ValueError(
-            f"count = {count}, shard_size = {shard_size}, workers = {workers}: each starts at 1"
-        )
+    if min(count, shard_size) < 1:
+        raise ValueError(f"count = {count}, shard_size = {shard_size}: each starts at 1")
+    engine = jobs.chosen(engine, workers, address)
+    first, every = jobs.part_of(part or "1/1")
     plan = Plan(count, dt, steps, 1, seed, shard_size, period)
     if fine_dt is not None:
         substeps = substeps_for(dt, fine_dt)
@@ -170,13 +187,74 @@ def make_trajectories(
     )
     _begin(folder, manifest)
 
-    missing = [k for k in range(plan.shards) if not _is_good(folder / _name(k), plan, k)]
-    write = partial(_write, folder, system_or_rate, sample, plan, device)
-    done = plan.shards - len(missing)
-    for _ in _each(write, missing, workers):
+    mine = range(first, plan.shards, every)
+    missing = [k for k in mine if not _is_good(folder / _name(k), plan, k)]
+    done = len(mine) - len(missing)
+    job = _job(system_or_rate, sample, plan, device, manifest["code"], engine)
+    for made in jobs.each(job, missing, engine=engine, workers=workers, address=address):
+        write_bytes(folder / _name(made.shard), made.content)
         done += 1
-        progress(f"shard {done} of {plan.shards}")
+        progress(f"shard {done} of {len(mine)}")
     return FineData(folder, plan, manifest)
+
+
+def make_shard(config: Mapping[str, Any], shard: int) -> bytes:
+    """The file of one shard: what a job of `make_trajectories` runs.
+
+    Raises:
+        ValueError: the code or the arithmetic here is not that of the caller.
+    """
+    from safetensors.torch import save
+
+    rate, sample = _found(config["rate"]), _found(config["sample"])
+    if (config["code"], config["arithmetic"]) not in AGREED:
+        for what, ours in (("code", _code_hash(rate, sample)), ("arithmetic", _arithmetic())):
+            if config[what] != ours:
+                raise ValueError(
+                    f"the {what} of this worker is not that of the caller ({ours}, not {config[what]}), "
+                    "so its numbers might differ; install the same on all machines"
+                )
+        AGREED.add((config["code"], config["arithmetic"]))
+    run = make_run(rate, sample, Plan(**config["plan"]), shard, config["device"])
+    about = {"shard": shard, "t0": run.t0.hex(), "sha256": _tensor_hash(run.u)}
+    # One entry, because safetensors writes several in an order that changes from run to run.
+    return save({"u": run.u.cpu().contiguous()}, {"about": json.dumps(about)})
+
+
+def _job(rate: Any, sample: Any, plan: Plan, device: Any, code: str, engine: str) -> jobs.Job:
+    config = {
+        "rate": rate if engine == "here" else _told(rate),
+        "sample": sample if engine == "here" else _told(sample),
+        "plan": dataclasses.asdict(plan),
+        "device": None if device is None else str(device),
+        "code": code,
+        "arithmetic": _arithmetic(),
+    }
+    AGREED.add((code, config["arithmetic"]))
+    return jobs.Job("attractor.ode.shards:make_shard", config, gpus=int("cuda" in str(device)))
+
+
+def _told(thing: Any) -> Any:
+    """A system or a function as JSON; whatever has no name as it is, for workers that can be sent it."""
+    saved = {} if thing is None else rate_to_json(thing)
+    if "system" in saved and thing == _found(saved):
+        return saved
+    name = name_of(thing)
+    return {"function": name} if name else thing
+
+
+def _found(told: Any) -> Any:
+    if not isinstance(told, dict):
+        return told
+    if "function" in told:
+        return named(told["function"])
+    return getattr(systems, told["system"])(**told["options"])
+
+
+def _arithmetic() -> str:
+    """What bits depend on beside our code. AVX512 and AVX2 give the same, others need not."""
+    vectors = torch.backends.cpu.get_cpu_capability().replace("AVX512", "AVX2")
+    return f"torch {torch.__version__}, {platform.machine()}, {vectors}"
 
 
 def _begin(folder: Path, manifest: dict[str, Any]) -> None:
@@ -196,32 +274,6 @@ def _begin(folder: Path, manifest: dict[str, Any]) -> None:
     if differs:
         what = "; ".join(f"{k} was {old.get(k)!r}, is {new.get(k)!r}" for k in differs)
         raise ValueError(f"{folder} holds other data ({what}); take another folder, or empty this one")
-
-
-def _each(write: Callable[[int], None], shards: list[int], workers: int) -> Iterable[None]:
-    workers = min(workers, len(shards))
-    if workers < 2:
-        yield from map(write, shards)
-        return
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, spawn, torch.set_num_threads, (1,)) as pool:
-        try:
-            yield from pool.map(write, shards)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def _write(
-    folder: Path, rate: Rate, sample: Sampler | None, plan: Plan, device: Any, shard: int
-) -> None:
-    from safetensors.torch import save
-
-    run = make_run(rate, sample, plan, shard, device)
-    about = {"shard": shard, "t0": run.t0.hex(), "sha256": _tensor_hash(run.u)}
-    # One entry, because safetensors writes several in an order that changes from run to run.
-    content = save({"u": run.u.cpu().contiguous()}, {"about": json.dumps(about)})
-    write_bytes(folder / _name(shard), content)
 
 
 def _read(path: Path, plan: Plan, shard: int) -> Run:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -162,20 +164,19 @@ class HybridSolver:
         """
         tensors, config = checkpoint.load(folder, KIND)
         try:
-            known = _rate_from_json(config["rate"])
             options = dict(config["correction"])
+            _believe({**options, **config["rate"].get("options", {})}, tensors)
+            known = _rate_from_json(config["rate"])
             make = corrections.get_correction(options.pop("name"))
-            empty = make(**options, dtype=torch.float64).requires_grad_(False)  # as fit hands it back
-            correction = _filled(empty, tensors, "correction.")
-            dim = options["dim"]
-            trust = (
-                _filled(TrustRegion(dim, dtype=torch.float64), tensors, "trust.")
-                if config["trust"]
-                else None
-            )
+            correction = _filled(partial(make, **options), tensors, "correction.", folder)
+            correction.requires_grad_(False)  # as fit hands it back
+            region = partial(TrustRegion, options["dim"])
+            trust = _filled(region, tensors, "trust.", folder) if config["trust"] else None
             scheme, dt = _scheme_from_json(config["scheme"]), float.fromhex(config["dt"])
             history = config["history"]
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
             raise CheckpointError(f"{folder} does not describe a hybrid solver: {error}") from None
         if rate is None and known is None:
             raise CheckpointError(
@@ -256,11 +257,23 @@ def _scheme_from_json(saved: dict[str, Any]) -> AnyScheme:
     return Scheme(saved["scheme"], *parts)
 
 
-def _filled(module: Any, tensors: dict[str, Tensor], prefix: str) -> Any:
-    """The module with the saved tensors, in their dtypes; names and shapes must fit exactly."""
+def _believe(options: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Raise if a size is more than what is saved can have, before memory is taken for it."""
+    numbers = sum(value.numel() for value in tensors.values())
+    for name, value in options.items():
+        most = len(tensors) if name == "depth" else numbers
+        if isinstance(value, int) and value > most:
+            raise ValueError(f"{name} = {value!r:.20} is more than was saved with it")
+
+
+def _filled(
+    make: Callable[..., Any], tensors: dict[str, Tensor], prefix: str, folder: Path | str
+) -> Any:
+    """The module with the saved tensors, in their dtype; names and shapes must fit exactly."""
     own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-    dtypes = {v.dtype for v in own.values()}
-    if len(dtypes) == 1:
-        module = module.to(dtypes.pop())
-    module.load_state_dict(own, strict=True)
+    dtypes = {v.dtype for v in own.values() if v.is_floating_point()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float64
+    checkpoint.check(make(dtype=dtype, device="meta"), own, folder)  # before memory is taken
+    module = make(dtype=dtype)
+    checkpoint.fill(module, own, folder)
     return module

@@ -1,28 +1,26 @@
 """Runs what is missing of an experiment, an arm and a seed at a time, and keeps every result at once."""
 
 import json
-import multiprocessing
 import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from attractor import __version__
+from attractor import __version__, jobs
 from attractor.core.files import json_bytes
 from attractor.reproduce import results as kept
 from attractor.reproduce.experiment import Experiment
 from attractor.reproduce.results import Results, Run, digest
 from attractor.reproduce.tasks import Context, task_of
 
-Job = tuple[str, int]  # arm and seed
+Shard = tuple[str, int]  # arm and seed
 Tell = Callable[[str], None]
 
 
@@ -35,10 +33,14 @@ def run(
     device: str = "cpu",
     arms: Sequence[str] | None = None,
     seeds: Sequence[int] | None = None,
-    workers: int = 1,
+    workers: int | None = None,
     budget: float = float("inf"),
     again: bool = False,
     tell: Tell = lambda line: None,
+    engine: str | None = None,
+    address: str | None = None,
+    threads: int | None = None,
+    part: str | None = None,
 ) -> Results:
     """All runs of an experiment at a scale: those in the folder, and the missing ones, made now.
 
@@ -51,7 +53,15 @@ def run(
         workers: runs at a time, each in a process of its own; times are then not comparable.
         budget: seconds after which no further run begins.
         again: do what is there already once more.
+        engine: "here", "processes" or "ray"; None: processes if there are several workers. address: of a
+            Ray cluster, whose machines have the data at the same place. See `attractor.jobs.each`.
+        threads: of a run on the CPU; None: one, or all where one run has the machine to itself. Sums,
+            and so the last digits of what is trained, may depend on it.
+        part: such as "3/16": only every sixteenth run, from the third on. Parts that are made at the
+            same time need a folder each; `merge` puts them together.
     """
+    engine = jobs.chosen(engine, workers, address)
+    first, every = jobs.part_of(part or "1/1")
     wanted = list(seeds) if seeds is not None else list(experiment.scale(scale).seeds)
     for arm in arms or ():
         experiment.config(arm, scale)  # raises if there is none
@@ -60,12 +70,14 @@ def run(
         path = kept.path_of(place, experiment.name, scale)
         found = kept.load(experiment, scale, place)
         found.seeds = wanted
-        jobs = found.missing() if not again else [(a, s) for s in wanted for a in found.arms]
-        jobs = [job for job in jobs if arms is None or job[0] in arms]
+        missing = set(found.missing())
+        mine = [(a, s) for s in wanted for a in found.arms if arms is None or a in arms][first::every]
+        todo = [job for job in mine if again or job in missing]
         context = Context(0, device, None if data is None else Path(data), None, tell)
         scratch = path.parent / f".{scale}"
+        how = {"engine": engine, "workers": workers, "address": address}
         for (arm, seed), outcome in _outcomes(
-            experiment, scale, jobs, context, scratch, workers, budget
+            experiment, scale, todo, context, scratch, budget, threads, how
         ):
             everything = kept.read(path, experiment.name, scale)
             everything.setdefault(arm, {})[seed] = outcome
@@ -84,36 +96,52 @@ def run(
 
 
 def _outcomes(
-    experiment: Experiment, scale: str, jobs: list[Job], context: Context, scratch: Path, workers: int,
-    budget: float,
-) -> Iterator[tuple[Job, Run]]:  # fmt: skip
+    experiment: Experiment, scale: str, wanted: list[Shard], context: Context, scratch: Path,
+    budget: float, threads: int | None, engine: dict[str, Any],
+) -> Iterator[tuple[Shard, Run]]:  # fmt: skip
     """Every run as it ends."""
     began = time.perf_counter()
-    late = lambda: time.perf_counter() - began > budget
+    alone = engine["engine"] == "here"
+    config = {
+        "task": experiment.task,
+        "arms": {arm: experiment.config(arm, scale) for arm, _ in wanted},
+        "scratch": {
+            arm: str(scratch.absolute() / str(i)) for i, arm in enumerate(experiment.arms_of(scale))
+        },
+        "device": context.device,
+        "data": None if context.folder is None else str(context.folder.absolute()),
+        "tell": context.tell if alone else None,
+    }
+    in_time = takewhile(lambda job: time.perf_counter() - began <= budget, wanted)
+    job = jobs.Job(
+        "attractor.reproduce.runner:arm", config, threads=threads, gpus=int("cuda" in context.device)
+    )
+    if wanted:
+        scratch.mkdir(parents=True, exist_ok=True)
+    try:
+        for made in jobs.each(job, in_time, **engine):
+            yield made.shard, made.json()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{experiment.missing or experiment.name}: {error}") from error
 
-    def given(job: Job) -> tuple[Any, ...]:
-        arm, seed = job
-        name = f"{experiment.arms_of(scale).index(arm)}-{seed}"
-        quiet = replace(context, seed=seed, scratch=scratch / name)
-        return experiment.task, experiment.config(arm, scale), quiet
 
-    if workers == 1:
-        for job in jobs:
-            if late():
-                return
-            try:
-                yield job, one(*given(job))
-            except FileNotFoundError as error:
-                raise FileNotFoundError(f"{experiment.missing or experiment.name}: {error}") from error
-        return
-    silent = [(task, config, replace(c, tell=_silent)) for task, config, c in map(given, jobs)]
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(one, *arguments): job for job, arguments in zip(jobs, silent)}
-        for done in as_completed(running):
-            if late():
-                pool.shutdown(wait=False, cancel_futures=True)
-            if not done.cancelled():
-                yield running[done], done.result()
+def arm(config: Mapping[str, Any], shard: Shard) -> Run:
+    """What a job of `run` does for an arm and a seed.
+
+    Checkpoints go to the folder of results, where they are found after an interruption; on a machine
+    that does not have this folder, to a temporary one.
+    """
+    which, seed = shard
+    scratch = Path(f"{config['scratch'][which]}-{seed}")
+    with tempfile.TemporaryDirectory() as elsewhere:
+        context = Context(
+            seed,
+            config["device"],
+            None if config["data"] is None else Path(config["data"]),
+            scratch if scratch.parent.is_dir() else Path(elsewhere) / "scratch",
+            config["tell"] or _silent,
+        )
+        return one(config["task"], config["arms"][which], context)
 
 
 def one(task: str, config: dict[str, Any], context: Context) -> Run:

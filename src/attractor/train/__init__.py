@@ -26,7 +26,7 @@ A `Recipe` says how, `train` does it, `train_seeds` from several seeds:
 from attractor.train import checkpoint
 from attractor.train.capture import compiled_blocks, repeated_blocks
 from attractor.train.checkpoint import CheckpointError
-from attractor.train.history import DivergedError, History, Progress, Seeds
+from attractor.train.history import DivergedError, History, Progress, Seeds, TerminatedError
 from attractor.train.loop import Classify, evaluate, train, train_seeds
 from attractor.train.recipe import PAPER, SHORT, Recipe
 
@@ -40,6 +40,7 @@ __all__ = [
     "Progress",
     "Recipe",
     "Seeds",
+    "TerminatedError",
     "checkpoint",
     "compiled_blocks",
     "evaluate",

@@ -26,8 +26,8 @@ class Feed(Protocol):
     steps: int
     unit: str
 
-    def epoch(self, epoch: int) -> Iterator[tuple[Tensor, ...]]:
-        """The inputs of every step."""
+    def epoch(self, epoch: int, first: int = 0) -> Iterator[tuple[Tensor, ...]]:
+        """The inputs of every step, from one on; the steps before leave no trace in random numbers."""
         ...
 
     def batch(self, *inputs: Tensor) -> Any:
@@ -102,7 +102,7 @@ class ImageFeed:
         own = len(range(rank, self.count, world))
         self.steps = self.count // recipe.batch if train else -(-own // self.part)
 
-    def epoch(self, epoch: int) -> Iterator[tuple[Tensor, ...]]:
+    def epoch(self, epoch: int, first: int = 0) -> Iterator[tuple[Tensor, ...]]:
         """A draw for every step; with mixup also the neighbours' and the weights."""
         rank, world = self.share
         if self.train:
@@ -110,12 +110,13 @@ class ImageFeed:
             inputs = [draws]
             if self.mixup:
                 inputs += [draws.roll(1, 1), self.weights(epoch).view(self.steps, -1)]
-            mine = [x.unflatten(1, (world, -1))[:, rank].to(self.device) for x in inputs]
+            mine = [x[first:].unflatten(1, (world, -1))[:, rank].to(self.device) for x in inputs]
             yield from zip(*mine)
         else:
             still = torch.zeros(self.count, 4, dtype=torch.int64)
             still[:, 0] = torch.arange(self.count)
-            yield from ((draw,) for draw in still[rank::world].to(self.device).split(self.part))
+            parts = still[rank::world].to(self.device).split(self.part)
+            yield from ((draw,) for draw in parts[first:])
 
     def draws(self, epoch: int) -> Tensor:
         """All draws of an epoch of training ``[steps * batch, 4]``."""
@@ -219,12 +220,20 @@ class BatchFeed:
         if total < max(1, world):  # in all processes alike, or the others would wait for ever
             raise ValueError(f"{total} batches for {world} process{'es' * (world > 1)}: too few")
 
-    def epoch(self, epoch: int) -> Iterator[tuple[Tensor, ...]]:
-        """The tensors of every batch."""
+    def epoch(self, epoch: int, first: int = 0) -> Iterator[tuple[Tensor, ...]]:
+        """The tensors of every batch. Those before the first that is asked for are made and left."""
         if hasattr(self.batches, "set_epoch"):
             self.batches.set_epoch(epoch)
         rank, world = self.share
-        for i, batch in enumerate(self.ordered(epoch)):
+        batches = self.ordered(epoch)
+        done = (first - 1) * world + rank + 1 if first else 0  # up to this process's last one
+        next(islice(batches, done, done), None)
+        return self.own(batches, done)
+
+    def own(self, batches: Iterator[Any], done: int) -> Iterator[tuple[Tensor, ...]]:
+        """This process's share of the batches of an epoch, of which so many are gone."""
+        rank, world = self.share
+        for i, batch in enumerate(batches, done):
             if i // world >= self.steps:
                 break
             if i % world == rank:

@@ -7,6 +7,8 @@ from statistics import mean, stdev
 from typing import Any
 
 Row = dict[str, Any]
+# Of a row, what differs from run to run; log.jsonl is without, times.jsonl has it.
+TIMES = ("seconds", "images_per_second", "samples_per_second")
 
 
 @dataclass
@@ -116,15 +118,27 @@ class DivergedError(FloatingPointError):
     Attributes:
         history: of the epochs before.
         epoch, step: of the first such loss, from 1.
+        layer: the name of the first module whose output is not finite; None if there is none, because
+            data or the loss function are to blame.
     """
 
-    def __init__(self, message: str, history: History, epoch: int, step: int) -> None:
+    def __init__(
+        self, message: str, history: History, epoch: int, step: int, layer: str | None = None
+    ) -> None:
         super().__init__(message)
-        self.history, self.epoch, self.step = history, epoch, step
+        self.history, self.epoch, self.step, self.layer = history, epoch, step, layer
 
     def __reduce__(self) -> tuple[Any, ...]:
         # So that it can come from another process.
-        return type(self), (str(self), self.history, self.epoch, self.step)
+        return type(self), (str(self), self.history, self.epoch, self.step, self.layer)
+
+
+class TerminatedError(SystemExit):
+    """SIGTERM came while training; its checkpoint is written. Not caught, it exits with status 143."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.code = 128 + 15
 
 
 def _clock(seconds: float) -> str:

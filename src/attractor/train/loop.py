@@ -10,7 +10,7 @@ import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from attractor.core.files import write_json
+from attractor.train import generators
+from attractor.train.blame import blame, finite
 from attractor.train.capture import Blocks, Captured, compiled_blocks
+from attractor.train.checkpoint import CheckpointError
 from attractor.train.feeds import Feed, feed_of
 from attractor.train.history import DivergedError, History, Progress, Row, Seeds
 from attractor.train.place import HALVES, Place
 from attractor.train.recipe import SHORT, Recipe
-from attractor.train.runs import RunFolder
+from attractor.train.runs import Begun, RunFolder
+from attractor.train.stopping import Stop
 
 # (model, batch) -> the loss, or numbers by name with "loss" among them: a tensor with one entry an item,
 # of which the mean is taken, or a scalar, which counts as one item.
@@ -44,13 +48,16 @@ def train(
     out: Path | str | None = None,
     resume: bool = True,
     save_every: int = 1,
+    save_minutes: float = 10.0,
     tell: Tell | None = None,
     blocks: Blocks | None = None,
 ) -> History:
     """Train a model in place by a recipe; the same model, data and recipe give the same result.
 
-    On a CPU to the last bit, on a GPU up to the rounding of algorithms that cuDNN may choose anew. What
-    data sets draw from other random numbers than torch's is theirs to seed.
+    On a CPU to the last bit, on a GPU up to the rounding of algorithms that cuDNN may choose anew; also
+    if it was killed in between, at any moment, and called again. Torch's, Python's and NumPy's random
+    numbers are seeded for every epoch, and are the caller's again afterwards; what data sets draw from
+    others is theirs to seed.
 
     Args:
         model: any network; it is moved to the device and left there, in evaluation mode.
@@ -62,13 +69,19 @@ def train(
             entry an item, or a scalar. None: cross-entropy and accuracy of batches (inputs, labels).
         device: None: a GPU if there is one. Under ``accelerate launch`` each process has its own, its
             share of every batch, and gradients are averaged.
-        out: a folder for log.jsonl and a checkpoint after every `save_every` epochs (0: none).
-        resume: go on from the checkpoint in `out`, if there is one, as if there had been no break.
+        out: a folder for log.jsonl, times.jsonl and the last two checkpoints: after every `save_every`
+            epochs (0: none), and within an epoch every `save_minutes`. After Ctrl-C or SIGTERM the
+            step is finished and one more is written.
+        resume: go on from the checkpoint in `out`, if there is one, as if there had been no break. Of
+            an epoch that was interrupted, a loader's batches are gone through again up to there.
         tell: called with `Progress`; ``print`` will do.
         blocks: what capture="compile" compiles; None: the blocks that repeat.
 
     Raises:
-        DivergedError: the training loss is not finite; names epoch and step.
+        DivergedError: the training loss is not finite; names epoch, step and layer.
+        CheckpointError: what is in `out` is of another training, or damaged.
+        OSError: the log or a checkpoint cannot be written, because the disk is full, say.
+        KeyboardInterrupt, TerminatedError: after Ctrl-C, after SIGTERM (a `SystemExit`).
     """
     place = Place.find(device, recipe.precision)
     with ExitStack() as stack:
@@ -77,35 +90,44 @@ def train(
         stack.callback(training.finish)
         if recipe.capture == "compile":
             stack.enter_context(compiled_blocks(model, blocks))
-        folder = None if out is None else RunFolder(out, recipe)
-        history = History()
+        folder = None if out is None else RunFolder(out, recipe, training.feed.steps, place.is_main)
+        history, begun = History(), None
         if folder:
             stack.callback(folder.close)
             if resume:
-                history = folder.resume(model, training.optimiser, training.scaler, training.feed.steps)
-                if int(place.total(torch.tensor([len(history)]))) != place.share[1] * len(history):
+                history, begun = folder.resume(model, training.optimiser, training.scaler)
+                done = len(history) * (training.feed.steps + 1) + (begun.step if begun else 0)
+                if int(place.total(torch.tensor([done]))) != place.share[1] * done:
                     raise ValueError(
                         f"processes found other checkpoints in {out}; all must see one folder"
                     )
             elif place.is_main:
-                folder.forget()
+                folder.kept.forget()
             if place.is_main:
                 folder.begin(history)
         place.wait()
+        keeper = _Keeper(training, folder if save_every else None, history, 60 * save_minutes)
+        if keeper.folder:
+            stack.enter_context(keeper.stop.watched())
         for epoch in range(len(history), recipe.epochs):
-            torch.manual_seed(recipe.stream("epoch", epoch, place.share[0]))  # dropout, DataLoaders
+            generators.seed(recipe.stream("epoch", epoch, place.share[0]))  # dropout, DataLoaders
             try:
-                row, progress = training.epoch(epoch, tell if place.is_main else None)
+                row, progress = training.epoch(epoch, tell if place.is_main else None, keeper, begun)
+                history.rows.append(row)
+                if folder and place.is_main:
+                    folder.log(history.rows)
+                whole = save_every and ((epoch + 1) % save_every == 0 or epoch + 1 == recipe.epochs)
+                keeper.after_epoch(bool(whole))
             except DivergedError as error:
+                del history.rows[epoch:]
                 error.history = history
                 if folder and place.is_main:
-                    folder.log([*history, {"epoch": epoch + 1, "train_loss": None, "step": error.step}])
+                    last = {"epoch": epoch + 1, "train_loss": None, "step": error.step}
+                    folder.log([*history, last | {"layer": error.layer} if error.layer else last])
+                    if folder.kept.last:
+                        error.args = (f"{error}; the last good checkpoint is {folder.kept.last}",)
                 raise
-            history.rows.append(row)
-            if folder and place.is_main:
-                folder.log(history.rows)
-                if save_every and ((epoch + 1) % save_every == 0 or epoch + 1 == recipe.epochs):
-                    folder.save(model, training.optimiser, training.scaler, history, training.feed.steps)
+            begun = None
             place.wait()
             if tell and place.is_main:
                 tell(progress)
@@ -235,7 +257,11 @@ class _Training:
         self.optimiser = recipe.make_optimiser(model, self.rate)
         self.scaler = torch.amp.GradScaler(place.device.type, enabled=place.precision == "fp16")
         shared, self.finish_sharing = place.shared(model)
+        self.loss = loss
+        # Where waiting for a step costs nothing, its loss is looked at before weights are changed.
+        self.careful = place.device.type == "cpu" and place.share[1] == 1
         step = _Step(shared, model, self.optimiser, self.scaler, loss, self.feed, recipe, place, graph)
+        step.careful = self.careful
         self.step: Callable[..., Counted] = Captured(step, step.snapshot) if graph else step
         self.valid: Feed | None = None
         if valid_data is not None:
@@ -243,28 +269,44 @@ class _Training:
             look = _Evaluation(model, loss, self.valid, place, graph)
             self.look: Callable[..., Counted] = Captured(look) if graph else look
 
-    def epoch(self, epoch: int, tell: Tell | None) -> tuple[Row, Progress]:
-        """One pass over the training data, and one over the validation data."""
+    def epoch(
+        self, epoch: int, tell: Tell | None, keeper: "_Keeper", begun: Begun | None = None
+    ) -> tuple[Row, Progress]:
+        """One pass over the training data, or the rest of it, and one over the validation data."""
         feed, recipe = self.feed, self.recipe
         self.model.train()
         sums, watch = _Sums(feed.steps, self.place), _Watch(recipe, epoch, feed, tell)
-        rate = 0.0
-        for i, inputs in enumerate(feed.epoch(epoch)):
+        rate, first = 0.0, 0
+        inputs: tuple[Tensor, ...] = ()
+        steps: Iterator[tuple[Tensor, ...]]
+        if begun is None:
+            steps = feed.epoch(epoch)
+        else:
+            rate, first = begun.rate, begun.step
+            steps = feed.epoch(epoch, first) if first < feed.steps else iter(())
+            self.go_on(begun, sums, watch)
+        for i, inputs in enumerate(steps, first):
             rate = recipe.rate(epoch + (i + 0.5) / feed.steps)
             self.set_rate(rate)
             sums.add(self.step(*inputs))
+            if self.careful and not sums.last_is_finite():
+                self.check(sums, epoch, inputs)
             if watch.wants_to_look(feed.size(*inputs)) and self.place.share[1] == 1:
-                self.check(sums, epoch)
+                self.check(sums, epoch, inputs)
                 watch.look(i + 1, sums.means()["loss"])
+            if keeper.wanted(i + 1):
+                self.check(sums, epoch, inputs)
+                keeper.within_epoch(self.begun(rate, sums, watch))
         if not sums.done:
             raise ValueError(f"no batches in epoch {epoch + 1}: the data can only be gone through once")
-        self.check(sums, epoch)
+        self.check(sums, epoch, inputs)
         found = sums.means()  # waits for the device
         seconds = watch.seconds
         row: Row = {"epoch": epoch + 1, "lr": rate}
         row |= {f"train_{name}": value for name, value in found.items()}
         self.place.agree(self.model)
         if self.valid is not None:
+            trained = self.begun(rate, sums, watch) if keeper.folder else None
             self.model.eval()
             sums = _Sums(self.valid.steps, self.place)
             # Evaluation is short: code of its own for it would take longer to compile than it saves.
@@ -272,11 +314,38 @@ class _Training:
             with torch.compiler.set_stance("force_eager") if own else nullcontext():
                 for inputs in self.valid.epoch(epoch):
                     sums.add(self.look(*inputs))
+                    if trained and self.place.share[1] == 1 and keeper.wanted(sums.done):
+                        keeper.within_epoch(trained)
             row |= {f"valid_{name}": value for name, value in sums.means().items()}
         per_second = watch.samples * self.place.share[1] / max(seconds, 1e-9)
         row |= {"seconds": seconds, f"{feed.unit}_per_second": per_second}
         row = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
         return row, watch.progress(feed.steps, found["loss"], row)
+
+    def begun(self, rate: float, sums: "_Sums", watch: "_Watch") -> Begun:
+        """What has to be kept of an epoch that is not over."""
+        rank, world = self.place.share
+        random = {}
+        for name, own in generators.state(self.place.device).items():
+            rows = torch.zeros(world, len(own), dtype=torch.int64)
+            rows[rank] = own
+            random[name] = self.place.total(rows).to(own.dtype)
+        rows, counts = sums.totals()
+        return Begun(sums.done, rate, rows, counts, random, watch.seconds, watch.samples)
+
+    def go_on(self, begun: Begun, sums: "_Sums", watch: "_Watch") -> None:
+        """Put sums, times and random numbers back where they were."""
+        rank, world = self.place.share
+        sums.restore(begun)
+        watch.began -= begun.seconds
+        watch.samples = begun.samples
+        if all(len(rows) == world for rows in begun.random.values()):  # else the epoch's seed will do
+            try:
+                generators.restore({k: v[rank] for k, v in begun.random.items()}, self.place.device)
+            except (RuntimeError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"the checkpoint's random numbers cannot be used: {error}"
+                ) from None
 
     def set_rate(self, rate: float) -> None:
         """The learning rate of the next step."""
@@ -286,16 +355,36 @@ class _Training:
             for group in self.optimiser.param_groups:
                 group["lr"] = rate
 
-    def check(self, sums: "_Sums", epoch: int) -> None:
-        """Raise if a loss of this epoch is not finite, in whichever process."""
+    def check(self, sums: "_Sums", epoch: int, inputs: tuple[Tensor, ...]) -> None:
+        """Raise if a loss of this epoch is not finite, in whichever process.
+
+        Inputs are those of the last step: on a CPU the one whose loss it is, before weights change.
+        """
         step = sums.first_bad()
-        if step is not None:
-            rate = self.recipe.rate(epoch + (step - 0.5) / sums.steps)
-            raise DivergedError(
-                f"the loss is not finite at epoch {epoch + 1}, step {step} of {sums.steps}, where the "
-                f"learning rate is {rate:.3g}: lower it, lengthen warmup, or set clip=1.0",
-                History(), epoch + 1, step,
-            )  # fmt: skip
+        if step is None:
+            return
+
+        def again() -> None:
+            with self.place.half():
+                self.loss(self.model, self.feed.batch(*inputs))
+
+        layer, why = blame(self.model, again, self.feed.batch(*inputs) if inputs else ())
+        rate = self.recipe.rate(epoch + (step - 0.5) / sums.steps)
+        raise DivergedError(
+            f"the loss is not finite at epoch {epoch + 1}, step {step} of {sums.steps}, where the "
+            f"learning rate is {rate:.3g}: {why}",
+            History(), epoch + 1, step, layer,
+        )  # fmt: skip
+
+    def check_weights(self, epoch: int, step: int) -> None:
+        """Raise if a weight is not finite: such a state is not worth keeping."""
+        for name, value in self.model.named_parameters():
+            if value.requires_grad and not finite(value):
+                raise DivergedError(
+                    f"the weights {name!r} are not finite after epoch {epoch}, step {step}: lower the "
+                    "learning rate, lengthen warmup, or set clip=1.0",
+                    History(), epoch, step, name.rpartition(".")[0],
+                )  # fmt: skip
 
     def finish(self) -> None:
         """Leave the model as a plain one."""
@@ -313,12 +402,14 @@ class _Step:
     ) -> None:  # fmt: skip
         self.shared, self.model, self.optimiser, self.scaler = shared, model, optimiser, scaler
         self.loss, self.feed, self.clip = loss, feed, recipe.clip
-        self.place, self.captured = place, captured
+        self.place, self.captured, self.careful = place, captured, False
 
     def __call__(self, *inputs: Tensor) -> Counted:
         self.optimiser.zero_grad(set_to_none=True)
         with self.place.half(cache=not self.captured):
             numbers = _numbers(self.loss(self.shared, self.feed.batch(*inputs)))
+        if self.careful and not finite(numbers["loss"]):
+            return _counted(numbers, self.place)
         self.scaler.scale(numbers["loss"].mean()).backward()
         if self.clip is not None:
             self.scaler.unscale_(self.optimiser)
@@ -374,6 +465,25 @@ class _Sums:
             self.counts[name] += count
         self.done += 1
 
+    def totals(self) -> tuple[Tensor, dict[str, int]]:
+        """The steps so far ``[done, names]``, over all processes, and counts."""
+        counts = self.place.total(torch.tensor(list(self.counts.values())))
+        rows = self.place.total(self.rows[: self.done])
+        return rows.clone(), dict(zip(self.counts, counts.tolist()))
+
+    def restore(self, begun: Begun) -> None:
+        """Put totals back; of several processes the first has them."""
+        self.done = begun.step
+        first = self.place.is_main
+        self.rows = torch.zeros(self.steps, begun.sums.shape[1], dtype=begun.sums.dtype)
+        self.rows[: self.done] = begun.sums if first else 0
+        self.rows = self.rows.to(self.place.device)
+        self.counts = {name: count if first else 0 for name, count in begun.counts.items()}
+
+    def last_is_finite(self) -> bool:
+        """Whether the last step's loss is."""
+        return math.isfinite(self.rows[self.done - 1, list(self.counts).index("loss")])
+
     def means(self) -> dict[str, float]:
         """Over all items of all steps and processes so far."""
         own = torch.tensor(list(self.counts.values()), dtype=self.rows.dtype)
@@ -385,6 +495,70 @@ class _Sums:
         place = list(self.counts).index("loss")
         bad = self.place.total((~self.rows[:, place].isfinite()).cpu().double())
         return int(bad.nonzero()[0]) + 1 if bad.any() else None
+
+
+@dataclass
+class _Keeper:
+    """When a checkpoint is written, and whether to stop after it.
+
+    Attributes:
+        folder: where to; None: nowhere, and signals stop training as they do elsewhere.
+        seconds: between checkpoints within an epoch.
+    """
+
+    AGREE = 32  # steps after which several processes ask each other
+
+    training: _Training
+    folder: RunFolder | None
+    history: History
+    seconds: float
+    stop: Stop = field(default_factory=Stop)
+    last: float = field(default_factory=time.monotonic)
+
+    def wanted(self, step: int, agree: bool = False) -> bool:
+        """Whether a checkpoint is due after a step; several processes agree on it."""
+        if self.folder is None:
+            return False
+        due = self.stop.signal is not None or time.monotonic() - self.last >= self.seconds
+        place = self.training.place
+        if place.share[1] == 1:
+            return due
+        return (agree or step % self.AGREE == 0) and self.anywhere(due)
+
+    def anywhere(self, it: bool) -> bool:
+        """Whether it is so in any process."""
+        return bool(self.training.place.total(torch.tensor([int(it)])))
+
+    def within_epoch(self, begun: Begun) -> None:
+        """Write one, and stop if asked to."""
+        self.write(begun)
+        epochs, steps = self.training.recipe.epochs, self.training.feed.steps
+        where = f"after step {begun.step} of {steps} of epoch {len(self.history) + 1} of {epochs}"
+        self.stop_if_asked(where)
+
+    def after_epoch(self, whole: bool) -> None:
+        """Write one if it is time, and stop if asked to."""
+        if self.folder and (self.wanted(0, agree=True) or whole):
+            self.write(None)
+            self.stop_if_asked(f"after epoch {len(self.history)} of {self.training.recipe.epochs}")
+
+    def write(self, begun: Begun | None) -> None:
+        """In the process that writes; all know whether weights are finite."""
+        training = self.training
+        training.check_weights(
+            len(self.history) + bool(begun), begun.step if begun else training.feed.steps
+        )
+        if self.folder and training.place.is_main:
+            self.folder.save(training.model, training.optimiser, training.scaler, self.history, begun)
+        self.last = time.monotonic()
+
+    def stop_if_asked(self, where: str) -> None:
+        """With a line that says where it is, and how to go on."""
+        if self.anywhere(self.stop.signal is not None):
+            assert self.folder is not None
+            main = self.training.place.is_main
+            last = self.folder.kept.last if main else self.folder.folder
+            self.stop.now(f"{where}: {last} is written, and the same call goes on from there", main)
 
 
 class _Watch:
@@ -466,6 +640,5 @@ def _own_surroundings(device: torch.device) -> Iterator[None]:
             stack.enter_context(torch.cuda.device(device))
             stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
             torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
-        devices = [torch.cuda.current_device()] if device.type == "cuda" else []
-        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(generators.forked(device))
         yield

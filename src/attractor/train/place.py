@@ -1,5 +1,6 @@
 """Where training happens: device, processes and precision, by Accelerate."""
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -7,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import batch_norm
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -27,12 +31,22 @@ class Place:
 
     @classmethod
     def find(cls, device: torch.device | str | None = None, precision: str = "auto") -> "Place":
-        """The device given, else the best there is; processes as ``accelerate launch`` made them."""
+        """The device given, else the best there is; processes as torchrun or accelerate made them."""
         try:
             from accelerate import Accelerator
         except ImportError:
             raise ImportError("training needs Accelerate: pip install 'attractor[train]'") from None
-        accelerator = Accelerator()
+        # On CPUs Accelerate has to be told, or each process would train alone, over the others' files.
+        wanted = "cpu" if device is None and not torch.accelerator.is_available() else device
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        several_cpus = launched > 1 and wanted is not None and torch.device(wanted).type == "cpu"
+        accelerator = Accelerator(cpu=True) if several_cpus else Accelerator()
+        if accelerator.num_processes != launched and launched > 1:
+            raise ValueError(
+                f"this is one of {launched} processes, but Accelerate knows of "
+                f"{accelerator.num_processes}: an Accelerator was made before, of another kind; make it "
+                "with cpu=True, or none"
+            )
         if accelerator.num_processes > 1:
             if device is not None and torch.device(device).type != accelerator.device.type:
                 raise ValueError(
@@ -44,15 +58,15 @@ class Place:
             place = torch.device(accelerator.device if device is None else device)
         if place.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device = {device!r}, but torch finds no GPU here; say 'cpu'")
-        launched = accelerator.mixed_precision.replace("no", "fp32")
+        told = accelerator.mixed_precision.replace("no", "fp32")
         if precision == "auto":
             bf16 = place.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-            precision = launched if launched != "fp32" else "bf16" if bf16 else "fp32"
+            precision = told if told != "fp32" else "bf16" if bf16 else "fp32"
         if precision not in ("fp32", *HALVES) or (precision == "fp16" and place.type == "cpu"):
             raise ValueError(f"precision {precision!r} on {place}; use 'fp32' or 'bf16'")
-        if accelerator.num_processes > 1 and launched not in ("fp32", precision):
+        if accelerator.num_processes > 1 and told not in ("fp32", precision):
             raise ValueError(
-                f"precision = {precision!r}, but accelerate launch was told {launched!r}; choose one"
+                f"precision = {precision!r}, but accelerate launch was told {told!r}; choose one"
             )
         return cls(place, precision, accelerator)
 
@@ -80,10 +94,21 @@ class Place:
         return torch.autocast(self.device.type, HALVES[self.precision], cache_enabled=cache)
 
     def shared(self, model: nn.Module) -> tuple[nn.Module, Callable[[], None]]:
-        """The model whose gradients are means over all processes, and what undoes it."""
+        """The model whose gradients are means over all processes, and what undoes it.
+
+        Its batch normalisations see one batch, that of all processes together.
+        """
         if self.share[1] == 1:
             return model, lambda: None
         wrapped = self.accelerator.prepare_model(model)
+        if any(isinstance(module, _BatchNorm) for module in model.modules()):
+            forward = wrapped.forward
+
+            def as_one_batch(*inputs: Any, **options: Any) -> Any:
+                with _OneBatch():
+                    return forward(*inputs, **options)
+
+            wrapped.forward = as_one_batch
         return wrapped, lambda: self.accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
 
     def agree(self, model: nn.Module) -> None:
@@ -104,3 +129,69 @@ class Place:
         """Until all processes are here."""
         if self.share[1] > 1:
             self.accelerator.wait_for_everyone()
+
+
+class _OneBatch(TorchFunctionMode):
+    """While inside, batch normalisation in training is over the batches of all processes.
+
+    As a mode it reaches all of them, those inside gates too. (`nn.SyncBatchNorm` is for GPUs alone, and
+    is not what a class of one's own derives from.)
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is batch_norm:
+            return _batch_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.batch_norm`, with mean and variance over all processes in training."""
+    if not training:
+        return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    x = input.to(torch.promote_types(input.dtype, torch.float32))
+    others = [dim for dim in range(x.dim()) if dim != 1]
+    shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
+    count = x.new_full((1,), x.numel() / x.shape[1])
+    *_, n = sums = _Sum.apply(torch.cat((x.sum(others), count)))
+    mean = sums[:-1] / n
+    centred = x - mean.view(shape)
+    variance = _Sum.apply(centred.square().sum(others)) / n
+    with torch.no_grad():
+        if running_mean is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        if running_var is not None:
+            unbiased = variance * (n / (n - 1).clamp(min=1))
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    out = centred * (variance + eps).rsqrt().view(shape)
+    if weight is not None:
+        out = out * weight.view(shape)
+    if bias is not None:
+        out = out + bias.view(shape)
+    return out.to(input.dtype)
+
+
+class _Sum(torch.autograd.Function):
+    """Over all processes; so is its gradient's, for what each of them does with it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        torch.distributed.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        total = grad.contiguous().clone()
+        torch.distributed.all_reduce(total)
+        return total

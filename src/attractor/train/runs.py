@@ -1,49 +1,158 @@
-"""A folder of one training: log.jsonl, the latest checkpoint, TensorBoard's files if it is installed."""
+"""A folder of one training: logs, the last two checkpoints, TensorBoard's files if it is installed."""
 
 import json
+import re
 import shutil
 import warnings
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attractor.core.files import write_text
+from attractor.core.files import sweep, write_text
 from attractor.train import checkpoint
-from attractor.train.history import History, Row
+from attractor.train.checkpoint import CheckpointError
+from attractor.train.history import TIMES, History, Row
 from attractor.train.recipe import Recipe
 
 KIND = "training"
 FREE = ("capture",)  # of a recipe: may be another when training is resumed
+STATES = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}  # of an optimiser
+
+Found = tuple[Path, dict[str, Tensor], dict[str, Any]]
+
+
+class Kept:
+    """The last two checkpoints of something that goes on, each a folder of its own.
+
+    They are called ``epoch-0012``, or ``epoch-0012-step-000340`` within an epoch. The one before the
+    last is there in case the last is damaged.
+    """
+
+    def __init__(self, folder: Path | str, kind: str, unit: str = "epoch", main: bool = True) -> None:
+        self.folder, self.kind, self.unit, self.main = Path(folder), kind, unit, main
+        self.name = re.compile(rf"{unit}-(\d+)(?:-step-(\d+))?")
+        self.bad: list[Path] = []  # which the next one replaces
+        self.last: Path | None = None
+
+    def found(self) -> list[Path]:
+        """Those that there are, the latest first."""
+        names = {p: self.name.fullmatch(p.name) for p in self.folder.glob(f"{self.unit}-*")}
+        return sorted(
+            (p for p, match in names.items() if match),
+            key=lambda p: tuple(int(x or 0) for x in names[p].groups()),  # type: ignore[union-attr]
+            reverse=True,
+        )
+
+    def forget(self) -> None:
+        """Remove them all."""
+        for old in self.found():
+            _remove(old)
+
+    def place(self, count: int, step: int = 0) -> Path:
+        """Where the checkpoint after so many epochs, and steps of the next, is kept."""
+        return self.folder / (f"{self.unit}-{count:04}" + (f"-step-{step:06}" if step else ""))
+
+    def save(self, count: int, step: int, tensors: dict[str, Tensor], config: dict[str, Any]) -> Path:
+        """Write one; then remove all but the one before it. If that fails, nothing of it is left."""
+        new = self.place(count, step)
+        others = [p for p in self.found() if p != new and p not in self.bad]
+        _remove(new)
+        with self.told(f"{self.unit} {count}" + (f", step {step}," if step else "")):
+            checkpoint.save(new, self.kind, tensors, config)
+        for old in [p for p in self.bad if p != new] + others[1:]:
+            _remove(old)
+        self.bad, self.last = [], new
+        return new
+
+    def load(self) -> Found | None:
+        """The latest that is sound; None if there is none. A damaged one is passed over with a warning.
+
+        Raises:
+            CheckpointError: all are damaged.
+        """
+        said = []
+        for path in self.found():
+            try:
+                tensors, config = checkpoint.load(path, self.kind)
+            except CheckpointError as error:
+                self.bad.append(path)
+                said.append(str(error))
+                continue
+            if said and self.main:
+                warnings.warn(f"{'; '.join(said)}; going on from {path.name}", stacklevel=4)
+            if self.main:
+                with suppress(OSError):  # it may lie where nothing can be written
+                    checkpoint.settle(path)
+            self.last = path
+            return path, tensors, config
+        if any((path / checkpoint.MANIFEST).exists() for path in self.bad):
+            raise CheckpointError(f"no checkpoint is left in {self.folder}: {said[0]}; {ADVICE}")
+        if said and self.main:
+            warnings.warn(f"{'; '.join(said)}; starting from the beginning", stacklevel=4)
+        return None
+
+    @contextmanager
+    def told(self, what: str) -> Iterator[None]:
+        """An error of the disk says what could not be written, and what there is."""
+        try:
+            yield
+        except OSError as error:
+            there = f"{self.last} is whole" if self.last else "there is no checkpoint yet"
+            raise type(error)(
+                error.errno,
+                f"{what} could not be written to {self.folder} ({error.strerror or error}); {there}: "
+                "once the folder can be written to, the same call goes on from there",
+            ) from None
+
+
+@dataclass
+class Begun:
+    """An epoch that is not over: so many steps are done, with these losses and numbers by now.
+
+    Attributes:
+        step: steps that are done. rate: the learning rate of the last.
+        sums: what they gave ``[step, names]``, and counts: of how many items, by name.
+        random: states of the random generators, a row a process.
+        seconds, samples: time and samples that it took.
+    """
+
+    step: int
+    rate: float
+    sums: Tensor
+    counts: dict[str, int]
+    random: dict[str, Tensor]
+    seconds: float = 0.0
+    samples: int = 0
 
 
 class RunFolder:
     """Everything a training writes; each file is whole or not there.
 
-    A checkpoint is a folder of its own, ``epoch-0012``; the one before is removed when it is complete,
-    so there always is one. It holds weights, the optimiser's state, the recipe and the history;
-    random numbers need no keeping, each epoch's come from its number and the recipe's seed.
+    A checkpoint holds weights, the optimiser's state, the recipe and the log; within an epoch also what
+    its steps gave so far and the states of all random generators, which each epoch seeds anew from its
+    number and the recipe's seed. Times are in times.jsonl alone: all else is the same in every run.
+
+    Args:
+        steps: of an epoch.
+        main: whether this is the process that writes.
     """
 
-    def __init__(self, folder: Path | str, recipe: Recipe) -> None:
-        self.folder, self.recipe = Path(folder), recipe
+    def __init__(self, folder: Path | str, recipe: Recipe, steps: int, main: bool = True) -> None:
+        self.folder, self.recipe, self.steps, self.main = Path(folder), recipe, steps, main
+        self.kept = Kept(folder, KIND, main=main)
         self.board: Any = None
-
-    def checkpoints(self) -> list[Path]:
-        """Those that there are, the latest first."""
-        found = [p for p in self.folder.glob("epoch-*") if p.name.removeprefix("epoch-").isdecimal()]
-        return sorted(found, key=lambda p: int(p.name.removeprefix("epoch-")), reverse=True)
-
-    def forget(self) -> None:
-        """Remove the checkpoints of an earlier training."""
-        for old in self.checkpoints():
-            shutil.rmtree(old)
 
     def begin(self, history: History) -> None:
         """Write the log as far as it goes: a folder that cannot be written to is found out now."""
-        write_text(self.folder / "log.jsonl", _lines(history.rows))
+        with self.kept.told("the log"):
+            for name in ("log.jsonl", "times.jsonl"):
+                sweep(self.folder / name)
+            self._write_log(history.rows)
 
     def save(
         self,
@@ -51,54 +160,59 @@ class RunFolder:
         optimiser: torch.optim.Optimizer,
         scaler: Any,
         history: History,
-        steps: int,
-    ) -> None:
-        """Write the state after an epoch."""
+        begun: Begun | None = None,
+    ) -> Path:
+        """Write the state after an epoch, or within one; not again what is the last one anyway."""
+        step = begun.step if begun else 0
+        if self.kept.last == self.kept.place(len(history), step):
+            return self.kept.last
         tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
         for index, state in optimiser.state_dict()["state"].items():
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     tensors[f"optimiser.{index}.{key}"] = value
-        # Copies: tied weights are one tensor under two names, which safetensors refuses.
-        tensors = {name: value.detach().cpu().clone() for name, value in tensors.items()}
-        config = {"recipe": asdict(self.recipe), "rows": history.rows, "steps": steps,
-                  "scaler": scaler.state_dict(), "trained": _names(model, optimiser)}  # fmt: skip
-        new = self.folder / f"epoch-{len(history):04}"
-        shutil.rmtree(new, ignore_errors=True)  # what an interrupted writing may have left
-        older = self.checkpoints()
-        checkpoint.save(new, KIND, tensors, config)
-        for old in older:
-            shutil.rmtree(old)
+        log = _lines([_timeless(row) for row in history]).encode()
+        tensors["log"] = torch.frombuffer(bytearray(log + b"\n"), dtype=torch.uint8)  # never empty
+        config = {"recipe": asdict(self.recipe), "steps": self.steps, "scaler": scaler.state_dict(),
+                  "trained": _names(model, optimiser)}  # fmt: skip
+        if begun:
+            tensors["begun.sums"] = begun.sums
+            tensors |= {f"random.{name}": value for name, value in begun.random.items()}
+            config["begun"] = {"step": step, "rate": begun.rate, "counts": begun.counts,
+                               "seconds": begun.seconds, "samples": begun.samples}  # fmt: skip
+        return self.kept.save(len(history), step, tensors, config)
 
     def resume(
-        self, model: nn.Module, optimiser: torch.optim.Optimizer, scaler: Any, steps: int
-    ) -> History:
+        self, model: nn.Module, optimiser: torch.optim.Optimizer, scaler: Any
+    ) -> tuple[History, Begun | None]:
         """Put model and optimiser back where the latest checkpoint has them; empty if there is none.
 
         Raises:
-            ValueError: the checkpoint is of another recipe, model or data.
+            CheckpointError: it is of another recipe, model or data, or all there are are damaged.
         """
-        for folder in self.checkpoints():
-            try:
-                tensors, config = checkpoint.load(folder, KIND)
-            except checkpoint.CheckpointError as error:
-                warnings.warn(f"not resumed from: {error}", stacklevel=3)
-                continue
-            self._check(folder, config, steps)
-            weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
-            try:
-                model.load_state_dict(weights)
-            except RuntimeError as error:
-                raise ValueError(f"{folder} is of another model; {_ADVICE} ({error})") from None
-            if config["trained"] != _names(model, optimiser):
-                raise ValueError(f"{folder} was trained with other parameters frozen; {_ADVICE}")
-            _restore(optimiser, {k: v for k, v in tensors.items() if k.startswith("optimiser.")})
-            if config["scaler"]:
-                scaler.load_state_dict(config["scaler"])
-            return History(config["rows"])
-        return History()
+        found = self.kept.load()
+        if found is None:
+            return History(), None
+        folder, tensors, config = found
+        try:
+            self._check(folder, config)
+            log = tensors["log"].numpy().tobytes().splitlines()
+            rows = [json.loads(line) for line in log if line]
+            begun = _begun(config.get("begun"), tensors, self.steps)
+            trained, scale = config["trained"], config["scaler"]
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{folder} does not describe a training ({error}); {ADVICE}") from None
+        checkpoint.fill(model, _part(tensors, "model."), folder, ADVICE)
+        if trained != _names(model, optimiser):
+            raise CheckpointError(f"{folder} was trained with other parameters frozen; {ADVICE}")
+        _restore(optimiser, _part(tensors, "optimiser."), self.recipe, folder)
+        if scale:
+            scaler.load_state_dict(scale)
+        return History([{**row, **times} for row, times in zip(rows, self._times(len(rows)))]), begun
 
-    def _check(self, folder: Path, config: dict[str, Any], steps: int) -> None:
+    def _check(self, folder: Path, config: dict[str, Any]) -> None:
         # Through JSON, as the other one went, where tuples become lists.
         mine = json.loads(json.dumps(asdict(self.recipe)))
         theirs = {**asdict(Recipe()), **config["recipe"]}  # older ones know fewer options
@@ -107,14 +221,15 @@ class RunFolder:
             for name, value in mine.items()
             if name not in FREE and theirs.get(name) != value
         ]
-        if steps != config["steps"]:
-            other.append(f"{config['steps']} steps an epoch, not {steps}")
+        if self.steps != config["steps"]:
+            other.append(f"{config['steps']} steps an epoch, not {self.steps}")
         if other:
-            raise ValueError(f"{folder} was trained with {'; '.join(other)}; {_ADVICE}")
+            raise CheckpointError(f"{folder} was trained with {'; '.join(other)}; {ADVICE}")
 
     def log(self, rows: list[Row]) -> None:
-        """Write log.jsonl, a row a line; and the last row for TensorBoard."""
-        write_text(self.folder / "log.jsonl", _lines(rows))
+        """Write log.jsonl and times.jsonl, a row a line; and the last row for TensorBoard."""
+        with self.kept.told("the log"):
+            self._write_log(rows)
         if self.board is None:
             self.board = _board(self.folder / "tensorboard", len(rows))
         if self.board:
@@ -122,17 +237,56 @@ class RunFolder:
                 if isinstance(value, int | float) and name != "epoch":
                     self.board.add_scalar(name, value, rows[-1]["epoch"])
 
+    def _write_log(self, rows: list[Row]) -> None:
+        write_text(self.folder / "log.jsonl", _lines([_timeless(row) for row in rows]))
+        timed = [{"epoch": row["epoch"], **{k: row[k] for k in TIMES if k in row}} for row in rows]
+        write_text(self.folder / "times.jsonl", _lines(timed))
+
+    def _times(self, count: int) -> list[Row]:
+        """Of so many epochs, as far as they are known: nothing depends on them."""
+        try:
+            lines = (self.folder / "times.jsonl").read_text().splitlines()[:count]
+            rows = [{k: row[k] for k in TIMES if k in row} for row in map(json.loads, lines)]
+        except (OSError, ValueError, TypeError, RecursionError):
+            rows = []
+        return rows + [{}] * (count - len(rows))
+
     def close(self) -> None:
         """Let TensorBoard write what it has."""
         if self.board:
             self.board.close()
 
 
-_ADVICE = "give another out=, or resume=False to start again"
+ADVICE = "give another out=, or resume=False to start again"
+
+
+def _remove(folder: Path) -> None:
+    """Its manifest first: what is left if that is interrupted is no checkpoint."""
+    with suppress(OSError):
+        (folder / checkpoint.MANIFEST).unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _lines(rows: list[Row]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def _timeless(row: Row) -> Row:
+    return {k: v for k, v in row.items() if k not in TIMES}
+
+
+def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+def _begun(saved: dict[str, Any] | None, tensors: dict[str, Tensor], steps: int) -> Begun | None:
+    if saved is None:
+        return None
+    begun = Begun(**saved, sums=tensors["begun.sums"], random=_part(tensors, "random."))
+    whole = 0 < begun.step <= steps and begun.sums.shape == (begun.step, len(begun.counts))
+    if not whole or "loss" not in begun.counts or not {"torch", "python"} <= begun.random.keys():
+        raise ValueError("its steps and their numbers do not match")
+    return begun
 
 
 def _names(model: nn.Module, optimiser: torch.optim.Optimizer) -> list[str]:
@@ -141,16 +295,28 @@ def _names(model: nn.Module, optimiser: torch.optim.Optimizer) -> list[str]:
     return [names[id(p)] for group in optimiser.param_groups for p in group["params"]]
 
 
-def _restore(optimiser: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def _restore(
+    optimiser: torch.optim.Optimizer, tensors: dict[str, Tensor], recipe: Recipe, folder: Path
+) -> None:
     """Fill an optimiser's state; each tensor laid out in memory as its parameter is."""
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
     rates = [group["lr"] for group in optimiser.param_groups]
     state: dict[int, dict[str, Tensor]] = {}
     for name, value in tensors.items():
-        _, index, key = name.split(".", 2)
-        like = parameters[int(index)]
+        index, _, key = name.partition(".")
+        known = index.isdecimal() and int(index) < len(parameters) and key in STATES[recipe.optimiser]
+        like = parameters[int(index)] if known else value
+        fits = value.dim() == 0 if key == "step" else _alike(value, like)
+        if not known or not fits:
+            raise CheckpointError(f"{folder} has a state {name!r} that the optimiser does not; {ADVICE}")
         laid_out = torch.empty_like(like, dtype=value.dtype) if value.shape == like.shape else None
         state.setdefault(int(index), {})[key] = value if laid_out is None else laid_out.copy_(value)
+    if any(set(found) != STATES[recipe.optimiser] for found in state.values()):
+        raise CheckpointError(f"{folder} has only a part of the optimiser's state; {ADVICE}")
     optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
     for group, rate in zip(optimiser.param_groups, rates):
         group["lr"] = rate  # the very tensor that a captured step reads, not a copy

@@ -1,0 +1,216 @@
+"""Safetensors files, read with care: no size that a header claims is believed before it is checked.
+
+The format (8 bytes of length, a JSON header, the numbers) is that of the safetensors library, which
+reads these files, and whose files are read here. Written here, equal tensors give equal bytes. Reading
+takes the memory of the tensors and no more.
+"""
+
+import hashlib
+import json
+import math
+import os
+import stat
+import struct
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attractor.core.files import write_parts
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# JSON may grow twenty-five times when it is read; so much of it keeps below 64 MB beside a file's size.
+JSON = 2_000_000
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be trusted or understood, and why."""
+
+
+def json_limit(size: int) -> int:
+    """Bytes of JSON that are read beside numbers of that size, in bytes."""
+    return JSON + size // 32
+
+
+def write_tensors(path: Path | str, tensors: dict[str, Tensor]) -> tuple[str, int]:
+    """Write a safetensors file; its SHA-256 and its size."""
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor) or value.dtype not in NAMES:
+            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"{name!r} is {kind}; a checkpoint holds tensors of {', '.join(DTYPES)}")
+    # Widest numbers first, so that all lie where their width allows.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header, place = {}, 0
+    for name in order:
+        end = place + tensors[name].numel() * tensors[name].element_size()
+        shape = list(tensors[name].shape)
+        header[name] = {
+            "dtype": NAMES[tensors[name].dtype],
+            "shape": shape,
+            "data_offsets": [place, end],
+        }
+        place = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > json_limit(8 + len(text) + place):
+        raise ValueError(f"the names of {len(order)} tensors take {len(text):,} bytes: too many tensors")
+    digest = hashlib.sha256()
+
+    def parts() -> Iterator[bytes | memoryview]:
+        for part in (struct.pack("<Q", len(text)), text):
+            digest.update(part)
+            yield part
+        for name in order:
+            view = _bytes(tensors[name].detach().cpu().contiguous())
+            digest.update(view)
+            yield view
+
+    write_parts(path, parts())
+    return digest.hexdigest(), 8 + len(text) + place
+
+
+def read_tensors(path: Path | str, *, link: bool = True) -> dict[str, Tensor]:
+    """All tensors of a safetensors file.
+
+    Args:
+        link: whether the path may be a symbolic link.
+
+    Raises:
+        CheckpointError: it is not a safetensors file, it is damaged or its header lies.
+    """
+    return read_hashed(path, link=link)[0]
+
+
+def read_hashed(path: Path | str, *, link: bool = True) -> tuple[dict[str, Tensor], str]:
+    """All tensors of a safetensors file, and the SHA-256 of the bytes that were read."""
+    digest = hashlib.sha256()
+    with open_file(path, link=link) as file:
+        size = os.fstat(file.fileno()).st_size
+        start = _read(file, min(8, size), path)
+        length = int.from_bytes(start, "little")
+        if size < 8 or length > size - 8:
+            raise CheckpointError(
+                f"{path} is no whole safetensors file: of its {size:,} bytes it claims {length:,} for "
+                "its header"
+            )
+        if length > json_limit(size):
+            raise CheckpointError(f"{path} has a header of {length:,} bytes, which is too long to read")
+        text = _read(file, length, path)
+        digest.update(start + text)
+        found = {}
+        for name, dtype, shape in _layout(text, size - 8 - length, path):
+            try:
+                found[name] = torch.empty(shape, dtype=dtype)
+            except (RuntimeError, OverflowError, TypeError):
+                raise CheckpointError(
+                    f"{path} has a tensor {name!r} of shape {shape}: too large"
+                ) from None
+            view = _bytes(found[name])
+            _fill(file, view, path)
+            digest.update(view)
+    return found, digest.hexdigest()
+
+
+def read_json(path: Path | str, limit: int, *, link: bool = True) -> tuple[Any, bytes]:
+    """What a JSON file says, and its bytes; one that is longer than the limit is not read."""
+    with open_file(path, link=link) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise CheckpointError(f"{path} has {size:,} bytes, more than the {limit:,} it may have")
+        raw = _read(file, size, path)
+    return parse(raw, path), raw
+
+
+def parse(raw: bytes, path: Path | str) -> Any:
+    """What bytes of JSON say."""
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: it is no JSON ({type(error).__name__})") from None
+
+
+def open_file(path: Path | str, *, link: bool) -> FileIO:
+    """A plain file, opened to be read; a pipe or a device, which could keep one waiting, is refused."""
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    if not link:
+        plain_size(path)
+        flags |= getattr(os, "O_NOFOLLOW", 0)
+    try:
+        file = FileIO(os.open(path, flags))
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no file {path}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise CheckpointError(f"{path} is not a plain file")
+    return file
+
+
+def plain_size(path: Path | str) -> int:
+    """Bytes of a file, which may not be a link: what a checkpoint holds is its own."""
+    try:
+        found = os.lstat(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path} is not a plain file (but a link, a folder or a pipe)")
+    return found.st_size
+
+
+def _layout(text: bytes, size: int, path: Path | str) -> list[tuple[str, torch.dtype, list[int]]]:
+    """Name, dtype and shape of all tensors, as they lie in so many bytes, without a gap."""
+    header = parse(text, path)
+    found, place = [], 0
+    try:
+        header.pop("__metadata__", None)
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            dtype, shape, (begin, end) = (entry[key] for key in ("dtype", "shape", "data_offsets"))
+            if dtype not in DTYPES:
+                raise CheckpointError(f"{path} has a tensor {name!r} of unknown dtype {dtype!r:.40}")
+            whole = all(type(x) is int and x >= 0 for x in (begin, end, *shape))
+            if not whole or begin != place or end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+                raise CheckpointError(f"{path} has a header that lies about the size of {name!r}")
+            found.append((name, DTYPES[dtype], shape))
+            place = end
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path} is damaged: its header does not describe tensors") from None
+    if place != size:
+        raise CheckpointError(
+            f"{path} is not whole: its header describes {place:,} bytes, and there are {size:,}"
+        )
+    return found
+
+
+def _bytes(value: Tensor) -> memoryview:
+    array: Any = value.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _read(file: FileIO, size: int, path: Path | str) -> bytes:
+    raw = bytearray(size)
+    _fill(file, memoryview(raw), path)
+    return bytes(raw)
+
+
+def _fill(file: FileIO, view: memoryview, path: Path | str) -> None:
+    done = 0
+    while done < len(view):
+        try:
+            count = file.readinto(view[done : done + 2**30])
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        if not count:
+            raise CheckpointError(f"{path} became shorter while it was read")
+        done += count

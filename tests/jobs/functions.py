@@ -1,0 +1,53 @@
+"""What the jobs of these tests run, in whatever process."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+
+def threads(config, shard):
+    import torch
+
+    return [shard, torch.get_num_threads()]
+
+
+def noted(config, shard):
+    """Bytes of a shard; every call leaves a mark, so that calls can be counted."""
+    mark(config, shard)
+    return f"{config['word']} {shard}".encode() * 1000
+
+
+def dies(config, shard):
+    """Kills its own process where it is told to, the first times."""
+    begun = mark(config, shard)
+    if shard == config["victim"] and begun <= config["deaths"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"shard": shard, "third": 1 / 3, "nothing": float("nan")}
+
+
+class OwnError(ValueError):
+    """Cannot be sent between processes: it wants two arguments."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def fails(config, shard):
+    mark(config, shard)
+    if shard == 2:
+        raise OwnError("this", "that")
+    return shard
+
+
+def sleeps(config, shard):
+    mark(config, shard)
+    time.sleep(0 if shard == 0 else 60)
+    return shard
+
+
+def mark(config, shard):
+    """How often this shard has been begun."""
+    with (Path(config["marks"]) / str(shard)).open("a") as file:
+        file.write(".")
+    return (Path(config["marks"]) / str(shard)).stat().st_size
