@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from attractor.core.files import write_text
+from attractor.reproduce import Results, find
+from attractor.reproduce import results as kept
+from attractor.reproduce.page import told
 from experiments import gates as study
 
 ROOT = Path(__file__).parents[1]
@@ -24,6 +27,11 @@ def load(name: str, folder: str = "benchmarks") -> dict[str, Any]:
 
 def measured(name: str) -> bool:
     return (ROOT / "benchmarks" / "results" / f"{name}.json").exists()
+
+
+def reproduced(name: str, scale: str) -> Results:
+    """The runs of an experiment of `attractor reproduce`."""
+    return kept.load(find(name), scale, ROOT / "experiments" / "results")
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -347,6 +355,21 @@ def bench() -> str:
     return text + table(head, cells)
 
 
+def cluster() -> str:
+    """Shards made by engines, and by a cluster that loses a node."""
+    found = load("cluster")
+    rows = [[name, f"{x:.0f}"] for name, x in found["seconds"].items()]
+    return (
+        f"`python -m benchmarks.cluster`\n\n{found['data']['count']:,} elastic pendulums to t = "
+        f"{found['data']['horizon']:g} in {found['killed']['of_shards']} shards, on a Ray cluster of two nodes "
+        "(`ray start` twice on one machine, one CPU and 100 MB of object store each). When half of the "
+        "shards are there, all processes of the second node get SIGKILL. All four ways give the same hash: "
+        f"{'yes' if found['equal'] else 'no'}. The machine has {found['machine']['cores']} cores; its load "
+        f"was {found['load_before']:.0f} before the run.\n\n"
+        f"{table(['', 'seconds'], rows)}"
+    )
+
+
 def size_ms(x: float) -> str:
     return f"{x:.3f}" if x < 1 else f"{x:.3g}"
 
@@ -388,26 +411,26 @@ def times_sdpa(x: float) -> str:
 
 
 def leak() -> str:
-    found = load("leak", "experiments")["arms"]
-    rows = []
-    for name, arm in found.items():
-        if "8 steps" in name:
-            continue
-        last = arm["history"][-1]
-        causal = (
-            "causal" if arm["causality"]["causal"] else f"output {arm['causality']['position']} leaks"
-        )
-        numbers = (last[k] for k in ("perplexity", "sample_forced", "sample_left_to_right"))
-        rows.append([name, *map(perplexity, numbers), causal, f"{arm['seconds']:.0f} s"])
-    recipe = found["standard"]["recipe"]
+    """Language models that are causal and one that is not, of `attractor reproduce pde-leak`."""
+    found = reproduced("pde-leak", "gpu")
+    config = found.runs[found.arms[0]][found.seeds[0]]["config"]
+    size, recipe = config["size"], config["recipes"][config["recipe"]]
+    both = lambda arm, metric: told(found.mean(arm, metric), found.spread(arm, metric))
+    rows = [
+        [arm, *(both(arm, m) for m in ("perplexity", "sample_forced", "left_to_right")),
+         "causal" if found.mean(arm, "causal") == 1 else "leaks"]
+        for arm in found.arms
+    ]  # fmt: skip
+    windows, positions = config["honest"]
     text = (
-        "`python -m experiments.leak --data FOLDER --device cuda`\n\n"
-        f"WikiText-2, WordPiece, {recipe['layers']} layers of {recipe['dim']}, {recipe['tokens']} tokens, "
-        f"{recipe['updates']:,} updates of {recipe['batch']} texts, one seed, {found['standard']['device']}. "
-        f"The sample is {recipe['honest_windows'] * recipe['honest_positions']:,} tokens.\n\n"
+        "`attractor reproduce pde-leak --scale gpu --device cuda --data FOLDER`\n\n"
+        f"WikiText-2, WordPiece, {size['layers']} layers of {size['dim']}, {config['length']} tokens, "
+        f"{recipe['updates']:,} updates of {recipe['batch_tokens']:,} tokens, mean and deviation over "
+        f"{len(found.seeds)} seeds, {', '.join(found.devices())}. The sample is {windows * positions:,} "
+        "tokens.\n\n"
     )
     head = ["validation perplexity", "teacher forcing", "the sample, teacher forcing",
-            "the sample, left to right", "`assert_causal`", "training"]  # fmt: skip
+            "the sample, left to right", "`assert_causal`"]  # fmt: skip
     return text + table(head, rows)
 
 
@@ -591,17 +614,12 @@ def attention_summary() -> list[list[str]]:
             [f"causal diffusion of attention maps, 4 steps, 2,048 to {most:,} tokens, CPU",
              f"{min(ratios):.2f} to {max(ratios):.2f} times the time of SDPA, forward and backward"]
         )  # fmt: skip
-    arms = load("leak", "experiments")["arms"]
-    last = {
-        name: arms[name]["history"][-1]
-        for name in ("standard", "diffusion, walls", "diffusion, no walls")
-    }
-    fair, walls, none = last.values()
+    found = reproduced("pde-leak", "gpu")
+    each = ", ".join(told(found.mean(arm), found.spread(arm)) for arm in found.arms)
+    alone = found.mean(found.arms[-1], "left_to_right")
     rows.append(
-        ["WikiText-2 perplexity, one recipe: standard, diffusion with walls, without",
-         f"{perplexity(fair['perplexity'])}, {perplexity(walls['perplexity'])}, "
-         f"{perplexity(none['perplexity'])}, which is a leak: left to right "
-         f"{perplexity(none['sample_left_to_right'])} (docs/attention.md)"]
+        ["WikiText-2 perplexity, one recipe, three seeds: standard, diffusion with walls, without",
+         f"{each}, which is a leak: left to right {alone:.0e} (docs/attention.md)"]
     )  # fmt: skip
     return rows
 

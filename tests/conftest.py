@@ -1,4 +1,5 @@
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,35 @@ if (
     not torch.cuda.is_available()
 ):  # kernels are tested in Triton's interpreter; said before its first import
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def _quicker_interpreter():
+    """Two thirds of the time of Triton's interpreter are not for these tests.
+
+    It looks for overflows of whole numbers, which small tensors cannot have. And it patches its language
+    at every call of a device function, though what is patched stays so until the launch ends.
+    """
+    try:
+        import triton.language as tl
+        from triton.runtime import interpreter
+
+        patch, nothing = interpreter._patch_lang, interpreter._LangPatchScope
+        builder = interpreter.interpreter_builder
+        builder.options = replace(builder.options, sanitize_overflow=False)
+    except (ImportError, AttributeError, TypeError):  # there is no Triton, or another one
+        return
+
+    def once(function):
+        languages = [x for x in function.__globals__.values() if x is tl or x is tl.core]
+        if languages and not any(tl.core.is_builtin(x.load) for x in languages):
+            return nothing()
+        return patch(function)
+
+    interpreter._patch_lang = once
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    _quicker_interpreter()
 
 settings.register_profile("fast", max_examples=25, deadline=None, derandomize=True)
 settings.load_profile("fast")

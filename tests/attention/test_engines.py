@@ -94,11 +94,11 @@ def worst(truth, others):
 @pytest.mark.parametrize("name", LINEAR)
 def test_stepped_equals_dense(name, kind):
     torch.manual_seed(0)
-    for tokens in TOKENS:
-        for steps in STEPS:
-            for shared in (1, 4):
-                found = both(name, tokens, masks(tokens)[kind], steps, shared, "stepped")
-                assert worst(*found) < 1e-12, (tokens, steps, shared)
+    for i, tokens in enumerate((1, 2, 3, 7, 64, 161)):
+        for j, steps in enumerate(STEPS):
+            shared = (1, 4)[(i + j) % 2]
+            found = both(name, tokens, masks(tokens)[kind], steps, shared, "stepped")
+            assert worst(*found) < 1e-12, (tokens, steps, shared)
 
 
 @pytest.mark.parametrize("kind", masks(7))
@@ -107,9 +107,9 @@ def test_tiled_equals_dense(name, kind, monkeypatch):
     monkeypatch.setattr(tiled, "COLUMNS", 48)
     monkeypatch.setattr(tiled, "ENTRIES", 48 * 8 * 100)
     torch.manual_seed(0)
-    for tokens in (1, 2, 3, 7, 64, 257):
+    for tokens in (1, 2, 3, 7, 64, 150):
         for steps, shared in ((1, 1), (2, 4), (4, 1), (8, 4)):
-            if tokens == 257 and steps in (2, 4):
+            if tokens == 150 and steps in (2, 4):
                 continue
             found = both(name, tokens, masks(tokens)[kind], steps, shared, "tiled")
             assert worst(*found) < 1e-12, (tokens, steps, shared)

@@ -371,13 +371,50 @@ def test_bands_are_for_half_precision(gpu, monkeypatch):
 
 def test_more_sequences_than_a_launch_holds(gpu, monkeypatch):
     monkeypatch.setattr(operators, "GRID", 5)
-    scope = replace(SCOPES["documents"][0])  # 10 of them, not looked at before
+    scope, _ = SCOPES["documents"]
+    scope = replace(scope, documents=scope.documents.clone())  # 10 of them, not looked at before
     flash.attend(*inputs(scope), scope, SCALE)
     assert not gpu.ops.calls
     scope, _ = SCOPES["window"]  # 2 x 3 heads, which then are no batches
     _, out, _ = truth(*inputs(scope), scope)
     torch.testing.assert_close(flash.attend(*inputs(scope), scope, SCALE)[0], out, rtol=0, atol=1e-12)
     assert gpu.ops.calls == ["flash"]
+
+
+def test_documents_are_looked_at_once_until_they_change(gpu, monkeypatch):
+    looks, pack = [], operators._pack
+    monkeypatch.setattr(operators, "_pack", lambda *given: (looks.append(1), pack(*given))[1])
+    documents = EQUAL.clone()
+
+    def attend(right=0):
+        scope = Scope(T, T, right=right, documents=documents)
+        _, out, _ = truth(*inputs(scope), scope)
+        found, _ = flash.attend(*inputs(scope), scope, SCALE)
+        torch.testing.assert_close(found, out[..., operators.first_row(scope) :, :], rtol=0, atol=1e-12)
+        return len(looks)
+
+    assert [attend(), attend(), attend(-2), attend(-2)] == [1, 1, 2, 2]
+    documents.copy_(UNEQUAL)
+    assert [attend(), attend(-2), attend()] == [3, 4, 4]
+    documents.copy_(TORN)
+    assert [attend(), attend()] == [5, 5]
+    with torch.inference_mode():
+        documents = EQUAL.clone()  # has no version
+        assert [attend(), attend()] == [6, 7]
+
+
+@pytest.mark.parametrize("flip", [False, True], ids=["ascending", "descending"])
+def test_where_documents_begin(flip, gpu):
+    lengths = torch.tensor([[1, 1, 5, 30, 8], [20, 1, 1, 1, 22]])
+    ids = torch.stack([torch.repeat_interleave(torch.arange(5), row) for row in lengths])
+    scope = Scope(T, T, right=0, documents=4 - ids if flip else ids)
+    runs = operators._packed(scope).runs
+    assert runs.ends.tolist() == [0, *lengths.flatten().cumsum(0).tolist()]
+    assert (runs.ends.dtype, runs.longest) == (torch.int32, 30)
+    assert not operators.torn(scope.documents)
+    scope.documents[1, -1] = scope.documents[1, 0]
+    assert operators.torn(scope.documents)
+    assert operators._packed(scope) is None
 
 
 def test_documents_that_may_not_be_looked_at_go_in_strips(gpu, monkeypatch):

@@ -126,10 +126,8 @@ def step_values(pde: PDE, value: Tensor, open: Tensor | None, steps: int, dt: fl
     Args:
         open: bool ``[..., 1, keys - 1]``, False at walls; None: only the ends are walls.
     """
-    if open is None and steps:
-        stencil = Stencil.of(pde, steps, dt, value)
-        if stencil.fits(value.shape[-2]):
-            return stencil.step(value)
+    if open is None and steps and value.shape[-2] >= 2 * max(BLOCK, 2 * steps * pde.reach):
+        return Stencil.of(pde, steps, dt, value).step(value)
     line = Line(-2, None if open is None else open.mT).adjoint
     return take_steps(pde, value, line, steps, dt)
 

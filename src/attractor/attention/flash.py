@@ -14,7 +14,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attractor.attention.masks import Scope, part_of
-from attractor.attention.operators import PLAIN, Operator, Strip, choose, first_row, in_rows, may_sync
+from attractor.attention.operators import (
+    PLAIN,
+    Operator,
+    Strip,
+    choose,
+    first_row,
+    in_rows,
+    may_sync,
+    part,
+)
 from attractor.attention.precision import first_derivatives_only, wide
 
 ROWS = 512  # of a strip whose rows differ in what they may attend to
@@ -134,16 +143,16 @@ def attend(
     top = first_row(scope)
     out = lse = None
     for strip in _strips(query, scope, operator):
-        part, part_lse = operator.forward(*strip.cut(query, key, value), strip, scale)
+        found, found_lse = operator.forward(*strip.cut(query, key, value), strip, scale)
         if strip.keyless is not None:
-            part = part.masked_fill(strip.keyless[..., None], 0.0)
-            part_lse = part_lse.masked_fill(strip.keyless, -torch.inf)
+            found = found.masked_fill(strip.keyless[..., None], 0.0)
+            found_lse = found_lse.masked_fill(strip.keyless, -torch.inf)
         if strip.rows.start == top and strip.rows.stop == scope.queries:
-            return part, pad(part_lse, (top, 0), value=-torch.inf) if top else part_lse
+            return found, pad(found_lse, (top, 0), value=-torch.inf) if top else found_lse
         if out is None or lse is None:
             out, lse = _nothing(query, value, scope)
-        lse[..., strip.rows] = part_lse
-        out[..., strip.rows.start - top : strip.rows.stop - top, :] = part
+        lse[..., strip.rows] = found_lse
+        out[..., strip.rows.start - top : strip.rows.stop - top, :] = found
     return _nothing(query, value, scope) if out is None or lse is None else (out, lse)
 
 
@@ -177,10 +186,11 @@ def attend_backward(
     grads = None
     top = first_row(scope)
     for strip in _strips(query, scope, operator):
-        rows = [x[..., strip.rows.start - top : strip.rows.stop - top, :] for x in (grad, out)]
+        rows = slice(strip.rows.start - top, strip.rows.stop - top)
         parts = operator.backward(
-            *rows, *strip.cut(query, key, value), lse[..., strip.rows], strip, scale
-        )
+            part(grad, rows), part(out, rows), *strip.cut(query, key, value), lse[..., strip.rows],
+            strip, scale,
+        )  # fmt: skip
         if operator.strip is not None:
             return (
                 _grown(parts[0], strip.rows, query, onto and onto[0]),
@@ -200,16 +210,16 @@ def attend_backward(
     return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
 
 
-def _grown(part: Tensor, where: slice, whole: Tensor, onto: Tensor | None = None) -> Tensor:
+def _grown(found: Tensor, where: slice, whole: Tensor, onto: Tensor | None = None) -> Tensor:
     """A tensor like `whole`, zero but for that part of its tokens; or `onto`, with it added."""
     if onto is not None:
-        onto[..., where, :] += part
+        onto[..., where, :] += found
         return onto
-    if part.shape == whole.shape:
-        return part
+    if found.shape == whole.shape:
+        return found
     full = torch.empty_like(whole)
     full[..., : where.start, :], full[..., where.stop :, :] = 0.0, 0.0
-    full[..., where, :] = part
+    full[..., where, :] = found
     return full
 
 
@@ -256,4 +266,5 @@ def _document_columns(scope: Scope, height: int) -> tuple[list[int], list[int]] 
     sides = (-top, -(scope.queries - top) % height)
     first = pad(ranges[0], sides, value=scope.keys).unflatten(-1, (-1, height)).amin((0, 2))
     last = pad(ranges[1], sides, value=0).unflatten(-1, (-1, height)).amax((0, 2))
-    return first.tolist(), last.tolist()
+    begins, ends = torch.stack((first, last)).tolist()  # the device is waited for once
+    return begins, ends

@@ -16,13 +16,14 @@ or packed documents go to FlashAttention. Where no operator can do it, `choose` 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from attractor.attention.masks import Scope, part_of
 from attractor.attention.precision import wide
@@ -83,7 +84,7 @@ class Strip:
 
     def cut(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The strip's part of all three."""
-        return query[..., self.rows, :], key[..., self.columns, :], value[..., self.columns, :]
+        return part(query, self.rows), part(key, self.columns), part(value, self.columns)
 
     def additive(self, dtype: torch.dtype) -> Tensor | None:
         """allowed and bias, as one mask to add."""
@@ -151,9 +152,21 @@ def preferred(device: int, dtype: torch.dtype, dim: int) -> str:
     """What SDPA takes there for an ordinary problem: "cudnn", "flash", "efficient" or "plain".
 
     Torch is asked, so that the user's choice of backends, their order, the driver and the wish for
-    deterministic gradients count as they do there. It is asked about a small problem, for compiled
-    code has no tensors yet; what depends on the sizes is for `choose` to know.
+    deterministic gradients count as they do there; once for every such wish. It is asked about a small
+    problem, for compiled code has no tensors yet; what depends on the sizes is for `choose` to know.
     """
+    backends = torch.backends.cuda
+    wishes = (
+        backends.cudnn_sdp_enabled(), backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(),
+        backends.math_sdp_enabled(), *torch._C._get_sdp_priority_order(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )  # fmt: skip
+    return _asked(device, dtype, dim, wishes)
+
+
+@cache
+def _asked(device: int, dtype: torch.dtype, dim: int, wishes: tuple[int, ...]) -> str:
     where = torch.device("cuda", device)
     with torch.enable_grad():
         like = torch.empty(1, 1, 128, dim, dtype=dtype, device=where, requires_grad=True)
@@ -169,10 +182,14 @@ def preferred(device: int, dtype: torch.dtype, dim: int) -> str:
 @constant_when_compiled
 def flash_works(device: int) -> bool:
     """Whether FlashAttention is there, allowed, and made for that device."""
+    return torch.backends.cuda.flash_sdp_enabled() and _flash_is_for(device)
+
+
+@cache
+def _flash_is_for(device: int) -> bool:
     if not torch.backends.cuda.is_flash_attention_available() or torch.version.hip is not None:
         return False
-    allowed = torch.backends.cuda.flash_sdp_enabled()
-    return allowed and torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @constant_when_compiled
@@ -193,6 +210,11 @@ def first_row(scope: Scope) -> int:
     return 0 if scope.right is None else min(max(-scope.right, 0), scope.queries)
 
 
+def part(x: Tensor, where: slice) -> Tensor:
+    """Some tokens of x ``[..., tokens, dim]``; x itself if these are all."""
+    return x if where.start == 0 and where.stop == x.shape[-2] else x[..., where, :]
+
+
 def in_rows(x: Tensor) -> Tensor:
     """x with the numbers of a row side by side: torch's operators read them so without asking.
 
@@ -204,10 +226,10 @@ def in_rows(x: Tensor) -> Tensor:
     if x.device.type != "cuda" or torch.compiler.is_compiling():
         return x
     unit = 16 // x.element_size()
-    steps = [step for size, step in zip(x.shape[:-1], x.stride()) if size > 1]
-    if x.storage_offset() % unit == 0 and all(step > 0 and step % unit == 0 for step in steps):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    aligned = x.storage_offset() % unit == 0
+    for size, step in zip(x.shape[:-1], x.stride()):
+        aligned = aligned and (size == 1 or (step > 0 and step % unit == 0))
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _one_corner(scope: Scope) -> bool:
@@ -257,15 +279,17 @@ def _band(scope: Scope) -> Strip | None:
     )
 
 
-_packings: WeakKeyDictionary[Scope, Strip | None] = WeakKeyDictionary()  # for a scope's way back
+# What `_pack` has made of documents: their version then, and strips by the sides of the band.
+_packings: Any = WeakTensorKeyDictionary()
 
 
 def _packed(scope: Scope) -> Strip | None:
     """A band within documents, each of them a run; None where they are not, or cannot be looked at.
 
-    Their number decides on the launch, so the device is waited for, twice. Where that is not possible,
-    in a captured graph or in compiled code, rows go in strips: T documents, the most there could be,
-    would be T sequences to launch.
+    Their number decides on the launch, so the device is waited for: once for a tensor, which all layers
+    of a model may share, until something is written to it. Where that is not possible, in a captured
+    graph or in compiled code, rows go in strips: T documents, the most there could be, would be T
+    sequences to launch.
 
     A band that lies to one side of the diagonal is moved onto it: row ``i + shift`` beside key i. Such
     a pair of two documents is a row without keys.
@@ -275,9 +299,23 @@ def _packed(scope: Scope) -> Strip | None:
         return None
     if not may_sync(documents.device):
         return None
-    if scope not in _packings:
-        _packings[scope] = _pack(scope, documents)
-    return _packings[scope]
+    if documents.is_inference():  # has no version
+        return _pack(scope, documents)
+    version, strips = _packings.get(documents, (None, {}))
+    if version != documents._version:
+        strips = {}
+        _packings[documents] = documents._version, strips
+    sides = scope.left, scope.right
+    if sides not in strips:
+        strips[sides] = _pack(scope, documents)
+    return strips[sides]
+
+
+def torn(documents: Tensor) -> bool:
+    """Whether some document of ``[batch, tokens]`` is not one run; waits for the device."""
+    ids = documents.sort(dim=-1).values
+    runs, kinds = ((x[:, 1:] != x[:, :-1]).sum() for x in (documents, ids))
+    return bool(runs != kinds)
 
 
 def _pack(scope: Scope, documents: Tensor) -> Strip | None:
@@ -290,14 +328,13 @@ def _pack(scope: Scope, documents: Tensor) -> Strip | None:
     rows, columns = slice(down, down + size), slice(along, along + size)
     if not size:
         return Strip(rows, columns)
-    parts = (documents[:, 1:] != documents[:, :-1]).sum()
-    ids = documents.sort(dim=-1).values
-    torn = parts - (ids[:, 1:] != ids[:, :-1]).sum()  # 0 if every document is one run
     own = documents[:, columns]
-    begins = pad(own[:, 1:] != own[:, :-1], (1, 0), value=True).flatten().nonzero()[:, 0]
-    ends = pad(begins, (0, 1), value=own.numel()).int()
-    torn_by, longest = torch.stack((torn, ends.diff().max().long())).tolist()
-    if torn_by or len(begins) > GRID:
+    begins = pad(own[:, 1:] != own[:, :-1], (1, 0), value=True).flatten()
+    most = min(own.numel(), GRID)
+    ends = begins.nonzero_static(size=most + 1, fill_value=own.numel())[:, 0]
+    falls = (documents[:, 1:] < documents[:, :-1]).sum()  # if there are none no document can be torn
+    count, longest, falls = torch.stack((begins.sum(), ends.diff().max(), falls)).tolist()
+    if count > most or (falls and torn(documents)):
         return None
     shift = down - along
     keyless = (documents[:, rows] != own)[:, None] if shift else None
@@ -307,7 +344,7 @@ def _pack(scope: Scope, documents: Tensor) -> Strip | None:
         keyless=keyless,
         left=None if left is None else left - shift,
         right=None if right is None else right + shift,
-        runs=Runs(ends, longest),
+        runs=Runs(ends[: count + 1].int(), longest),
     )
 
 
@@ -328,8 +365,13 @@ def _equally_deep(
 
 
 def _as_deep(grads: tuple[Tensor, ...], dims: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (x if x.shape[-1] == dim else x[..., :dim] for x, dim in zip(grads, (dims[0], *dims)))
+    q, k, v = (_shallower(x, dim) for x, dim in zip(grads, (dims[0], *dims)))
     return q, k, v
+
+
+def _shallower(x: Tensor, dim: int) -> Tensor:
+    """x without what `_deeper` has added."""
+    return x if x.shape[-1] == dim else x[..., :dim]
 
 
 def cpu(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
@@ -338,7 +380,7 @@ def cpu(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Te
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, strip.causal, attn_mask=strip.additive(q.dtype), scale=scale
     )
-    return out[..., :v_dim], lse
+    return _shallower(out, v_dim), lse
 
 
 def cpu_backward(
@@ -359,7 +401,7 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[
     found = _aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, strip.causal, False, scale=scale
     )
-    return found[0][..., :v_dim], found[1].reshape(q.shape[:-1])
+    return _shallower(found[0], v_dim), found[1].reshape(q.shape[:-1])
 
 
 def cudnn_backward(
@@ -391,7 +433,7 @@ def efficient(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tu
     out, lse, _, _ = _aten._scaled_dot_product_efficient_attention(
         q, k, v, None, True, 0.0, strip.causal, scale=scale
     )
-    return out[..., :v_dim], lse[..., : q.shape[-2]]  # the operator rounds their number up
+    return _shallower(out, v_dim), lse[..., : q.shape[-2]]  # the operator rounds their number up
 
 
 def efficient_backward(
@@ -417,8 +459,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[
         *(turned(x) for x in (q, k, v)), None, None, q.shape[-2], k.shape[-2], 0.0, False, False,
         scale=scale, window_size_left=_side(strip.left), window_size_right=_side(strip.right),
     )  # fmt: skip
-    out, lse = _turned_back(out, batch, heads), lse.view(batch, heads, -1)
-    return out[..., :v_dim], lse
+    return _shallower(_turned_back(out, batch, heads), v_dim), lse.view(batch, heads, -1)
 
 
 def flash_backward(
@@ -446,14 +487,14 @@ def _turned(*given: Tensor) -> Callable[[Tensor], Tensor]:
     """
     few = given[0].shape[0] * given[0].shape[1] <= GRID
     if few and all(x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in given):
-        return lambda x: x.flatten(0, 1).unsqueeze(2)
+        return lambda x: x.reshape(-1, x.shape[-2], 1, x.shape[-1])
     return lambda x: x.transpose(1, 2)
 
 
 def _turned_back(x: Tensor, batch: int, heads: int) -> Tensor:
     if x.shape[2] == heads and x.shape[0] == batch:
         return x.transpose(1, 2)
-    return x.squeeze(2).unflatten(0, (batch, heads))
+    return x.reshape(batch, heads, x.shape[1], x.shape[3])
 
 
 def _side(width: int | None) -> int:
@@ -469,7 +510,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple
         scale=scale, window_size_left=_side(strip.left), window_size_right=_side(strip.right),
     )  # fmt: skip
     lse = lse.unflatten(-1, (q.shape[0], -1)).transpose(0, 1)
-    return _out_of_line(out, q.shape[0])[..., :v_dim], lse
+    return _shallower(_out_of_line(out, q.shape[0]), v_dim), lse
 
 
 def packed_backward(

@@ -15,8 +15,9 @@ from torch import Tensor
 from attractor.attention import flash, fused, masks
 from attractor.attention.bands import step_values
 from attractor.attention.masks import Scope
+from attractor.attention.pde_attention import _check as check
 from attractor.attention.pde_attention import four_dimensions, pde_attention
-from attractor.attention.pdes import PDE, Diffusion, Line, evolve, get_pde
+from attractor.attention.pdes import PDE, Diffusion, Line, evolve
 from attractor.attention.precision import autocast_as_sdpa, first_derivatives_only, wide
 from attractor.attention.stepped import Others, stepped
 from attractor.attention.tiled import tiled
@@ -54,17 +55,20 @@ def window_attention(
 
     The other arguments are those of `pde_attention`.
     """
+    steps, pde = (0, "diffusion") if pde is None else (steps, pde)
+    equation = check(
+        query, key, value, None, dropout_p, is_causal, enable_gqa, pde, steps, dt, "key", "mask",
+        key_padding, None, window, "auto",
+    )  # fmt: skip
     tokens = query.shape[-2]
-    if global_tokens < 0:
-        raise ValueError(f"global_tokens = {global_tokens} must be at least 0")
+    if not isinstance(global_tokens, int) or global_tokens < 0:
+        raise ValueError(f"global_tokens = {global_tokens!r} must be a whole number of at least 0")
     if query.shape[-2] != key.shape[-2]:
         raise ValueError(
             f"query has {tokens} tokens and key {key.shape[-2]}: windows need as many of both"
         )
     if query.ndim != 4:
         raise ValueError(f"query {list(query.shape)} must be [batch, heads, tokens, dim]")
-    equation: PDE = Diffusion() if pde is None else get_pde(pde)() if isinstance(pde, str) else pde
-    steps = 0 if pde is None else steps
     common: Any = {
         "dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa, "pde": equation,
         "steps": steps, "dt": dt,
@@ -168,6 +172,10 @@ def _by_kernels(
     if not count and not options["steps"]:
         query, key, value, _ = four_dimensions(query, key, value, None)
         return _Band.apply(query, key, value, left, right, scale)
+    table = values.taps(like=value, **options) if options["steps"] else None
+    if right == 0 and (is_causal or not count):
+        query, key, value, _ = four_dimensions(query, key, value, None)
+        return kernels.causal(query, key, value, count, table, left, scale)
     begin, end = count + left + 1, tokens - right
     near = _seen_first(tokens, begin, right, count, is_causal)
     first, last = (0, count), (end - left, tokens)
@@ -182,12 +190,9 @@ def _by_kernels(
         below = torch.cat(list(_apart(*far, window, None, **common)), -2)
     _, first_key, first_value, _ = four_dimensions(query, first_key, first_value, None)
     query, key, value, _ = four_dimensions(query, key, value, None)
-    table = None
     first_value = first_value.to(wide(value.dtype))
-    if options["steps"]:
-        table = values.taps(like=value, **options)
-        if count:
-            first_value = step_values(value=first_value, open=None, **options)
+    if table is not None and count:
+        first_value = values.step(first_value, table, None)
     return kernels.attend(
         query, key, value, first_key, first_value, (above, below), table, window, scale
     )

@@ -6,8 +6,8 @@
     split       the same with its reaction first, exactly
     window      a causal window and global tokens with diffusion, beside the same without
     documents   causal diffusion on packed documents of uneven lengths, beside FlashAttention of the same
-                documents, called through our operator: SDPA cannot do them. Both are given ids, and find
-                out at every call where documents begin, so graphs of these calls cannot be captured
+                documents, called through our operator: SDPA cannot do them. Both are given ids and find
+                out where documents begin, once for a tensor of them, as the layers of a model do
 
 "Both" is forward and backward, with the gradients of coefficients.
 """

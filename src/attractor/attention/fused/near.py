@@ -18,16 +18,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import wrap_triton
 
 from attractor.attention import flash
 from attractor.attention.fused import near_kernels, rows
 from attractor.attention.fused.parts import taps_gradient
 from attractor.attention.fused.rows import by_rows, faces_of, strides, table_stride
-from attractor.attention.fused.taps import either, in_two, operator, parts_of, power_of_two
+from attractor.attention.fused.taps import (
+    either,
+    in_two,
+    operator,
+    parts_of,
+    power_of_two,
+    wrap_triton,
+)
 from attractor.attention.fused.values import step
 from attractor.attention.masks import Scope
-from attractor.attention.operators import Operator, choose, in_rows
+from attractor.attention.operators import Operator, choose, in_rows, torn
 from attractor.attention.precision import first_derivatives_only
 
 
@@ -55,11 +61,9 @@ def packed(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, reach: 
     scope = Scope(tokens, tokens, right=-reach, documents=documents)
     operator = choose(query, key, value, scope)
     looked_at = operator.strip is not None and operator.strip.runs is not None
+    if not looked_at and torn(documents):
+        return None
     open = documents[:, 1:] == documents[:, :-1]
-    if not looked_at:
-        ids = documents.sort(dim=-1).values
-        if (~open).sum() != (ids[:, 1:] != ids[:, :-1]).sum():
-            return None
     return Packed(open[:, None, None], scope, operator)
 
 
@@ -88,10 +92,8 @@ class _Causal(torch.autograd.Function):
         within: Packed | None,
     ) -> Tensor:
         query, key, value = by_rows(query), by_rows(key), by_rows(value)
-        open = None if within is None else within.open
-        stepped = step(value, taps, open)
-        far, far_lse = _attend_far(query, key, stepped, taps, scale, within)
-        out, lse = merge_near(query, key, value, far, far_lse, taps, scale, open)
+        stepped = step(value, taps, None if within is None else within.open)
+        out, lse = forward(query, key, value, stepped, taps, scale, within)
         ctx.scale, ctx.within = scale, within
         ctx.save_for_backward(query, key, value, stepped, taps, out, lse)
         return out
@@ -100,17 +102,38 @@ class _Causal(torch.autograd.Function):
     @first_derivatives_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         query, key, value, stepped, taps, out, lse = ctx.saved_tensors
-        needed, within = ctx.needs_input_grad[3], ctx.within
-        open = None if within is None else within.open
-        grad = by_rows(grad)
-        far = _attend_far_backward(grad, query, key, stepped, out, lse, taps, ctx.scale, within)
-        of_query, handed, sums, firsts = near_rows(
-            grad, query, key, value, out, lse, taps, far[0], ctx.scale, needed, open
-        )
-        of_key, of_value, of_taps = near_keys(
-            grad, query, value, handed, taps, far[1], far[2], sums, firsts, needed, open
-        )
-        return of_query, of_key, of_value, of_taps if needed else None, None, None
+        given = by_rows(grad), query, key, value, stepped, taps, out, lse
+        return *backward(*given, ctx.scale, ctx.needs_input_grad[3], ctx.within), None, None
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, stepped: Tensor, taps: Tensor, scale: float,
+    within: Packed | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Outputs and their log-sum-exp ``[batch, heads, tokens]``; every row of the given in one piece.
+
+    Args:
+        stepped: value after all steps; of more tokens after these ones it may be a part.
+    """
+    open = None if within is None else within.open
+    far, far_lse = _attend_far(query, key, stepped, taps, scale, within)
+    return merge_near(query, key, value, far, far_lse, taps, scale, open)
+
+
+def backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, stepped: Tensor, taps: Tensor, out: Tensor,
+    lse: Tensor, scale: float, of_taps: bool, within: Packed | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """The gradients of query, key, value, and of taps if they are wanted."""
+    open = None if within is None else within.open
+    far = _attend_far_backward(grad, query, key, stepped, out, lse, taps, scale, within)
+    of_query, handed, sums, firsts = near_rows(
+        grad, query, key, value, out, lse, taps, far[0], scale, of_taps, open
+    )
+    of_key, of_value, found = near_keys(
+        grad, query, value, handed, taps, far[1], far[2], sums, firsts, of_taps, open
+    )
+    return of_query, of_key, of_value, found if of_taps else None
 
 
 def _attend_far(

@@ -15,10 +15,9 @@ later rows, has as many keys after it as the reach: kinds with fewer are those o
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import wrap_triton
 
 from attractor.attention.fused.rows import TILE, faces_of, room, rows_at, strides
-from attractor.attention.fused.taps import parts_of, power_of_two
+from attractor.attention.fused.taps import parts_of, power_of_two, wrap_triton
 
 PROGRAMS = 1024  # about so many look for rows at walls inside of sequences
 LINES = tl.constexpr(128)  # of parts, or of rows at walls, that are added up at a time

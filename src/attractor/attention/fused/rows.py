@@ -26,7 +26,9 @@ TILES = {
     "near": (2, 4),
     "near_rows": (2, 4),
     "near_keys": (4, 4),
+    "few": (1, 4),  # `step` and its backward, of few tokens: quick to compile
 }
+FEW = 16  # global tokens, which are stepped apart
 SIZES = ["tokens", "heads", "taps_h"]  # arguments whose values need no kernels of their own
 NVIDIA = tl.constexpr(not INTERPRETED and torch.version.hip is None)
 PIECE = tl.constexpr(8)  # columns whose products are summed first: a thread's, in half precision
@@ -56,8 +58,8 @@ def by_rows(x: Tensor) -> Tensor:
 
 def strides(x: Tensor) -> tuple[int, int, int]:
     """Of batch, heads, and tokens; 0 where there is one for all."""
-    b, h, t = x.stride()[:3]
-    return (b if x.shape[0] > 1 else 0), (h if x.shape[1] > 1 else 0), t
+    (batch, heads, _, _), (b, h, t, _) = x.shape, x.stride()
+    return (b if batch > 1 else 0), (h if heads > 1 else 0), t
 
 
 def faces_of(open: Tensor | None, other: Tensor) -> tuple[Tensor, tuple[int, int, int]]:

@@ -22,8 +22,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch._library.triton import set_wrap_triton_enabled
-from torch.library import custom_op, triton_op, wrap_triton
+from torch._library.triton import is_wrap_triton_enabled, set_wrap_triton_enabled
+from torch.library import custom_op, triton_op
 from torch.nn import Parameter
 
 from attractor.attention.fused import INTERPRETED
@@ -68,6 +68,11 @@ def directly(plain: Function) -> Function:
             return plain(*given)
 
     return cast(Function, call)
+
+
+def wrap_triton(kernel: Any) -> Any:
+    """Torch's own takes its time to see that it is called `directly`; torch looks for this name."""
+    return torch.library.wrap_triton(kernel) if is_wrap_triton_enabled() else kernel
 
 
 def power_of_two(n: int) -> int:

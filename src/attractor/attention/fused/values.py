@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import wrap_triton
 
 from attractor.attention.fused import parts, rows
 from attractor.attention.fused.rows import (
@@ -46,6 +45,7 @@ from attractor.attention.fused.taps import (
     taps_backward,
     taps_of_any,
     traced,
+    wrap_triton,
 )
 from attractor.attention.precision import first_derivatives_only
 
@@ -288,7 +288,8 @@ def _stepped(value: Tensor, taps: Tensor, open: Tensor | None) -> Tensor:
     out = torch.empty_like(value)
     batch, heads, tokens, dim = value.shape
     reach = int(taps.shape[-1]) // 2
-    strands, run, warps, columns = rows.shape("step", (int(dim),), value.dtype, reach)
+    name = "few" if tokens <= rows.FEW else "step"
+    strands, run, warps, columns = rows.shape(name, (int(dim),), value.dtype, reach)
     faces, face_strides = rows.faces_of(open, value)
     wrap_triton(_step)[batch * heads * parts_of(tokens, strands * run),](
         value, faces, taps, out, tokens, heads, *strides(value), *strides(out), *face_strides,
@@ -310,7 +311,8 @@ def _given_back(
     of_value = torch.empty_like(value)
     batch, heads, tokens, dim = value.shape
     reach = int(taps.shape[-1]) // 2
-    strands, run, warps, columns = rows.shape("step_backward", (int(dim),), value.dtype, reach)
+    name = "few" if tokens <= rows.FEW else "step_backward"
+    strands, run, warps, columns = rows.shape(name, (int(dim),), value.dtype, reach)
     blocks = parts_of(tokens, strands * run)
     free = taps.new_empty(batch * heads * blocks if of_taps else 0, 2 * reach + 1)
     faces, face_strides = rows.faces_of(open, value)

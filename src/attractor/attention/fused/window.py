@@ -8,21 +8,28 @@ log-sum-exp; then `window_rows` does what a row needs, and `window_keys` what a 
 the steps of its value too. Without a PDE only global keys are left beside the operator, and keys need
 nothing more.
 
-Only rows whose windows are whole are done here: the first and the last are given.
+Only rows whose windows are whole are done so. If causal, those before them are ordinary causal attention
+(`near`), of the same stepped values; else the first rows and the last are given.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
-from torch.library import wrap_triton
 
 from attractor.attention import flash
-from attractor.attention.fused import window_kernels
+from attractor.attention.fused import near, window_kernels
 from attractor.attention.fused.rows import by_rows, strides, table_stride
-from attractor.attention.fused.taps import either, in_two, operator
-from attractor.attention.fused.values import step
+from attractor.attention.fused.taps import (
+    either,
+    in_two,
+    operator,
+    parts_of,
+    power_of_two,
+    wrap_triton,
+)
+from attractor.attention.fused.values import step, step_backward
 from attractor.attention.masks import Scope
 from attractor.attention.precision import first_derivatives_only, wide
 
@@ -74,6 +81,19 @@ def attend(
     return _Window.apply(query, key, value, first_key, first_value, *ends, taps, *window, scale)
 
 
+def causal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    count: int,
+    taps: Tensor | None,
+    left: int,
+    scale: float,
+) -> Tensor:
+    """The same for windows (left, 0) with so many global tokens, where no row sees a later key."""
+    return _Causal.apply(query, key, value, taps, left, count, scale)
+
+
 class _Window(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -83,9 +103,8 @@ class _Window(torch.autograd.Function):
         query, key, value = by_rows(query), by_rows(key), by_rows(value)
         first_key, first_value = by_rows(first_key), by_rows(first_value)
         stepped = value if taps is None else step(value, taps, None)
-        far, far_lse = _attend_far(query, key, stepped, taps, (left, right), scale)
-        out, lse = merge_window(
-            query, key, value, far, far_lse, first_key, first_value, head, tail, taps, left, right, scale
+        out, lse = _forward(
+            query, key, value, stepped, first_key, first_value, head, tail, taps, (left, right), scale
         )
         ctx.window, ctx.scale = (left, right), scale
         ctx.ends = head.shape[-2], query.shape[-2] - tail.shape[-2]
@@ -96,25 +115,110 @@ class _Window(torch.autograd.Function):
     @first_derivatives_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         query, key, value, stepped, first_key, first_value, taps, out, lse = ctx.saved_tensors
-        needed = taps is not None and ctx.needs_input_grad[7]
-        grad, (begin, end), (left, right) = by_rows(grad), ctx.ends, ctx.window
-        of_query, of_key, of_value = _attend_far_backward(
-            grad, query, key, stepped, out, lse, taps, ctx.window, ctx.scale
-        )
-        of_query, handed, of_first_key, of_first_value, sums = window_rows(
-            grad, query, key, value, out, lse, first_key, first_value, taps, of_query, begin, end,
-            left, right, ctx.scale, needed,
+        grad, (begin, end) = by_rows(grad), ctx.ends
+        *grads, of_taps = _backward(
+            grad, query, key, value, stepped, first_key, first_value, taps, out, lse, ctx.ends,
+            ctx.window, ctx.scale, ctx.needs_input_grad[7],
         )  # fmt: skip
-        of_taps = None
+        return *grads, grad[..., :begin, :], grad[..., end:, :], of_taps, None, None, None
+
+
+class _Causal(torch.autograd.Function):
+    """All rows, with the gradients of what is used in several places added up here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, taps: Tensor | None, left: int, count: int,
+        scale: float,
+    ) -> Tensor:  # fmt: skip
+        query, key, value = by_rows(query), by_rows(key), by_rows(value)
+        begin = count + left + 1  # before it are rows whose windows join the global tokens
+        stepped, first_value = value, value[:, :, :count].to(wide(value.dtype))
+        if taps is not None:
+            stepped = step(value, taps, None)
+            first_value = step(first_value, taps, None) if count else first_value
+        q, k, v, w = (x[:, :, :begin] for x in (query, key, value, stepped))
         if taps is None:
-            of_key, of_value = of_key.view(key.shape), of_value.view(value.shape)
+            head, head_lse = flash.attend(q, k, v, Scope(begin, begin, right=0), scale)
         else:
-            of_key, of_value, of_taps = window_keys(
-                grad, query, value, handed, taps, of_key, of_value, sums, left, right, needed
+            head, head_lse = near.forward(q, k, v, w, taps, scale)
+        out, lse = _forward(
+            query, key, value, stepped, key[:, :, :count], first_value, head, head[:, :, :0], taps,
+            (left, 0), scale,
+        )  # fmt: skip
+        ctx.left, ctx.count, ctx.scale = left, count, scale
+        ctx.save_for_backward(query, key, value, stepped, first_value, taps, out, lse, head_lse)
+        return out
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        query, key, value, stepped, first_value, taps, out, lse, head_lse = ctx.saved_tensors
+        needed, count, scale = ctx.needs_input_grad[3], ctx.count, ctx.scale
+        grad, begin = by_rows(grad), count + ctx.left + 1
+        *grads, of_first_key, of_first_value, of_taps = _backward(
+            grad, query, key, value, stepped, key[:, :, :count], first_value, taps, out, lse,
+            (begin, query.shape[2]), (ctx.left, 0), scale, needed,
+        )  # fmt: skip
+        more: Any
+        g, q, k, v, w, o = (x[:, :, :begin] for x in (grad, query, key, value, stepped, out))
+        if taps is None:
+            more = flash.attend_backward(g, q, k, v, o, head_lse, Scope(begin, begin, right=0), scale)
+        else:
+            *more, of_more = near.backward(g, q, k, v, w, taps, o, head_lse, scale, needed)
+            of_taps = of_taps + of_more if needed else None
+        if taps is not None and count:
+            of_first_value, of_more = step_backward(
+                of_first_value, value[:, :, :count], taps, None, needed
             )
-        ends = grad[..., :begin, :], grad[..., end:, :]
-        of_taps = of_taps if needed else None
-        return of_query, of_key, of_value, of_first_key, of_first_value, *ends, of_taps, None, None, None
+            of_taps = of_taps + of_more if needed else None
+        grads = [_plus_first(x, part) for x, part in zip(grads, more)]
+        if count:
+            grads[1:] = _plus_first(grads[1], of_first_key), _plus_first(grads[2], of_first_value)
+        return *grads, of_taps, None, None, None
+
+
+def _plus_first(whole: Tensor, part: Tensor) -> Tensor:
+    """The whole, which is nobody else's, with that added to its first tokens."""
+    first = whole[:, :, : part.shape[2]]
+    if torch.compiler.is_compiling():
+        return whole.slice_scatter(first + part.to(whole.dtype), 2, 0, part.shape[2])
+    first += part
+    return whole
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, stepped: Tensor, first_key: Tensor, first_value: Tensor,
+    head: Tensor, tail: Tensor, taps: Tensor | None, window: tuple[int, int], scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Outputs and their log-sum-exp, as `merge_window` gives them."""
+    far, far_lse = _attend_far(query, key, stepped, taps, window, scale)
+    return merge_window(
+        query, key, value, far, far_lse, first_key, first_value, head, tail, taps, *window, scale
+    )
+
+
+def _backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, stepped: Tensor, first_key: Tensor,
+    first_value: Tensor, taps: Tensor | None, out: Tensor, lse: Tensor, ends: tuple[int, int],
+    window: tuple[int, int], scale: float, of_taps: bool,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The gradients of query, key, value, first_key, first_value, and of taps if they are wanted."""
+    of_query, of_key, of_value = _attend_far_backward(
+        grad, query, key, stepped, out, lse, taps, window, scale
+    )
+    of_query, handed, of_first_key, of_first_value, sums = window_rows(
+        grad, query, key, value, out, lse, first_key, first_value, taps, of_query, *ends, *window, scale,
+        of_taps,
+    )  # fmt: skip
+    found = None
+    if taps is None:
+        of_key, of_value = of_key.view(key.shape), of_value.view(value.shape)
+    else:
+        of_key, of_value, found = window_keys(
+            grad, query, value, handed, taps, of_key, of_value, sums, *window, of_taps
+        )
+    return of_query, of_key, of_value, of_first_key, of_first_value, found if of_taps else None
 
 
 def _attend_far(
@@ -209,7 +313,9 @@ def _merged(
         0 if taps is None else table_stride(table), reach, int(first_key.shape[2]), *sizes,
         num_warps=warps,
     )  # fmt: skip
-    out[:, :, :begin], out[:, :, end:] = head, tail
+    out[:, :, :begin] = head
+    if end < tokens:
+        out[:, :, end:] = tail
     return out, lse
 
 
@@ -259,7 +365,7 @@ def _rows_met(
         right, shift, tokens - shift - max(reach - left, 0), *strides(grad), *strides(query),
         *strides(key), *strides(value), *strides(out), *strides(first_key), *strides(first_value),
         *_along(far, query), *strides(of_query), 0 if taps is None else table_stride(table), reach,
-        count, *sizes, triton.next_power_of_2(max(3 * reach * sizes[5], 1)), dots, of_taps,
+        count, *sizes, power_of_two(3 * reach * sizes[5]), dots, of_taps,
         num_warps=warps,
     )  # fmt: skip
     pairs = query.shape[0] * query.shape[1]
@@ -280,7 +386,7 @@ def _rows_met_like(
     block = sizes[4] * sizes[5]
     return (
         torch.empty_like(by_rows(query)),
-        query.new_empty(batch * heads, 6 * reach, triton.cdiv(tokens, block) * block),
+        query.new_empty(batch * heads, 6 * reach, parts_of(tokens, block) * block),
         first_key.new_empty(first_key.shape),
         first_value.new_empty(first_value.shape),
         lse.new_empty(programs if of_taps else 0, 2, reach, 2 * reach),
@@ -306,10 +412,7 @@ def _keys_met(
     grid, sizes, warps = _program("window_keys", query, value, reach)
     free = taps.new_empty(grid[0] if of_taps else 0, taps.shape[-1])
     along = max(reach - left, 0)
-    width, theirs = (
-        triton.next_power_of_2(2 * reach + 1),
-        _program("window_rows", query, value, reach)[1],
-    )
+    width, theirs = power_of_two(2 * reach + 1), _program("window_rows", query, value, reach)[1]
     wrap_triton(window_kernels.backward_keys)[grid](
         grad, query, value, handed, taps, far_key, far_value, of_key, of_value, free, tokens, heads,
         left, right, along, tokens - along - max(reach - right, 0), *strides(grad), *strides(query),
@@ -338,15 +441,22 @@ def _program(
     name: str, query: Tensor, value: Tensor, reach: int
 ) -> tuple[tuple[int], tuple[int, ...], int]:
     """The grid, (dim, value dim, columns and value columns, strands, run, pieces), and warps."""
-    pieces, run, warps = TILES[name]
-    dim, depth, size = int(query.shape[-1]), int(value.shape[-1]), query.dtype.itemsize
-    columns, deep = (max(16, triton.next_power_of_2(n)) for n in (dim, depth))
-    pieces = max(1, min(pieces, min(columns, deep) * size // 64))  # of 64 bytes at least
-    run //= (2 if reach > 4 else 1) * (2 if query.dtype == torch.float64 else 1)  # registers are few
+    batch, heads, tokens, dim = query.shape
+    sizes, warps = _shape(TILES[name], int(dim), int(value.shape[-1]), query.dtype, reach)
+    return (batch * heads * parts_of(tokens, sizes[4] * sizes[5]),), sizes, warps
+
+
+@cache
+def _shape(
+    tile: tuple[int, int, int], dim: int, depth: int, dtype: torch.dtype, reach: int
+) -> tuple[tuple[int, ...], int]:
+    pieces, run, warps = tile
+    columns, deep = (max(16, power_of_two(n)) for n in (dim, depth))
+    pieces = max(1, min(pieces, min(columns, deep) * dtype.itemsize // 64))  # of 64 bytes at least
+    run //= (2 if reach > 4 else 1) * (2 if dtype == torch.float64 else 1)  # registers are few
     run = max(1, run)
-    strands = max(1, 32 * warps * 16 * pieces // (max(columns, deep) * size))
-    programs = query.shape[0] * query.shape[1] * triton.cdiv(query.shape[2], strands * run)
-    return (programs,), (dim, depth, columns, deep, strands, run, pieces), warps
+    strands = max(1, 32 * warps * 16 * pieces // (max(columns, deep) * dtype.itemsize))
+    return (dim, depth, columns, deep, strands, run, pieces), warps
 
 
 merge_window_operator = operator("merge_window")(_merged)

@@ -17,13 +17,12 @@ what they sum (`backward_rows`, `backward_keys`), as split reaction-diffusion al
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
-from torch.library import wrap_triton
 
 from attractor.attention import flash
 from attractor.attention.fused import stepped_values
 from attractor.attention.fused.reaction import blocks, walks
+from attractor.attention.fused.taps import parts_of, power_of_two, wrap_triton
 from attractor.attention.fused.values import by_rows, operator, strides
 from attractor.attention.masks import Scope
 from attractor.attention.pdes import Diffusion, ReactionDiffusion
@@ -132,7 +131,7 @@ def row_sums(
     rows, keys, warps, stages = TILES["lse"]
     pairs, (queries, dim) = query.shape[0] * query.shape[1], query.shape[2:]
     like = found if mean else query
-    wrap_triton(blocks.sums_kernel)[(pairs * triton.cdiv(queries, rows),)](
+    wrap_triton(blocks.sums_kernel)[(pairs * parts_of(queries, rows),)](
         query, key, *_given(first, last, lse), lse, like, scale, queries, key.shape[2], query.shape[1],
         *strides(query), *strides(key), *strides(like), int(dim), rows, keys, _columns(dim), is_causal,
         first is not None, mean, _precision(query), num_warps=warps, num_stages=stages,
@@ -249,9 +248,9 @@ def backward_keys(
     rows, strands, warps, stages = TILES["keys"]
     queries, keys, heads, _ = _grid(query, key, rows)
     pairs = query.shape[0] * heads
-    turns = max(steps, min(TURNS, triton.cdiv(keys * pairs, PROGRAMS * strands)))
-    turns = min(turns, triton.cdiv(keys, strands))
-    wrap_triton(walks.keys_kernel)[(pairs * triton.cdiv(keys, turns * strands),)](
+    turns = max(steps, min(TURNS, parts_of(keys * pairs, PROGRAMS * strands)))
+    turns = min(turns, parts_of(keys, strands))
+    wrap_triton(walks.keys_kernel)[(pairs * parts_of(keys, turns * strands),)](
         grad, query, key, value, lse, total, spread.contiguous(), growth.contiguous(),
         *_given(first, last, lse), of_key, of_value, scale, queries, keys, heads, turns, *strides(grad),
         *strides(query), *strides(key), *strides(value), *_sizes(query, value, rows, strands), steps,
@@ -317,7 +316,7 @@ def backward_rest(
     rows, width, warps, stages = TILES["rest"]
     queries, keys, heads, _ = _grid(query, key, rows)
     dim = int(query.shape[-1])
-    wrap_triton(blocks.rest_kernel)[(query.shape[0] * heads * triton.cdiv(keys, width),)](
+    wrap_triton(blocks.rest_kernel)[(query.shape[0] * heads * parts_of(keys, width),)](
         query, key, lse, rest, *_given(first, last, lse), found, of_key, scale, queries, keys, heads,
         *strides(query), *strides(key), dim, rows, width, _columns(dim), is_causal, first is not None,
         _precision(query), num_warps=warps, num_stages=stages,
@@ -441,7 +440,7 @@ def far_backward_keys(
     )
     rows, width, warps, stages = TILES["far_keys"]
     queries, keys, heads, _ = _grid(query, key, rows)
-    wrap_triton(blocks.far_keys_kernel)[(query.shape[0] * heads * triton.cdiv(keys, width),)](
+    wrap_triton(blocks.far_keys_kernel)[(query.shape[0] * heads * parts_of(keys, width),)](
         grad, query, key, stepped, lse, total, growth.contiguous(), *_given(first, last, lse), of_key,
         of_stepped, scale, queries, keys, heads, *strides(grad), *strides(query), *strides(key),
         *strides(stepped), *_sizes(query, stepped, rows, width), is_causal, first is not None, near,
@@ -498,11 +497,11 @@ def _given(first: Tensor | None, last: Tensor | None, other: Tensor) -> tuple[Te
 
 def _grid(query: Tensor, key: Tensor, rows: int) -> tuple[int, int, int, tuple[int]]:
     batch, heads, queries = query.shape[:3]
-    return queries, key.shape[2], heads, (batch * heads * triton.cdiv(queries, rows),)
+    return queries, key.shape[2], heads, (batch * heads * parts_of(queries, rows),)
 
 
 def _columns(dim: int) -> int:
-    return max(16, triton.next_power_of_2(int(dim)))
+    return max(16, power_of_two(int(dim)))
 
 
 def _sizes(query: Tensor, value: Tensor, rows: int, width: int) -> tuple[int, ...]:
