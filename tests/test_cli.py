@@ -24,7 +24,9 @@ def test_alone_it_shows_help():
     assert "doctor" in result.output
 
 
-@pytest.mark.parametrize("command", ["demo", "doctor", "trajectories", "fit", "solve", "compare", "probe", "bench"])
+@pytest.mark.parametrize(
+    "command", ["demo", "doctor", "trajectories", "fit", "solve", "compare", "probe", "bench"]
+)
 def test_help_has_an_example(command):
     result = runner.invoke(app, [command, "--help"])
     assert result.exit_code == 0
