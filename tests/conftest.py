@@ -1,4 +1,5 @@
 import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,9 @@ if (
     not torch.cuda.is_available()
 ):  # kernels are tested in Triton's interpreter; said before its first import
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jobs are deaf to Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _quicker_interpreter():
