@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format test-slow test-gpu bench results leak gates clean
+.PHONY: demo test lint format test-slow test-gpu docs notebooks bench results leak gates fuzz soak clean
 
 demo: $(STAMP)
 	$(BIN)/attractor demo --out out/demo
@@ -28,6 +28,24 @@ test-slow: $(STAMP)
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu
 
+# The pages, into out/docs/index.html; a warning is an error. The pictures are made by docs/pictures.py.
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -n -W --keep-going -q docs out/docs
+
+# Jupyter notebooks of the examples.
+notebooks: $(STAMP)
+	$(BIN)/python docs/notebooks.py out/notebooks
+
+# Every public function with 10,000 inputs (300 where a call takes more than 5 ms): hours. What is done
+# is kept in benchmarks/results/fuzz.json; ONLY=pdes tries those with that in their name.
+fuzz: $(STAMP)
+	$(BIN)/python -m benchmarks.fuzz $(if $(ONLY),--only $(ONLY))
+
+# 10,000 calls of each hot function, then mixed work: memory, open files and threads must stay.
+MINUTES ?= 60
+soak: $(STAMP)
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
+
 # Peers for the benchmarks (jax and diffrax are large, so they are not part of `make test`).
 $(VENV)/.bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
@@ -45,6 +63,9 @@ results: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.untuned
 	$(BIN)/python -m benchmarks.theory
 	$(BIN)/python -m benchmarks.interrupted
+	$(BIN)/python -m benchmarks.damage
+	$(BIN)/python -m benchmarks.scale
+	$(BIN)/python -m benchmarks.cluster
 	$(BIN)/python -m benchmarks.compare
 	$(BIN)/python -m benchmarks.stepping
 	$(BIN)/python -m benchmarks.attention
@@ -63,7 +84,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "attractor needs Python 3.11 or later; set PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,report]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,report,docs]'
 	touch $@
 
 clean:

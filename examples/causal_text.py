@@ -1,9 +1,11 @@
+# %% [markdown]
 """A small language model with PDE attention, and what becomes of it if its maps flow through the mask.
 
 With walls, attention spreads among the tokens before and stays there. Without, every token sees the next
 one: the loss looks far better, and the model cannot write a line. `assert_causal` tells them apart.
 """
 
+# %%
 import warnings
 
 import torch
@@ -24,7 +26,7 @@ the malt that lay in
 the house that Jack built.""".splitlines()
 TEXT = "".join("This is " + " ".join(PARTS[-n:]) + "\n" for n in range(1, len(PARTS) + 1))
 DATA = torch.tensor(list(TEXT.encode()))  # a token is a byte
-TOKENS, BATCH, UPDATES = 64, 16, 240
+TOKENS, BATCH, UPDATES = 64, 16, 150
 
 
 def train(walls: str) -> tuple[at.attention.LanguageModel, float]:
@@ -46,6 +48,7 @@ def train(walls: str) -> tuple[at.attention.LanguageModel, float]:
     return model, loss.item()
 
 
+# %%
 warnings.filterwarnings("ignore", message="walls='sequence'")  # it would say what is shown here
 for walls in ("mask", "sequence"):
     model, loss = train(walls)

@@ -32,8 +32,9 @@ if __name__ == "__main__":
     import attractor as at
 
     solver = at.fit(
-        rate, dt=dt, horizon=horizon, sample=sample, period=period, trajectories=300, width=256
-    )
+        rate, dt=dt, horizon=horizon, sample=sample, period=period, trajectories=200, width=256,
+        fine_dt=0.02,
+    )  # fmt: skip
     print(solver)
     u0 = sample(5, torch.Generator().manual_seed(1))
     print(solver.solve(u0, horizon, guard=True))

@@ -1,21 +1,39 @@
-"""Every Python block of README and docs runs, every doctest holds, every number has its result file."""
+"""The documentation builds without a warning, all of its code runs, and every number has its result file."""
 
 import doctest
+import functools
 import importlib
+import importlib.util
+import json
+import os
 import pkgutil
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import attractor
+from tests import browser
+from tests.fuzz.surface import public
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MODULES = [m.name for m in pkgutil.walk_packages(attractor.__path__, "attractor.")]
+# Links out of the pages: open one before it is added, since no test has a network.
+EXTERNAL = {"https://docs.ray.io"}
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+# Code
+
+
+@every_page
 def test_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}
@@ -34,11 +52,172 @@ def test_doctests(module):
     assert doctest.testmod(found).failed == 0
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
 def test_examples_run(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [str(example)])
-    exec(compile(example.read_text(), str(example), "exec"), {"__name__": "__main__"})
+    try:
+        exec(compile(example.read_text(), str(example), "exec"), {"__name__": "__main__"})
+    except SystemExit as end:
+        if end.code:
+            raise
+        pytest.skip("it has said which package it needs")
+
+
+@every_page
+def test_commands_exist_with_their_options(page):
+    """Every `attractor ...` of a page: its command is one, and has the options it is given."""
+    if page.name == "cli.md":
+        return  # which shows mistakes, too
+    from typer.main import get_command
+
+    from attractor.cli import app
+
+    commands = get_command(app).commands
+    for name, rest in re.findall(
+        r"(?:^|`|\$ )\s*attractor ([a-z]+)\b([^`\n]*)", page.read_text(), re.MULTILINE
+    ):
+        assert name in commands, f"{page.name}: attractor {name}{rest}"
+        known = {option for p in commands[name].params for option in (*p.opts, *p.secondary_opts)}
+        used = set(re.findall(r"(?<!\S)(--?[a-z][a-z0-9-]*)", rest.partition("  ")[0]))
+        assert used <= known | {"--help", "--debug"}, f"{page.name}: attractor {name}{rest}"
+
+
+def test_examples_are_listed_with_those_that_become_notebooks():
+    listed = re.findall(r"\]\(\.\./examples/(\w+\.py)\)( \*)?", (DOCS / "examples.md").read_text())
+    assert sorted(name for name, _ in listed) == [path.name for path in EXAMPLES]
+    assert sorted(name for name, star in listed if star) == [
+        p.name for p in tool("notebooks").in_cells()
+    ]
+
+
+def test_notebooks_hold_the_code_of_the_examples(tmp_path):
+    pytest.importorskip("jupytext")
+    made = tool("notebooks").convert(tmp_path)
+    assert len(made) >= 9
+    for path in made:
+        cells = json.loads(path.read_text())["cells"]
+        example = (ROOT / "examples" / f"{path.stem}.py").read_text()
+        assert cells[0]["cell_type"] == "markdown"
+        assert "".join(cells[0]["source"])[:40] in example
+        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        assert code
+        for block in code:
+            assert block in example
+        compile("\n".join(code), str(path), "exec")
+
+
+def test_pictures_are_drawn_by_their_script():
+    pytest.importorskip("matplotlib")
+    pictures = tool("pictures")
+    for draw in (pictures.network, pictures.attention):
+        figure = draw()
+        assert all(axis.has_data() for axis in figure.axes)
+        pictures.plt.close(figure)
+    for name in ("solver", "network", "attention"):
+        drawn = (DOCS / "images" / f"idea-{name}.svg").read_text()
+        assert drawn.startswith("<?xml")
+        assert "<script" not in drawn
+        assert "<path" in drawn
+
+
+@pytest.mark.slow
+def test_all_pictures_are_drawn_by_their_script(tmp_path):
+    tool("pictures").main(tmp_path)
+    assert len(list(tmp_path.glob("*.svg"))) == 3
+
+
+@functools.cache
+def tool(name):
+    """A script beside the pages."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# The build
+
+
+def test_the_documentation_builds(tmp_path):
+    """Without a warning; every public name is on a page; the playground works in it."""
+    pytest.importorskip("sphinx")
+    for package in ("furo", "myst_parser", "sphinx_copybutton"):
+        pytest.importorskip(package)
+    out = tmp_path / "html"
+    said = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-n", "-W", "--keep-going", "-q", "-b", "html",
+         "-d", str(tmp_path / "trees"), str(DOCS), str(out)],
+        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    assert not re.search(r"WARNING|ERROR", said.stderr), said.stderr
+    pages = {path.relative_to(out).with_suffix("").as_posix() for path in out.rglob("*.html")}
+    missing = {page.relative_to(DOCS).with_suffix("").as_posix() for page in DOCS.rglob("*.md")} - pages
+    assert not missing
+
+    from sphinx.util.inventory import InventoryFile
+
+    known = InventoryFile.loads((out / "objects.inv").read_bytes(), uri="")
+    named = {name for kind, names in known.data.items() if kind.startswith("py:") for name in names}
+    lost = [name for name in public() if name not in named]
+    assert not lost, f"public, and on no page of docs/reference: {', '.join(lost)}"
+
+    if any(map(shutil.which, browser.NAMES)) and importlib.util.find_spec("websockets"):
+        with browser.Browser() as seen:
+            for phone, width in ((False, 1280), (True, 390)):
+                seen.resize(width, 900, phone=phone, dark=phone)
+                seen.open(out / "playground.html")
+                drawn = "document.querySelector('#pg-after').toDataURL()"
+                before = seen.evaluate(drawn)
+                seen.move("#pg-steps", 20)
+                assert seen.evaluate(drawn) != before
+                assert seen.evaluate("document.documentElement.scrollWidth") <= width
+                assert (seen.errors, seen.requests) == ([], [])
+
+
+# Links
+
+
+def links(page):
+    """Targets of links and images, outside of code."""
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"\]\(<?([^)\s>]+)>?\)", text)
+
+
+@functools.cache
+def anchors(page):
+    """The headings of a page as addresses, made as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        plain = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower())
+        slug, more = plain.replace(" ", "-"), 0
+        while (name := f"{slug}-{more}" if more else slug) in found:
+            more += 1
+        found.add(name)
+    return found
+
+
+@every_page
+def test_links_lead_somewhere(page):
+    for target in links(page):
+        if ":" in target:
+            assert re.fullmatch(r"https://[\w.-]+(/[\w./#%~-]*)?", target), f"{target} is not an address"
+            assert target in EXTERNAL, f"{page.name} links to {target}: open it, and add it to EXTERNAL"
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file), (
+                f"{page.name} links to {target}, and there is no such heading"
+            )
+
+
+def test_no_external_link_is_kept_for_nothing():
+    used = {target for page in PAGES for target in links(page) if ":" in target}
+    assert used == EXTERNAL
 
 
 def test_files_that_readers_look_for():
@@ -49,19 +228,91 @@ def test_files_that_readers_look_for():
     assert "make test" in readme
 
 
-def test_linked_files_exist():
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
-
-
 def test_constraints_pin_versions_without_addresses():
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         assert re.fullmatch(r"[A-Za-z0-9_.-]+==[A-Za-z0-9_.]+", line), line
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+# Numbers
+
+
+@every_page
 def test_numbers_are_those_of_the_result_files(page):
     from benchmarks.pages import filled
 
     assert filled(page.read_text()) == page.read_text()
+
+
+def when_not():
+    """What docs/when-not.md says in numbers, made from the files it names."""
+    from benchmarks.pages import load, reproduced
+
+    compared = load("compare")["rows"]
+    chain = next(r for r in compared if (r["case"], r["width"]) == ("10-link pendulum", 1024))
+    yield f"m = {chain['m']:.3g} plain steps"
+    yield f"m* = {chain['m_star']:.3g} of them"
+    two = [r["gain"] for r in compared if r["case"].startswith("2-link")]
+    paying = [gain for gain in two if gain > 1]
+    yield f"{min(paying):.1f} to {max(paying):.1f} times for the widths"
+    assert next(r for r in compared if (r["case"], r["width"]) == ("2-link pendulum", 64))["gain"] < 1
+    gpu = {r["case"]: r["gains"] for r in load("hybrid_gpu")["results"]["verdict"]}
+    yield f"same error in {gpu['10-link']['rk4']:.3g} of the time"
+    yield f"{gpu['2-link']['dopri5']:.3g} of its time"
+    arms = {r["arm"]: r for r in load("gates_cifar10", "experiments")["summary"]}
+    gates = [arms[name] for name in ("se", "eca", "srm", "iebn", "stepnet")]
+    gains = [r["gain"] for r in gates]
+    yield f"{min(gains):+.2f} to {max(gains):+.2f} points"
+    longer = [100 * (r["seconds_per_epoch"] / arms["none"]["seconds_per_epoch"] - 1) for r in gates]
+    yield f"{min(longer):.0f} to {max(longer):.0f} % more time"
+    leak = reproduced("pde-leak", "gpu")
+    standard, causal, _ = (leak.mean(arm, "perplexity") for arm in leak.arms)
+    yield f"from {standard:.1f} to {causal:.1f}"
+    ratios = {
+        (r["kind"], r["tokens"]): r["forward"]["ratio"] for r in load("bench")["rows"] if "forward" in r
+    }
+    yield f"1,024 tokens takes {ratios['causal', 1024]:.2f} times"
+    yield f"{ratios['causal', 65536]:.2f} times (`benchmarks/results/bench.json`)"
+    reaction = [ratio for (kind, _), ratio in ratios.items() if kind == "reaction"]
+    yield f"{min(reaction):.1f} to {max(reaction):.1f} times"
+    windows = {
+        r["tokens"]: r["ratio"] for r in load("attention")["rows"]
+        if (r["method"], r["causal"], r["pass"]) == ("windowed", False, "forward")
+    }  # fmt: skip
+    yield f"takes {windows[512]:.1f} times SDPA"
+    yield f"takes {windows[8192]:.2f} ("
+
+
+def papers():
+    """What docs/papers.md says in numbers of ours."""
+    from benchmarks.pages import load, reproduced
+
+    errors = reproduced("attns-normalised", "cpu")
+    ratio = lambda system: (
+        errors.mean(f"{system}: AttNS, normalised") / errors.mean(f"{system}: NeurVec, normalised")
+    )
+    yield f"{ratio('spring-mass'):.2g}, {ratio('2-link'):.2g} and {ratio('elastic'):.2g} times"
+    case = next(r for r in load("theory")["constants"] if r["case"] == "elastic pendulum, rk4, default")
+    bound = case["convergence"]["10"]
+    yield f"the error is {bound['actual']:.1e} and the bound {bound['theorem']:.1e}"
+    gates = load("gates_cifar10", "experiments")
+    rank = gates["correlations"]["models"]
+    yield f"is {rank['one']['kendall']:+.2f} with step 1 and {rank['gate']['kendall']:+.2f} with"
+    gain = {r["arm"]: f"{r['gain']:+.2f}" for r in gates["summary"] if r["gain"] is not None}
+    yield f"SRM gained {gain['srm']} points over no gate, ECA {gain['eca']}, StepNet {gain['stepnet']}"
+    leak = reproduced("pde-leak", "gpu")
+    standard, causal, leaking = (leak.mean(arm, "perplexity") for arm in leak.arms)
+    yield f"{leaking:.3f} when it sees the text, and {leak.mean(leak.arms[-1], 'left_to_right'):.1e} when"
+    yield f"transformer {standard:.1f} and causal diffusion {causal:.1f}"
+    eight = [arm for name, arm in load("leak", "experiments")["arms"].items() if "8 steps" in name]
+    eight = eight or [
+        arm for name, arm in load("leak_quick", "experiments")["arms"].items() if "8 steps" in name
+    ]
+    yield f"{sum(arm['finite'] for arm in eight)} of {len(eight)} PDEs stay finite"
+
+
+@pytest.mark.parametrize("said", [when_not, papers], ids=lambda f: f.__name__)
+def test_sentences_have_the_numbers_of_the_result_files(said):
+    page = DOCS / f"{said.__name__.replace('_', '-')}.md"
+    text = re.sub(r"\s+", " ", page.read_text())
+    for sentence in said():
+        assert sentence in text, f"{page.name} does not say: {sentence}"

@@ -1,0 +1,114 @@
+"""The three pictures of "attention as time stepping": `python docs/pictures.py`, into docs/images.
+
+Colours and greys are of middle brightness and the background is transparent, so that they can be read on
+light and dark pages. The second is of a training that is kept in experiments/results; the others are
+computed here, in seconds.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import torch
+from matplotlib import pyplot as plt
+
+import attractor as at
+
+HERE = Path(__file__).parent
+GREY, BLUE, ORANGE, GREEN = "#7d8590", "#3b82d6", "#e06c1f", "#1b9e77"
+STYLE = {
+    "font.size": 10, "axes.edgecolor": GREY, "axes.labelcolor": GREY, "axes.titlecolor": GREY,
+    "xtick.color": GREY, "ytick.color": GREY, "text.color": GREY, "legend.labelcolor": GREY,
+    "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.titlesize": 10, "axes.titlelocation": "left", "lines.linewidth": 1.6,
+    "savefig.transparent": True, "svg.hashsalt": "attractor",
+}  # fmt: skip
+
+
+def solver() -> Any:
+    """An elastic pendulum: exact, with plain steps and with corrected ones of the same size."""
+    dt, horizon = 0.25, 12.0
+    system = at.systems.ElasticPendulum()
+    fitted = at.fit(
+        system, dt=dt, horizon=horizon, trajectories=100, width=128, correction="attns", fine_dt=0.01
+    )
+    u0 = system.sample(1, torch.Generator().manual_seed(7), torch.float64)
+    t = torch.arange(0, horizon + dt / 2, dt, dtype=torch.float64)
+    fine = torch.linspace(0, horizon, 601, dtype=torch.float64)
+    exact = at.evolve(system, u0, fine, "dopri5", rtol=1e-8, atol=1e-9).u[:, 0]
+    plain = at.evolve(system, u0, t, "rk4").u[:, 0]
+    corrected = fitted.solve(u0, horizon).u[:, 0]
+
+    figure, (path, error) = plt.subplots(1, 2, figsize=(9, 3.0), width_ratios=(1.7, 1))
+    path.plot(fine, exact[:, 1], color=GREY, lw=3.5, alpha=0.45, label="exact")
+    path.plot(t, plain[:, 1], "o-", color=ORANGE, ms=3, lw=1, label="u + dt S")
+    path.plot(t, corrected[:, 1], "o", color=BLUE, ms=4, label="u + dt S + Q")
+    path.set(title="state: a pendulum on a spring, its length over time", xlabel="time")
+    path.legend(ncols=3, loc="upper left", bbox_to_anchor=(0, -0.2))
+    truth = at.evolve(system, u0, t, "dopri5", rtol=1e-11, atol=1e-12).u[:, 0]
+    for states, colour in ((plain, ORANGE), (corrected, BLUE)):
+        error.semilogy(t[1:], (states - truth).abs().amax(-1)[1:], color=colour)
+    error.set(title="largest error of a component", xlabel="time")
+    return figure
+
+
+def network() -> Any:
+    """A residual network's steps, block by block: without a gate and with one."""
+    folder = HERE.parent / "experiments" / "results" / "gates_cifar10_profiles"
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.0), sharey=True)
+    looks = {"none": (ORANGE, "x + f(x)"), "stepnet": (BLUE, "x + f(x) F, F by StepNet")}
+    for name, (colour, label) in looks.items():
+        profile = at.residual.StiffnessProfile.load(folder / name)
+        blocks = torch.arange(1, len(profile.names) + 1)
+        low, middle, high = profile.nsi.quantile(torch.tensor([0.1, 0.5, 0.9]).to(profile.nsi), dim=0)
+        axis = axes[int(name != "none")]
+        axis.fill_between(blocks, low, high, color=colour, alpha=0.3, lw=0)
+        axis.plot(blocks, middle, color=colour)
+        for end in torch.nonzero(profile.stage.diff()).flatten().tolist():
+            axis.axvline(end + 1.5, color=GREY, lw=0.8, ls=":")
+        axis.set(title=label, xlabel="block; dotted: a new stage")
+    axes[0].set(ylabel="size of a step, |x' - x| / |x|", ylim=(0, None))
+    return figure
+
+
+def attention() -> Any:
+    """One row of an attention map in pseudo-time: with a wall where its mask ends, and without."""
+    torch.manual_seed(3)
+    query, key = 2 * torch.randn(2, 1, 1, 24, 8, dtype=torch.float64)
+    row, steps = 14, 8  # whose weight is near its mask's end
+    key[..., row, :] = query[..., row, :] / 2
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.0), sharey=True)
+    for axis, walls, title in (
+        (axes[0], "mask", "a wall where the mask ends: A + dt P(A)"),
+        (axes[1], "sequence", "no wall: weight on keys that are not there yet"),
+    ):
+        seen = at.attention.trace(
+            query, key, is_causal=True, pde=at.pdes.Diffusion(alpha=0.25), steps=steps, walls=walls
+        )
+        before, after = seen.maps[0, 0, 0, row], seen.maps[-1, 0, 0, row]
+        keys = list(range(len(after)))
+        axis.bar(keys, after.numpy(), color=[BLUE if k <= row else ORANGE for k in keys])
+        axis.step(keys, before.numpy(), where="mid", color=GREY, lw=1.2)
+        axis.axvline(row + 0.5, color=GREEN, lw=2, ls="-" if walls == "mask" else ":")
+        axis.set(title=title, xlabel="key; grey: before the steps, green: the mask's end")
+    axes[0].set(ylabel=f"weights of query {row}")
+    return figure
+
+
+def main(folder: Path) -> None:
+    """Write the three pictures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with plt.rc_context(STYLE):
+        for draw in (solver, network, attention):
+            figure = draw()
+            path = folder / f"idea-{draw.__name__}.svg"
+            figure.savefig(path, bbox_inches="tight", metadata={"Date": None, "Creator": None})
+            plt.close(figure)
+            print(path)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "images")

@@ -1,0 +1,40 @@
+# %% [markdown]
+"""PDE attention in a Hugging Face model: a name, a learnt coefficient a layer, and a test that it is causal."""
+
+# %%
+import sys
+
+import torch
+
+import attractor as at
+
+try:
+    from transformers import GPT2Config, GPT2LMHeadModel
+except ImportError:
+    print("this example needs transformers: pip install 'attractor[text]'")
+    sys.exit()
+from attractor.integrations import transformers as hf
+
+print("names for attn_implementation:", ", ".join(hf.register()))
+
+# %% [markdown]
+# Any model that takes `attn_implementation`; here a small GPT-2 without a download.
+
+# %%
+torch.manual_seed(0)
+tiny = GPT2Config(
+    n_layer=2, n_head=2, n_embd=32, n_positions=64, vocab_size=100, bos_token_id=0, eos_token_id=0
+)
+model = GPT2LMHeadModel(tiny).eval()
+ids = torch.randint(100, (1, 32))
+before = model(ids).logits
+model = hf.add_pde(model, at.pdes.Diffusion(alpha=0.01), steps=4)
+print("outputs move by", (model(ids).logits - before).abs().max().item())
+
+# %%
+at.assert_causal(model, ids)
+print("bypassed:", hf.check(model))
+loss = model(ids, labels=ids).loss
+loss.backward()
+for row in at.attention.coefficients(model):
+    print(row["name"], row["coefficient"], round(row["mean"], 4))
