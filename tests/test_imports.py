@@ -14,11 +14,11 @@ ROOT = Path(attractor.__file__).parent
 GROUND, WINGS, UPPER = (
     {"core", "train", "data", "jobs"},
     {"ode", "residual", "attention"},
-    {"integrations", "report", "bench", "reproduce", "cli"},
+    {"integrations", "report", "bench", "reproduce", "demo", "cli"},
 )
 OPTIONAL = {"typer", "rich", "matplotlib", "plotly", "scipy", "transformers", "timm", "torchvision", "ray",
             "accelerate", "safetensors", "tokenizers", "datasets", "PIL", "jax", "torchdiffeq",
-            "onnx", "onnxscript", "onnxruntime"}  # fmt: skip
+            "onnx", "onnxscript", "onnxruntime", "pandas", "huggingface_hub"}  # fmt: skip
 
 
 def imports(path):

@@ -1,113 +1,57 @@
-"""Commands about the library as a whole: demo, doctor."""
+"""The demo."""
 
-import json
-import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
-import attractor
-from attractor import demo as demo_job
-from attractor import doctor as doctor_job
-from attractor.cli.terminal import Device, Seed, app, check_device, console, need, progress_bar
+from attractor.cli.terminal import (
+    AsJson,
+    Device,
+    Seed,
+    app,
+    check_device,
+    console,
+    example,
+    need,
+    print_json,
+    progress_bar,
+    say,
+)
 
 
-@app.callback(invoke_without_command=True)
-def root(
-    show_version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
-) -> None:
-    """Attention as time stepping."""
-    if show_version:
-        print(f"attractor {attractor.__version__}")
-        raise typer.Exit()
-
-
-@app.command(epilog="Example: attractor demo --out out/demo --seed 1")
+@app.command(epilog=example("attractor demo", "attractor demo --out out/demo --seed 1"))
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("out/demo"),
-    trajectories: Annotated[int, typer.Option(min=1, help="Trajectories of each system.")] = 100,
+    out: Annotated[Path, typer.Option(help="Folder for the page.")] = Path("out/demo"),
+    small: Annotated[bool, typer.Option("--small", help="In seconds; its numbers mean little.")] = False,
     seed: Seed = 0,
     device: Device = "cpu",
+    as_json: AsJson = False,
 ) -> None:
-    """Solve three systems with every scheme, fit a hybrid solver; write a page about it."""
+    """Show all three parts on data that come along: a page with films and sliders, in a minute."""
+    from attractor import demo as job
+
     check_device(device)
     need("matplotlib", "report")
-    start = time.perf_counter()
-    with progress_bar() as progress:
-        task = progress.add_task("demo", total=demo_job.jobs())
-
-        def tell(what: str) -> None:
-            progress.update(task, advance=1, description=what)
-
-        results = demo_job.run(trajectories, seed, device, tell)
-    for name in demo_job.SYSTEMS:
-        table = Table(title=f"{name}: t = {demo_job.HORIZON:g}, dt = {demo_job.SHOWN_STEP}")
-        for column in ("scheme", "order", "rate calls", "error", "energy drift", "lost"):
-            table.add_column(column, justify="left" if column == "scheme" else "right")
-        for row in demo_job.table(results, name):
-            table.add_row(*(f"{x:.2e}" if isinstance(x, float) else str(x) for x in row))
-        console.print(table)
-    for scheme, (_, errors) in results["long"].items():
-        console.print(f"{scheme}: energy error after 6,000 steps of Hénon-Heiles {errors[-1]:.1e}")
-    hybrid = results["hybrid"]
-    table = Table(title=f"2-link pendulum, hybrid solver fitted in {hybrid['seconds']:.0f} s")
-    for column in ("", "mean square error", "rate calls"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, row in hybrid["rows"].items():
-        table.add_row(name, f"{row['error']:.1e}", str(row["rate_calls"]))
-    console.print(table)
-    page = demo_job.write(results, out)
-    console.print(f"{time.perf_counter() - start:.0f} s. Report: [bold]{page}[/bold]", soft_wrap=True)
-
-
-@app.command(epilog="Example: attractor doctor --device cuda")
-def doctor(
-    device: Device = "cpu",
-    compile: Annotated[bool, typer.Option(help="Also try torch.compile (some 20 s).")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-) -> None:
-    """Versions, devices, what is missing and what that switches off, and a self-check."""
-    check_device(device)
-    found: dict[str, Any] = {"versions": doctor_job.versions(), "devices": doctor_job.devices()}
-    outcome: list[dict[str, Any]] = []
+    need("plotly", "report")
     with progress_bar(quiet=as_json) as progress:
-        checks = doctor_job.checks(device, compile)
-        task = progress.add_task("self-check", total=len(checks))
-        for name, check in checks:
-            progress.update(task, description=name)
-            start = time.perf_counter()
-            try:
-                outcome.append({"check": name, "ok": True, "found": check()})
-            except Exception as error:
-                outcome.append({"check": name, "ok": False, "found": f"{type(error).__name__}: {error}"})
-            outcome[-1]["seconds"] = round(time.perf_counter() - start, 2)
-            progress.update(task, advance=1)
-    failed = [row["check"] for row in outcome if not row["ok"]]
+        task = progress.add_task("demo", total=100)
+        show = lambda what, done: progress.update(task, completed=int(100 * done), description=what)
+        results = job.run(seed, device, show, small)
+        page = job.write(results, out)
+    failed = [name for name, found in results["parts"].items() if "failed" in found]
     if as_json:
-        print(json.dumps({**found, "optional": doctor_job.optional(), "checks": outcome}, indent=1))
+        print_json(job.numbers(results))
         raise typer.Exit(bool(failed))
-
-    table = Table(title="attractor doctor", show_header=False)
-    for name, value in found["versions"].items():
-        table.add_row(name, value)
-    for line in found["devices"]:
-        table.add_row("device", line)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, found in results["parts"].items():
+        table.add_row(f"[bold]{name}[/]", f"[dim]{found['seconds']:.0f} s[/]")
+        for what, told in job.PARTS[name][0].told(found) if name not in failed else ():
+            table.add_row(f"  {what}", escape(told))
+        if name in failed:
+            table.add_row("  [red]failed[/]", escape(found["failed"]))
     console.print(table)
-    table = Table("optional", "version", "what it is for", "bring it with")
-    for row in doctor_job.optional():
-        extra = f"pip install 'attractor[{row['extra']}]'".replace("[", "\\[") if row["extra"] else "–"
-        have = row["version"]
-        table.add_row(row["package"], have or "[yellow]missing[/]", row["for"], "" if have else extra)
-    console.print(table)
-    table = Table("self-check", "", "found", "s")
-    for row in outcome:
-        mark = "[green]ok[/]" if row["ok"] else "[red]FAILED[/]"
-        table.add_row(row["check"], mark, row["found"], f"{row['seconds']:.1f}")
-    console.print(table)
-    if failed:
-        console.print(f"[red]{len(failed)} of {len(outcome)} checks failed: {', '.join(failed)}[/]")
-        raise typer.Exit(1)
-    untried = "" if compile else " (torch.compile was not tried: add --compile)"
-    console.print(f"[green]All is well.[/]{untried}")
+    say(f"{results['seconds']:.0f} s. Open this in a browser: {page}")
+    raise typer.Exit(bool(failed))

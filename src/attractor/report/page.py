@@ -1,5 +1,6 @@
 """A self-contained HTML page, built from top to bottom."""
 
+import json
 from collections.abc import Sequence
 from html import escape
 from io import StringIO
@@ -14,7 +15,8 @@ STYLE = """
   :root { --ink: #e6e9ed; --paper: #14171b; --line: #363d46; --dim: #9aa4af; } }
 body { margin: 0 auto; max-width: 62rem; padding: 1.5rem 1rem 4rem; background: var(--paper);
   color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
-h1 { font-size: 1.7rem; } h2 { font-size: 1.25rem; margin-top: 2.2rem; }
+h1 { font-size: 1.7rem; line-height: 1.25; } h2 { font-size: 1.3rem; margin-top: 2.6rem; }
+h3 { font-size: 1.05rem; margin: 1.8rem 0 .6rem; }
 p { max-width: 46rem; } footer, .dim { color: var(--dim); font-size: .9rem; }
 figure { margin: 1rem 0; padding: .5rem; background: #fff; border: 1px solid var(--line);
   border-radius: 6px; display: flex; flex-wrap: wrap; }
@@ -23,7 +25,43 @@ figure div { flex: 1 1 17rem; } figure svg { display: block; width: 100%; height
 th, td { padding: .25rem .8rem .25rem 0; text-align: right; border-bottom: 1px solid var(--line);
   white-space: nowrap; } th:first-child, td:first-child { text-align: left; }
 @media (max-width: 34rem) { table { font-size: .82rem; } th, td { padding-right: .5rem; } }
-pre { padding: .6rem .8rem; border: 1px solid var(--line); border-radius: 6px; overflow-x: auto; }
+pre { padding: .6rem .8rem; border: 1px solid var(--line); border-radius: 6px;
+  white-space: pre-wrap; overflow-wrap: anywhere; }
+figure.live { background: none; padding: 0; border: 0; display: block; }
+figcaption { color: var(--dim); font-size: .9rem; max-width: 46rem; }
+.controls { display: flex; flex-wrap: wrap; gap: .4rem 1.2rem; align-items: center; margin: .5rem 0; }
+.controls label { display: flex; gap: .5rem; align-items: center; } input[type=range] { width: 14rem; }
+button, select { font: inherit; color: var(--ink); background: var(--paper); padding: .2rem .7rem;
+  border: 1px solid var(--line); border-radius: 6px; } output { min-width: 2.2rem; }
+canvas { display: block; width: 100%; }
+.numbers { display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; font-variant-numeric: tabular-nums; }
+.numbers i { display: inline-block; width: .7rem; height: .7rem; margin-right: .4rem;
+  border-radius: 50%; }
+.bad { color: #e0533d; }
+.pair { display: flex; flex-wrap: wrap; gap: 1rem; margin: .6rem 0; align-items: center; }
+.pair > * { flex: 1 1 17rem; min-width: 0; width: 17rem; }
+"""
+
+# Plotly's pictures take the page's colours, and change with them.
+COLOURS = """
+const attractorDark = matchMedia("(prefers-color-scheme: dark)");
+function attractorColours() {
+  const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const axis = { gridcolor: css("--line"), zerolinecolor: css("--line"), linecolor: css("--line") };
+  const scene = { xaxis: axis, yaxis: axis, zaxis: axis };
+  return { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: css("--ink") },
+    template: { layout: { xaxis: axis, yaxis: axis, scene: scene } } };
+}
+function attractorPlot(id, figure) {
+  const layout = Object.assign({}, figure.layout, attractorColours());
+  layout.font = Object.assign({}, (figure.layout || {}).font, layout.font);
+  if (matchMedia("(pointer: coarse)").matches) layout.dragmode = false; // a finger scrolls the page
+  const how = { responsive: true, displaylogo: false, displayModeBar: false };
+  Plotly.newPlot(id, figure.data, layout, how)
+    .then(() => figure.frames && Plotly.addFrames(id, figure.frames));
+}
+attractorDark.addEventListener("change", () => document.querySelectorAll(".js-plotly-plot")
+  .forEach(plot => Plotly.relayout(plot, attractorColours())));
 """
 
 
@@ -33,10 +71,20 @@ class Page:
     def __init__(self, title: str) -> None:
         self.title = title
         self._parts = [f"<h1>{escape(title)}</h1>"]
+        self._plots = 0
+        self._scripts: list[str] = []
+
+    def __repr__(self) -> str:
+        return f"Page({self.title!r}, {len(self._parts) - 1} parts, {self._plots} plots)"
 
     def section(self, title: str) -> Self:
-        """A heading."""
+        """The title of a section."""
         self._parts.append(f"<h2>{escape(title)}</h2>")
+        return self
+
+    def heading(self, title: str) -> Self:
+        """The title of something within a section."""
+        self._parts.append(f"<h3>{escape(title)}</h3>")
         return self
 
     def text(self, text: str) -> Self:
@@ -65,9 +113,53 @@ class Page:
         self._parts.append(f'<figure role="img" aria-label="{escape(label)}">{pictures}</figure>')
         return self
 
+    def plot(
+        self,
+        label: str,
+        figure: Any,
+        height: int = 420,
+        caption: str = "",
+        controls: str = "",
+        script: str = "",
+    ) -> Self:
+        """A Plotly figure (or its dictionary) that the reader can touch; Plotly itself is put in once.
+
+        Controls are HTML above it, the script is run after it is drawn and knows its id as `plot`.
+        """
+        content = figure if isinstance(figure, dict) else json.loads(figure.to_json())
+        content.get("layout", {}).pop("template", None)  # the page has its own colours
+        self._plots += 1
+        name = f"plot-{self._plots}"
+        return self.live(
+            label,
+            f'{controls}<div id="{name}" style="height:{height}px"></div>',
+            f'const plot = "{name}";\nattractorPlot(plot, {script_json(content)});\n{script}',
+            caption,
+        )
+
+    def live(self, label: str, html: str, script: str = "", caption: str = "") -> Self:
+        """HTML and a script of one's own: a canvas, sliders. Both are put in as they are."""
+        told = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+        run = f"<script>{{\n{script}\n}}</script>" if script else ""
+        self._parts.append(
+            f'<figure class="live" aria-label="{escape(label)}">{html}{told}</figure>{run}'
+        )
+        return self
+
+    def script(self, code: str) -> Self:
+        """JavaScript that live parts share; the same code is put in once."""
+        if code not in self._scripts:
+            self._scripts.append(code)
+        return self
+
     def html(self) -> str:
         """The whole page."""
-        body = "\n".join(self._parts)
+        shared = [f"<script>\n{code}</script>" for code in self._scripts]
+        body = "\n".join([*shared, *self._parts])
+        if self._plots:
+            from plotly.offline import get_plotlyjs
+
+            body = f"<script>{get_plotlyjs()}</script>\n<script>{COLOURS}</script>\n{body}"
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -78,6 +170,11 @@ class Page:
     def write(self, path: Path | str) -> Path:
         """Write the page, whole or not at all."""
         return write_text(path, self.html())
+
+
+def script_json(value: Any) -> str:
+    """JSON that may stand inside a script: nothing in it ends the script."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
 
 
 def _svg(figure: Any) -> str:
