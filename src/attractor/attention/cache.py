@@ -16,6 +16,7 @@ from attractor.attention.bands import step_values
 from attractor.attention.pde_attention import pde_attention
 from attractor.attention.pdes import PDE, Line, evolve, get_pde, take_steps
 from attractor.attention.precision import autocast_as_sdpa, wide
+from attractor.core.checks import check_beside, check_number, check_tensor, check_values, check_whole
 
 ROWS = 128  # of the map that are held at once when many tokens come together
 
@@ -67,6 +68,14 @@ class PDECache:
         if not isinstance(steps, int) or steps < 0:
             raise ValueError(f"steps = {steps} must be a whole number of at least 0")
         self.pde: PDE = get_pde(pde)() if isinstance(pde, str) else pde
+        if isinstance(self.pde, type) or not hasattr(self.pde, "step"):
+            raise ValueError(
+                f"pde {pde!r} is not an equation; give one such as pdes.Diffusion(alpha=0.1)"
+            )
+        check_number("dt", dt, 0.0)
+        if scale is not None:
+            check_number("scale", scale)
+        check_whole("capacity", capacity, 1)
         self.steps, self.dt, self.scale = steps, dt, scale
         if steps:
             self.pde.check(dt, axis)
@@ -117,6 +126,19 @@ class PDECache:
 
     def reorder(self, indices: Tensor) -> None:
         """Takes these texts of the batch, in this order, some twice and others not: beam search."""
+        check_tensor("indices", indices, "of texts [batch]", floating=False)
+        texts = 0 if self._key is None else len(self._key)
+        if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"indices {list(indices.shape)} of {indices.dtype} must be integers [batch]"
+            )
+        check_values("indices", indices)
+        if (
+            texts
+            and indices.device.type == "cpu"
+            and not bool(((indices >= 0) & (indices < texts)).all())
+        ):
+            raise ValueError(f"indices {indices.tolist()} must be from 0 to {texts - 1}")
         for name in ("_key", "_value", "_stepped", "_real"):
             held = getattr(self, name)
             if held is not None:
@@ -124,6 +146,8 @@ class PDECache:
 
     def crop(self, tokens: int) -> None:
         """Keeps the first tokens, or, if negative, drops so many at the end: speculative decoding."""
+        if not isinstance(tokens, int):
+            raise TypeError(f"crop({tokens!r}): give a number of tokens")
         kept = tokens if tokens >= 0 else self._length + tokens
         if not 0 <= kept <= self._length:
             raise ValueError(f"crop({tokens}) is not possible: the cache holds {self._length} tokens")
@@ -132,12 +156,29 @@ class PDECache:
         self._final = min(self._final, max(kept - self._reach, 0))
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, key_padding: Tensor | None) -> None:
+        for name, x in (("query", query), ("key", key), ("value", value), ("key_padding", key_padding)):
+            if x is not None or name != "key_padding":
+                check_tensor(name, x, "[batch, heads, new tokens, dim]", floating=name != "key_padding")
+                check_beside(name, x, "query", query)
+        own = query if self._key is None else self._key
+        check_beside("query", query, "what the cache holds", own)
+        if not query.dtype == key.dtype == value.dtype == own.dtype:
+            raise ValueError(
+                f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; they must "
+                f"be of one type, that of the tokens before: {own.dtype}"
+            )
         shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
         if not query.ndim == key.ndim == value.ndim == 4:
             raise ValueError(f"{shapes}: all three must be [batch, heads, new tokens, dim]")
         if not query.shape[2] == key.shape[2] == value.shape[2] >= 1:
             raise ValueError(f"{shapes}: every new token needs a query, a key and a value")
-        if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1]:
+        if (
+            query.shape[0] != key.shape[0]
+            or key.shape[0] != value.shape[0]
+            or query.shape[3] != key.shape[3]
+        ):
+            raise ValueError(f"{shapes}: all have one batch, query and key the same last dimension")
+        if key.shape[1] != value.shape[1] or query.shape[1] % max(key.shape[1], 1):
             raise ValueError(f"{shapes}: key and value must have as many heads, a divisor of query's")
         for name, new, held in (("key", key, self._key), ("value", value, self._value)):
             if held is not None and (new.shape[:2], new.shape[3]) != (held.shape[:2], held.shape[3]):

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attractor.core.checks import check_number, check_tensor, check_values
+
 SHORT = 64  # up to this many tokens every position is tried
 SPREAD = 16  # of longer inputs, this many
 
@@ -42,6 +44,13 @@ def assert_causal(model: Callable[[Tensor], Any], inputs: Tensor, tolerance: flo
     The output may be a tensor, or any nesting of tuples, mappings and dataclasses: the first floating
     tensor that has as many positions as the input, in the same dimension, is compared.
     """
+    check_tensor(
+        "inputs", inputs, "of ids [batch, tokens], or of floats [..., tokens, dim]", floating=False
+    )
+    check_values("inputs", inputs)
+    check_number("tolerance", tolerance, 0.0)
+    if not callable(model):
+        raise TypeError(f"model is a {type(model).__name__}; give a module or a function of one tensor")
     ids = not inputs.is_floating_point()
     if inputs.ndim < (1 if ids else 2) or (ids and inputs.ndim > 2):
         raise ValueError(

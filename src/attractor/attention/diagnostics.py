@@ -26,8 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from attractor.attention import masks
+from attractor.attention.arguments import check_masks, check_options, check_tensors, with_rows
 from attractor.attention.dense import dense, space
 from attractor.attention.pdes import PDE, LearnedPDE, Neighbourhood, get_pde
+from attractor.attention.pdes.pde import check_heads
+from attractor.core.checks import check_beside, check_number, check_tensor, check_whole
 
 LIMIT = 2**27  # entries of all maps of a trace: half a gigabyte in float32
 
@@ -153,6 +156,13 @@ def trace(
     raise a ValueError. A split reaction acts before the first step, as it does there.
     """
     equation: Any = get_pde(pde)() if isinstance(pde, str) else pde
+    check_tensors(query, key, key, enable_gqa=True)
+    check_masks(query, key, attn_mask, key_padding, documents, window)
+    check_options(equation, steps, dt, 0.0, axis, walls, "dense")
+    check_heads(equation, query.shape[:-2])
+    attn_mask = with_rows(attn_mask)
+    if scale is not None:
+        check_number("scale", scale)
     shape = (*query.shape[:-1], key.shape[-2])
     entries = (steps + 1) * math.prod(shape)
     if entries > limit:
@@ -160,8 +170,6 @@ def trace(
             f"a trace of {steps} steps holds {steps + 1} maps of {list(shape)}, {entries:.3g} entries, "
             f"more than limit = {limit:.3g}; give fewer texts, heads or tokens: query[:1, :1, :256]"
         )
-    if steps:
-        equation.check(dt, axis)
     _, A = dense(
         query, key, key[..., :0], attn_mask, 0.0, is_causal, scale, pde=equation, steps=0, dt=dt,
         key_padding=key_padding, documents=documents, window=window,
@@ -200,11 +208,25 @@ def hybrid_errors(
         exact, cheap: maps ``[..., queries, keys]``.
         where: where they flow, such as ``Line()``.
     """
+    check_tensor("exact", exact, "[..., queries, keys]")
+    check_tensor("cheap", cheap, "[..., queries, keys]")
+    check_beside("cheap", cheap, "exact", exact)
+    if exact.shape != cheap.shape or exact.dim() < 2 or exact.dtype != cheap.dtype:
+        raise ValueError(
+            f"exact {list(exact.shape)} and cheap {list(cheap.shape)} must be maps of one shape and type"
+        )
+    check_whole("steps", steps, 0)
+    check_number("dt", dt, 0.0)
+    if isinstance(pde, type) or not hasattr(pde, "step"):
+        raise ValueError(f"pde {pde!r} is not an equation; give one such as pdes.Diffusion(alpha=0.1)")
+    if not hasattr(where, "laplacian"):
+        raise TypeError(f"where is a {type(where).__name__}; give a Line or a Plane")
     norm = lambda u: torch.linalg.vector_norm(u, dim=(-2, -1))
     stages = zip(_stages(pde, exact, where, steps, dt), _stages(pde, cheap, where, steps, dt))
     errors = [(norm(moved - exact), norm(moved - truth)) for truth, moved in stages]
     to_start, to_truth = zip(*errors)
-    return torch.stack(to_start), torch.stack(to_truth)
+    together = lambda parts: torch.stack(torch.broadcast_tensors(*parts))  # coefficients may bring heads
+    return together(to_start), together(to_truth)
 
 
 def coefficients(model: nn.Module) -> list[dict[str, Any]]:
@@ -214,6 +236,8 @@ def coefficients(model: nn.Module) -> list[dict[str, Any]]:
     ``heads``, ``mean``, ``deviation``, ``min`` and ``max``, and ``share``, the part of the largest
     stable step that the layer's dt is (of the head that is closest to its limit).
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give a module")
     rows = []
     for name, module in model.named_modules():
         if not isinstance(module, LearnedPDE):

@@ -18,10 +18,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from attractor.attention import masks
+from attractor.attention.arguments import check_tensors
 from attractor.attention.bands import band_values, step_values
 from attractor.attention.dense import space
 from attractor.attention.pdes import PDE, Line, evolve, get_pde, take_steps
+from attractor.attention.pdes.pde import check_heads
 from attractor.attention.precision import autocast_as_sdpa, wide
+from attractor.core.checks import check_beside, check_number, check_tensor, check_whole
 
 
 class RandomFeatures(nn.Module):
@@ -52,8 +55,10 @@ class RandomFeatures(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        if dim < 1 or count < 1:
-            raise ValueError(f"dim = {dim} and count = {count} must be at least 1")
+        if not all(isinstance(x, int) and x >= 1 for x in (dim, count, 1 if heads is None else heads)):
+            raise ValueError(
+                f"dim = {dim!r}, count = {count!r} and heads = {heads!r} must be at least 1"
+            )
         self.orthogonal = orthogonal
         lead = () if heads is None else (heads,)
         self.register_buffer("projection", torch.empty(*lead, dim, count))
@@ -62,6 +67,10 @@ class RandomFeatures(nn.Module):
     @torch.no_grad()
     def redraw(self, generator: torch.Generator | None = None) -> None:
         """New directions, in place; while training, now and then, so that no draw is fitted to."""
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(
+                f"generator is a {type(generator).__name__}; give a torch.Generator, or None"
+            )
         *lead, dim, count = self.projection.shape
         device = None if generator is None else generator.device
         randn = lambda *shape: torch.randn(
@@ -79,6 +88,11 @@ class RandomFeatures(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Features ``[..., count]`` of x ``[..., dim]``."""
+        dim = self.projection.shape[-2]
+        check_tensor("x", x, f"[..., {dim}]")
+        check_beside("x", x, "the features", self.projection)
+        if x.dim() == 0 or x.shape[-1] != dim:
+            raise ValueError(f"x has shape {list(x.shape)}; these features are of [..., {dim}]")
         logs = x @ self.projection.to(x.dtype) - 0.5 * x.square().sum(-1, keepdim=True)
         return logs.exp() / math.sqrt(self.projection.shape[-1])
 
@@ -134,7 +148,10 @@ def performer_attention(
             f"{equation} is not linear, so its map has to be built and O(T) is out of reach; use "
             "performer_dense for short sequences, or a linear PDE such as pdes.Diffusion()"
         )
+    check_whole("chunk", chunk, 1)
     log_q, log_k, values = _log_features(query, key, value, features, scale, enable_gqa, key_padding)
+    if equation is not None:
+        check_heads(equation, query.shape[:-2])
     real = None if key_padding is None else key_padding[:, None, None, :]
     open = None if real is None else masks.open_faces(real)
     far = values if equation is None else step_values(equation, values, open, steps, dt)
@@ -208,6 +225,8 @@ def performer_dense(
     """
     equation = _equation(pde, steps, dt)
     log_q, log_k, values = _log_features(query, key, value, features, scale, enable_gqa, key_padding)
+    if equation is not None:
+        check_heads(equation, query.shape[:-2])
     phi_q = (log_q - log_q.detach().amax(-1, keepdim=True)).exp()
     phi_k = (log_k - log_k.detach().amax((-2, -1), keepdim=True)).exp()
     A = phi_q @ phi_k.mT
@@ -224,11 +243,14 @@ def performer_dense(
 
 
 def _equation(pde: PDE | str | None, steps: int, dt: float) -> PDE | None:
+    if not isinstance(steps, int) or steps < 0:
+        raise ValueError(f"steps = {steps!r} must be a whole number of at least 0")
     if pde is None or steps == 0:
         return None
     equation: Any = get_pde(pde)() if isinstance(pde, str) else pde
-    if not isinstance(steps, int) or steps < 0:
-        raise ValueError(f"steps = {steps} must be a whole number of at least 0")
+    if isinstance(equation, type) or not hasattr(equation, "step"):
+        raise ValueError(f"pde {pde!r} is not an equation; give one such as pdes.Diffusion(alpha=0.1)")
+    check_number("dt", dt, 0.0)
     equation.check(dt, "key")
     return equation
 
@@ -248,12 +270,25 @@ def _log_features(
     cancel in a row.
     """
     projection = features.projection if isinstance(features, RandomFeatures) else features
-    dim = query.shape[-1]
-    if projection.ndim not in (2, 3) or projection.shape[-2] != dim:
+    check_tensor("features", projection, "[dim, count] or [heads, dim, count]")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, x, "[*batch, heads, tokens, dim]", floating=False)
+        check_beside(name, x, "query", query)
+    check_beside("features", projection, "query", query)
+    check_beside("key_padding", key_padding, "query", query)
+    if scale is not None:
+        check_number("scale", scale)
+    dim = query.shape[-1] if query.ndim else 0
+    heads = query.shape[-3] if query.ndim > 2 else 1
+    fits = projection.ndim == 2 or (projection.ndim == 3 and projection.shape[0] in (1, heads))
+    if not fits or projection.shape[-2] != dim:
         raise ValueError(
             f"features {list(projection.shape)} must be [{dim}, count], or [heads, {dim}, count], for a "
             f"query {list(query.shape)}"
         )
+    check_tensors(query, key, value, enable_gqa)
+    if not key.shape[-2]:
+        raise ValueError(f"key {list(key.shape)} holds no tokens, so there is nothing to attend to")
     if key_padding is not None and (
         query.ndim != 4
         or key_padding.dtype != torch.bool
@@ -265,12 +300,7 @@ def _log_features(
             f"{list(key.shape)}"
         )
     if query.ndim > 2 and key.shape[-3] != query.shape[-3]:
-        shared, left = divmod(query.shape[-3], key.shape[-3])
-        if not enable_gqa or left:
-            raise ValueError(
-                f"query has {query.shape[-3]} heads and key {key.shape[-3]}; pass enable_gqa=True to "
-                "share heads, where key's divide query's"
-            )
+        shared = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(shared, dim=-3), value.repeat_interleave(shared, dim=-3)
     scale = dim**-0.5 if scale is None else scale
     root = math.sqrt(abs(scale))
@@ -309,6 +339,8 @@ def _causal(
     no stepped value that has seen beyond it, is in a sum.
     """
     rows, keys = log_q.shape[-2], log_k.shape[-2]
+    if not rows:
+        return far[..., :0, :]
     chunk = max(chunk, reach, 1)
     blocks = -(-rows // chunk)
     length = blocks * chunk

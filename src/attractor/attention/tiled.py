@@ -106,7 +106,7 @@ class _Job:
     def tiles(self, query: Tensor, stepped: Tensor) -> Iterator["_Tile"]:
         scope, by_source = self.scope, stepped.shape[-2] > 0
         entries = ENTRIES if query.device.type == "cpu" else ENTRIES_GPU
-        height = max(16, entries // (COLUMNS * query.shape[0] * query.shape[1]))
+        height = max(16, entries // (COLUMNS * max(1, query.shape[0] * query.shape[1])))
         for start in range(0, scope.queries, height):
             rows = slice(start, min(start + height, scope.queries))
             columns = scope.columns(rows)

@@ -35,6 +35,14 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from attractor.attention.cache import PDECache
 from attractor.attention.pde_attention import pde_attention
 from attractor.attention.pdes import PDE, Diffusion, LearnedPDE, get_pde
+from attractor.core.checks import (
+    check_beside,
+    check_input,
+    check_number,
+    check_tensor,
+    check_whole,
+    is_number,
+)
 
 
 class PDEAttention(nn.Module):
@@ -78,14 +86,16 @@ class PDEAttention(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        if heads < 1 or dim % heads:
-            raise ValueError(f"dim = {dim} must be a multiple of heads = {heads}")
+        whole = all(isinstance(size, int) and not isinstance(size, bool) for size in (dim, heads))
+        if not whole or heads < 1 or dim < 1 or dim % heads:
+            raise ValueError(f"dim = {dim!r} must be a multiple of heads = {heads!r}")
+        check_number("dt", dt, 0.0)
         if not isinstance(steps, int) or steps < 0:
             raise ValueError(
                 f"steps = {steps} must be a whole number of at least 0; 0 is standard attention"
             )
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout = {dropout} is not a probability below 1")
+        if not is_number(dropout) or not 0 <= dropout < 1:
+            raise ValueError(f"dropout = {dropout!r} is not a probability below 1")
         self.heads, self.causal, self.dropout = heads, causal, dropout
         self.steps, self.dt = (steps, dt) if pde is not None else (0, dt)
         self.attention = attention
@@ -112,6 +122,10 @@ class PDEAttention(nn.Module):
             documents: ``[batch, tokens]`` integer ids of packed texts that do not see each other.
             cache: of the tokens before, made by `new_cache`; x is added to it.
         """
+        width = self.project.in_features
+        check_input("x", x, f"[batch, tokens, {width}]", "this attention", self.project.weight)
+        if x.ndim != 3 or x.shape[2] != width:
+            raise ValueError(f"x {list(x.shape)} must be [batch, tokens, {width}]")
         batch, tokens, dim = x.shape
         heads = self.project(x).view(batch, tokens, 3, self.heads, dim // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, tokens, dim / heads]
@@ -193,11 +207,15 @@ class Residual(nn.Module):
         super().__init__()
         if norm not in ("pre", "post"):
             raise ValueError(f"norm {norm!r} is not one of pre, post")
+        check_number("dropout", dropout, 0.0, 1.0)
         self.pre, self.branch = norm == "pre", branch
         self.norm, self.dropout = nn.LayerNorm(dim), nn.Dropout(dropout)
 
     def forward(self, x: Tensor, **masks: Any) -> Tensor:
         """The state after this branch, ``[batch, tokens, dim]``; masks go to the branch."""
+        check_input("x", x, "[batch, tokens, dim]", "this layer", self.norm.weight)
+        if x.ndim != 3 or x.shape[-1] != len(self.norm.weight):
+            raise ValueError(f"x {list(x.shape)} must be [batch, tokens, {len(self.norm.weight)}]")
         if self.pre:
             return x + self.dropout(self.branch(self.norm(x), **masks))
         return self.norm(x + self.dropout(self.branch(x, **masks)))
@@ -247,6 +265,8 @@ class Stack(nn.Module):
         super().__init__()
         if place not in ("each", "after"):
             raise ValueError(f"place {place!r} is not one of each, after")
+        check_whole("layers", layers, 0)
+        check_whole("hidden", hidden, 1)
 
         def attend(**changes: Any) -> Residual:
             own = {n: o if n == "pde" else _own(o) for n, o in {**attention, **changes}.items()}
@@ -269,6 +289,7 @@ class Stack(nn.Module):
         self, x: Tensor, caches: Sequence[PDECache | None] | None = None, **masks: Any
     ) -> Tensor:
         """States ``[batch, tokens, dim]`` after the last layer, normalised; caches: one an attention."""
+        check_tensor("x", x, "[batch, tokens, dim]")
         caches = caches or [None] * (len(self.layers) + 1)
         for layer, cache in zip(self.layers, caches):
             x = layer(x, cache=cache, **masks)
@@ -286,6 +307,10 @@ class Embedding(nn.Module):
 
     def __init__(self, vocabulary: int, dim: int, max_tokens: int, dropout: float) -> None:
         super().__init__()
+        check_whole("vocabulary", vocabulary, 1)
+        check_whole("dim", dim, 1)
+        check_whole("max_tokens", max_tokens, 1)
+        check_number("dropout", dropout, 0.0, 1.0)
         self.tokens, self.positions = nn.Embedding(vocabulary, dim), nn.Embedding(max_tokens, dim)
         self.dropout = nn.Dropout(dropout)
 
@@ -296,18 +321,42 @@ class Embedding(nn.Module):
         padding on the right.
         """
         most = self.positions.num_embeddings
-        if ids.ndim != 2 or ids.is_floating_point():
+        check_tensor("ids", ids, "of integers [batch, tokens]", floating=False)
+        check_beside("ids", ids, "this model", self.tokens.weight)
+        if ids.ndim != 2 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise ValueError(f"ids {list(ids.shape)} of {ids.dtype} must be integers [batch, tokens]")
         if start + ids.shape[1] > most:
             raise ValueError(
                 f"{start + ids.shape[1]} tokens are more than the {most} this model has positions for; "
                 "make it with a larger max_tokens, or give fewer"
             )
+        check_padding(key_padding, ids)
+        ids = ids if ids.dtype in (torch.int64, torch.int32) else ids.long()
+        if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
+            low, high = ids.aminmax()  # elsewhere a look would make everybody wait
+            if low < 0 or high >= self.tokens.num_embeddings:
+                raise ValueError(
+                    f"ids go from {int(low)} to {int(high)}; this model has tokens 0 to "
+                    f"{self.tokens.num_embeddings - 1}"
+                )
         if key_padding is None:
             positions = torch.arange(start, start + ids.shape[1], device=ids.device)
         else:
             positions = start + (key_padding.cumsum(1) - 1).clamp(min=0)
         return self.dropout(self.tokens(ids) + self.positions(positions))
+
+
+def check_padding(key_padding: Any, ids: Tensor) -> None:
+    """Raise unless it is None, or a bool for each id."""
+    if key_padding is None:
+        return
+    check_tensor("key_padding", key_padding, "of bools [batch, tokens]", floating=False)
+    check_beside("key_padding", key_padding, "ids", ids)
+    if key_padding.dtype != torch.bool or key_padding.shape != ids.shape:
+        raise ValueError(
+            f"key_padding {list(key_padding.shape)} of {key_padding.dtype} must be bool "
+            f"{list(ids.shape)}, True = a real token"
+        )
 
 
 class Classifier(nn.Module):
@@ -347,6 +396,7 @@ class Classifier(nn.Module):
         super().__init__()
         if pooling not in ("mean", "first"):
             raise ValueError(f"pooling {pooling!r} is not one of mean, first")
+        check_whole("classes", classes, 1)
         self.pooling, self.padding = pooling, padding
         self.embed = Embedding(vocabulary, dim, max_tokens, dropout)
         self.stack = Stack(dim, heads, layers, hidden, dropout=dropout, **options)
@@ -355,6 +405,11 @@ class Classifier(nn.Module):
 
     def forward(self, ids: Tensor, key_padding: Tensor | None = None) -> Tensor:
         """Logits ``[batch, classes]`` of texts ``[batch, tokens]``; key_padding True = a real token."""
+        check_tensor("ids", ids, "of integers [batch, tokens]", floating=False)
+        if ids.ndim == 2 and not ids.shape[1]:
+            raise ValueError(
+                f"ids {list(ids.shape)} hold no token; a text to be told apart has at least one"
+            )
         if key_padding is None and self.padding is not None:
             key_padding = ids != self.padding
         x = self.stack(self.embed(ids, key_padding), key_padding=key_padding)
@@ -421,7 +476,11 @@ class LanguageModel(nn.Module):
 
     def logits(self, states: Tensor) -> Tensor:
         """``[..., vocabulary]`` of states ``[..., dim]``."""
-        return linear(states, self.embed.tokens.weight)
+        weight = self.embed.tokens.weight
+        check_input("states", states, f"[..., {weight.shape[1]}]", "this model", weight)
+        if states.ndim == 0 or states.shape[-1] != weight.shape[1]:
+            raise ValueError(f"states {list(states.shape)} must be [..., {weight.shape[1]}]")
+        return linear(states, weight)
 
     @torch.no_grad()
     def generate(
@@ -447,6 +506,11 @@ class LanguageModel(nn.Module):
             generator: where randomness comes from.
             cache: keep keys and values, where every attention can: other costs, the same texts.
         """
+        check_tensor("ids", ids, "of integers [batch, tokens]", floating=False)
+        check_whole("tokens", tokens, 0)
+        check_number("temperature", temperature)
+        if top_k is not None:
+            check_whole("top_k", top_k, 1)
         if ids.ndim != 2 or not ids.shape[1]:
             raise ValueError(f"ids {list(ids.shape)} must be [batch, tokens], with at least one token")
         if temperature < 0:

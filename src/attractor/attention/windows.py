@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from attractor.attention import flash, fused, masks
+from attractor.attention.arguments import check
 from attractor.attention.bands import step_values
 from attractor.attention.masks import Scope
-from attractor.attention.pde_attention import _check as check
 from attractor.attention.pde_attention import four_dimensions, pde_attention
 from attractor.attention.pdes import PDE, Diffusion, Line, evolve
 from attractor.attention.precision import autocast_as_sdpa, first_derivatives_only, wide

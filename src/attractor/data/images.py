@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attractor.core.checks import check_beside, check_tensor, check_whole, nearest
 from attractor.data.folders import Folder, folder_of
 from attractor.data.imagefolder import ImageFolder, subfolders
 
@@ -68,7 +69,14 @@ class ImageSet:
     std: tuple[float, ...]
     name: str = "images"
 
+    def __repr__(self) -> str:
+        n, channels, height, width = self.images.shape
+        size = f"{channels} x {height} x {width}"
+        return f"ImageSet({self.name}: {n:,} images {size}, {len(self.classes)} classes)"
+
     def __post_init__(self) -> None:
+        check_tensor("images", self.images, "uint8 [n, channels, height, width]", floating=False)
+        check_tensor("labels", self.labels, "int64 [n]", floating=False)
         if self.images.dtype != torch.uint8 or self.images.dim() != 4:
             given = f"{self.images.dtype} {list(self.images.shape)}"
             raise ValueError(f"images are {given}; they must be uint8 [n, channels, height, width]")
@@ -84,6 +92,7 @@ class ImageSet:
 
     def take(self, index: Tensor) -> "ImageSet":
         """Those images, in that order."""
+        self._check_index(index)
         return replace(self, images=self.images[index], labels=self.labels[index])
 
     def subset(self, n: int, seed: int = 0) -> "ImageSet":
@@ -92,8 +101,9 @@ class ImageSet:
 
     def hold_out(self, n: int, seed: int = 0) -> tuple["ImageSet", "ImageSet"]:
         """The set without n images drawn at random, and those n: a training and a validation set."""
-        if not 0 <= n <= len(self):
-            raise ValueError(f"{n} images of {self.name}, which has {len(self)}")
+        check_whole("seed", seed, 0)
+        if not isinstance(n, int) or not 0 <= n <= len(self):
+            raise ValueError(f"{n!r} images of {self.name}, which has {len(self)}")
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         return self.take(order[n:]), self.take(order[:n])
 
@@ -109,10 +119,27 @@ class ImageSet:
 
     def normalised(self, index: Tensor | slice = slice(None)) -> Tensor:
         """Images as a network sees them: float32 of mean 0 and deviation 1 ``[k, channels, h, w]``."""
+        if not isinstance(index, slice):
+            self._check_index(index)
         mean, std = (
             torch.tensor(x, device=self.images.device)[:, None, None] for x in (self.mean, self.std)
         )
         return (self.images[index] / 255 - mean) / std
+
+    def _check_index(self, index: Any) -> None:
+        """Raise unless index is a tensor of positions, or of a bool for each image."""
+        check_tensor("index", index, "of positions [k]", floating=False)
+        check_beside("index", index, "the images", self.images)
+        if index.dtype == torch.bool:
+            right = index.shape == self.labels.shape
+        else:
+            right = index.dtype in (torch.int64, torch.int32) and index.dim() == 1
+            if right and index.device.type == "cpu":  # elsewhere a look would make everybody wait
+                right = bool(((index >= -len(self)) & (index < len(self))).all())
+        if not right:
+            raise ValueError(
+                f"index {list(index.shape)} of {index.dtype} must be positions from 0 to {len(self) - 1}"
+            )
 
 
 @overload
@@ -134,8 +161,9 @@ def load(name: str, split: str = "train", folder: Folder = None) -> ImageSet | I
     Raises:
         FileNotFoundError: the data set was not found; says what was looked for where.
     """
-    if name not in NAMES:
-        raise ValueError(f"no image data set is called {name!r}; there are {', '.join(NAMES)}")
+    if not isinstance(name, str) or name not in NAMES:
+        hint = nearest(name, NAMES)
+        raise ValueError(f"no image data set is called {name!r}; there are {', '.join(NAMES)}{hint}")
     place = folder_of(folder)
     if name == "imagefolder":
         if place is None:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attractor.core.checks import check_tensor, check_whole, nearest
 from attractor.core.files import write_bytes
 from attractor.data.folders import Folder, folder_of
 
@@ -56,6 +57,10 @@ def lines(name: str, split: str, folder: Folder = None) -> list[str]:
         split: ``"train"``, ``"valid"`` or ``"test"``.
         folder: where its files are; None: the folder that ``ATTRACTOR_DATA`` names.
     """
+    if not isinstance(name, str) or name not in FILES:
+        raise ValueError(
+            f"no data set is called {name!r}; there are {', '.join(FILES)}{nearest(name, list(FILES))}"
+        )
     if not name.startswith("wikitext"):
         raise ValueError(f"{name!r} has labels: read it with labelled({name!r}, {split!r})")
     path = _find(name, split, folder)
@@ -115,11 +120,12 @@ class Bytes:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """A byte, an id."""
-        return [list(text.encode()) for text in texts]
+        _check_texts(texts)
+        return [list(text.encode(errors="replace")) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text, padding left out."""
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
+        return bytes(i for i in _checked_ids(ids, self.size) if i < 256).decode(errors="replace")
 
 
 class Words:
@@ -134,6 +140,8 @@ class Words:
     def __init__(self, vocabulary: Sequence[str]) -> None:
         if list(vocabulary[:3]) != ["<pad>", "<unk>", "<eos>"]:
             raise ValueError("the first three words must be <pad>, <unk> and <eos>; use Words.of(texts)")
+        if not all(isinstance(word, str) for word in vocabulary):
+            raise TypeError("a vocabulary is a list of words, all of them str")
         self.words = list(vocabulary)
         self.ids = {word: i for i, word in enumerate(self.words)}
         self.size = len(self.words)
@@ -141,6 +149,10 @@ class Words:
     @classmethod
     def of(cls, texts: Iterable[str], size: int | None = None) -> "Words":
         """The most frequent words of these texts, all or `size` of them with the special ones."""
+        texts = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else texts
+        _check_texts(texts)
+        if size is not None:
+            check_whole("size", size, 3, "three words are special")
         counts = Counter(word for text in texts for word in text.split())
         special = ["<pad>", "<unk>", "<eos>"]
         common = [word for word, _ in counts.most_common() if word not in special]
@@ -148,11 +160,12 @@ class Words:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """A word, an id."""
+        _check_texts(texts)
         return [[self.ids.get(word, self.unknown) for word in text.split()] for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The words with spaces between them, padding left out."""
-        return " ".join(self.words[i] for i in ids if i != self.padding)
+        return " ".join(self.words[i] for i in _checked_ids(ids, self.size) if i != self.padding)
 
 
 class WordPiece:
@@ -209,6 +222,38 @@ class WordPiece:
         return self.tokenizer.decode(list(ids))
 
 
+def _check_texts(texts: Any) -> None:
+    """Raise unless it is a list of texts."""
+    if isinstance(texts, str) or not (hasattr(texts, "__getitem__") and hasattr(texts, "__len__")):
+        raise TypeError(
+            f"texts is a {type(texts).__name__}; give a list of texts, [text] for a single one"
+        )
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"texts holds a {type(text).__name__}; all of them must be str")
+
+
+def _checked_ids(ids: Any, size: int) -> list[int]:
+    """A list of ids below size."""
+    if not isinstance(ids, Iterable):
+        raise TypeError(f"ids is a {type(ids).__name__}; give numbers from 0 to {size - 1}")
+    given = list(ids)
+    for i in given:
+        if not hasattr(i, "__index__") or not 0 <= i < size:
+            raise ValueError(f"{i!r} is no id of this tokenizer; they go from 0 to {size - 1}")
+    return [int(i) for i in given]
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    """Raise unless it is something like a `Tokenizer`."""
+    if not (
+        hasattr(tokenizer, "encode") and hasattr(tokenizer, "padding") and hasattr(tokenizer, "end")
+    ):
+        raise TypeError(
+            f"tokenizer is a {type(tokenizer).__name__}; give one such as Bytes() or Words.of(texts)"
+        )
+
+
 def stream(texts: Sequence[str], tokenizer: Tokenizer, cache: Folder = None) -> Tensor:
     """All texts as one row of ids ``[n]``, int64, each followed by the tokenizer's `end`.
 
@@ -218,6 +263,8 @@ def stream(texts: Sequence[str], tokenizer: Tokenizer, cache: Folder = None) -> 
         cache: a folder in which the ids are kept under a name made from texts and tokenizer; the next
             time they are mapped from there into memory.
     """
+    _check_texts(texts)
+    _check_tokenizer(tokenizer)
     if cache is None:
         return torch.from_numpy(_flat(texts, tokenizer))
     path = Path(cache) / f"{_key(texts, tokenizer)}.npy"
@@ -242,8 +289,10 @@ def padded(
             there into memory. They then have the narrowest type that holds them, int16 or int32: call
             ``.long()`` on what goes into a model.
     """
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens = {max_tokens} must be at least 1")
+    _check_texts(texts)
+    _check_tokenizer(tokenizer)
+    if not isinstance(max_tokens, int) or max_tokens < 1:
+        raise ValueError(f"max_tokens = {max_tokens!r} must be at least 1")
     if cache is None:
         ids, lengths = _side_by_side(texts, tokenizer, max_tokens, np.int64)
     else:
@@ -264,6 +313,10 @@ def windows(ids: Tensor, tokens: int) -> Tensor:
     So that each piece's tokens but the last are inputs, all but the first are targets, and every token
     of the stream but the first is a target once. What does not fill a piece is left out.
     """
+    check_tensor("ids", ids, "[m]", floating=False)
+    check_whole("tokens", tokens, 1)
+    if ids.dim() != 1:
+        raise ValueError(f"ids have shape {list(ids.shape)}; give one stream [m]")
     if len(ids) < tokens + 1:
         raise ValueError(f"a stream of {len(ids)} tokens has no piece of {tokens} + 1")
     return ids.unfold(0, tokens + 1, tokens)

@@ -49,6 +49,7 @@ from attractor.attention.pdes.pde import AXES, PDE, evolve, take_steps
 from attractor.attention.pdes.reaction_diffusion import ReactionDiffusion
 from attractor.attention.pdes.scaling import for_length
 from attractor.attention.pdes.wave import Wave
+from attractor.core.checks import nearest
 
 __all__ = [
     "AXES",
@@ -77,6 +78,7 @@ BY_NAME: dict[str, type[Any]] = {
 
 def get_pde(name: str) -> type[Any]:
     """The class of that name, such as ``"diffusion"``."""
-    if name not in BY_NAME:
-        raise ValueError(f"no PDE is called {name!r}; there are {', '.join(BY_NAME)}")
+    if not isinstance(name, str) or name not in BY_NAME:
+        hint = nearest(name, list(BY_NAME))
+        raise ValueError(f"no PDE is called {name!r}; there are {', '.join(BY_NAME)}{hint}")
     return BY_NAME[name]

@@ -9,6 +9,7 @@ from attractor.attention.pdes.line import Neighbourhood
 from attractor.attention.pdes.pde import (
     check_coefficient,
     check_dt,
+    check_step_size,
     dimensions,
     each_head,
     over,
@@ -54,6 +55,7 @@ class AdvectionDiffusion:
 
         For beta it is where A stays non-negative, which is less than what is stable without walls.
         """
+        check_step_size(dt)
         if name == "alpha":
             return 0.0, 0.5 / (dt * dimensions(axis))
         return -2 * self.alpha, 2 * self.alpha

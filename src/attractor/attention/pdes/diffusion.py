@@ -9,6 +9,7 @@ from attractor.attention.pdes.line import Neighbourhood
 from attractor.attention.pdes.pde import (
     check_coefficient,
     check_dt,
+    check_step_size,
     dimensions,
     each_head,
     over,
@@ -44,6 +45,7 @@ class Diffusion:
 
     def interval(self, name: str, dt: float, axis: str = "key") -> tuple[float | Tensor, float | Tensor]:
         """The lowest and the highest alpha that is stable for such steps: what `LearnedPDE` keeps to."""
+        check_step_size(dt)
         return 0.0, 0.5 / (dt * dimensions(axis))
 
     def step(

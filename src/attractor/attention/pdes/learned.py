@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attractor.attention.pdes.pde import PDE
+from attractor.core.checks import check_whole, is_number
 
 MARGIN = 1e-6  # of an interval: rounding must not carry a coefficient over its end
 HALVES = (torch.float16, torch.bfloat16)
@@ -51,8 +52,10 @@ class LearnedPDE(nn.Module):
 
             pde = get_pde(pde)()
         given: Any = pde
-        if not dt > 0:
+        if not is_number(dt) or not 0 < dt < float("inf"):
             raise ValueError(f"dt = {dt} must be more than 0: without a step there is nothing to learn")
+        if heads is not None:
+            check_whole("heads", heads, 1)
         self.kind: Any = type(given)
         self.dt, self.axis = float(dt), axis
         names = _coefficients(given)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attractor.core.checks import check_beside, check_tensor
+
 
 class Neighbourhood(Protocol):
     """What a PDE needs to know of space: a `Line`, or a `Plane` of two."""
@@ -56,10 +58,12 @@ class Line:
 
     def laplacian(self, u: Tensor) -> Tensor:
         """``u_{j+1} - 2 u_j + u_{j-1}``, with no flux through walls."""
+        self._check(u)
         return self._divergence(self._through(self._difference(u)))
 
     def gradient(self, u: Tensor) -> Tensor:
         """``(u_{j+1} - u_{j-1}) / 2`` as the difference of face fluxes ``(u_j + u_{j+1}) / 2``."""
+        self._check(u)
         if self.transposed:
             flux = self._through(self._difference(u))
             upper = flux.roll(1, self.dim) if self.periodic else self._padded(flux, 1, 0)
@@ -71,6 +75,27 @@ class Line:
         return self._divergence(
             self._through(0.5 * (u.narrow(self.dim, 1, n) + u.narrow(self.dim, 0, n)))
         )
+
+    def _check(self, u: Tensor) -> None:
+        check_tensor("u", u, "[..., positions]")
+        if not -u.dim() <= self.dim < 0:
+            raise ValueError(
+                f"dim = {self.dim} of a Line counts from the end: -1 to {-u.dim()} for u {[*u.shape]}"
+            )
+        if u.shape[self.dim] == 0:
+            raise ValueError(f"u {list(u.shape)} has no positions along dimension {self.dim}")
+        if self.open is None or torch.compiler.is_compiling():
+            return
+        faces = list(u.shape)
+        faces[self.dim] -= 1
+        sizes = zip(reversed(self.open.shape), reversed(faces))
+        fits = self.open.ndim <= u.ndim and all(size in (1, face) for size, face in sizes)
+        if self.open.dtype != torch.bool or not fits:
+            raise ValueError(
+                f"open {list(self.open.shape)} of {self.open.dtype} must be bools that broadcast to the "
+                f"faces {faces} of u {list(u.shape)}"
+            )
+        check_beside("open", self.open, "u", u)
 
     def _through(self, flux: Tensor) -> Tensor:
         return flux if self.open is None else torch.where(self.open, flux, 0.0)

@@ -1,13 +1,16 @@
 """What every PDE offers, the loop that steps it, and the check of its step."""
 
 import math
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from attractor.attention.pdes.line import Neighbourhood
+from attractor.core.checks import check_beside, check_number, check_tensor, is_number
 
 AXES = ("key", "query", "both")
 
@@ -57,6 +60,11 @@ def evolve(pde: PDE, u: Tensor, line: Neighbourhood, steps: int, dt: float) -> T
 
 def take_steps(pde: PDE, u: Tensor, line: Neighbourhood, steps: int, dt: float) -> Tensor:
     """The map, or the values, after that many steps, without what comes before the first."""
+    check_tensor("u", u, "[..., positions]")
+    if isinstance(pde, type) or not hasattr(pde, "step"):
+        raise ValueError(f"pde {pde!r} is not an equation; give one such as pdes.Diffusion(alpha=0.1)")
+    if not hasattr(line, "laplacian"):
+        raise TypeError(f"line is a {type(line).__name__}; give a Line or a Plane")
     velocity = None
     for _ in range(steps):
         u, velocity = pde.step(u, velocity, line, dt)
@@ -65,9 +73,28 @@ def take_steps(pde: PDE, u: Tensor, line: Neighbourhood, steps: int, dt: float) 
 
 def plus(u: Tensor, factor: float | Tensor, change: Tensor) -> Tensor:
     """``u + factor * change``, in one pass over memory."""
+    if not torch.compiler.is_compiling():
+        check_factor(u, factor, change)
     if isinstance(factor, Tensor):
         return torch.addcmul(u, factor.to(u.device, u.dtype), change)
-    return torch.add(u, change, alpha=factor)
+    return torch.add(u, change, alpha=float(factor))
+
+
+def check_factor(u: Tensor, factor: float | Tensor, change: Tensor) -> None:
+    """Raise unless ``u + factor * change`` can be computed; u may grow heads that the others have."""
+    check_tensor("u", u, "[..., positions]")
+    check_beside("velocity", change, "u", u)
+    for name, shape in (("a velocity", change.shape), ("coefficients", getattr(factor, "shape", ()))):
+        sizes = zip(reversed(shape), reversed(u.shape))
+        if any(size != own and 1 not in (size, own) for size, own in sizes):
+            raise ValueError(
+                f"{name} {list(shape)} and u {list(u.shape)} do not go together; coefficients are "
+                "[heads, 1, 1], a velocity is like u"
+            )
+    if not isinstance(factor, Tensor) and not abs(factor) <= torch.finfo(u.dtype).max:
+        raise ValueError(
+            f"dt times a coefficient is {factor:g}, more than {u.dtype} holds; take smaller steps"
+        )
 
 
 def dimensions(axis: str) -> int:
@@ -94,10 +121,11 @@ def check_dt(pde: Any, dt: float, axis: str, formula: str) -> None:
     """Raises if dt is above the limit. Not for tensors: learnt ones are stable by construction."""
     if any(isinstance(getattr(pde, field.name), Tensor) for field in fields(pde)):
         return
+    check_number("dt", dt)
     limit = pde.max_dt(axis)
     if dt <= limit * (1 + 1e-12):
         return
-    if limit > 0:
+    if limit > 0 and math.isfinite(dt / limit):
         more = math.ceil(dt / limit * (1 - 1e-12))
         cure = f"take {more} times as many steps with dt={dt / more:g}, or smaller coefficients"
     else:
@@ -107,14 +135,41 @@ def check_dt(pde: Any, dt: float, axis: str, formula: str) -> None:
     )
 
 
+def check_step_size(dt: Any) -> None:
+    """Raise unless dt is a finite number above 0."""
+    check_number("dt", dt)
+    if not dt > 0:
+        raise ValueError(f"dt = {dt} must be more than 0")
+
+
 def check_coefficient(pde: Any, name: str, signed: bool = False) -> None:
     """Raises if a coefficient given as a number is not one."""
     value = getattr(pde, name)
     if isinstance(value, Tensor):
         return
-    if not math.isfinite(value) or (value < 0 and not signed):
+    if not is_number(value) or not math.isfinite(value) or (value < 0 and not signed):
         kind = "a finite number" if signed else "a finite number of at least 0"
-        raise ValueError(f"{name} = {value} of {type(pde).__name__} must be {kind}")
+        raise ValueError(f"{name} = {value!r} of {type(pde).__name__} must be {kind}")
+
+
+def check_heads(pde: Any, shape: Sequence[int]) -> None:
+    """Raise unless coefficients that are tensors suit maps ``[*batch, heads, queries, keys]``.
+
+    Args:
+        pde: the equation.
+        shape: ``[*batch, heads]`` of the maps.
+    """
+    for field in fields(pde) if is_dataclass(pde) else ():
+        given = getattr(pde, field.name)
+        if not isinstance(given, Tensor):
+            continue
+        sizes = zip_longest(reversed(given.shape), (1, 1, *reversed(shape)), fillvalue=1)
+        if any(size not in (1, own) for size, own in sizes):
+            heads = shape[-1] if shape else 1
+            raise ValueError(
+                f"{field.name} {list(given.shape)} of {type(pde).__name__} does not suit {heads} heads; "
+                f"give a number, or a tensor [{heads}, 1, 1]"
+            )
 
 
 def same(pde: Any, other: Any) -> bool:

@@ -11,12 +11,15 @@ from attractor.attention.pdes.line import Neighbourhood
 from attractor.attention.pdes.pde import (
     check_coefficient,
     check_dt,
+    check_factor,
+    check_step_size,
     dimensions,
     each_head,
     over,
     plus,
     same,
 )
+from attractor.core.checks import check_number, check_tensor
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class ReactionDiffusion:
 
         Split, any beta is stable; it may grow e-fold in a step.
         """
+        check_step_size(dt)
         if name == "alpha":
             return 0.0, 0.5 / (dt * dimensions(axis))
         if self.split:
@@ -69,7 +73,15 @@ class ReactionDiffusion:
 
     def start(self, u: Tensor, time: float) -> Tensor:
         """u before its first step: split, the reaction over all of the pseudo-time."""
-        return logistic(u, self.beta * time) if self.split else u
+        check_tensor("u", u, "[..., positions]")
+        check_number("time", time)
+        growth = self.beta * time
+        check_factor(u, growth, u)
+        if not isinstance(growth, Tensor) and not abs(growth) <= 700:
+            raise ValueError(
+                f"beta times the pseudo-time is {growth:g}; a reaction of more than 700 overflows"
+            )
+        return logistic(u, growth) if self.split else u
 
     def step(
         self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float

@@ -4,6 +4,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from attractor.attention.pdes.pde import PDE
+from attractor.core.checks import check_number
 
 # beta goes with alpha: that keeps their balance, and an advection that keeps maps non-negative does.
 POWERS = {"alpha": -2.0, "beta": -2.0}
@@ -41,7 +42,9 @@ def for_length(
 
         pde = get_pde(pde)()
     given: Any = pde
-    if tokens < 1 or reference < 1:
+    check_number("dt", dt, 0.0)
+    check_number("gamma", gamma)
+    if not isinstance(tokens, int) or not isinstance(reference, int) or tokens < 1 or reference < 1:
         raise ValueError(f"tokens = {tokens} and reference = {reference} must be at least 1")
     ratio = tokens / reference
     powers = {**POWERS, "c": gamma}

@@ -3,12 +3,15 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from attractor.attention.pdes.line import Neighbourhood
 from attractor.attention.pdes.pde import (
     check_coefficient,
     check_dt,
+    check_factor,
+    check_step_size,
     dimensions,
     each_head,
     over,
@@ -44,6 +47,7 @@ class Wave:
 
     def interval(self, name: str, dt: float, axis: str = "key") -> tuple[float | Tensor, float | Tensor]:
         """The lowest and the highest c that is stable for such steps: what `LearnedPDE` keeps to."""
+        check_step_size(dt)
         return 0.0, 1 / (dt * dimensions(axis) ** 0.5)
 
     def step(
@@ -52,5 +56,10 @@ class Wave:
         """u and its velocity after one step."""
         speed = dt * self.c**2
         force = line.laplacian(u)
-        velocity = speed * force if velocity is None else plus(velocity, speed, force)
+        if not torch.compiler.is_compiling():
+            check_factor(u, speed, force)
+        if velocity is None:
+            velocity = (speed.to(u.device, u.dtype) if isinstance(speed, Tensor) else speed) * force
+        else:
+            velocity = plus(velocity, speed, force)
         return plus(u, dt, velocity), velocity

@@ -18,6 +18,7 @@ To add one: a file here, a line below; `tests/contracts.py` then tests it.
 
 from torch import nn
 
+from attractor.core.checks import nearest
 from attractor.ode.corrections.attns import AttNS
 from attractor.ode.corrections.attns_m import AttNSM
 from attractor.ode.corrections.csm import CSM
@@ -39,6 +40,7 @@ BY_NAME: dict[str, type[nn.Module]] = {
 
 def get_correction(name: str) -> type[nn.Module]:
     """The class of that name, such as ``"attns"``."""
-    if name not in BY_NAME:
-        raise ValueError(f"no correction is called {name!r}; there are {', '.join(BY_NAME)}")
+    if not isinstance(name, str) or name not in BY_NAME:
+        hint = nearest(name, list(BY_NAME))
+        raise ValueError(f"no correction is called {name!r}; there are {', '.join(BY_NAME)}{hint}")
     return BY_NAME[name]

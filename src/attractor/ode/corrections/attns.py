@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attractor.ode.corrections.network import Network, with_phase
+from attractor.ode.corrections.network import Network, check_sizes, check_step, with_phase
 
 
 class AttNS(nn.Module):
@@ -33,12 +33,14 @@ class AttNS(nn.Module):
     ) -> None:
         super().__init__()
         self.times_dt, self.state = times_dt, state
+        check_sizes(dim=dim)
         self.net = Network(dim * (1 + state), dim, width, depth, **options)
         self.timed = self.net.period is not None
         self.config = {"dim": dim, "times_dt": times_dt, "state": state, **self.net.config}
 
     def inputs(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:
         """What the network sees."""
+        check_step(self.net, u, slope)
         x = dt * slope if self.times_dt else slope
         return with_phase(torch.cat((x, u), -1) if self.state else x, t, self.net.period)
 

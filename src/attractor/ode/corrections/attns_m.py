@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attractor.ode.corrections.network import Network, with_phase
+from attractor.ode.corrections.network import Network, check_step, with_phase
 
 
 class AttNSM(nn.Module):
@@ -27,10 +27,12 @@ class AttNSM(nn.Module):
 
     def inputs(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:
         """What the network sees."""
+        check_step(self.net, u, slope)
         return with_phase(slope, t, self.net.period)
 
     def gain(self, slope: Tensor, dt: Any) -> Tensor:
         """What multiplies ``Q - 1``."""
+        check_step(self.net, slope, slope)
         return dt * slope
 
     def forward(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:

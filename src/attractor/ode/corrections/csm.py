@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attractor.ode.corrections.network import Network, with_phase
+from attractor.ode.corrections.network import Network, check_step, with_phase
 
 
 class CSM(nn.Module):
@@ -29,6 +29,7 @@ class CSM(nn.Module):
 
     def inputs(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:
         """What the network sees."""
+        check_step(self.net, u, slope)
         return with_phase(u, t, self.net.period)
 
     def forward(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:

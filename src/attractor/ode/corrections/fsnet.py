@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attractor.ode.corrections.network import Network, with_phase
+from attractor.ode.corrections.network import Network, check_step, with_phase
 
 
 class FSNet(nn.Module):
@@ -31,6 +31,7 @@ class FSNet(nn.Module):
 
     def inputs(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:
         """What the network sees."""
+        check_step(self.net, u, slope)
         return with_phase(self.scale_in * u, t, self.net.period)
 
     def forward(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attractor.ode.corrections.network import Affine, with_phase
+from attractor.ode.corrections.network import Affine, check_step, with_phase
 
 
 class Linear(nn.Module):
@@ -26,6 +26,7 @@ class Linear(nn.Module):
 
     def inputs(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:
         """What the map sees."""
+        check_step(self.net, u, slope)
         return with_phase(u, t, self.net.period)
 
     def forward(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attractor.core.checks import check_dtype, check_input, check_number, check_whole, is_number
 from attractor.ode import fused
 from attractor.ode.corrections.sequence import BODIES
 
@@ -121,6 +122,9 @@ class Network(nn.Module):
         **factory: Any,
     ) -> None:
         super().__init__()
+        check_sizes(dim=outputs, width=width, depth=depth)
+        check_period(period)
+        check_factory(factory)
         if min(inputs, outputs, width) < 1 or depth < 2:
             raise ValueError(
                 f"sizes {inputs} -> {width} -> {outputs} with depth {depth} make no network; sizes "
@@ -198,6 +202,9 @@ class Affine(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, period: float | None = None, **factory: Any) -> None:
         super().__init__()
+        check_sizes(dim=inputs)
+        check_period(period)
+        check_factory(factory)
         self.period = period
         self.head = nn.Linear(inputs + 2 * (period is not None), outputs, **factory)
 
@@ -228,6 +235,48 @@ def with_phase(x: Tensor, t: Any, period: float | None) -> Tensor:
         return x
     if t is None:
         raise ValueError(f"a correction with period = {period:g} needs the time as its fourth argument")
+    if not isinstance(t, Tensor) and not is_number(t):
+        raise TypeError(f"t is a {type(t).__name__}; give a number, or a tensor of times")
     angle = 2 * math.pi / period * torch.as_tensor(t, device=x.device)
+    if angle.dim() and angle.shape != x.shape[:-1]:
+        raise ValueError(
+            f"t has shape {list(angle.shape)}; give a number, or times {list(x.shape[:-1])}"
+        )
     phase = torch.stack((torch.cos(angle), torch.sin(angle)), -1).to(x.dtype)
     return torch.cat((x, phase.expand(*x.shape[:-1], 2)), -1)
+
+
+def check_step(net: Any, u: Any, slope: Any) -> None:
+    """Raise unless u and slope are what a correction with this network takes: ``[*batch, dim]``."""
+    head = getattr(getattr(net, "net", net), "head", None)  # what a kernel computes holds its network
+    if head is None:  # a stand-in, while a step is written down as a formula
+        return
+    weight = head.weight
+    for name, x in (("u", u), ("slope", slope)):
+        check_input(name, x, f"[*batch, {len(weight)}]", "the correction", weight)
+        if x.dim() == 0 or x.shape[-1] != len(weight):
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}; this correction takes [*batch, {len(weight)}]"
+            )
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Raise unless all of them are whole numbers of at least 1."""
+    for name, size in sizes.items():
+        check_whole(name, size, 1)
+
+
+def check_factory(options: dict[str, Any]) -> None:
+    """Raise unless options are device and dtype, which are torch's, and nothing else."""
+    unknown = sorted(set(options) - {"device", "dtype"})
+    if unknown:
+        raise TypeError(f"a correction has no option {', '.join(unknown)}; see Network for those it has")
+    check_dtype(options.get("dtype"))
+
+
+def check_period(period: Any) -> None:
+    """Raise unless it is None or a positive number."""
+    if period is not None:
+        check_number("period", period)
+        if not period > 0:
+            raise ValueError(f"period = {period} must be more than 0")

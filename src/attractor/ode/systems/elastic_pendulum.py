@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.ode.systems.system import uniform
+from attractor.ode.systems.system import check_state, uniform
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class ElasticPendulum:
 
     def __call__(self, t: Any, u: Tensor) -> Tensor:
         """du/dt."""
+        check_state(self, u)
         theta, r, omega, v = u.unbind(-1)
         turn = (-self.g * theta.sin() - 2 * omega * v) / r
         stretch = r * omega**2 - self.k / self.m * (r - self.length) + self.g * theta.cos()
@@ -38,6 +39,7 @@ class ElasticPendulum:
 
     def energy(self, u: Tensor) -> Tensor:
         """Kinetic energy, the spring's, and gravity's."""
+        check_state(self, u)
         theta, r, omega, v = u.unbind(-1)
         kinetic = self.m * (v**2 + (r * omega) ** 2) / 2
         return kinetic + self.k * (r - self.length) ** 2 / 2 - self.m * self.g * r * theta.cos()

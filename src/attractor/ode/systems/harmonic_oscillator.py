@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.ode.systems.system import uniform
+from attractor.ode.systems.system import check_state, check_times, uniform
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,20 @@ class HarmonicOscillator:
 
     def __call__(self, t: Any, u: Tensor) -> Tensor:
         """du/dt."""
+        check_state(self, u)
         q, p = u.unbind(-1)
         return torch.stack((p, -(self.omega**2) * q), -1)
 
     def energy(self, u: Tensor) -> Tensor:
         """Kinetic and potential energy."""
+        check_state(self, u)
         q, p = u.unbind(-1)
         return (p**2 + (self.omega * q) ** 2) / 2
 
     def exact(self, t: Tensor, u0: Tensor) -> Tensor:
         """States at times t ``[n]`` after u0."""
+        check_state(self, u0)
+        check_times(t, u0)
         q, p = u0.unbind(-1)
         phase = self.omega * t.to(u0).reshape(-1, *[1] * q.dim())
         cos, sin = phase.cos(), phase.sin()

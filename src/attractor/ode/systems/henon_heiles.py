@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.ode.systems.system import uniform
+from attractor.ode.systems.system import check_state, uniform
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,13 @@ class HenonHeiles:
 
     def __call__(self, t: Any, u: Tensor) -> Tensor:
         """du/dt."""
+        check_state(self, u)
         x, y, px, py = u.unbind(-1)
         return torch.stack((px, py, -x - 2 * x * y, -y - x**2 + y**2), -1)
 
     def energy(self, u: Tensor) -> Tensor:
         """The Hamiltonian."""
+        check_state(self, u)
         x, y, px, py = u.unbind(-1)
         return (px**2 + py**2 + x**2 + y**2) / 2 + x**2 * y - y**3 / 3
 

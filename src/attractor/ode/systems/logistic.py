@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.ode.systems.system import uniform
+from attractor.ode.systems.system import check_state, check_times, uniform
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,13 @@ class Logistic:
 
     def __call__(self, t: Any, u: Tensor) -> Tensor:
         """du/dt."""
+        check_state(self, u)
         return self.growth * u * (1 - u / self.capacity)
 
     def exact(self, t: Tensor, u0: Tensor) -> Tensor:
         """States at times t ``[n]`` after u0."""
+        check_state(self, u0)
+        check_times(t, u0)
         decay = (-self.growth * t.to(u0)).exp().reshape(-1, *[1] * u0.dim())
         return self.capacity * u0 / (u0 + (self.capacity - u0) * decay)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.ode.systems.system import uniform
+from attractor.ode.systems.system import check_state, uniform
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Lorenz:
 
     def __call__(self, t: Any, u: Tensor) -> Tensor:
         """du/dt."""
+        check_state(self, u)
         x, y, z = u.unbind(-1)
         return torch.stack((self.sigma * (y - x), x * (self.rho - z) - y, x * y - self.beta * z), -1)
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.ode.systems.system import uniform
+from attractor.core.checks import check_whole
+from attractor.ode.systems.system import check_state, uniform
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,7 @@ class PendulumChain:
     g: float = 9.8
 
     def __post_init__(self) -> None:
-        if self.links < 1:
-            raise ValueError(f"links = {self.links}; a chain needs at least one link")
+        check_whole("links", self.links, 1, "a chain needs at least one link")
 
     @property
     def dim(self) -> int:
@@ -38,6 +38,7 @@ class PendulumChain:
 
     def __call__(self, t: Any, u: Tensor) -> Tensor:
         """du/dt."""
+        check_state(self, u)
         theta, omega = u.chunk(2, -1)
         between = theta.diff()
         cos, sin = between.cos().unbind(-1), between.sin().unbind(-1)
@@ -61,6 +62,7 @@ class PendulumChain:
 
     def energy(self, u: Tensor) -> Tensor:
         """Kinetic energy and gravity's, summed over the masses."""
+        check_state(self, u)
         theta, omega = u.chunk(2, -1)
         vx = (omega * theta.cos()).cumsum(-1)
         vy = (omega * theta.sin()).cumsum(-1)

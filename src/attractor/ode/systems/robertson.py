@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.ode.systems.system import uniform
+from attractor.ode.systems.system import check_state, checked_dtype, uniform
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,14 @@ class Robertson:
 
     def __call__(self, t: Any, u: Tensor) -> Tensor:
         """du/dt."""
+        check_state(self, u)
         a, b, c = u.unbind(-1)
         slow, back, fast = 0.04 * a, 1e4 * b * c, 3e7 * b**2
         return torch.stack((back - slow, slow - back - fast, fast), -1)
 
     def energy(self, u: Tensor) -> Tensor:
         """The amount of substance."""
+        check_state(self, u)
         return u.sum(-1)
 
     def sample(
@@ -42,4 +44,4 @@ class Robertson:
         """n initial states."""
         first = uniform(n, [0.5], [1.0], generator, torch.float64, device)
         state = torch.cat((first, torch.zeros_like(first), 1 - first), -1)
-        return state.to(dtype or torch.get_default_dtype())
+        return state.to(checked_dtype(dtype))

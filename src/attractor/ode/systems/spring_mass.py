@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attractor.ode.systems.system import uniform
+from attractor.core.checks import check_whole
+from attractor.ode.systems.system import check_state, check_times, uniform
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class SpringMass:
     m: Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise ValueError(f"n = {self.n}; a chain needs at least one mass")
+        check_whole("n", self.n, 1, "a chain needs at least one mass")
+        check_whole("seed", self.seed, 0)
         generator = torch.Generator().manual_seed(self.seed)
         draw = lambda count: (
             1 + torch.randn(count, generator=generator, dtype=torch.float64) / 4
@@ -42,12 +43,14 @@ class SpringMass:
 
     def __call__(self, t: Any, u: Tensor) -> Tensor:
         """du/dt."""
+        check_state(self, u)
         q, p = u.chunk(2, -1)
         tension = self.k.to(u) * pad(q, (1, 1)).diff()
         return torch.cat((p / self.m.to(u), tension.diff()), -1)
 
     def energy(self, u: Tensor) -> Tensor:
         """Kinetic energy and the springs'."""
+        check_state(self, u)
         q, p = u.chunk(2, -1)
         return (p**2 / self.m.to(u)).sum(-1) / 2 + (self.k.to(u) * pad(q, (1, 1)).diff() ** 2).sum(
             -1
@@ -55,6 +58,8 @@ class SpringMass:
 
     def exact(self, t: Tensor, u0: Tensor) -> Tensor:
         """States at times t ``[n]`` after u0, by the matrix exponential in float64."""
+        check_state(self, u0)
+        check_times(t, u0)
         columns = self(0.0, torch.eye(self.dim, dtype=torch.float64, device=u0.device))
         flow = torch.linalg.matrix_exp(t.double()[:, None, None] * columns)
         return torch.einsum("...i,tij->t...j", u0.double(), flow).to(u0.dtype)

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from attractor.core.checks import check_beside, check_dtype, check_tensor
+
 
 class System(Protocol):
     """An equation of motion with its initial states."""
@@ -43,9 +45,44 @@ def uniform(
     Drawn in float64 where the generator lives, then cast: a seed gives the same states in every
     dtype and on every device.
     """
-    if n < 0:
-        raise ValueError(f"cannot sample {n} states; give a number of at least 0")
+    if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+        raise ValueError(f"cannot sample {n!r} states; give a number of at least 0")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator is a {type(generator).__name__}; give a torch.Generator, or None")
+    dtype = checked_dtype(dtype)
     home = generator.device if generator is not None else "cpu"
     lows, highs = torch.tensor([low, high], dtype=torch.float64, device=home)
     draws = torch.rand(n, len(low), generator=generator, dtype=torch.float64, device=home)
-    return (lows + (highs - lows) * draws).to(dtype=dtype or torch.get_default_dtype(), device=device)
+    states = (lows + (highs - lows) * draws).to(dtype)
+    try:
+        return states.to(device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:  # of a device that is not there
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device = {device!r} cannot be used here: {reason}") from None
+
+
+def checked_dtype(dtype: Any) -> torch.dtype:
+    """The dtype of states, torch's default for None."""
+    if dtype is None:
+        return torch.get_default_dtype()
+    check_dtype(dtype)
+    return dtype
+
+
+def check_state(system: System, u: Any) -> None:
+    """Raise unless u is a tensor ``[*batch, dim]`` of a system's states."""
+    if not isinstance(u, Tensor) or u.dim() == 0 or u.shape[-1] != system.dim:
+        given = list(u.shape) if isinstance(u, Tensor) else f"a {type(u).__name__}"
+        raise ValueError(
+            f"{type(system).__name__} was given {given}; its states are tensors [*batch, {system.dim}]"
+        )
+    if not (u.is_floating_point() or u.is_complex()):
+        raise TypeError(f"states of {u.dtype} do not move; use .float() or .double()")
+
+
+def check_times(t: Any, u0: Tensor) -> None:
+    """Raise unless t is a tensor of times ``[n]`` beside the states u0."""
+    check_tensor("t", t, "[n] of times")
+    check_beside("t", t, "u0", u0)
+    if t.dim() != 1:
+        raise ValueError(f"t has shape {list(t.shape)}; give times [n]")

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attractor.ode.systems.system import uniform
+from attractor.ode.systems.system import check_state, uniform
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class ThreeBody:
 
     def __call__(self, t: Any, u: Tensor) -> Tensor:
         """du/dt."""
+        check_state(self, u)
         q, v = u.chunk(2, -1)
         a, b, c = q.split(2, -1)
         ab, bc, ca = self._pull(b - a), self._pull(c - b), self._pull(a - c)
@@ -41,6 +42,7 @@ class ThreeBody:
 
     def energy(self, u: Tensor) -> Tensor:
         """Kinetic and gravitational energy."""
+        check_state(self, u)
         q, v = u.chunk(2, -1)
         a, b, c = q.split(2, -1)
         distances = [((x**2).sum(-1) + self.softening**2).sqrt() for x in (b - a, c - b, a - c)]

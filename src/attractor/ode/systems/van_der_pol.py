@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.ode.systems.system import uniform
+from attractor.ode.systems.system import check_state, uniform
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class VanDerPol:
 
     def __call__(self, t: Any, u: Tensor) -> Tensor:
         """du/dt."""
+        check_state(self, u)
         x, v = u.unbind(-1)
         return torch.stack((v, self.mu * (1 - x**2) * v - x), -1)
 

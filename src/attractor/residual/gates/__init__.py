@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from attractor.core.checks import nearest
 from attractor.residual.gates.cbam import CBAM
 from attractor.residual.gates.dia import DIA
 from attractor.residual.gates.eca import ECA
@@ -71,8 +72,9 @@ GateLike: TypeAlias = str | type[nn.Module] | Callable[..., nn.Module | None] | 
 
 def get_gate(name: str) -> type[nn.Module]:
     """The class of that name, such as ``"stepnet"``."""
-    if name not in BY_NAME:
-        raise ValueError(f"no gate is called {name!r}; there are none, {', '.join(BY_NAME)}")
+    if not isinstance(name, str) or name not in BY_NAME:
+        hint = nearest(name, ["none", *BY_NAME])
+        raise ValueError(f"no gate is called {name!r}; there are none, {', '.join(BY_NAME)}{hint}")
     return BY_NAME[name]
 
 

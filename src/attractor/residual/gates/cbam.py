@@ -36,8 +36,8 @@ class CBAM(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(channels, identity)
-        if kernel_size < 1 or kernel_size % 2 == 0:
+        super().__init__(channels, identity, dtype)
+        if not isinstance(kernel_size, int) or kernel_size < 1 or kernel_size % 2 == 0:
             raise ValueError(f"CBAM(kernel_size={kernel_size}); it is odd, such as 7, to have a middle")
         hidden = narrow("CBAM", channels, reduction)
         self.excitation = Excitation(
@@ -62,7 +62,7 @@ class CBAM(Gate):
 
     def _channels(self, f: Tensor) -> Tensor:
         """[batch, channels, 1, 1]."""
-        check_branch("CBAM", self.channels, f)
+        check_branch(self, f)
         dtype = self.excitation.reduce.weight.dtype
         mean, largest = average(f, dtype).flatten(1), f.amax((2, 3)).to(dtype)
         z = self.excitation(mean) + self.excitation(largest)

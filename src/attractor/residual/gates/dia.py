@@ -43,7 +43,7 @@ class DIA(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(channels, identity)
+        super().__init__(channels, identity, dtype)
         hidden = narrow("DIA", channels, reduction)
         factory: Any = {"zero": identity, "device": device, "dtype": dtype}
         self.read = Excitation(channels, 4 * channels, hidden, **factory)
@@ -56,7 +56,7 @@ class DIA(Gate):
 
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
         """F ``[batch, channels, 1, 1]``; moves the memory on."""
-        check_branch("DIA", self.channels, f)
+        check_branch(self, f)
         dtype = self.read.reduce.weight.dtype
         mean = average(f, dtype).flatten(1)
         if self.memory is None:

@@ -27,9 +27,9 @@ class ECA(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(channels, identity)
+        super().__init__(channels, identity, dtype)
         size = adaptive_kernel(channels) if kernel_size is None else kernel_size
-        if size < 1 or size % 2 == 0:
+        if not isinstance(size, int) or size < 1 or size % 2 == 0:
             raise ValueError(f"ECA(kernel_size={size}); it is odd, such as 3, or None for the paper's")
         self.conv = nn.Conv1d(1, 1, size, padding=size // 2, bias=False, device=device, dtype=dtype)
         if identity:
@@ -37,7 +37,7 @@ class ECA(Gate):
 
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
         """F ``[batch, channels, 1, 1]``."""
-        check_branch("ECA", self.channels, f)
+        check_branch(self, f)
         z = self.conv(average(f, self.conv.weight.dtype).flatten(2).mT)  # [batch, 1, channels]
         return opened(z.mT[..., None], self.identity).to(f.dtype)
 

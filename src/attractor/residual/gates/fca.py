@@ -43,8 +43,8 @@ class FCA(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(channels, identity)
-        if not 1 <= frequencies <= len(TOP):
+        super().__init__(channels, identity, dtype)
+        if not isinstance(frequencies, int) or not 1 <= frequencies <= len(TOP):
             raise ValueError(f"FCA(frequencies={frequencies}); the paper ranks 16: give 1 to 16")
         used = min(frequencies, channels)
         mine = [TOP[channel * used // channels] for channel in range(channels)]
@@ -57,11 +57,11 @@ class FCA(Gate):
 
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
         """F ``[batch, channels, 1, 1]``."""
-        check_branch("FCA", self.channels, f)
+        check_branch(self, f)
         dtype = self.excitation.reduce.weight.dtype
         rows, columns = self._cosines(0, f.shape[2], dtype), self._cosines(1, f.shape[3], dtype)
         z = (f * columns[:, None]).mean(3)
-        z = self.excitation((z * rows).mean(2))
+        z = self.excitation((z * rows).mean(2).to(dtype))
         return opened(z, self.identity)[..., None, None].to(f.dtype)
 
     def _cosines(self, axis: int, length: int, dtype: torch.dtype) -> Tensor:

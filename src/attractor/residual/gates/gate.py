@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from attractor.core.checks import check_beside, check_dtype, check_tensor
+
 
 class Gate(nn.Module):
     """A step size for a residual branch: called ``gate(f, x)``, it returns f already multiplied.
@@ -27,9 +29,9 @@ class Gate(nn.Module):
     normalisation: ClassVar[bool] = False
     sigmoids: ClassVar[int] = 1
 
-    def __init__(self, channels: int, identity: bool = False) -> None:
+    def __init__(self, channels: int, identity: bool = False, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        check_channels(type(self).__name__, channels)
+        check_channels(type(self).__name__, channels, dtype)
         self.channels, self.identity = channels, identity
 
     @abstractmethod
@@ -53,19 +55,25 @@ class Gate(nn.Module):
         return f"{self.channels}, identity=True" if self.identity else f"{self.channels}"
 
 
-def check_channels(name: str, channels: Any) -> None:
-    """Raise if channels is not a positive integer."""
+def check_channels(name: str, channels: Any, dtype: Any = None) -> None:
+    """Raise if channels is not a positive integer, or dtype no type of floats."""
+    check_dtype(dtype)
     if isinstance(channels, bool) or not isinstance(channels, int) or channels < 1:
         raise ValueError(f"{name}(channels={channels!r}); the number of channels is a positive integer")
 
 
-def check_branch(name: str, channels: int, f: Tensor) -> None:
-    """Raise if f is not ``[batch, channels, height, width]``."""
-    if f.dim() != 4 or f.shape[1] != channels:
+def check_branch(gate: Any, f: Any) -> None:
+    """Raise if f is not ``[batch, channels, height, width]`` of floats beside the gate's parameters."""
+    name, channels = type(gate).__name__, gate.channels
+    check_tensor("f", f, f"[batch, {channels}, height, width]")
+    if f.dim() != 4 or f.shape[1] != channels or not f.shape[2] * f.shape[3]:
         raise ValueError(
             f"{name}({channels}) was given a tensor of shape {list(f.shape)}; "
             f"it takes [batch, {channels}, height, width]"
         )
+    own = next(gate.parameters(), None)
+    if own is not None:
+        check_beside("f", f, f"the gate {name}", own)
 
 
 def check_batch(name: str, norm: nn.Module, values: int) -> None:

@@ -42,7 +42,7 @@ class IEBN(nn.BatchNorm2d):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_channels("IEBN", channels)
+        check_channels("IEBN", channels, dtype)
         super().__init__(channels, eps, momentum, affine, track_running_stats, device, dtype)
         self.channels, self.identity = channels, identity
         self.scale = nn.Parameter(torch.zeros(channels, device=device, dtype=dtype))
@@ -74,7 +74,7 @@ class IEBN(nn.BatchNorm2d):
 
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
         """delta ``[batch, channels, 1, 1]``, what multiplies the normalised input."""
-        check_branch("IEBN", self.channels, f)
+        check_branch(self, f)
         mean = average(f, self.scale.dtype)
         z = self.scale[:, None, None] * mean + self.shift[:, None, None]
         return opened(z, self.identity).to(f.dtype)

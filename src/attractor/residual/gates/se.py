@@ -27,7 +27,7 @@ class SE(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(channels, identity)
+        super().__init__(channels, identity, dtype)
         hidden = narrow("SE", channels, reduction)
         self.excitation = Excitation(
             channels, channels, hidden, zero=identity, device=device, dtype=dtype
@@ -35,6 +35,6 @@ class SE(Gate):
 
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
         """F ``[batch, channels, 1, 1]``."""
-        check_branch("SE", self.channels, f)
+        check_branch(self, f)
         z = self.excitation(average(f, self.excitation.reduce.weight.dtype).flatten(1))
         return opened(z, self.identity)[..., None, None].to(f.dtype)

@@ -36,9 +36,9 @@ class SEM(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(channels, identity)
+        super().__init__(channels, identity, dtype)
         size = adaptive_kernel(channels) if kernel_size is None else kernel_size
-        if size < 1 or size % 2 == 0:
+        if not isinstance(size, int) or size < 1 or size % 2 == 0:
             raise ValueError(f"SEM(kernel_size={size}); it is odd, such as 3, or None for the paper's")
         hidden = narrow("SEM", channels, reduction)
         self.excitation = Excitation(
@@ -53,7 +53,7 @@ class SEM(Gate):
 
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
         """F ``[batch, channels, 1, 1]``."""
-        check_branch("SEM", self.channels, f)
+        check_branch(self, f)
         mean = average(f, self.scale.dtype).flatten(1)
         excitations = (
             self.excitation(mean),

@@ -31,10 +31,10 @@ class SGE(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(channels, identity)
+        super().__init__(channels, identity, dtype)
         if groups is None:
             groups = max(g for g in range(1, min(channels, 64) + 1) if channels % g == 0)
-        if groups < 1 or channels % groups:
+        if not isinstance(groups, int) or groups < 1 or channels % groups:
             raise ValueError(
                 f"SGE({channels}, groups={groups}): the groups are of equal size; give a divisor of "
                 f"{channels}, or None for the largest up to 64"
@@ -54,7 +54,7 @@ class SGE(Gate):
 
     def _maps(self, f: Tensor) -> Tensor:
         """[batch, groups, 1, height, width]."""
-        check_branch("SGE", self.channels, f)
+        check_branch(self, f)
         wide = torch.promote_types(f.dtype, torch.float32)  # halves do not know eps^2
         grouped = (f * average(f, wide)).unflatten(1, (self.groups, -1))
         likeness = grouped.sum(2, keepdim=True)

@@ -28,14 +28,14 @@ class SRM(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(channels, identity)
+        super().__init__(channels, identity, dtype)
         self.eps = eps
         self.style = nn.Parameter(torch.zeros(2, channels, device=device, dtype=dtype))
         self.norm = nn.BatchNorm2d(channels, device=device, dtype=dtype)
 
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
         """F ``[batch, channels, 1, 1]``."""
-        check_branch("SRM", self.channels, f)
+        check_branch(self, f)
         check_batch("SRM", self.norm, f.shape[0])
         wide = torch.promote_types(f.dtype, torch.float32)  # halves keep three digits
         variance, mean = torch.var_mean(f.to(wide), (2, 3), correction=0)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
+from attractor.core.checks import check_beside, check_tensor
 from attractor.residual.gates.excitation import Excitation, narrow
 from attractor.residual.gates.gate import Gate, average, check_batch, check_branch, opened
 from attractor.residual.gates.iebn import IEBN
@@ -55,7 +56,7 @@ class StepNet(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(channels, identity)
+        super().__init__(channels, identity, dtype)
         check_choice("inputs", inputs, get_args(Inputs))
         check_choice("adaptor", adaptor, get_args(Adaptor))
         check_choice("iebn", iebn, get_args(Reading))
@@ -81,7 +82,7 @@ class StepNet(Gate):
 
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
         """F ``[batch, channels, 1, 1]``."""
-        check_branch("StepNet", self.channels, f)
+        check_branch(self, f)
         states = self._states(f, x)
         if self.adaptor == "b":
             z = self.excitation(torch.cat(states, 1).flatten(1))[..., None, None]
@@ -104,6 +105,8 @@ class StepNet(Gate):
                 "StepNet looks at the shortcut as well: call gate(f, x) with the x that f is added to "
                 "(inputs='difference' needs f only)"
             )
+        check_tensor("x", x, "of f's shape")
+        check_beside("x", x, "f", f)
         if x.shape != f.shape:
             raise ValueError(
                 f"StepNet was given f of shape {list(f.shape)} and x of shape {list(x.shape)}; x is "

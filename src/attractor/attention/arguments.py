@@ -1,0 +1,197 @@
+"""What the entrances of PDE attention are given, checked: each error says what is allowed instead."""
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attractor.attention import masks
+from attractor.attention.pdes import AXES, PDE, get_pde
+from attractor.attention.pdes.pde import check_heads
+from attractor.core.checks import check_beside, check_tensor, is_number
+
+WALLS = ("mask", "sequence", "periodic")
+METHODS = ("auto", "dense", "stepped", "tiled", "fused")
+_warned: set[str] = set()
+
+
+def check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+    pde: PDE | str,
+    steps: int,
+    dt: float,
+    axis: str,
+    walls: str,
+    key_padding: Tensor | None,
+    documents: Tensor | None,
+    window: masks.Window | None,
+    method: str,
+) -> PDE:
+    """The equation, if everything else is as it should be."""
+    equation: PDE = get_pde(pde)() if isinstance(pde, str) else pde
+    check_tensors(query, key, value, enable_gqa)
+    check_masks(query, key, attn_mask, key_padding, documents, window)
+    check_options(equation, steps, dt, dropout_p, axis, walls, method)
+    check_heads(equation, query.shape[:-2])
+    if axis != "key" or walls != "mask":
+        check_causality(query, key, attn_mask, is_causal, window, axis, walls)
+    return equation
+
+
+def with_rows(attn_mask: Tensor | None) -> Tensor | None:
+    """A mask of keys alone, or of nothing, as one row ``[1, keys]`` for all queries."""
+    return attn_mask if attn_mask is None or attn_mask.ndim > 1 else attn_mask.reshape(1, -1)
+
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    """Raise unless their shapes, types and devices fit together."""
+    for name, given in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, given, "[*batch, heads, tokens, dim]", floating=False)
+        check_beside(name, given, "query", query)
+    shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+    if not query.ndim == key.ndim == value.ndim >= 2:
+        raise ValueError(f"{shapes}: all three must be [*batch, heads, tokens, dim], or [tokens, dim]")
+    if query.shape[-1] != key.shape[-1] or not query.shape[-1]:
+        raise ValueError(f"{shapes}: the last dimension of query and key must be the same")
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"{shapes}: key and value must have the same number of tokens")
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        raise ValueError(f"{shapes}: the dimensions before the heads must be the same")
+    if query.ndim > 2:
+        heads, key_heads, value_heads = query.shape[-3], key.shape[-3], value.shape[-3]
+        if not enable_gqa and not heads == key_heads == value_heads:
+            raise ValueError(
+                f"{shapes}: the numbers of heads differ; pass enable_gqa=True to share heads"
+            )
+        if key_heads != value_heads or heads % max(key_heads, 1):
+            raise ValueError(
+                f"{shapes}: key and value must have the same number of heads, and it must divide query's"
+            )
+    if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
+        raise ValueError(
+            f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; "
+            "they must be of one floating-point type"
+        )
+
+
+def check_masks(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    key_padding: Tensor | None,
+    documents: Tensor | None,
+    window: Any,
+) -> None:
+    """Raise unless every mask is of the map\'s shape."""
+    shape = (*query.shape[:-1], key.shape[-2])
+    for name, given in (
+        ("attn_mask", attn_mask),
+        ("key_padding", key_padding),
+        ("documents", documents),
+    ):
+        if given is not None:
+            check_tensor(name, given, "", floating=False)
+            check_beside(name, given, "query", query)
+    if attn_mask is not None:
+        if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+            raise ValueError(
+                f"attn_mask is {attn_mask.dtype}; give bools, True = attend, or floats to add"
+            )
+        sizes = zip(reversed(attn_mask.shape), reversed(shape))
+        if attn_mask.ndim > len(shape) or any(m not in (1, s) for m, s in sizes):
+            raise ValueError(f"attn_mask {list(attn_mask.shape)} does not broadcast to {list(shape)}")
+    for name, given in (("key_padding", key_padding), ("documents", documents)):
+        if given is None:
+            continue
+        if query.ndim != 4:
+            raise ValueError(
+                f"{name} needs a query of [batch, heads, tokens, dim], not {list(query.shape)}; "
+                "use unsqueeze for the dimensions that are missing"
+            )
+        if tuple(given.shape) != (query.shape[0], key.shape[-2]):
+            raise ValueError(f"{name} {list(given.shape)} must be {[query.shape[0], key.shape[-2]]}")
+    if key_padding is not None and key_padding.dtype != torch.bool:
+        raise ValueError(f"key_padding is {key_padding.dtype}; give bools, True = a real token")
+    if documents is not None:
+        if query.shape[-2] != key.shape[-2]:
+            raise ValueError(
+                f"documents needs as many queries as keys, not {query.shape[-2]} and {key.shape[-2]}"
+            )
+        no_ids = documents.is_floating_point() or documents.is_complex()
+        if no_ids or documents.dtype == torch.bool:
+            raise ValueError(f"documents is {documents.dtype}; give integer ids")
+    if window is not None:
+        pair = (window, window) if isinstance(window, int) else window
+        sides = isinstance(pair, tuple | list) and len(pair) == 2
+        if not sides or any(not isinstance(side, int) or side < -1 for side in pair):
+            raise ValueError(
+                f"window {window!r} must be a number of tokens or (left, right), each at least 0, "
+                "or -1 for no limit"
+            )
+
+
+def check_options(
+    pde: PDE, steps: int, dt: float, dropout_p: float, axis: str, walls: str, method: str
+) -> None:
+    """Raise unless there is such an equation, and it is stable."""
+    if isinstance(pde, type) or not hasattr(pde, "step"):
+        hint = "call it: it returns one" if isinstance(pde, torch.nn.Module) else "give one"
+        raise ValueError(f"pde {pde!r} is not an equation; {hint} such as pdes.Diffusion(alpha=0.1)")
+    if not isinstance(steps, int) or steps < 0:
+        raise ValueError(
+            f"steps = {steps} must be a whole number of at least 0; 0 is ordinary attention"
+        )
+    if not is_number(dropout_p) or not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p = {dropout_p} is not a probability")
+    for name, given, known in (
+        ("axis", axis, AXES),
+        ("walls", walls, WALLS),
+        ("method", method, METHODS),
+    ):
+        if given not in known:
+            raise ValueError(f"{name} {given!r} is not one of {', '.join(known)}")
+    if not is_number(dt) or not 0 <= dt < math.inf:
+        raise ValueError(f"dt = {dt} must be a finite number of at least 0; a PDE does not run backward")
+    if steps:
+        pde.check(dt, axis)
+
+
+def check_causality(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    window: masks.Window | None,
+    axis: str,
+    walls: str,
+) -> None:
+    """Raises, or warns, where a flow that is free to go would bring the future into a causal map."""
+    causal = is_causal or masks.sides(window)[1] == 0
+    if not causal and attn_mask is not None and not torch.compiler.is_compiling():
+        rows = with_rows(attn_mask)
+        causal = masks.sees_no_future(
+            masks.allowed(query.shape[-2], key.shape[-2], query.device, attn_mask=rows)
+        )
+    if not causal:
+        return
+    if axis != "key":
+        raise ValueError(
+            f"axis {axis!r} lets a query's row flow into earlier ones, so a causal model would see its "
+            "future; use axis='key'"
+        )
+    if walls not in _warned and not torch.compiler.is_compiling():
+        _warned.add(walls)
+        warnings.warn(
+            f"walls={walls!r} lets attention flow through the causal mask: every token sees the next "
+            "ones, and a language model reads its answers. Use walls='mask' unless that is what you "
+            "want to show.",
+            stacklevel=5,
+        )

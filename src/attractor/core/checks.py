@@ -1,0 +1,98 @@
+"""Checks of arguments: what was given, what is allowed, what to do.
+
+Cheap enough for functions that are called in a loop, and silent in compiled code.
+"""
+
+import math
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def check_tensor(name: str, x: Any, shape: str, floating: bool = True) -> None:
+    """Raise unless x is a tensor, of floats if `floating`; shape is for the message: "[*batch, d]"."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; give a tensor {shape}")
+    if floating and not x.is_floating_point():
+        raise TypeError(f"{name} is of {x.dtype}; give floats {shape}, for example {name}.float()")
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raise unless dtype is a type of floats, or None."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype = {dtype!r} is no type of floats; give one such as torch.float64")
+
+
+def check_values(name: str, x: Tensor) -> None:
+    """Raise if x holds no numbers to look at."""
+    if x.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device, which holds no numbers; move it to another")
+
+
+def check_beside(name: str, x: Any, other: str, y: Tensor) -> None:
+    """Raise unless x, if it is a tensor at all, is on the device of y."""
+    if isinstance(x, Tensor) and x.device != y.device:
+        raise ValueError(f"{name} is on {x.device} but {other} on {y.device}; move one with .to(...)")
+
+
+def check_time(t: Any, u: Tensor) -> None:
+    """Raise unless t is a number, or a tensor of one beside u."""
+    if not isinstance(t, Tensor) and not is_number(t):
+        raise TypeError(f"t is a {type(t).__name__}; give a number, or a tensor of no dimension")
+    check_beside("t", t, "u", u)
+
+
+def check_input(name: str, x: Any, shape: str, what: str, weight: Tensor) -> None:
+    """Raise unless x is a tensor of floats that can be multiplied with a weight of what it enters."""
+    check_tensor(name, x, shape)
+    check_beside(name, x, what, weight)
+    if x.dtype != weight.dtype and not autocast(x):
+        raise ValueError(
+            f"{name} is of {x.dtype} but {what} of {weight.dtype}; use {name}.to({weight.dtype}), or "
+            "the other way round"
+        )
+
+
+def autocast(x: Tensor) -> bool:
+    """Whether autocast is on where x is."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def check_whole(name: str, value: Any, least: int, what: str = "") -> None:
+    """Raise unless value is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(
+            f"{name} = {value!r} must be a whole number of at least {least}{what and f'; {what}'}"
+        )
+
+
+def is_number(value: Any) -> bool:
+    """Whether value is a real number of Python's or numpy's."""
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def check_number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> None:
+    """Raise unless value is a finite number from low to high."""
+    if not (is_number(value) and math.isfinite(value) and low <= value <= high):
+        edges = (
+            f"of at least {low:g}" if low > -math.inf else "",
+            f"at most {high:g}" if high < math.inf else "",
+        )
+        asked = " and ".join(filter(None, edges))
+        raise ValueError(f"{name} = {value!r} must be a finite number{asked and f' {asked}'}")
+
+
+def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
+    """Raise unless value is one of the known names; says which is nearest."""
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name} {value!r} is not one of {', '.join(known)}{nearest(value, known)}")
+
+
+def nearest(value: Any, known: Sequence[str]) -> str:
+    """``; did you mean ...?``, or nothing if nothing is near."""
+    near = get_close_matches(str(value), list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
