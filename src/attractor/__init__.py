@@ -15,7 +15,7 @@ torch.Size([101, 5, 4])
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attractor.core import (
     Scheme,
@@ -28,6 +28,21 @@ from attractor.core import (
     stiffness,
 )
 from attractor.core import tableaus as schemes
+
+if TYPE_CHECKING:  # what `__getattr__` below brings, for type checkers and editors
+    from attractor import attention, integrations, ode, residual
+    from attractor.attention import pdes
+    from attractor.attention.causality import CausalityError, assert_causal
+    from attractor.attention.pde_attention import pde_attention
+    from attractor.ode import corrections, systems
+    from attractor.ode.compare import compare
+    from attractor.ode.fitting import fit
+    from attractor.ode.shards import make_trajectories
+    from attractor.ode.solver import HybridSolver
+    from attractor.residual import gates
+    from attractor.residual.insert import insert_gates
+    from attractor.residual.probing import probe
+    from attractor.train.checkpoint import CheckpointError
 
 __version__ = "0.1.0"
 

@@ -16,6 +16,8 @@ from attractor.ode import systems
 
 OPTIONAL = {
     "matplotlib": ("report", "pictures and the report page"),
+    "plotly": ("report", "pictures that can be touched"),
+    "pandas": ("report", "tables: .to_pandas()"),
     "scipy": ("dev", "reference solutions in tests and benchmarks"),
     "accelerate": ("train", "training"),
     "pillow": ("vision", "images from files"),
@@ -25,6 +27,7 @@ OPTIONAL = {
     "onnxruntime": ("onnx", "export of solvers to ONNX"),
     "torchdiffeq": ("bench", "comparison with torchdiffeq"),
     "diffrax": ("bench", "comparison with diffrax"),
+    "huggingface_hub": ("hub", "save to and load from the hub"),
     "triton": ("", "GPU kernels (comes with CUDA builds of torch)"),
 }
 
@@ -44,6 +47,15 @@ def optional() -> list[dict[str, Any]]:
         {"package": name, "version": _version(name), "extra": extra, "for": purpose}
         for name, (extra, purpose) in OPTIONAL.items()
     ]
+
+
+def missing() -> dict[str, list[str]]:
+    """Optional packages that are not installed, by the extra that brings them."""
+    found: dict[str, list[str]] = {}
+    for row in optional():
+        if row["version"] is None and row["extra"]:
+            found.setdefault(row["extra"], []).append(row["package"])
+    return found
 
 
 def devices() -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from attractor.core.checks import nearest
 from attractor.ode import systems
 
 # What the systems of the AttNS paper are solved with in its Table 4; others need --dt and --horizon.
@@ -63,7 +64,8 @@ def find(what: str, options: dict[str, str] | None = None) -> Equation:
         return _of_one_s_own(what)
     known = names()
     if what not in known:
-        hint = f"; for a rate in a file write {what}:rate" if what.endswith(".py") else ""
+        in_file = f"; for a rate in a file write {what}:rate"
+        hint = in_file if what.endswith(".py") else nearest(what, list(known))
         raise ValueError(f"no system is called {what!r}; there are {', '.join(known)}{hint}")
     make = known[what]
     types: dict[str, Any] = {f.name: type(f.default) for f in fields(make) if f.init}
@@ -71,7 +73,8 @@ def find(what: str, options: dict[str, str] | None = None) -> Equation:
     for key, text in (options or {}).items():
         if types.get(key) not in (int, float, bool):
             allowed = ", ".join(k for k, t in types.items() if t in (int, float, bool)) or "none"
-            raise ValueError(f"{what} has no option {key!r}; it has {allowed}")
+            hint = nearest(key, list(types))
+            raise ValueError(f"{what} has no option {key!r}; it has {allowed}{hint}")
         try:
             given[key] = types[key](text)
         except ValueError:
@@ -87,7 +90,8 @@ def _of_one_s_own(what: str) -> Equation:
     rate = getattr(module, name, None)
     if not callable(rate):
         there = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise ValueError(f"{place} has no function {name!r}; it has {', '.join(there) or 'none'}")
+        hint = nearest(name, there)
+        raise ValueError(f"{place} has no function {name!r}; it has {', '.join(there) or 'none'}{hint}")
     number = lambda key: float(value) if (value := getattr(module, key, None)) is not None else None
     return Equation(
         name=f"{Path(place).stem}:{name}",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from attractor import equations
+from attractor.core.checks import nearest
 from attractor.data import images
 from attractor.data.imagefolder import ENDINGS, centre_box, decoded
 
@@ -168,7 +169,8 @@ def _function(what: str, options: dict[str, Any], asked: bool) -> Network:
     make = getattr(module, name, None)
     if not callable(make):
         there = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise ValueError(f"{place} has no function {name!r}; it has {', '.join(there) or 'none'}")
+        hint = nearest(name, there)
+        raise ValueError(f"{place} has no function {name!r}; it has {', '.join(there) or 'none'}{hint}")
     model = make(**options)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{what} returned a {type(model).__name__}; it must return an nn.Module")

@@ -7,18 +7,22 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
 
 from attractor import networks
 from attractor.cli.terminal import (
+    AsJson,
     Device,
     Seed,
     app,
     check_device,
     console,
-    given_command,
+    example,
+    make_table,
     need,
+    origin,
+    print_json,
     progress_bar,
+    say,
     told_as_usage,
 )
 from attractor.core.files import write_json
@@ -32,7 +36,10 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help=WHAT)]
 
 
 @app.command(
-    epilog="Example: attractor probe attractor:resnet_cifar -o depth=20 -o gate=se --data digits"
+    epilog=example(
+        "attractor probe attractor:resnet_cifar -o depth=20 --data digits",
+        "attractor probe timm:resnet50 --images photos --out out/resnet50",
+    )
 )
 def probe(
     name: Name,
@@ -68,8 +75,13 @@ def probe(
     seed: Seed = 0,
     device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for profile and pictures.")] = Path("out/probe"),
+    as_json: AsJson = False,
 ) -> None:
-    """How stiff a residual network is, block by block, beside its random initialisation."""
+    """How stiff a residual network is, block by block.
+
+    A network with trained weights is shown beside its random initialisation,
+    on which NSI depends.
+    """
     check_device(device)
     need("matplotlib", "report")
     from attractor.report import stiffness as pictures
@@ -104,22 +116,22 @@ def probe(
             )  # fmt: skip
     _show(profile, name)
     if found.trained and before is None:
-        console.print("[yellow]initial: not known; give --initial NAME, a function that makes it[/]")
+        say("initial: not known; give --initial NAME, a function that makes it", style="yellow")
     if not found.trained:
-        console.print("The weights are random: these are the values at initialisation.")
+        say("The weights are random: these are the values at initialisation.")
     source = next((f"{k} {sources[k]}" for k in given), f"--noise {count}")
-    numbers = {"command": given_command(), "network": name, "source": source, "trained": found.trained}
+    numbers = {**origin(), "network": name, "source": source, "trained": found.trained}
     write_json(out / "probe.json", {**numbers, **profile.numbers()})
     profile.save(out / "profile")
     for kind in pictures.KINDS:
         if kind != "gates" or profile.gated:
             _draw(profile, kind, out)
     seconds = time.perf_counter() - started
-    console.print(
-        f"{seconds:.0f} s. Profile: [bold]{out / 'profile'}[/], numbers: [bold]{out / 'probe.json'}[/], "
-        f"picture: [bold]{out / 'all.png'}[/]",
-        soft_wrap=True,
-    )
+    files = {"profile": out / "profile", "numbers": out / "probe.json", "picture": out / "all.png"}
+    if as_json:
+        places = {key: str(path) for key, path in files.items()}
+        print_json({**numbers, **profile.numbers(), "files": places, "seconds": seconds})
+    say(f"{seconds:.0f} s. " + ", ".join(f"{key}: {path}" for key, path in files.items()))
 
 
 def _before(
@@ -133,24 +145,22 @@ def _before(
 
 
 def _show(profile: StiffnessProfile, name: str) -> None:
-    table = Table(title=f"{name}: NSI of {profile.nsi.shape[0]} inputs, step {profile.step}")
-    columns = ("stage", "first", "blocks", "mean", "largest", "initial", "gate")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "first" else "right")
+    columns = ("first", "stage", "blocks", "mean", "largest", "initial", "gate")
+    title = f"{name}: NSI of {profile.nsi.shape[0]} inputs, step {profile.step}"
+    table = make_table(*columns, title=title)
     for row in profile.stages():
         row = {**row, "stage": row["stage"] + 1}
         table.add_row(*(_cell(row[c]) for c in columns))
     console.print(table)
     for step, pair in profile.totals().items():
-        trained, before = _cell(pair["trained"]), _cell(pair["initial"])
-        console.print(f"TNS, step {step}: [bold]{trained}[/], initial {before}", highlight=False)
+        say(f"TNS, step {step}: {_cell(pair['trained'])}, initial {_cell(pair['initial'])}")
 
 
 def _draw(profile: StiffnessProfile, kind: str, out: Path) -> None:
     try:
         profile.plot(kind, out / f"{kind}.png")
     except ValueError as error:  # one block a stage, or gates that do not vary
-        console.print(f"[yellow]no picture of {kind}:[/] {error}", soft_wrap=True, highlight=False)
+        say(f"no picture of {kind}: {error}", style="yellow")
 
 
 def _options(texts: list[str] | None) -> dict[str, Any]:

@@ -5,10 +5,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from attractor.cli.engines import Address, Engine, Part, Threads, Workers
-from attractor.cli.terminal import app, check_device, console, told_as_usage
+from attractor.cli.terminal import (
+    AsJson,
+    app,
+    check_device,
+    console,
+    example,
+    make_table,
+    print_json,
+    say,
+    told_as_usage,
+)
 
 Names = Annotated[
     list[str] | None,
@@ -16,7 +25,12 @@ Names = Annotated[
 ]
 
 
-@app.command(epilog="Example: attractor reproduce stepnet-table1 --scale smoke")
+@app.command(
+    epilog=example(
+        "attractor reproduce --list",
+        "attractor reproduce attns-theorem51 --scale smoke",
+    )
+)
 def reproduce(
     names: Names = None,
     list_: Annotated[
@@ -43,11 +57,12 @@ def reproduce(
     page: Annotated[
         Path | None, typer.Option(help="Write the page of results here, and pictures.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Run tables and figures of the papers again; the paper's numbers beside ours, and a verdict.
+    """Run the papers' tables and figures again, with a verdict.
 
-    Runs that are in the folder of results are not made again; what was interrupted goes on.
+    Runs that are in the folder of results are not made again; what was
+    interrupted goes on.
     """
     from attractor.reproduce import catalogue
     from attractor.reproduce.page import write_page
@@ -58,8 +73,10 @@ def reproduce(
             _list(out or home(), as_json)
             return
         if page is not None:
-            for path in write_page(page, out or home()):
-                console.print(str(path), highlight=False, soft_wrap=True)
+            written = [str(path) for path in write_page(page, out or home())]
+            if as_json:
+                print_json(written)
+            say("\n".join(written))
             return
         if not names:
             raise ValueError("give the NAME of an experiment; attractor reproduce --list shows all")
@@ -77,7 +94,7 @@ def reproduce(
             for name in chosen
         ]
     if as_json:
-        print(json.dumps(found, indent=1))
+        print_json(found)
 
 
 def _chosen(names: list[str], known: list[str]) -> list[str]:
@@ -105,17 +122,12 @@ def _one(
     if merged:
         results = merge(experiment, scale, out, merged)
     else:
-        say = (
-            (lambda line: None)
-            if quiet
-            else lambda line: console.print(line, markup=False, highlight=False)
-        )
         results = run(experiment, scale, folder=out, tell=say, **options)
     verdict = experiment.verdict(results)
     path = path_of(out, name, scale)
     if not quiet:
         _show(experiment, results, verdict)
-        console.print(f"Results: [bold]{path}[/]", soft_wrap=True, highlight=False)
+        say(f"Results: {path}")
     found = {
         "experiment": name, "scale": scale, "path": str(path), "rows": rows(experiment, results),
         "verdict": None if verdict is None else {"word": verdict.word, "why": verdict.why},
@@ -128,24 +140,29 @@ def _show(experiment: Any, results: Any, verdict: Any) -> None:
     from attractor.reproduce.verdict import number
 
     unit = f", {experiment.unit}" if experiment.unit else ""
-    table = Table(title=f"{experiment.name}: {experiment.place}", title_justify="left")
-    table.add_column("")
-    for column in ("paper", f"ours ({experiment.metric}{unit})", "seeds", *experiment.others):
-        table.add_column(column, justify="right")
-    for row in rows(experiment, results):
-        table.add_row(
-            row["arm"], "" if row["paper"] is None else number(row["paper"]),
-            told(row["mean"], row["spread"]), str(row["seeds"]), *map(number, row["others"].values()),
-        )  # fmt: skip
+    lines = [
+        [row["arm"], "" if row["paper"] is None else number(row["paper"]),
+         told(row["mean"], row["spread"]), str(row["seeds"]), *map(number, row["others"].values())]
+        for row in rows(experiment, results)
+    ]  # fmt: skip
+    columns = ["", "paper", f"ours ({experiment.metric}{unit})", "seeds", *experiment.others]
+    widths = [max(len(line[i]) for line in [columns, *lines]) + 2 for i in range(len(columns))]
+    fit = len(columns)
+    while fit > 4 and sum(widths[:fit]) > console.width:
+        fit -= 1
+    table = make_table(*columns[:fit], title=f"{experiment.name}: {experiment.place}")
+    for line in lines:
+        table.add_row(*line[:fit])
     console.print(table)
-    console.print(f"The paper: {experiment.claim}", markup=False, highlight=False)
+    if columns[fit:]:
+        say(f"Too wide to show: {', '.join(columns[fit:])}; --json has them.")
+    say(f"The paper: {experiment.claim}")
     if verdict is not None:
-        console.print(f"[bold]{worded(experiment, results)}[/]: ", end="")
-        console.print(verdict.why, markup=False, highlight=False)
+        say(f"{worded(experiment, results)}: {verdict.why}", style="bold")
     elif results.missing():
-        console.print(f"{len(results.missing())} runs are still to come.")
+        say(f"{len(results.missing())} runs are still to come.")
     else:
-        console.print("It runs; this scale is too small for a verdict.")
+        say("It runs; this scale is too small for a verdict.")
 
 
 def _list(folder: Path, as_json: bool) -> None:
@@ -160,14 +177,13 @@ def _list(folder: Path, as_json: bool) -> None:
         for e in catalogue().values()
     ]  # fmt: skip
     if as_json:
-        print(json.dumps(found, indent=1))
+        print_json(found)
         return
-    table = Table()
-    rest = 13 + sum(max(len(row[c] or "") for row in found) for c in ("name", "state", "verdict"))
-    table.add_column("experiment", no_wrap=True)
-    table.add_column("of the paper", no_wrap=True, max_width=max(7, console.width - rest))
-    table.add_column("runs", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
+    table = make_table("experiment", "of the paper", "runs", "verdict", words=4)
+    rest = 8 + sum(max(len(row[c] or "") for row in found) for c in ("name", "state", "verdict"))
+    table.columns[1].max_width = max(7, console.width - rest)
+    for column in table.columns:
+        column.no_wrap = True
     for row in found:
         table.add_row(row["name"], row["place"], row["state"], row["verdict"] or "")
     console.print(table)

@@ -8,27 +8,33 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
 
 from attractor import equations
 from attractor.cli.engines import Address, Engine, Part, Threads, Workers
 from attractor.cli.terminal import (
+    AsJson,
     Device,
     Seed,
     app,
     check_device,
     console,
+    example,
     given_command,
+    make_table,
     need,
+    origin,
+    print_json,
     progress_bar,
+    say,
     told_as_usage,
 )
 from attractor.core.files import write_bytes, write_json
-from attractor.ode import HybridSolver, make_trajectories
+from attractor.ode import HybridSolver, make_trajectories, pretrained
 from attractor.ode import fit as fit_solver
 from attractor.ode.compare import Comparison, compare_all
 from attractor.ode.compare import compare as compare_solver
 from attractor.ode.processes import Crew
+from attractor.ode.trajectories import initial_states
 
 WHAT = "A built-in system, such as elastic-pendulum, or FILE.py:FUNCTION, or MODULE:FUNCTION."
 Equation = Annotated[str, typer.Argument(metavar="EQUATION", help=WHAT)]
@@ -36,7 +42,8 @@ Option = Annotated[
     list[str] | None,
     typer.Option("--option", "-o", metavar="KEY=VALUE", help="Of a built-in system: -o links=10."),
 ]
-Folder = Annotated[Path, typer.Argument(metavar="SOLVER", help="The folder of a saved solver.")]
+SAVED = "The folder of a saved solver, or pretrained:NAME, such as pretrained:elastic-pendulum."
+Saved = Annotated[str, typer.Argument(metavar="SOLVER", help=SAVED)]
 RateOption = Annotated[
     str | None,
     typer.Option(
@@ -46,7 +53,7 @@ RateOption = Annotated[
 Horizon = Annotated[float | None, typer.Option(help="How far to go: a whole number of steps.")]
 
 
-@app.command(epilog="Example: attractor trajectories elastic-pendulum --count 10000 --workers 4")
+@app.command(epilog=example("attractor trajectories elastic-pendulum --count 10000 --workers 4"))
 def trajectories(
     equation: Equation,
     option: Option = None,
@@ -63,8 +70,12 @@ def trajectories(
     seed: Seed = 0,
     device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("out/trajectories"),
+    as_json: AsJson = False,
 ) -> None:
-    """Make fine trajectories, which fit --data learns from; what is there already is not made again."""
+    """Make fine trajectories for fit --data to learn from.
+
+    What is in the folder already is not made again.
+    """
     with told_as_usage():
         if engine != "ray":  # whose machines may have others
             check_device(device)
@@ -84,15 +95,24 @@ def trajectories(
                 progress=progress,
             )  # fmt: skip
     left = made.missing()
-    if left:
-        console.print(f"{len(left)} of {made.plan.shards} shards are still to come, in other parts.")
+    if as_json:
+        print_json({
+            "command": given_command(), "out": str(out), "trajectories": count,
+            "shards": made.plan.shards, "missing": len(left), "sha256": None if left else made.hash,
+        })  # fmt: skip
+    elif left:
+        say(f"{len(left)} of {made.plan.shards} shards are still to come, in other parts.")
     else:
-        told = f"{count:,} trajectories, {made.plan.shards} shards, SHA-256 {made.hash}"
-        console.print(told, soft_wrap=True, highlight=False)
-    console.print(f"Data: [bold]{out}[/]", soft_wrap=True, highlight=False)
+        say(f"{count:,} trajectories, {made.plan.shards} shards, SHA-256 {made.hash}")
+    say(f"Data: {out}")
 
 
-@app.command(epilog="Example: attractor fit examples/duffing.py:rate --trajectories 500")
+@app.command(
+    epilog=example(
+        "attractor fit pendulum-chain -o links=2 --trajectories 300",
+        "attractor fit examples/duffing.py:rate --trajectories 500",
+    )
+)
 def fit(
     equation: Equation,
     option: Option = None,
@@ -115,8 +135,9 @@ def fit(
     seed: Seed = 0,
     device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for the solver and its report.")] = Path("out/fit"),
+    as_json: AsJson = False,
 ) -> None:
-    """Learn the error of a big step of an equation; save a solver and a report."""
+    """Learn the error of a big step; save a solver and a report."""
     check_device(device)
     need("matplotlib", "report")
     from attractor.report import hybrid as report
@@ -139,48 +160,57 @@ def fit(
             shutil.rmtree(out / "unfinished", ignore_errors=True)
             status.update("test trajectories")
             tested = report.test(solver, horizon, found.sample, seed)
-    for message in dict.fromkeys(str(w.message) for w in warned):
-        console.print(f"[yellow]{message}[/]")
-    _show_candidates(solver)
-    console.print(solver, highlight=False)
-    table = Table("100 new trajectories", "mean square error", "rate calls")
-    for name, row in tested["rows"].items():
-        table.add_row(name, _number(row["error"]), str(row["rate_calls"]))
-    console.print(table)
+    page = report.fit_page(solver, found.name, tested, out, given_command())
     numbers = {
-        "command": given_command(),
+        **origin(),
+        "equation": found.name,
         "horizon": horizon,
         "test": tested["rows"],
         "history": solver.history,
     }
-    write_json(out / "fit.json", numbers)
-    page = report.fit_page(solver, found.name, tested, out, given_command())
+    write_json(out / "fit.json", {**numbers, "curves": report.curves(tested)})
     seconds = time.perf_counter() - started
-    console.print(f"{seconds:.0f} s. Solver: [bold]{out / 'solver'}[/]", soft_wrap=True)
-    console.print(f"Report: [bold]{page}[/]", soft_wrap=True)
+    if as_json:
+        print_json({**numbers, "solver": str(out / "solver"), "report": str(page), "seconds": seconds})
+    for message in dict.fromkeys(str(w.message) for w in warned):
+        say(message, style="yellow")
+    _show_candidates(solver)
+    say(repr(solver))
+    table = make_table("100 new trajectories", "mean square error", "rate calls")
+    for name, row in tested["rows"].items():
+        table.add_row(name, _number(row["error"]), str(row["rate_calls"]))
+    console.print(table)
+    say(f"{seconds:.0f} s. Solver: {out / 'solver'}")
+    say(f"Report: {page}")
     own = f" --rate {equation}" if ":" in equation else ""
-    console.print(
-        f"Does it pay? attractor compare {out / 'solver'}{own}", soft_wrap=True, highlight=False
+    say(f"Does it pay? attractor compare {out / 'solver'}{own}")
+
+
+@app.command(
+    epilog=example(
+        "attractor solve pretrained:elastic-pendulum --n 3 --t-end 10",
+        "attractor solve out/fit/solver --rate examples/duffing.py:rate --n 3",
     )
-
-
-@app.command(epilog="Example: attractor solve out/fit/solver --rate examples/duffing.py:rate --n 3")
+)
 def solve(
-    solver: Folder,
+    solver: Saved,
     rate: RateOption = None,
     t_end: Horizon = None,
     t0: Annotated[float, typer.Option(help="When to start.")] = 0.0,
     u0: Annotated[
         list[str] | None, typer.Option(help="An initial state, such as 1,0.5; may be repeated.")
     ] = None,
-    n: Annotated[int, typer.Option(min=1, help="Without --u0: so many sampled states.")] = 5,
+    n: Annotated[
+        int, typer.Option("--n", "-n", min=1, help="Without --u0: so many sampled states.")
+    ] = 5,
     every: Annotated[int, typer.Option(min=1, help="Keep every n-th state.")] = 1,
     guard: Annotated[bool, typer.Option(help="Plain substeps where the fit knows nothing.")] = True,
     seed: Seed = 1,
     device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for states and picture.")] = Path("out/solve"),
+    as_json: AsJson = False,
 ) -> None:
-    """Follow initial states with a saved solver; write them as CSV and a picture."""
+    """Follow states with a saved solver; write CSV and a picture."""
     check_device(device)
     need("matplotlib", "report")
     from attractor.report import figures
@@ -189,36 +219,46 @@ def solve(
         loaded, found = _load(solver, rate, device)
         like = next(loaded.correction.parameters())
         if u0:
-            start = torch.tensor([_state(text) for text in u0], dtype=like.dtype, device=device)
+            states = [_state(text, loaded, found.sample) for text in u0]
+            start = torch.tensor(states, dtype=like.dtype, device=device)
         else:
-            from attractor.ode.trajectories import initial_states
-
             generator = torch.Generator().manual_seed(seed)
             start = initial_states(loaded.rate, found.sample, n, generator, device).to(like.dtype)
         t_end = t_end if t_end is not None else t0 + (found.horizon or 100 * loaded.dt)
         with console.status("solving"), torch.no_grad():
             solved = loaded.solve(start, t_end, t0, every, guard)
-    console.print(solved, highlight=False)
-    if solved.stats.guarded is not None:
-        share = solved.stats.guarded.double().mean().item() / max(1, round((t_end - t0) / loaded.dt))
-        console.print(f"plain substeps took the place of {share:.1%} of the steps", highlight=False)
     lost = torch.nonzero(~solved.ok).flatten().tolist()
-    if lost:
-        console.print(f"[yellow]became non-finite: trajectories {lost}; they keep their last state[/]")
+    guarded = None
+    if solved.stats.guarded is not None:
+        guarded = solved.stats.guarded.double().mean().item() / max(1, round((t_end - t0) / loaded.dt))
     write_bytes(out / "states.csv", _csv(solved).encode())
     figure = figures.trajectories(solved.t.tolist(), solved.u.double().cpu().numpy(), loaded.rate_name)
     figures.write(figure, out / "states.png")
-    console.print(f"States: [bold]{out / 'states.csv'}[/], picture: [bold]{out / 'states.png'}[/]",
-                  soft_wrap=True)  # fmt: skip
+    if as_json:
+        print_json({
+            "command": given_command(), "solver": repr(loaded), "t0": t0, "t_end": t_end,
+            "final": solved.final.tolist(), "lost": lost, "guarded": guarded,
+            "rate_calls": solved.stats.rate_calls, "states": str(out / "states.csv"),
+            "picture": str(out / "states.png"),
+        })  # fmt: skip
+    say(repr(solved))
+    if guarded is not None:
+        say(f"plain substeps took the place of {guarded:.1%} of the steps")
+    if lost:
+        say(f"became non-finite: trajectories {lost}; they keep their last state", style="yellow")
+    say(f"States: {out / 'states.csv'}, picture: {out / 'states.png'}")
     if lost:
         raise typer.Exit(1)
 
 
-@app.command(epilog="Example: attractor compare out/fit/solver --rate examples/duffing.py:rate")
+@app.command(
+    epilog=example(
+        "attractor compare pretrained:elastic-pendulum --no-peers",
+        "attractor compare out/fit/solver --rate examples/duffing.py:rate",
+    )
+)
 def compare(
-    solver: Annotated[
-        list[Path], typer.Argument(metavar="SOLVER...", help="The folders of saved solvers.")
-    ],
+    solver: Annotated[list[str], typer.Argument(metavar="SOLVER", help=SAVED)],
     rate: RateOption = None,
     horizon: Horizon = None,
     batch: Annotated[int, typer.Option(min=1, help="Trajectories solved at once.")] = 1000,
@@ -234,19 +274,26 @@ def compare(
     seed: Seed = 1,
     device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for numbers and picture.")] = Path("out/compare"),
+    strict: Annotated[bool, typer.Option(help="End with status 1 if it does not pay.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Does a saved solver pay? Error against time, beside plain schemes and other libraries.
+    """Does a saved solver pay? Error against time and rate calls.
 
-    Several solvers, or an engine, give a line for each; what is in the folder is not measured again.
+    Beside it are plain schemes and the solvers of other libraries. Several
+    solvers, or an engine, give a line for each; what is in the folder is not
+    measured again.
     """
     if len(solver) > 1 or engine or workers or address:
         with told_as_usage():
-            _compare_many(
-                solver, out, rate=equations.find(rate) if rate else None, horizon=horizon, batch=batch,
+            folders = {name: _folder(name) for name in solver}
+            many = _compare_many(
+                folders, out, rate=equations.find(rate) if rate else None, horizon=horizon, batch=batch,
                 schemes=scheme or ["rk4", "dopri5"], compile=compile, peers=peers, seed=seed,
                 engine=engine, workers=workers, address=address, threads=threads, device=device,
             )  # fmt: skip
-        return
+        if as_json:
+            print_json([{"solver": name, **found.to_json()} for name, found in many.items()])
+        raise typer.Exit(strict and any(found.gain <= 1 for found in many.values()))
     check_device(device)
     need("matplotlib", "report")
     from attractor.report import figures
@@ -260,44 +307,65 @@ def compare(
                 schemes=scheme or ("rk4", "dopri5"), compile=compile, peers=peers,
                 jax_rate=found.jax_rate, seed=seed, progress=status.update,
             )  # fmt: skip
-    table = Table("", "", "mean square error", "milliseconds", "rate calls")
+    write_json(out / "compare.json", {**origin(), **result.to_json()})
+    figures.write(figures.work_precision(result, found.name), out / "compare.png")
+    if as_json:
+        files = {"numbers": str(out / "compare.json"), "picture": str(out / "compare.png")}
+        print_json({**origin(), **result.to_json(), **files})
+    table = make_table("", "", "mean square error", "milliseconds", "rate calls", words=2)
     table.title = f"{batch} trajectories, t = {horizon:g}"
     for point in (result.hybrid, *result.points):
         setting = f"{'rtol' if point.adaptive else 'dt'} {point.setting:.2g}"
         numbers = (_number(point.error), f"{point.seconds * 1e3:,.1f}", f"{point.rate_calls:,}")
         table.add_row(point.method, setting, *numbers, style="bold" if point is result.hybrid else "")
     console.print(table)
-    result.save(out)
-    figures.write(figures.work_precision(result, found.name), out / "compare.png")
-    console.print(f"[bold]{result.verdict}[/]", soft_wrap=True, highlight=False)
-    console.print(f"Numbers: [bold]{out / 'compare.json'}[/], picture: [bold]{out / 'compare.png'}[/]",
-                  soft_wrap=True)  # fmt: skip
+    say(result.verdict, style="bold")
+    say(f"Numbers: {out / 'compare.json'}, picture: {out / 'compare.png'}")
+    raise typer.Exit(strict and result.gain <= 1)
 
 
 def _compare_many(
-    solvers: list[Path], out: Path, rate: equations.Equation | None, **options: Any
-) -> None:
+    solvers: dict[str, Path], out: Path, rate: equations.Equation | None, **options: Any
+) -> dict[str, Comparison]:
     own = {} if rate is None else {"rate": rate.rate, "sample": rate.sample, "jax_rate": rate.jax_rate}
     found: dict[str, Comparison] = {}
     with progress_bar() as bar:
         task = bar.add_task("comparing", total=len(solvers))
-        for name, result in compare_all({str(p): p for p in solvers}, out, **own, **options):
+        for name, result in compare_all(solvers, out, **own, **options):
             found[name] = result
             bar.update(task, advance=1, description=name)
-    table = Table("solver", "mean square error", "m", "m*", "gain")
-    for path in solvers:
-        result = found[str(path)]
+    found = {name: found[name] for name in solvers}
+    table = make_table("solver", "mean square error", "m", "m*", "gain")
+    for name, result in found.items():
         numbers = (f"{x:.3g}" for x in (result.m, result.m_star, result.gain))
-        table.add_row(str(path), _number(result.hybrid.error), *numbers)
+        table.add_row(name, _number(result.hybrid.error), *numbers)
     console.print(table)
-    for path in solvers:
-        console.print(f"{path}: [bold]{found[str(path)].verdict}[/]", soft_wrap=True, highlight=False)
-    console.print(f"Numbers: [bold]{out}[/]", soft_wrap=True, highlight=False)
+    for name, result in found.items():
+        say(f"{name}: {result.verdict}")
+    say(f"Numbers: {out}")
+    return found
 
 
-def _load(folder: Path, rate: str | None, device: str) -> tuple[HybridSolver, equations.Equation]:
+def _folder(name: str) -> Path:
+    """The folder of a saved solver, or of one that comes with the library."""
+    if name.startswith("pretrained:"):
+        return pretrained.folder(name.removeprefix("pretrained:"))
+    folder = Path(name)
+    if (folder / "manifest.json").exists():
+        return folder
+    if (folder / "solver" / "manifest.json").exists():
+        raise ValueError(f"{folder} holds a fit; its solver is {folder / 'solver'}")
+    there = "holds no solver" if folder.is_dir() else "does not exist"
+    known = ", ".join(f"pretrained:{n}" for n in pretrained.names())
+    raise ValueError(
+        f"{folder} {there}; give the folder that attractor fit has written, such as out/fit/solver, or "
+        f"{known}"
+    )
+
+
+def _load(name: str, rate: str | None, device: str) -> tuple[HybridSolver, equations.Equation]:
     found = equations.find(rate) if rate else None
-    loaded = HybridSolver.load(folder, found.rate if found else None).to(device)
+    loaded = HybridSolver.load(_folder(name), found.rate if found else None).to(device)
     if found is None:
         name = next(n for n, cls in equations.names().items() if isinstance(loaded.rate, cls))
         found = equations.Equation(name, loaded.rate, horizon=equations.find(name).horizon)
@@ -320,11 +388,18 @@ def _needed(name: str, value: float | None) -> float:
     return value
 
 
-def _state(text: str) -> list[float]:
+def _state(text: str, solver: HybridSolver, sample: Any) -> list[float]:
     try:
-        return [float(x) for x in text.split(",")]
+        state = [float(x) for x in text.split(",")]
     except ValueError:
         raise ValueError(f"--u0 {text!r} must be numbers with commas between, such as 1,0.5") from None
+    if solver.dim is not None and len(state) != solver.dim:
+        one = initial_states(solver.rate, sample, 1, torch.Generator().manual_seed(0))[0]
+        raise ValueError(
+            f"--u0 {text} has {len(state)} numbers, but a state of {solver.rate_name} has {solver.dim}; "
+            f"give all of them, such as --u0 {','.join(f'{x:.3g}' for x in one.tolist())}"
+        )
+    return state
 
 
 def _show_candidates(solver: HybridSolver) -> None:
@@ -332,7 +407,7 @@ def _show_candidates(solver: HybridSolver) -> None:
     if not rows:
         return
     best = min(row["rollout"] for row in rows)
-    table = Table("candidate", "scale", "held-out mean square error", "s")
+    table = make_table("candidate", "scale", "held-out mean square error", "s")
     for row in rows:
         name = f"{row['correction']}{', state too' if row.get('state') else ''}"
         style = "bold" if row["rollout"] == best else ""

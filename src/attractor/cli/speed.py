@@ -1,28 +1,37 @@
 """Commands about speed: bench."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
 
 from attractor.cli.terminal import (
+    AsJson,
     Device,
     Seed,
     app,
     check_device,
     console,
-    given_command,
+    example,
+    make_table,
+    origin,
+    print_json,
     progress_bar,
+    say,
     told_as_usage,
 )
+from attractor.core.checks import nearest
 
 TYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 
 
-@app.command(epilog="Example: attractor bench --device cuda --what causal --what reaction")
+@app.command(
+    epilog=example(
+        "attractor bench --what causal --tokens 1024",
+        "attractor bench --device cuda --what causal --what reaction",
+    )
+)
 def bench(
     what: Annotated[
         list[str],
@@ -34,26 +43,29 @@ def bench(
     steps: Annotated[int, typer.Option(help="Of the PDE.")] = 4,
     seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(help="Write the results here, as JSON.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """How quick PDE attention and hybrid steps are here, beside SDPA and plain steps in the same run.
+    """How quick PDE attention and hybrid steps are here.
 
-    Everything is compared with float64 before it is timed. Shares are of the copy bandwidth and the
-    matrix rate measured in this run, by what attention without a PDE has to move and to compute.
+    SDPA and plain steps are beside it, in the same run; everything is compared
+    with float64 before it is timed. Shares are of the copy bandwidth and the
+    matrix rate measured in this run, by what attention without a PDE has to
+    move and to compute.
     """
     from attractor.bench import run
     from attractor.core.files import write_json
 
     check_device(device)
     if dtype not in TYPES:
-        raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(TYPES)}", param_hint="--dtype")
+        known = f"{', '.join(TYPES)}{nearest(dtype, TYPES)}"
+        raise typer.BadParameter(f"{dtype!r} is not one of {known}", param_hint="--dtype")
     if dtype == "auto":
         dtype = "bfloat16" if torch.device(device).type == "cuda" else "float32"
     torch.manual_seed(seed)
     with told_as_usage():
         wanted = run.cases(what or run.KINDS, device, tokens)
     chosen = getattr(torch, dtype)
-    results: dict[str, Any] = {"command": given_command(), **run.header(device, chosen), "rows": []}
+    results: dict[str, Any] = {**origin(), **run.header(device, chosen), "rows": []}
     with progress_bar(quiet=as_json) as progress:
         task = progress.add_task("measuring", total=len(wanted))
         for row in run.rows(wanted, device, chosen, results, steps=steps):
@@ -62,11 +74,11 @@ def bench(
             if out is not None:
                 write_json(out, results)
     if as_json:
-        print(json.dumps(results, indent=1))
+        print_json(results)
     else:
         _show(results)
         if out is not None:
-            console.print(f"Results: [bold]{out}[/bold]", soft_wrap=True)
+            say(f"Results: {out}")
     if any("failed" in row for row in results["rows"]):
         raise typer.Exit(1)
 
@@ -79,7 +91,7 @@ def _show(results: dict[str, Any]) -> None:
     )
     attention = [row for row in results["rows"] if "forward" in row]
     if attention:
-        table = Table(
+        table = make_table(
             "attention", "tokens", "ms", "ratio", "ms", "ratio", "of rate", "of copy", "dense",
             caption="milliseconds and the ratio to SDPA (window, documents: to the same without a PDE), "
             "forward, then with backward; shares of the ceilings, forward; how much slower the map is",
@@ -95,7 +107,7 @@ def _show(results: dict[str, Any]) -> None:
         console.print(table)
     steps = [row for row in results["rows"] if "hybrid_us" in row]
     if steps:
-        table = Table("hybrid step", "states", "plain, µs", "hybrid, µs", "m*")
+        table = make_table("hybrid step", "states", "plain, µs", "hybrid, µs", "m*")
         for row in steps:
             table.add_row(
                 f"width {row['width']:,}", f"{row['batch']:,}", f"{row['plain_us']:.1f}",
@@ -105,5 +117,4 @@ def _show(results: dict[str, Any]) -> None:
     for row in results["rows"]:
         if "failed" in row:
             size = row.get("tokens", row.get("width"))
-            console.print(f"[red]{row['kind']}, {size:,}:[/] ", end="")
-            console.print(row["failed"], markup=False, highlight=False, soft_wrap=True)
+            say(f"{row['kind']}, {size:,}: {row['failed']}", style="red")

@@ -1,36 +1,129 @@
-"""What all commands share: the application, the console, options, progress, and checks of input."""
+"""What all commands share: the application, the console, options, progress, errors, checks of input.
 
+A command ends with 0 if all is well, 1 if a check or a comparison failed, 2 if it was given something
+wrong, 130 after Ctrl-C and 143 after SIGTERM. What it found goes to stdout, errors go to stderr.
+"""
+
+import os
 import shlex
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from typer.core import TyperGroup
 
 from attractor import doctor as doctor_job
 
+console = Console()
+errors = Console(stderr=True)
+DEBUG = "ATTRACTOR_DEBUG"
+
+
+class Commands(TyperGroup):
+    """The commands. ``--debug`` may stand anywhere; no error ends in a traceback without it."""
+
+    debug = False
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As typed, but for --debug."""
+        end = args.index("--") if "--" in args else len(args)
+        Commands.debug = "--debug" in args[:end] or os.environ.get(DEBUG, "0") not in ("", "0")
+        console.quiet = False
+        return super().parse_args(ctx, [a for a in args[:end] if a != "--debug"] + args[end:])
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run what was asked for."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            if not str(error):  # training has already said how far it came
+                errors.print("Interrupted.")
+            raise typer.Exit(130) from None
+        except (BrokenPipeError, typer.Abort):
+            raise
+        except Exception as error:
+            if hasattr(error, "exit_code"):  # Typer's own: exits and wrong use
+                raise
+            tell(error, f"{type(error).__name__}")
+            if not Commands.debug:
+                told = "This was not foreseen. The same command with --debug shows where it happened."
+                errors.print(told, soft_wrap=True, highlight=False)
+            raise typer.Exit(1) from None
+
+
 app = typer.Typer(
-    help="Attention as time stepping. Start with [bold]attractor demo[/bold].",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
+    cls=Commands,
+    help="Attention as time stepping. Start with: attractor demo",
+    rich_markup_mode="rich" if console.is_terminal else None,  # no boxes in files and pipes
+    pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-console = Console()
+
+
+def example(command: str, *others: str) -> str:
+    """What stands below a command's help; each is a line of its own."""
+    return "\n\n".join(f"Example: {text}" for text in (command, *others))
+
+
+def _hush(as_json: bool) -> bool:
+    console.quiet = as_json
+    return as_json
+
 
 Seed = Annotated[int, typer.Option(help="Seed of all random numbers.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps ...")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.", callback=_hush)]
+
+
+def print_json(found: Any) -> None:
+    """One JSON document on stdout, strict: what is not finite is null."""
+    from attractor.core.files import json_bytes
+
+    sys.stdout.write(json_bytes(found).decode())
+
+
+def make_table(*columns: str, title: str = "", words: int = 1, caption: str = "") -> Table:
+    """An empty table; the first `words` columns are text, the others numbers. Pipes get no lines."""
+    table = Table(
+        title=title or None, title_justify="left", caption=caption or None, caption_justify="left",
+        box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False,
+    )  # fmt: skip
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < words else "right")
+    return table
 
 
 def progress_bar(quiet: bool = False) -> Progress:
     """A bar for jobs whose length is known; nothing where the output is not a terminal."""
     return Progress(
         TextColumn("{task.description:44.44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console, transient=True, disable=quiet or not console.is_terminal,
+        console=console, transient=True, disable=quiet or console.quiet or not console.is_terminal,
     )  # fmt: skip
+
+
+def say(text: str, style: str = "") -> None:
+    """A line as it is: paths and sentences are not broken, and nothing in it is markup."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def tell(error: BaseException, name: str = "Error") -> None:
+    """An error as a line on stderr; with --debug, above it, where it came from."""
+    if Commands.debug:
+        errors.print("".join(traceback.format_exception(error)), markup=False, highlight=False,
+                     soft_wrap=True)  # fmt: skip
+    errors.print(f"[red]{name}:[/] ", end="")
+    how: Any = {"markup": False, "highlight": False, "soft_wrap": not errors.is_terminal}
+    errors.print(str(error) or "no message", **how)
+    for note in getattr(error, "__notes__", ()):  # such as which shard it was
+        errors.print(note, **how)
 
 
 @contextmanager
@@ -38,11 +131,10 @@ def told_as_usage() -> Iterator[None]:
     """Errors about what was given end the command with their message, without a traceback."""
     try:
         yield
+    except BrokenPipeError:
+        raise
     except (ValueError, TypeError, FloatingPointError, ImportError, OSError) as error:
-        console.print(f"[red]{type(error).__name__}:[/] ", end="")
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        for note in getattr(error, "__notes__", ()):  # such as which shard it was
-            console.print(note, markup=False, highlight=False, soft_wrap=True)
+        tell(error)
         raise typer.Exit(2) from None
 
 
@@ -51,7 +143,7 @@ def check_device(device: str) -> None:
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].split(" device type at start")[0]
         raise typer.BadParameter(
             f"{device!r} cannot be used here ({reason}); there is {', '.join(doctor_job.devices())}",
             param_hint="--device",
@@ -61,10 +153,14 @@ def check_device(device: str) -> None:
 def need(package: str, extra: str) -> None:
     """Stop, with the command that installs it, if an optional package is missing."""
     if next(row for row in doctor_job.optional() if row["package"] == package)["version"] is None:
-        console.print(
-            f"[red]{package} is missing[/]; install it with: pip install 'attractor\\[{extra}]'"
-        )
+        errors.print(f"[red]Error:[/] {package} is missing; install it with: "
+                     f"pip install 'attractor\\[{extra}]'", soft_wrap=True, highlight=False)  # fmt: skip
         raise typer.Exit(2)
+
+
+def origin() -> dict[str, Any]:
+    """What is written beside results: the command that makes them again, and versions."""
+    return {"command": given_command(), "versions": doctor_job.versions()}
 
 
 def given_command() -> str:

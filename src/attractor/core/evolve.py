@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute_later
 
+from attractor.core.checks import check_values
 from attractor.core.compiling import compiled, components_first, count_operations
 from attractor.core.control import Control, controlled
 from attractor.core.scheme import Rate, moved
@@ -82,10 +83,12 @@ def evolve(
     """
     scheme = get_scheme(scheme)
     t = check_problem(u0, t)
-    if every < 1:
-        raise ValueError(f"every = {every} keeps nothing; use 1 for all states, 10 for each tenth")
-    if checkpoint is not None and checkpoint is not False and checkpoint < 1:
-        raise ValueError(f"checkpoint = {checkpoint}; use True, or the number of steps between states")
+    if not isinstance(every, int) or every < 1:
+        raise ValueError(f"every = {every!r} keeps nothing; use 1 for all states, 10 for each tenth")
+    if checkpoint is not None and not (
+        isinstance(checkpoint, int) and (checkpoint is False or checkpoint > 0)
+    ):
+        raise ValueError(f"checkpoint = {checkpoint!r}; use True, or the number of steps between states")
     if rtol is None and atol is None:
         return on_grid(f, u0, t, scheme, correction, every=every, compile=compile, checkpoint=checkpoint)
 
@@ -116,9 +119,16 @@ def check_problem(u0: Tensor, t: Tensor | Sequence[float]) -> Tensor:
         )
     if u0.dim() == 0:
         raise ValueError("u0 has no dimension; a state needs one, even of size 1: use u0[None]")
+    check_values("u0", u0)
     if not isinstance(t, Tensor):
-        t = torch.as_tensor(t, dtype=torch.float64)
+        try:
+            t = torch.as_tensor(t, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"t is {t!r}; give a 1-D tensor of times, or a list of numbers") from None
+    check_values("t", t)
     t = t.to(u0.device)
+    if t.is_complex():
+        raise TypeError(f"t is of {t.dtype}; times are real")
     if not t.is_floating_point():
         t = t.to(torch.float64)
     if t.dim() != 1 or len(t) == 0:

@@ -184,6 +184,9 @@ def _flattened(
 
     if not (isinstance(y0, tuple | list) and y0 and all(isinstance(y, Tensor) for y in y0)):
         raise TypeError("y0 must be a tensor or a tuple of tensors")
+    if len({(y.device, y.dtype) for y in y0}) > 1:
+        given = ", ".join(f"{y.dtype} on {y.device}" for y in y0)
+        raise ValueError(f"y0 holds tensors of {given}; give one type and one device")
     shapes, sizes = [y.shape for y in y0], [y.numel() for y in y0]
 
     def unflatten(u: Tensor) -> tuple[Tensor, ...]:

@@ -1,5 +1,6 @@
 """Explicit Runge-Kutta schemes: a tableau as the textbook prints it, and the slope it defines."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -9,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from attractor.core.checks import check_tensor
 from attractor.core.trees import defect
 
 Rate: TypeAlias = Callable[[Any, Tensor], Tensor]
@@ -68,6 +70,10 @@ class Scheme:
         dense: Sequence[Coefficient] | None = None,
     ) -> None:
         rows_given = [*a, b, c, *(row for row in (b_low, dense) if row is not None)]
+        if not all(hasattr(row, "__len__") and not isinstance(row, str) for row in rows_given):
+            raise TypeError(
+                f"{name}: a is a list of rows, b, c, b_low and dense are rows of coefficients"
+            )
         exact = all(isinstance(x, Rational | str) for row in rows_given for x in row)
         tolerance = 0 if exact else 1e-10
         stages = len(b)
@@ -144,6 +150,11 @@ class Scheme:
         first: Tensor | None = None,
     ) -> list[Tensor]:
         """The rates k_i at the first `count` stages (all by default); `first` is k_1 if known."""
+        check_state(u, t, dt)
+        if isinstance(dt, float) and math.isfinite(dt) and abs(dt) > torch.finfo(u.dtype).max:
+            raise ValueError(
+                f"dt = {dt:g} is more than {u.dtype} holds; use a smaller step, or u.double()"
+            )
         k = [call_rate(f, t, u) if first is None else first]
         for row, c in zip(self._a[1:count], self._c[1:count]):
             k.append(call_rate(f, t + c * dt, moved(u, dt, row, k)))
@@ -151,6 +162,18 @@ class Scheme:
 
     def check_rate(self, f: Rate, t: Any, u: Tensor) -> None:
         """A Runge-Kutta scheme takes any rate (a `Splitting` does not)."""
+
+
+def check_state(u: Any, t: Any = 0.0, dt: Any = 0.0) -> None:
+    """Raise unless u is a tensor that can move, and t and dt broadcast against it."""
+    check_tensor("u", u, "[*batch, d]", floating=False)
+    if not (u.is_floating_point() or u.is_complex()):
+        raise TypeError(f"u is of {u.dtype}; states move continuously: use u.float() or .double()")
+    for name, x in (("t", t), ("dt", dt)):
+        if isinstance(x, Tensor) and x.dim():
+            sizes = zip(reversed(x.shape), reversed(u.shape))
+            if x.dim() > u.dim() or any(size not in (1, own) for size, own in sizes):
+                raise ValueError(f"{name} {list(x.shape)} does not broadcast against u {list(u.shape)}")
 
 
 def checked_order(name: str, order: int) -> int:

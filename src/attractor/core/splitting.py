@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.core.scheme import Coefficient, Rate, as_fractions, call_rate, checked_order
+from attractor.core.checks import check_values
+from attractor.core.scheme import Coefficient, Rate, as_fractions, call_rate, check_state, checked_order
 from attractor.core.trees import defect
 
 
@@ -76,7 +77,7 @@ class Splitting:
 
     def slope(self, f: Rate, t: Any, u: Tensor, dt: Any) -> Tensor:
         """S, so that ``u + dt * S`` is the symplectic step. Arguments as in `Scheme.slope`."""
-        half = _half(self.name, u)
+        half = _half(self.name, u, t, dt)
         q, p = u[..., :half], u[..., half:]
         moved_q = moved_p = torch.zeros_like(q)
         kicked = drifted = 0.0  # parts of the step done so far; time runs with the other half's
@@ -94,6 +95,7 @@ class Splitting:
     def check_rate(self, f: Rate, t: Any, u: Tensor) -> None:
         """Raise ValueError if q' depends on q, or p' on p: then kicks and drifts are not exact."""
         half = _half(self.name, u)
+        check_values("u", u)
         u = u.detach()
         rate = call_rate(f, t, u).detach()
         nudge = 0.1 * (1 + u.abs())
@@ -112,7 +114,8 @@ class Splitting:
                 )
 
 
-def _half(name: str, u: Tensor) -> int:
+def _half(name: str, u: Tensor, t: Any = 0.0, dt: Any = 0.0) -> int:
+    check_state(u, t, dt)
     if u.dim() == 0 or u.shape[-1] % 2:
         raise ValueError(f"{name} needs a state (q, p) of even size, not one of shape {list(u.shape)}")
     return u.shape[-1] // 2

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from attractor.core.checks import check_beside, check_tensor, check_time, check_values, is_number
 from attractor.core.scheme import Rate, call_rate
 from attractor.core.trajectory import Trajectory
 
@@ -29,10 +30,16 @@ def jacobian(f: Rate, u: Tensor, t: Any = 0.0) -> Tensor:
 
     One backward pass a component, which any rate allows whose trajectories are independent.
     """
+    check_tensor("u", u, "[*batch, d]", floating=False)
     if u.is_complex():
         raise TypeError(
             "the Jacobian of a complex state is not defined here; stack real and imaginary parts"
         )
+    check_tensor("u", u, "[*batch, d]")
+    check_values("u", u)
+    if u.dim() == 0 or u.shape[-1] == 0:
+        raise ValueError(f"u has shape {list(u.shape)}; give states [*batch, d] with d of at least 1")
+    check_time(t, u)
     with torch.inference_mode(False), torch.enable_grad():
         u = u.detach().clone().requires_grad_()
         du = call_rate(f, torch.as_tensor(t, dtype=u.dtype, device=u.device), u)
@@ -72,7 +79,22 @@ def stiffness_aware_index(trajectory: Trajectory) -> Tensor:
 
     Infinite where a state is exactly zero and moves on, zero where it stays.
     """
+    if not isinstance(trajectory, Trajectory):
+        raise TypeError(
+            f"trajectory is a {type(trajectory).__name__}; give a Trajectory, as evolve does"
+        )
     u, t = trajectory.u, trajectory.t
+    for name, x in (("t", t), ("u", u)):
+        check_tensor(
+            f"trajectory.{name}", x, "[n+1]" if name == "t" else "[n+1, *batch, d]", floating=False
+        )
+    if not (u.is_floating_point() or u.is_complex()) or not t.is_floating_point():
+        raise TypeError(f"a trajectory's t and u are floats, not {t.dtype} and {u.dtype}")
+    if t.dim() != 1 or u.dim() < 2 or len(t) != len(u):
+        raise ValueError(
+            f"a trajectory has t [n+1] and u [n+1, *batch, d], not {[*t.shape]} and {[*u.shape]}"
+        )
+    check_beside("trajectory.t", t, "u", u)
     dt = t.diff().abs().to(u.real.dtype if u.is_complex() else u.dtype)
     moved = torch.linalg.vector_norm(u[1:] - u[:-1], dim=-1) / dt.reshape(-1, *[1] * (u.dim() - 2))
     return _ratio(moved, torch.linalg.vector_norm(u[:-1], dim=-1))
@@ -90,6 +112,11 @@ def neural_stiffness_index(x: Tensor, x_next: Tensor, step: Tensor | float | Non
     Returns:
         ``[inputs]``.
     """
+    check_tensor("x", x, "[inputs, ...]")
+    check_tensor("x_next", x_next, "like x")
+    check_beside("x_next", x_next, "x", x)
+    if x.dtype != x_next.dtype:
+        raise ValueError(f"x is of {x.dtype} but x_next of {x_next.dtype}; give both in one type")
     if x.shape != x_next.shape:
         raise ValueError(
             f"x has shape {list(x.shape)} but x_next {list(x_next.shape)}; a residual block keeps the "
@@ -99,7 +126,13 @@ def neural_stiffness_index(x: Tensor, x_next: Tensor, step: Tensor | float | Non
         raise ValueError(f"x has shape {list(x.shape)}; give [inputs, ...] with at least one feature")
     move = x_next - x
     if step is not None:
+        if not isinstance(step, Tensor) and not is_number(step):
+            raise TypeError(f"step is a {type(step).__name__}; give a number, or a tensor like x")
+        check_beside("step", step, "x", x)
+        check_values("x", x)
         step = torch.as_tensor(step, dtype=x.dtype, device=x.device)
+        if step.dim() > x.dim() or any(s not in (1, n) for s, n in zip(step.shape[::-1], x.shape[::-1])):
+            raise ValueError(f"step {list(step.shape)} does not broadcast to x {list(x.shape)}")
         if bool((step == 0).any()):
             raise ValueError("step holds zeros; a step size must not vanish")
         move = move / step
@@ -178,9 +211,17 @@ def _rectangles(nsi: Tensor, stage: Tensor, drop_first: bool, mean: Mean) -> tup
 
 def _kept_blocks(nsi: Tensor, stage: Tensor, drop_first: bool) -> list[Tensor]:
     """For every stage, the indices of the blocks that count."""
+    check_tensor("nsi", nsi, "[inputs, blocks]")
+    check_values("nsi", nsi)
+    check_beside("stage", stage, "nsi", nsi)
+    if not isinstance(drop_first, bool):
+        raise TypeError(f"drop_first = {drop_first!r}; it is True or False")
     if nsi.dim() != 2 or nsi.shape[0] == 0:
         raise ValueError(f"nsi has shape {list(nsi.shape)}; give [inputs, blocks] with some inputs")
-    stage = torch.as_tensor(stage, device=nsi.device)
+    try:
+        stage = torch.as_tensor(stage, device=nsi.device)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"stage is {stage!r}; give the stage of every block [blocks]") from None
     if stage.shape != nsi.shape[1:]:
         raise ValueError(f"stage has shape {list(stage.shape)}; it labels {nsi.shape[1]} blocks")
     if not bool((torch.isfinite(nsi) & (nsi >= 0)).all()):
@@ -206,8 +247,14 @@ def _over_grid(
     m1: Tensor | float, m2: Tensor | float, a: Tensor, b: Tensor, gather: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """For each pair of thresholds the mean of gather([a >= m1 and b >= m2]), a and b [inputs, ...]."""
+    for name, given in (("m1", m1), ("m2", m2)):
+        if not isinstance(given, Tensor) and not is_number(given):
+            raise TypeError(f"{name} = {given!r}; give a number, or a 1-D tensor of thresholds")
+        check_beside(name, given, "nsi", a)
     first = torch.as_tensor(m1, dtype=a.dtype, device=a.device)
     second = torch.as_tensor(m2, dtype=a.dtype, device=a.device)
+    if not first.numel():
+        return a.new_zeros((*first.shape, *second.shape))
     rounding = 8 * torch.finfo(a.dtype).eps  # equal NSI are equal to their mean
     tall = b[..., None] >= second.reshape(-1)
     rows = [

@@ -12,7 +12,7 @@ array([0.283662, 0.958924])
 from importlib import import_module
 from types import ModuleType
 
-_ADAPTERS = ("onnx", "scipy", "timm", "transformers")
+_ADAPTERS = ("hub", "onnx", "scipy", "timm", "transformers")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -54,8 +54,10 @@ def export(solver: HybridSolver, path: Path | str, *, steps: int = 1, check: boo
     path = Path(path)
     if path.suffix not in FORMATS:
         raise ValueError(f"{path.name!r} must end in {' or '.join(FORMATS)}, the formats of an export")
-    if not 1 <= steps <= LONGEST:
-        raise ValueError(f"steps = {steps}; one call takes 1 to {LONGEST}, call again to go further")
+    if not isinstance(solver, HybridSolver):
+        raise TypeError(f"solver is a {type(solver).__name__}; give a HybridSolver, as fit returns")
+    if not isinstance(steps, int) or not 1 <= steps <= LONGEST:
+        raise ValueError(f"steps = {steps!r}; one call takes 1 to {LONGEST}, call again to go further")
     write, read = FORMATS[path.suffix]
     about = {
         "dt": repr(solver.dt),

@@ -17,6 +17,8 @@ def hybrid(solver: HybridSolver) -> type:
     1e-10 from the step's start, since a polynomial through steps this large would lose what the
     correction won.
     """
+    if not isinstance(solver, HybridSolver):
+        raise TypeError(f"solver is a {type(solver).__name__}; give a HybridSolver, as fit returns")
     from scipy.integrate import DenseOutput, OdeSolver
 
     dtype = next(solver.correction.parameters()).dtype

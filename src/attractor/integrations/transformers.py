@@ -130,6 +130,8 @@ class Refinement(nn.Module):
 
     def __init__(self, setting: Setting, heads: int | None, learn: bool) -> None:
         super().__init__()
+        if not isinstance(setting, Setting):
+            raise TypeError(f"setting is a {type(setting).__name__}; give a Setting")
         self.setting = setting
         self.learned = LearnedPDE(setting.equation, heads, setting.dt) if learn else None
 
@@ -233,6 +235,11 @@ class _Attention:
                 f"{self.name!r} does not read cu_seq_lens: for packed texts give position_ids that "
                 "start again at 0 with every text, and no attention_mask"
             )
+
+
+def _check_model(model: Any) -> None:
+    if not (isinstance(model, nn.Module) and hasattr(model, "config")):
+        raise TypeError(f"model is a {type(model).__name__}; give a model of transformers")
 
 
 def _unmasked(
@@ -465,6 +472,7 @@ def add_pde(
     equation = get_pde(pde)() if isinstance(pde, str) else pde
     name = _implementation(equation)
     setting = Setting(equation, steps, dt, walls)
+    _check_model(model)
     found = _registry_modules(model)
     if not found:
         raise ValueError(f"{type(model).__name__} has no attention that PDE attention could reach: "
@@ -593,6 +601,7 @@ def check(model: Any, **inputs: Any) -> list[str]:
     Returns:
         The names of the attention modules that PDE attention does not reach.
     """
+    _check_model(model)
     name = model.config._attn_implementation
     given = inputs or {k: v.to(model.device) for k, v in model.dummy_inputs.items()}
     modes = [(module, module.training) for module in model.modules()]

@@ -18,9 +18,17 @@ True
 True
 """
 
-from attractor.ode import corrections, systems
+from attractor.ode import corrections, pretrained, systems
 from attractor.ode.fitting import fit
 from attractor.ode.shards import FineData, make_trajectories
 from attractor.ode.solver import HybridSolver
 
-__all__ = ["FineData", "HybridSolver", "corrections", "fit", "make_trajectories", "systems"]
+__all__ = [
+    "FineData",
+    "HybridSolver",
+    "corrections",
+    "fit",
+    "make_trajectories",
+    "pretrained",
+    "systems",
+]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attractor.core.checks import check_tensor
 from attractor.core.compiling import compiled, components_first, count_operations
 from attractor.core.evolve import COMPILED_OPERATIONS, call_correction
 from attractor.core.scheme import Rate
@@ -59,8 +60,9 @@ class CapturedStep:
         compile: bool | None = None,
         precision: str | None = None,
     ) -> None:
-        if steps < 1:
-            raise ValueError(f"steps = {steps} goes nowhere; use 1 or more steps of dt a graph")
+        check_tensor("u", u, "[*batch, d]")
+        if not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"steps = {steps!r} goes nowhere; use 1 or more steps of dt a graph")
         gpu = _on_gpu(u)
         self.solver, self.steps, self.compile = solver, steps, gpu if compile is None else compile
         correction: Any = solver.correction

@@ -30,6 +30,7 @@ from torch import Tensor
 from attractor import jobs
 from attractor.core import evolve, get_scheme
 from attractor.core.files import json_bytes, write_bytes, write_json
+from attractor.core.views import html_table, pandas, pictures
 from attractor.jobs.job import name_of, named
 from attractor.ode.solver import HybridSolver, rate_to_json
 from attractor.ode.trajectories import enough_substeps, fine_trajectories, initial_states, whole_steps
@@ -103,6 +104,35 @@ class Comparison:
             against = f"{self.gain:.2g}x quicker than {self.rival}"
             return f"pays: {against}, the quickest other way to that error ({own})"
         return f"does not pay here: use {self.rival}, {1 / self.gain:.2g}x quicker ({own})"
+
+    def __repr__(self) -> str:
+        methods = ", ".join(dict.fromkeys(p.method for p in self.points))
+        return f"Comparison({self.verdict}; beside {len(self.points)} points of {methods or 'nobody'})"
+
+    def _repr_html_(self) -> str:
+        head = ("method", "setting", "mean square error", "milliseconds", "rate calls")
+        rows = [
+            (p.method, f"{'rtol' if p.adaptive else 'dt'} {p.setting:.2g}", p.error, 1e3 * p.seconds,
+             p.rate_calls)
+            for p in (self.hybrid, *self.points)
+        ]  # fmt: skip
+        return html_table(head, rows, self.verdict)
+
+    def to_pandas(self) -> Any:
+        """A row a point, the hybrid's first. Needs the extra `report`."""
+        return pandas().DataFrame([asdict(p) for p in (self.hybrid, *self.points)])
+
+    def plot(self, path: Path | str | None = None, title: str = "") -> Any:
+        """Error against wall time and against rate calls, as a Matplotlib figure.
+
+        Args:
+            path: where to write it as a PNG, if anywhere. Needs the extra `report`.
+        """
+        figures = pictures("figures")
+        figure = figures.work_precision(self, title)
+        if path is not None:
+            figures.write(figure, path)
+        return figure
 
     def save(self, folder: Path | str) -> Path:
         """Write `compare.json`; returns its path."""

@@ -65,6 +65,11 @@ class FineData:
     plan: Plan
     manifest: dict[str, Any]
 
+    def __repr__(self) -> str:
+        rate = self.manifest.get("rate", {})
+        told = f"{self.plan.count:,} trajectories of {rate.get('system') or rate.get('name')}"
+        return f"FineData({told}, dt {self.plan.dt:g}, {self.plan.steps} steps, in {self.folder})"
+
     @classmethod
     def open(cls, folder: Path | str) -> Self:
         """The data in a folder.

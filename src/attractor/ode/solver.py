@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +15,8 @@ from attractor.core import Scheme, Splitting, Trajectory, evolve, get_scheme
 from attractor.core.evolve import call_correction
 from attractor.core.scheme import Rate
 from attractor.core.tableaus import AnyScheme
-from attractor.ode import corrections, systems
+from attractor.core.views import html_table
+from attractor.ode import corrections, pretrained, systems
 from attractor.ode.captured import CapturedStep
 from attractor.ode.trust import TrustRegion
 from attractor.train import checkpoint
@@ -61,12 +63,45 @@ class HybridSolver:
             return type(self.rate).__name__
         return getattr(self.rate, "__name__", type(self.rate).__name__)
 
+    @property
+    def dim(self) -> int | None:
+        """Size of a state, as the correction or the equation tells it; None if neither does."""
+        known = getattr(self.correction, "config", {}).get("dim")
+        return known if known is not None else getattr(self.rate, "dim", None)
+
+    @property
+    def fit_error(self) -> float | None:
+        """Mean square error on the trajectories that the fit held out; None without a fit."""
+        return self.history[-1].get("rollout") if self.history else None
+
+    def about(self) -> dict[str, str]:
+        """What it is, a line a part."""
+        options = getattr(self.correction, "config", {})
+        width = f" of width {options['width']}" if "width" in options else ""
+        plain = self.history[-1].get("plain") if self.history else None
+        beside = f" (without the correction {plain:.1e})" if plain is not None else ""
+        error = self.fit_error
+        inside = "known: guard=True takes plain steps outside it"
+        return {
+            "system": repr(self.rate) if _is_system(self.rate) else self.rate_name,
+            "scheme": f"{self.scheme.name}, order {self.scheme.order}",
+            "dt": f"{self.dt:g}",
+            "correction": f"{type(self.correction).__name__}{width}",
+            "held-out mean square error": "not fitted" if error is None else f"{error:.1e}{beside}",
+            "trust region": "none, so no guard" if self.trust is None else inside,
+        }
+
     def __repr__(self) -> str:
-        error = f", held-out MSE {self.history[-1]['rollout']:.1e}" if self.history else ""
+        parts = self.about()
+        error = "not fitted" if self.fit_error is None else f"held-out MSE {self.fit_error:.1e}"
         return (
-            f"HybridSolver({self.rate_name}, {self.scheme.name}, dt {self.dt:g}, "
-            f"{type(self.correction).__name__}{error}{', guarded' if self.trust else ''})"
+            f"HybridSolver({parts['system']}, {self.scheme.name}, dt {self.dt:g}, "
+            f"{parts['correction']}, {error}, "
+            f"{'no trust region' if self.trust is None else 'trust region'})"
         )
+
+    def _repr_html_(self) -> str:
+        return html_table(["HybridSolver", ""], list(self.about().items()))
 
     def step(self, u: Tensor, t: float | Tensor = 0.0) -> Tensor:
         """The state ``[*batch, d]`` one dt later."""
@@ -187,6 +222,75 @@ class HybridSolver:
             raise CheckpointError(f"{folder} was fitted to {known}, not to {rate}")
         return cls(rate if rate is not None else known, scheme, correction, dt, trust, history)
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: Path | str,
+        rate: Rate | None = None,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+    ) -> Self:
+        """A solver by name: one that comes with the library, a folder, or a repository of the hub.
+
+        Args:
+            name: such as "elastic-pendulum" (`attractor.ode.pretrained.names` has all), the folder that
+                `save` has written, or "somebody/something" on the Hugging Face hub, which needs the
+                extra `hub`.
+            rate: the equation, if it is not one of `attractor.systems`.
+            revision, token: of the hub.
+
+        >>> HybridSolver.from_pretrained("elastic-pendulum").dt
+        0.1
+        """
+        if not isinstance(name, str | Path):
+            raise TypeError(f"name is a {type(name).__name__}; give a name, a folder or a repository")
+        place = Path(name)
+        if str(name) in pretrained.names():
+            return cls.load(pretrained.folder(str(name)), rate)
+        if place.is_dir():
+            inner = place / FOLDER
+            return cls.load(inner if (inner / checkpoint.MANIFEST).exists() else place, rate)
+        if str(name).count("/") != 1 or str(name).startswith((".", "/", "~")):
+            pretrained.folder(str(name))  # says what there is
+        with import_module("attractor.integrations.hub").fetched(
+            str(name), FOLDER, revision=revision, token=token
+        ) as folder:
+            return cls.load(folder, rate)
+
+    def push_to_hub(
+        self, repo: str, *, private: bool | None = None, token: str | bool | None = None
+    ) -> str:
+        """Put the solver and a card about it on the Hugging Face hub; returns the address.
+
+        Args:
+            repo: "somebody/something"; made if there is none.
+        """
+        lines = [f"| {key} | {value} |" for key, value in self.about().items()]
+        card = CARD.format(title=self.rate_name, repo=repo, table="\n".join(lines))
+        return import_module("attractor.integrations.hub").push(
+            repo, {FOLDER: self.save}, card, private=private, token=token
+        )
+
+
+FOLDER = "solver"  # in a repository of the hub, beside the card
+CARD = """---
+library_name: attractor
+tags: [ode, hybrid-solver]
+---
+# A hybrid solver for {title}
+
+| | |
+|---|---|
+{table}
+
+```python
+import attractor as at
+
+solver = at.HybridSolver.from_pretrained("{repo}")
+```
+"""
+
 
 class _Guarded:
     """A correction that gives way to plain substeps where it cannot be trusted."""
@@ -274,6 +378,7 @@ def _filled(
     dtypes = {v.dtype for v in own.values() if v.is_floating_point()}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float64
     checkpoint.check(make(dtype=dtype, device="meta"), own, folder)  # before memory is taken
-    module = make(dtype=dtype)
+    with torch.random.fork_rng(devices=[]):  # its first weights are thrown away
+        module = make(dtype=dtype)
     checkpoint.fill(module, own, folder)
     return module

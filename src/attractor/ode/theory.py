@@ -25,6 +25,7 @@ import torch
 from numpy.polynomial import Polynomial
 from torch import Tensor, nn
 
+from attractor.core.checks import check_choice, check_tensor, check_time, check_values
 from attractor.core.evolve import call_correction
 from attractor.core.scheme import Rate, call_rate
 from attractor.ode.corrections import CSM, AttNS, AttNSM, FSNet, Linear, NeurVec
@@ -47,6 +48,11 @@ def steepest(activation: nn.Module) -> float:
     infinite if the numerator outgrows the denominator by more than one power.
     """
     if not isinstance(activation, Rational):
+        if type(activation) not in STEEPEST:
+            known = ", ".join(kind.__name__ for kind in STEEPEST)
+            raise ValueError(
+                f"nobody knows how steep a {type(activation).__name__} is; known are {known}, Rational"
+            )
         return STEEPEST[type(activation)]
     top, inner = Polynomial(activation.top.tolist()).trim(), Polynomial([0, *activation.bottom.tolist()])
     outer = (1 + inner).trim()
@@ -111,6 +117,10 @@ def lipschitz_observed(
 
     A lower bound of the Lipschitz constant, and all there is to say along these states.
     """
+    _check_states(u, "u", "[*batch, d]")
+    _check_states(slope, "slope", "[*batch, d]")
+    if u.shape != slope.shape or u.device != slope.device or not u.numel():
+        raise ValueError(f"u {list(u.shape)} and slope {list(slope.shape)} must be alike, and not empty")
     dim = u.shape[-1]
     added = lambda x: call_correction(correction, x[:, :dim], x[:, dim:], dt, t)
     return _norm(_jacobians(added, torch.cat((u, slope), -1).reshape(-1, 2 * dim)))
@@ -121,6 +131,9 @@ def second_derivative(rate: Rate, u: Tensor, t: Any = 0.0) -> Tensor:
 
     Forward mode, so it costs about two rate calls. A rate that turns t into a number hides df/dt.
     """
+    _check_states(u, "u", "[*batch, d]")
+    check_time(t, u)
+    u = u.contiguous()  # jvp writes beside it, which expanded memory cannot take
     t = torch.as_tensor(t, dtype=u.dtype, device=u.device)
     f = lambda t, u: call_rate(rate, t, u)
     return torch.func.jvp(f, (t, u), (torch.ones_like(t), f(t, u)))[1]
@@ -144,6 +157,25 @@ def curvature_distribution(
             trajectories by their largest state.
         t: the times ``[times]``, for a rate that depends on them.
     """
+    _check_states(trajectories, "trajectories", "[times, n, d]")
+    if trajectories.dim() != 3 or not trajectories.numel():
+        raise ValueError(f"trajectories have shape {list(trajectories.shape)}; give [times, n, d]")
+    check_choice("of", of, ("states", "components", "trajectories"))
+    if not isinstance(levels, Tensor):
+        try:
+            levels = torch.as_tensor(levels)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"levels is a {type(levels).__name__}; give numbers [n]") from None
+    if levels.dim() != 1 or levels.device != trajectories.device:
+        raise ValueError(
+            f"levels {list(levels.shape)} on {levels.device} must be [n], beside the trajectories"
+        )
+    if t is not None and (not isinstance(t, Tensor) or t.shape != trajectories.shape[:1]):
+        raise ValueError(
+            f"t = {t!r} must be a tensor of the {len(trajectories)} times of the trajectories"
+        )
+    if t is not None:
+        check_values("t", t)
     if t is None:
         sizes = second_derivative(rate, trajectories).abs()
     else:
@@ -202,6 +234,13 @@ def convergence_bound(solver: HybridSolver, truth: Tensor) -> ConvergenceBound:
     Raises:
         ValueError: the dtypes differ, or the solver loses a trajectory.
     """
+    _check_states(truth, "truth", "[steps + 1, n, d]")
+    if truth.dim() != 3 or len(truth) < 2 or not truth.numel():
+        raise ValueError(
+            f"truth has shape {list(truth.shape)}; give [steps + 1, n, d] of at least one step"
+        )
+    if not bool(torch.isfinite(truth).all()):
+        raise ValueError("truth holds states that are not finite")
     own = next(solver.correction.parameters()).dtype
     if truth.dtype != own:
         raise ValueError(f"truth is in {truth.dtype}, the solver in {own}; use solver.to(truth.dtype)")
@@ -247,13 +286,22 @@ def convergence_bound(solver: HybridSolver, truth: Tensor) -> ConvergenceBound:
     )
 
 
+def _check_states(x: Any, name: str, shape: str) -> None:
+    check_tensor(name, x, shape)
+    check_values(name, x)
+    if x.dim() == 0:
+        raise ValueError(f"{name} has no dimension; give {shape}")
+
+
 def _jacobians(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """``[rows, outputs, inputs]`` of a function of rows x ``[rows, inputs]``, each by itself."""
     return torch.func.jacrev(lambda x: function(x).sum(0))(x).movedim(0, 1).detach()
 
 
 def _norm(matrices: Tensor) -> float:
-    """The largest spectral norm."""
+    """The largest spectral norm; NaN where a matrix is not finite."""
+    if not bool(torch.isfinite(matrices).all()):
+        return math.nan
     return torch.linalg.matrix_norm(matrices.detach(), 2).max().item()
 
 

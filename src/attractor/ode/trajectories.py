@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from attractor.core import evolve
+from attractor.core.checks import is_number
 from attractor.core.scheme import Rate
 
 SUBSTEPS = (4, 8, 16, 32, 64, 128, 256)
+MOST = 10**9  # steps of dt
 GOLDEN = (math.sqrt(5) - 1) / 2
 Sampler = Callable[..., Tensor]
 
@@ -56,6 +58,14 @@ class Plan:
     shard_size: int = 1000
     period: float | None = None
     stream: str = "train"
+
+    def __post_init__(self) -> None:
+        for name in ("count", "shard_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} = {value!r} must be a whole number of at least 1")
+        if not isinstance(self.seed, int):
+            raise TypeError(f"seed = {self.seed!r} must be a whole number")
 
     @property
     def shards(self) -> int:
@@ -111,6 +121,10 @@ def initial_states(
                 "a rate of your own needs sample=, a function (n, generator=...) -> states [n, d]"
             )
         return rate.sample(count, generator, torch.float64, device)
+    if not callable(sample):
+        raise TypeError(
+            f"sample is a {type(sample).__name__}; give a function (n, generator=...) -> [n, d]"
+        )
     u0 = sample(count, generator=generator)
     if not isinstance(u0, Tensor) or u0.dim() != 2 or len(u0) != count:
         got = list(u0.shape) if isinstance(u0, Tensor) else type(u0).__name__
@@ -170,15 +184,21 @@ def enough_substeps(rate: Rate, u0: Tensor, dt: float, steps: int, tolerance: fl
 
 def substeps_for(dt: float, fine_dt: float) -> int:
     """How many steps of about fine_dt make one of dt."""
-    if not 0 < fine_dt <= dt:
-        raise ValueError(f"fine_dt = {fine_dt:g} must be positive and at most dt = {dt:g}")
+    if not (is_number(fine_dt) and 0 < fine_dt <= dt):
+        raise ValueError(f"fine_dt = {fine_dt!r} must be positive and at most dt = {dt:g}")
     return math.ceil(dt / fine_dt - 1e-9)
 
 
 def whole_steps(dt: float, horizon: float) -> int:
     """How many steps of dt make up the horizon."""
-    if not (dt > 0 and math.isfinite(dt)):
-        raise ValueError(f"dt = {dt} must be a positive number")
+    if not (is_number(dt) and dt > 0 and math.isfinite(dt)):
+        raise ValueError(f"dt = {dt!r} must be a positive number")
+    if not (is_number(horizon) and math.isfinite(horizon / dt)):
+        raise ValueError(
+            f"horizon = {horizon!r} must be a finite number, a whole number of steps of dt = {dt:g}"
+        )
+    if horizon / dt > MOST:
+        raise ValueError(f"horizon = {horizon:g} is more than {MOST:g} steps of dt = {dt:g}; shorten it")
     steps = round(horizon / dt)
     if steps < 1 or abs(steps * dt - horizon) > 1e-9 * horizon:
         raise ValueError(

@@ -1,6 +1,6 @@
 """Pictures, and a single HTML file that holds them: it opens from disk and asks the network nothing.
 
-Needs the `report` extra (Matplotlib), which is imported when a picture is drawn.
+Needs the `report` extra (Matplotlib and Plotly), which is imported when a picture is drawn.
 
 >>> from attractor.report import Page
 >>> page = Page("Two springs").text("One drifts.").table(["scheme", "error"], [["rk4", 1.5e-6]])

@@ -1,6 +1,7 @@
 """Pictures of solves. Matplotlib is imported here, so import this module only to draw."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -10,7 +11,8 @@ import matplotlib
 
 from attractor.core.files import write_bytes
 
-matplotlib.use("Agg")
+if not {"IPython", "matplotlib.pyplot"} & sys.modules.keys():  # else somebody has chosen where to draw
+    matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 INK, GRID = "#1b1f24", "#d8dde3"

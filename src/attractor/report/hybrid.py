@@ -49,6 +49,13 @@ def test(solver: HybridSolver, horizon: float, sample: Any, seed: int) -> dict[s
     return {"rows": rows, "lines": lines, "times": hybrid.t.tolist(), "states": states}
 
 
+def curves(tested: dict[str, Any], most: int = 200) -> dict[str, Any]:
+    """Of what `test` returns, times, errors and states, at most so many times."""
+    every = -(-len(tested["times"]) // most)
+    thin = {name: errors[::every] for name, errors in tested["lines"].items()}
+    return {"times": tested["times"][::every], "errors": thin, "states": tested["states"][::every]}
+
+
 def fit_page(
     solver: HybridSolver, name: str, tested: dict[str, Any], folder: Path, command: str
 ) -> Path:

@@ -13,7 +13,7 @@ networks that take one with ``gate=``, `insert_gates` puts them into a network o
 (6, [0, 0, 1, 1, 2, 2])
 """
 
-from attractor.residual import gates
+from attractor.residual import gates, pretrained
 from attractor.residual.backbone import Backbone, resnet_backbone
 from attractor.residual.insert import gated_blocks, insert_gates
 from attractor.residual.probing import probe
@@ -32,6 +32,7 @@ __all__ = [
     "gates",
     "insert_gates",
     "kendall",
+    "pretrained",
     "probe",
     "resnet34",
     "resnet50",

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from attractor.residual.insert import residual_blocks
-from attractor.residual.resnet import resnet34, resnet50, resnet101
+from attractor.residual.resnet import check_images, resnet34, resnet50, resnet101
 
 
 class Backbone(nn.Module):
@@ -53,6 +53,10 @@ class Backbone(nn.Module):
         norm_eval: bool = False,
     ) -> None:
         super().__init__()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}; give a ResNet, an nn.Module")
+        if not isinstance(out_indices, Sequence):
+            raise TypeError(f"out_indices = {out_indices!r}; give a list such as (0, 1, 2, 3)")
         names = [name for name, _ in model.named_children()]
         stages = [name for name in names if name.startswith("layer")]
         if not stages or "conv1" not in names:
@@ -89,6 +93,7 @@ class Backbone(nn.Module):
 
         s is 4, 8, 16 and 32 for the four stages.
         """
+        check_images(images, next(m for m in self.modules() if isinstance(m, nn.Conv2d)))
         maps, x = [], images
         for name, part in self.named_children():
             x = part(x)
@@ -98,6 +103,8 @@ class Backbone(nn.Module):
 
     def train(self, mode: bool = True) -> "Backbone":
         """Training or evaluation; what is frozen stays in evaluation."""
+        if not isinstance(mode, bool):
+            raise TypeError(f"mode = {mode!r}; it is True or False")
         super().train(mode)
         for part in self.frozen():
             part.eval()

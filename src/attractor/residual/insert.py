@@ -69,6 +69,8 @@ def residual_blocks(model: nn.Module) -> list[ResidualBlock]:
     Raises:
         ValueError: if there are none.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give a network, an nn.Module")
     blocks = [block for name, module in model.named_modules() if (block := _read(name, module))]
     if not blocks:
         raise ValueError(
@@ -221,6 +223,8 @@ def _choose(blocks: list[ResidualBlock], where: Where) -> list[ResidualBlock]:
             )
         chosen = [block for block in blocks if where == "all" or block.shortcut is None]
     else:
+        if not isinstance(where, Iterable):
+            raise TypeError(f"where = {where!r}; give a word, a list of blocks, or a function")
         wanted = {_index(blocks, item) for item in where}
         chosen = [block for i, block in enumerate(blocks) if i in wanted]
     if not chosen:

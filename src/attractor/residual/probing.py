@@ -167,7 +167,7 @@ def at_rest(model: nn.Module | None, device: torch.device | str | None) -> Itera
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
         if device is not None:
-            inner.to(device)
+            move(inner, device)
         for module, _ in modes:
             module.training = False
         torch.backends.mha.set_fastpath_enabled(False)
@@ -182,6 +182,15 @@ def at_rest(model: nn.Module | None, device: torch.device | str | None) -> Itera
                 buffer.copy_(buffers[name])
         if device is not None:
             inner.to(next(iter(homes)))
+
+
+def move(model: nn.Module, device: Any) -> None:
+    """Put a model on a device, with a clear error where there is none."""
+    try:
+        model.to(torch.device(device))
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device = {device!r} cannot be used here: {reason}") from None
 
 
 def unseen(model: nn.Module) -> list[_BatchNorm]:

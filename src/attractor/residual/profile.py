@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -11,8 +10,10 @@ import torch
 from torch import Tensor
 
 from attractor.core import stiffness
+from attractor.core.checks import check_beside, check_tensor, check_values
 from attractor.core.files import write_json
 from attractor.core.stiffness import Mean
+from attractor.core.views import html_table, pandas, pictures
 from attractor.residual import ranks
 from attractor.train import checkpoint
 
@@ -50,6 +51,20 @@ class StiffnessProfile:
     initial: "StiffnessProfile | None" = None
 
     def __post_init__(self) -> None:
+        for name in ("one", "gate", "gates"):
+            check_tensor(name, getattr(self, name), "[inputs, blocks]")
+            check_values(name, getattr(self, name))
+        check_tensor("stage", self.stage, "[blocks]", floating=False)
+        shapes = {tuple(x.shape) for x in (self.one, self.gate, self.gates)}
+        if len(shapes) > 1 or self.one.dim() != 2 or self.stage.shape != self.one.shape[1:]:
+            raise ValueError(
+                "one, gate and gates must be [inputs, blocks] and stage [blocks], not "
+                f"{list(self.one.shape)}, {list(self.gate.shape)}, {list(self.gates.shape)} and "
+                f"{list(self.stage.shape)}"
+            )
+        check_beside("stage", self.stage, "one", self.one)
+        if not isinstance(self.names, tuple | list) or len(self.names) != len(self.stage):
+            raise ValueError(f"names {self.names!r} must name the {len(self.stage)} blocks")
         if self.step not in STEPS:
             raise ValueError(f"step = {self.step!r}; it is 'one' or 'gate'")
         if self.mean not in ("input", "stage"):
@@ -100,6 +115,8 @@ class StiffnessProfile:
 
     def beside(self, initial: "StiffnessProfile | None") -> "StiffnessProfile":
         """This profile with that of the network before training."""
+        if initial is not None and not isinstance(initial, StiffnessProfile):
+            raise TypeError(f"initial is a {type(initial).__name__}; give a StiffnessProfile")
         if initial is not None and initial.stage.tolist() != self.stage.tolist():
             raise ValueError(
                 f"the network before training has blocks {_outline(initial)}, this one "
@@ -181,6 +198,36 @@ class StiffnessProfile:
 
     def __str__(self) -> str:
         return self.summary()
+
+    def _repr_html_(self) -> str:
+        head = ("first", "stage", "blocks", "mean", "largest", "initial", "gate")
+        rows = [
+            [row["stage"] + 1 if key == "stage" else row[key] for key in head] for row in self.stages()
+        ]
+        totals = [
+            f"TNS, step {step}: {_text(pair['trained'])}, initial {_text(pair['initial'])}"
+            for step, pair in self.totals().items()
+        ]
+        return html_table(head, rows, f"{self!r}. {'. '.join(totals)}.")
+
+    def to_pandas(self) -> Any:
+        """A row an input and block: input, block, name, stage, NSI with both steps, the gate's value.
+
+        And NSI before training, where it is known. Needs the extra `report`.
+        """
+        inputs, blocks = self.one.shape
+        columns: dict[str, Any] = {
+            "input": torch.arange(inputs).repeat_interleave(blocks).numpy(),
+            "block": torch.arange(blocks).repeat(inputs).numpy(),
+            "name": list(self.names) * inputs,
+            "stage": self.stage.repeat(inputs).cpu().numpy(),
+            "one": self.one.flatten().cpu().numpy(),
+            "gate": self.gate.flatten().cpu().numpy(),
+            "gate_value": self.gates.flatten().cpu().numpy(),
+        }
+        if self.initial is not None and self.initial.one.shape == self.one.shape:
+            columns["initial"] = self.initial.one.flatten().cpu().numpy()
+        return pandas().DataFrame(columns)
 
     def plot(self, kind: str = "all", path: Path | str | None = None) -> Any:
         """A picture, as a Matplotlib figure.
@@ -291,6 +338,19 @@ class Comparison:
         ]
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        head = ("name", "one", "one_initial", "gate", "gate_initial", "accuracy")
+        tell = lambda found, name: f"{name} {found[name]:+.2f} (p {found[f'{name}_p']:.2g})"
+        told = [
+            f"TNS {column} and accuracy: {tell(found, 'kendall')}, {tell(found, 'spearman')}"
+            for column, found in self.correlations.items()
+        ]
+        return html_table(head, [[row[key] for key in head] for row in self.rows], ". ".join(told))
+
+    def to_pandas(self) -> Any:
+        """A row a network. Needs the extra `report`."""
+        return pandas().DataFrame(self.rows)
+
     def plot(self, path: Path | str | None = None) -> Any:
         """TNS against accuracy (the paper's Fig. 7), a panel a step."""
         return _pictures().draw_comparison(self, path)
@@ -310,6 +370,9 @@ def compare_profiles(
     """
     if not profiles:
         raise ValueError("no profiles given; pass {name: profile}")
+    named = isinstance(profiles, Mapping)
+    if not named or not all(isinstance(p, StiffnessProfile) for p in profiles.values()):
+        raise TypeError("profiles must be a dictionary {name: StiffnessProfile}, as probe returns them")
     unknown = set(accuracy or ()) ^ set(profiles)
     if accuracy is not None and unknown:
         raise ValueError(f"accuracies and profiles differ in {sorted(unknown)}; give one for each")
@@ -325,7 +388,7 @@ def compare_profiles(
 
 def _pictures() -> Any:
     """The report's module, which imports Matplotlib; a wing does not import the report by itself."""
-    return import_module("attractor.report.stiffness")
+    return pictures("stiffness")
 
 
 def _total(profile: StiffnessProfile, step: Step) -> float | None:

@@ -9,9 +9,12 @@
 import math
 from collections.abc import Callable
 from itertools import permutations
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from attractor.core.checks import check_tensor, check_values
 
 EXHAUSTIVE = 7  # up to so many numbers every order is tried: 5,040
 SHUFFLES = 5_000
@@ -19,17 +22,31 @@ SHUFFLES = 5_000
 
 def pearson(x: Tensor, y: Tensor) -> float:
     """The linear correlation of ``[n]`` and ``[n]``; NaN if one is constant but for rounding."""
+    check_columns(x, y)
     return _pearson(x, y).item()
 
 
 def spearman(x: Tensor, y: Tensor) -> float:
     """Pearson's of the ranks; tied numbers share the mean of theirs."""
+    check_columns(x, y)
     return _pearson(ranked(x), ranked(y)).item()
 
 
 def kendall(x: Tensor, y: Tensor) -> float:
     """tau-b: pairs in the same order less pairs in opposite order, over the pairs that are not tied."""
+    check_columns(x, y)
     return _kendall(x, y).item()
+
+
+def check_columns(x: Any, y: Any) -> None:
+    """Raise unless x and y are tensors of as many real numbers each."""
+    for name, column in (("x", x), ("y", y)):
+        check_tensor(name, column, "[n]", floating=False)
+        check_values(name, column)
+        if column.is_complex() or column.dim() != 1:
+            raise ValueError(f"{name} is {column.dtype} {list(column.shape)}; give real numbers [n]")
+    if len(x) != len(y) or not len(x):
+        raise ValueError(f"x has {len(x)} numbers and y {len(y)}; a correlation is of pairs")
 
 
 def ranked(x: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attractor.core.checks import check_input, check_whole
 from attractor.residual.insert import Where, insert_gates
 
 
@@ -180,6 +181,19 @@ class ResNet(nn.Module):
         super().__init__()
         if stem not in ("small", "large"):
             raise ValueError(f"stem {stem!r} is not one of small, large")
+        for name, sizes in (("depths", depths), ("planes", planes)):
+            if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
+                raise TypeError(f"{name} = {sizes!r}; give a list with a whole number for each stage")
+            for size in sizes:
+                check_whole(name, size, 1)
+        if len(planes) < len(depths):
+            raise ValueError(
+                f"depths {depths} has {len(depths)} stages and planes {planes} {len(planes)}"
+            )
+        check_whole("num_classes", num_classes, 1)
+        check_whole("in_channels", in_channels, 1)
+        if not (isinstance(block, type) and hasattr(block, "expansion")):
+            raise TypeError(f"block = {block!r}; give BasicBlock, Bottleneck or PreActivation")
         factory: Any = {"device": device, "dtype": dtype}
         large, before = stem == "large", block is PreActivation
         # Parts are called in this order, which torchvision's IntermediateLayerGetter relies on.
@@ -224,6 +238,7 @@ class ResNet(nn.Module):
 
     def features(self, images: Tensor) -> list[Tensor]:
         """What each stage makes of images ``[batch, in_channels, height, width]``."""
+        check_images(images, self.conv1)
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         maps = []
         for stage in self.stages:
@@ -235,6 +250,15 @@ class ResNet(nn.Module):
         """Logits ``[batch, num_classes]`` of images ``[batch, in_channels, height, width]``."""
         x = self.norm(self.features(images)[-1])
         return self.fc(self.avgpool(x).flatten(1))
+
+
+def check_images(images: Any, first: nn.Conv2d) -> None:
+    """Raise unless images are what a network's first convolution takes."""
+    channels = first.in_channels
+    shape = f"[batch, {channels}, height, width]"
+    check_input("images", images, shape, "this network", first.weight)
+    if images.dim() != 4 or images.shape[1] != channels or not images.shape[2] * images.shape[3]:
+        raise ValueError(f"images have shape {list(images.shape)}; this network takes {shape}")
 
 
 def conv(kernel: int, inputs: int, outputs: int, stride: int = 1, **factory: Any) -> nn.Conv2d:
@@ -283,6 +307,8 @@ def resnet_cifar(
     Raises:
         ValueError: if depth is not 9n + 2.
     """
+    check_whole("depth", depth, 1)
+    check_whole("width", width, 1)
     n, rest = divmod(depth - 2, 9)
     if rest or n < 1:
         near = [9 * m + 2 for m in (n, n + 1) if m > 0]
@@ -358,12 +384,12 @@ def _read(name: str, weights: Path | str) -> dict[str, Tensor]:
             raise ImportError(
                 'weights="torchvision" needs torchvision (pip install torchvision); or give a file'
             ) from None
-        return get_model_weights(name).DEFAULT.get_state_dict(check_hash=True)
+        return get_model_weights(name).DEFAULT.get_state_dict(check_hash=True, weights_only=True)
     if not Path(weights).is_file():
         raise FileNotFoundError(f'weights {str(weights)!r} is neither a file nor "torchvision"')
-    from safetensors.torch import load_file
+    from attractor.train.tensors import read_tensors
 
-    return load_file(weights)
+    return read_tensors(weights)
 
 
 def _load(model: ResNet, tensors: dict[str, Tensor], plain: set[str]) -> None:

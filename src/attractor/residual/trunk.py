@@ -284,7 +284,7 @@ def stage_numbers(shapes: list[tuple[int, ...]]) -> list[int]:
     """Numbers from 0, one more where the features of one input change, but for the order of axes."""
     numbers = [0]
     for old, new in pairwise(shapes):  # channels come first or last: [C, H, W], [H, W, C], [tokens, C]
-        same = prod(old) == prod(new) and bool({old[0], old[-1]} & {new[0], new[-1]})
+        same = prod(old) == prod(new) and bool({*old[:1], *old[-1:]} & {*new[:1], *new[-1:]})
         numbers.append(numbers[-1] + (old != new and not same))
     return numbers
 

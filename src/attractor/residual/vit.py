@@ -31,8 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from attractor.core.checks import check_whole
 from attractor.residual.gates import make_gate
 from attractor.residual.insert import SharedGate, start_gate
+from attractor.residual.resnet import check_images
 
 
 class SelfAttention(nn.Module):
@@ -113,7 +115,13 @@ class ViT(nn.Module):
         dropout: float,
     ) -> None:
         super().__init__()
-        height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+        pair = (image_size, image_size) if isinstance(image_size, int) else image_size
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(f"image_size = {image_size!r}; give a number of pixels or (height, width)")
+        height, width = pair
+        sizes = {"height": height, "width": width, "patch": patch, "dim": dim, "hidden": hidden}
+        for name, size in {**sizes, "num_classes": num_classes, "in_channels": in_channels}.items():
+            check_whole(name, size, 1)
         if height % patch or width % patch:
             raise ValueError(
                 f"images of {height} x {width} cannot be cut into patches of {patch} x {patch}"
@@ -144,6 +152,7 @@ class ViT(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits ``[batch, num_classes]`` of images ``[batch, in_channels, height, width]``."""
+        check_images(images, self.patches)
         if images.shape[-2:] != self.image_size:
             raise ValueError(
                 f"images of {' x '.join(map(str, images.shape[-2:]))}; this model has positions for "

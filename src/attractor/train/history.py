@@ -22,6 +22,15 @@ class History:
 
     rows: list[Row] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        last = self.rows[-1] if self.rows else {}
+        told = [
+            f"{k} {v:.4g}"
+            for k, v in last.items()
+            if k.startswith(("train_", "valid_")) and v is not None
+        ]
+        return f"History({', '.join([f'{len(self)} epochs', *told])})"
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -59,6 +68,9 @@ class Seeds:
     seeds: tuple[int, ...]
     histories: tuple[History, ...]
     name: str = "valid_accuracy"
+
+    def __repr__(self) -> str:
+        return f"Seeds({self.name} {self})"
 
     @property
     def values(self) -> list[float]:

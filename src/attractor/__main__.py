@@ -1,0 +1,6 @@
+"""`python -m attractor` is the command `attractor`."""
+
+from attractor.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Probes of residual networks: the folder that `attractor probe` writes, or a saved profile."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attractor.report import live
+from attractor.report.page import Page
+from attractor.report.runs.run import Run, look, read_json
+from attractor.residual.profile import StiffnessProfile
+from attractor.train.checkpoint import CheckpointError
+
+ABOUT = (
+    "NSI says how fast a feature turns in a block, TNS sums up how much stiffer some blocks are than "
+    "others. Both depend on the initial weights, so a trained network is shown beside those."
+)
+CELLS = 40
+
+
+def read(path: Path, name: str) -> Run:
+    """The run in a folder with probe.json, or with a profile."""
+    inner = path / "profile" if (path / "profile").is_dir() else path
+    try:
+        profile = StiffnessProfile.load(inner)
+    except CheckpointError:
+        if not (path / "probe.json").exists():
+            raise
+        profile = None  # the numbers are there all the same
+    told: dict[str, Any] = (
+        read_json(path / "probe.json") if (path / "probe.json").exists() else profile.numbers()  # type: ignore[union-attr]
+    )
+    tns = told["tns"]
+    return Run(
+        "probe",
+        name,
+        path,
+        numbers={
+            "TNS, step one": tns["one"]["trained"],
+            "TNS, step one, initial": tns["one"]["initial"],
+            "TNS, step gate": tns["gate"]["trained"],
+            "TNS, step gate, initial": tns["gate"]["initial"],
+            "blocks": len(told["blocks"]),
+            "inputs": told["inputs"],
+        },
+        settings={
+            "network": told.get("network") or told["model"],
+            "inputs": told.get("source"),
+            "trained": told.get("trained"),
+            "granularity": told["granularity"],
+            "mean": told["mean"],
+        },
+        versions=told.get("versions", {}),
+        command=told.get("command", ""),
+        content={"told": told, "profile": profile},
+    )
+
+
+def show(page: Page, runs: Sequence[Run]) -> None:
+    """NSI by block, the stages, and the surface whose integral is TNS."""
+    named: dict[str, live.Line] = {}
+    looks: dict[str, Any] = {}
+    for i, run in enumerate(runs):
+        blocks = run.content["told"]["blocks"]
+        own = f"{run.name}: " if len(runs) > 1 else ""
+        places = list(range(1, len(blocks) + 1))
+        names = [f"{block['name']}: {block['one']:.3g}" for block in blocks]
+        named[f"{own}NSI"] = places, [block["one"] for block in blocks]
+        looks[f"{own}NSI"] = look(i, text=names, hoverinfo="text")
+        if any(block["initial"] is not None for block in blocks):
+            named[f"{own}initial"] = places, [block["initial"] for block in blocks]
+            looks[f"{own}initial"] = look(i, 1, mode="lines")
+    figure = live.lines(named, x="block", y="NSI, mean over inputs", looks=looks, marks=True)
+    figure["layout"]["yaxis"]["rangemode"] = "tozero"
+    told = "How stiff each block is on average. A dashed line is the same network before training."
+    page.plot("NSI by block", figure, caption=told)
+    columns = ("first", "stage", "blocks", "mean", "largest", "initial", "gate")
+    rows = [
+        [
+            *([run.name] if len(runs) > 1 else []),
+            *(row[c] + 1 if c == "stage" else row[c] for c in columns),
+        ]
+        for run in runs
+        for row in run.content["told"]["stages"]
+    ]
+    page.table([*(["run"] if len(runs) > 1 else []), *columns], rows)
+    for run in runs:
+        if run.content["profile"] is not None:
+            _surface(page, run)
+
+
+def _surface(page: Page, run: Run) -> None:
+    profile = run.content["profile"]
+    high = float(profile.nsi.max())
+    m1, m2 = (torch.linspace(0, top, CELLS, dtype=profile.nsi.dtype) for top in (_widest(profile), high))
+    try:
+        share = 100 * profile.surface(m1, m2).T
+    except ValueError:  # one block a stage: nothing to compare with
+        return
+    figure = live.heatmap(
+        share.tolist(), m1.tolist(), m2.tolist(), x="m1, times the mean of its stage", y="m2, NSI",
+        of="stiff inputs, %", top=100.0,
+    )  # fmt: skip
+    told = (
+        f"{run.name}: the part of the inputs that have a block stiffer than both thresholds. "
+        "Its integral is TNS."
+    )
+    page.plot(f"Surface of TNS of {run.name}", figure, 340, told)
+
+
+def _widest(profile: StiffnessProfile) -> float:
+    """The largest m1 at which anything is left."""
+    grid = torch.linspace(0, float(torch.bincount(profile.stage).max()), 200, dtype=profile.nsi.dtype)
+    line = profile.surface(grid, torch.zeros(1, dtype=profile.nsi.dtype))[:, 0]
+    left = (line >= 0.01).nonzero()
+    return float(grid[left[-1]]) if len(left) else 1.0

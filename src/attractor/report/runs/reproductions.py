@@ -1,0 +1,103 @@
+"""Tables and figures of the papers: what `attractor reproduce` writes."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from attractor.report import live
+from attractor.report.page import Page
+from attractor.report.runs.run import Run, read_json
+from attractor.reproduce import find
+from attractor.reproduce.page import command, rows, told, worded
+from attractor.reproduce.results import Results
+from attractor.reproduce.results import read as read_runs
+
+ABOUT = (
+    "A table or figure of a paper, run again: the paper's numbers beside ours, and a verdict. "
+    "The spread is the standard deviation over seeds."
+)
+
+
+def read(path: Path, name: str) -> Run:
+    """The run in a file such as stepnet_table1/smoke.json."""
+    there = read_json(path)
+    experiment = find(there["experiment"])
+    scale = there["scale"]
+    runs = read_runs(path, experiment.name, scale)
+    seeds = sorted({seed for own in runs.values() for seed in own})
+    results = Results(experiment.name, scale, experiment.metric, experiment.arms_of(scale), seeds, runs)
+    verdict = experiment.verdict(results)
+    every = [run for own in runs.values() for run in own.values()]
+    versions = {k: v for run in every for k, v in run.get("versions", {}).items()}
+    return Run(
+        "reproduction",
+        f"{experiment.name}, {scale}",
+        path,
+        numbers={
+            "verdict": worded(experiment, results) or "not judged at this scale",
+            "why": verdict.why if verdict else None,
+            "runs": len(every),
+            "seconds": results.seconds(),
+        },
+        settings={
+            "experiment": experiment.name,
+            "place": experiment.place,
+            "scale": scale,
+            "seeds": len(seeds),
+            "device": ", ".join(results.devices()),
+            **experiment.base,
+            **experiment.scale(scale).config,
+        },
+        versions=versions,
+        command=command(experiment, scale),
+        content=(experiment, results),
+    )
+
+
+def show(page: Page, runs: Sequence[Run]) -> None:
+    """Ours beside the paper's, of each; the experiment's own picture where it has one."""
+    for run in runs:
+        experiment, results = run.content
+        page.text(f"{experiment.name}, scale {results.scale}. The paper: {experiment.claim}")
+        why = f": {run.numbers['why']}" if run.numbers["why"] else ""
+        page.text(f"Verdict: {run.numbers['verdict']}{why}.")
+        found = rows(experiment, results)
+        unit = f", {experiment.unit}" if experiment.unit else ""
+        head = ["", "paper", f"ours ({experiment.metric}{unit})", "seeds", *experiment.others]
+        page.table(
+            head,
+            [
+                [
+                    row["arm"],
+                    row["paper"],
+                    told(row["mean"], row["spread"]),
+                    row["seeds"],
+                    *row["others"].values(),
+                ]
+                for row in found
+            ],
+        )
+        _bars(page, experiment, found)
+        if experiment.picture is not None and results.complete:
+            page.figure(f"{experiment.name}: {experiment.place}", experiment.picture(results))
+        if experiment.note:
+            page.text(experiment.note)
+
+
+def _bars(page: Page, experiment: Any, found: list[dict[str, Any]]) -> None:
+    number = lambda x: x if x is not None and math.isfinite(x) else None
+    names = [row["arm"] for row in found]
+    bars = {"ours": [number(row["mean"]) for row in found], "paper": [row["paper"] for row in found]}
+    bars = {name: values for name, values in bars.items() if any(v is not None for v in values)}
+    data: list[dict[str, Any]] = [
+        {"type": "bar", "name": name, "x": names, "y": values, "marker": {"color": live.COLORS[3 * i]}}
+        for i, (name, values) in enumerate(bars.items())
+    ]
+    if "ours" in bars:
+        data[0]["error_y"] = {"type": "data", "array": [number(row["spread"]) or 0.0 for row in found]}
+    sizes = [abs(v) for values in bars.values() for v in values if v]
+    wide = bool(sizes) and max(sizes) > 100 * min(sizes)
+    layout = {**live.layout("", experiment.metric, "y" if wide else ""), "barmode": "group"}
+    if sizes:
+        page.plot(f"{experiment.name}, ours and the paper's", {"data": data, "layout": layout}, 360)

@@ -1,0 +1,69 @@
+"""Trainings: the folder that `attractor.train.train` or `train_seeds` writes."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from attractor.report import live
+from attractor.report.page import Page
+from attractor.report.runs.run import Run, look, read_json
+
+ABOUT = (
+    "A line an epoch, the last one is what the training ended with. Validation is on data that the "
+    "network was not trained on."
+)
+SHOWN = ("train_loss", "valid_loss", "train_accuracy", "valid_accuracy")
+
+
+def read(path: Path, name: str) -> Run:
+    """The run in a folder with log.jsonl."""
+    log = _lines(path / "log.jsonl")
+    times = _lines(path / "times.jsonl") if (path / "times.jsonl").exists() else []
+    kept = sorted(path.glob("epoch-*/config.json"))
+    config = read_json(kept[-1]) if kept else {}
+    last = log[-1] if log else {}
+    numbers = {key: value for key, value in last.items() if key not in ("epoch", "lr")}
+    seconds = sum(row.get("seconds", 0.0) for row in times)
+    return Run(
+        "training",
+        name,
+        path,
+        numbers={"epochs": len(log), **numbers, "seconds": seconds or None},
+        settings={**config.get("recipe", {}), "steps an epoch": config.get("steps")},
+        content={"log": log},
+    )
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines() if line]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as lines of JSON: {error}") from None
+
+
+def show(page: Page, runs: Sequence[Run]) -> None:
+    """Losses and accuracies epoch by epoch, and whatever else was logged."""
+    logged = dict.fromkeys(key for run in runs for row in run.content["log"] for key in row)
+    others = [n for n in logged if n not in (*SHOWN, "epoch", "lr", "step", "layer")]
+    groups = {
+        "loss": SHOWN[:2],
+        "accuracy": SHOWN[2:],
+        **{n: (n,) for n in others},
+        "learning rate": ("lr",),
+    }
+    for title, columns in groups.items():
+        named: dict[str, live.Line] = {}
+        looks: dict[str, Any] = {}
+        for i, run in enumerate(runs):
+            log = run.content["log"]
+            for column in columns:
+                values = [row.get(column) for row in log]
+                if any(isinstance(v, int | float) for v in values):
+                    label = f"{run.name}, {column}" if len(runs) > 1 else column
+                    named[label] = [row["epoch"] for row in log], values
+                    dash = 1 if column.startswith("train_") else 0
+                    looks[label] = look(i if len(runs) > 1 else dash, dash)
+        if named:
+            figure = live.lines(named, x="epoch", y=title, looks=looks, marks=True)
+            page.plot(f"{title} by epoch", figure, 240 if title == "learning rate" else 340)

@@ -1,0 +1,191 @@
+"""The hub, without a network: folders here, and a hub that is a folder."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import attractor as at
+from attractor.integrations import hub
+from attractor.ode import pretrained
+
+library = pytest.importorskip("huggingface_hub")
+
+
+class Repo(str):
+    repo_id = property(lambda self: str(self).removeprefix("hub:"))
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Repositories are folders; what is fetched are links, as in the hub's cache."""
+    home = tmp_path / "hub"
+
+    def upload(repo_id, folder_path, **_):
+        shutil.copytree(folder_path, home / repo_id, dirs_exist_ok=True)
+        return f"hub:{repo_id}"
+
+    def snapshot(repo_id, revision=None, **_):
+        if not (home / repo_id).exists():
+            raise OSError(f"404: no {repo_id}")
+        cache = tmp_path / "cache" / repo_id
+        for path in (home / repo_id).rglob("*"):
+            if path.is_file():
+                link = cache / path.relative_to(home / repo_id)
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.unlink(missing_ok=True)
+                link.symlink_to(path)
+        return str(cache)
+
+    def one(repo_id, filename, **_):
+        path = Path(snapshot(repo_id)) / filename
+        if not path.exists():
+            raise library.errors.EntryNotFoundError(f"404: no {filename}")
+        return str(path)
+
+    monkeypatch.setattr(library, "upload_folder", upload)
+    monkeypatch.setattr(library, "create_repo", lambda repo, **_: Repo(f"hub:{repo}"))
+    monkeypatch.setattr(library, "snapshot_download", snapshot)
+    monkeypatch.setattr(library.HfApi, "upload_folder", lambda self, **k: upload(**k))
+    monkeypatch.setattr(library.HfApi, "create_repo", lambda self, repo_id, **_: Repo(f"hub:{repo_id}"))
+    monkeypatch.setattr("huggingface_hub.hub_mixin.hf_hub_download", one)
+    return home
+
+
+def same(a, b):
+    u0 = a.rate.sample(3, torch.Generator().manual_seed(0), torch.float64)
+    return torch.equal(a.solve(u0, 10 * a.dt).u, b.solve(u0, 10 * b.dt).u)
+
+
+def test_a_solver_goes_to_the_hub_and_comes_back(fake):
+    solver = at.HybridSolver.from_pretrained("henon-heiles")
+    assert solver.push_to_hub("me/orbits") == "hub:me/orbits"
+    assert {p.name for p in (fake / "me/orbits").iterdir()} == {"README.md", "solver"}
+    card = (fake / "me/orbits/README.md").read_text()
+    for part in ("HenonHeiles", "rk4", "0.25", 'from_pretrained("me/orbits")'):
+        assert part in card
+    back = at.HybridSolver.from_pretrained("me/orbits")
+    assert same(solver, back)
+    assert back.fit_error == solver.fit_error
+
+
+def test_a_damaged_repository_is_found_out(fake):
+    at.HybridSolver.from_pretrained("henon-heiles").push_to_hub("me/orbits")
+    tensors = fake / "me/orbits/solver/tensors.safetensors"
+    raw = bytearray(tensors.read_bytes())
+    raw[-1] ^= 1
+    tensors.write_bytes(raw)
+    with pytest.raises(at.CheckpointError, match="does not match its hash"):
+        at.HybridSolver.from_pretrained("me/orbits")
+
+
+def test_a_solver_from_a_folder(tmp_path):
+    solver = at.HybridSolver.from_pretrained("elastic-pendulum")
+    solver.save(tmp_path / "repo/solver")
+    assert same(solver, at.HybridSolver.from_pretrained(tmp_path / "repo/solver"))
+    assert same(solver, at.HybridSolver.from_pretrained(tmp_path / "repo"))  # as one that was fetched
+
+
+@pytest.mark.usefixtures("fake")
+def test_names_that_nobody_knows():
+    with pytest.raises(
+        ValueError, match=r"there are elastic-pendulum, .*did you mean 'elastic-pendulum'"
+    ):
+        at.HybridSolver.from_pretrained("elastic-pendulm")
+    with pytest.raises(
+        ValueError, match=r"is no folder here, and could not be fetched from the hub .*404"
+    ):
+        at.HybridSolver.from_pretrained("nobody/nothing")
+
+
+NETWORKS = [
+    ("resnet_cifar", {"depth": 11, "gate": "se", "width": 4}, lambda: torch.randn(2, 3, 16, 16)),
+    ("vit", {"image_size": 8, "patch": 4, "dim": 16, "depth": 2, "heads": 2}, lambda: torch.randn(2, 3, 8, 8)),
+    (
+        "LanguageModel",
+        {"vocabulary": 20, "dim": 16, "heads": 2, "layers": 1, "hidden": 16, "pde": at.pdes.Wave(0.2), "learn": False},
+        lambda: torch.randint(20, (2, 7)),
+    ),
+    (
+        "Classifier",
+        {"vocabulary": 20, "classes": 3, "dim": 16, "heads": 2, "layers": 1, "hidden": 16, "pde": "diffusion"},
+        lambda: torch.randint(20, (2, 7)),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options", "make"), NETWORKS, ids=[n for n, _, _ in NETWORKS])
+def test_networks_go_to_folders_and_to_the_hub_and_come_back(name, options, make, fake, tmp_path):
+    torch.manual_seed(0)
+    net = hub.network(name, **options).eval()
+    net.save_pretrained(tmp_path / "net")
+    files = {p.name for p in (tmp_path / "net").iterdir()}
+    assert files == {"README.md", "config.json", "model.safetensors"}
+    net.push_to_hub("me/net")
+    x = make()
+    with torch.no_grad():
+        wanted = net(x)
+        for place in (tmp_path / "net", "me/net"):
+            back = hub.load(place)
+            assert not back.training
+            assert type(back.net) is type(net.net)
+            got = back(x)
+            assert torch.equal(got, wanted)
+
+
+def test_pickled_weights_are_not_loaded(fake):
+    net = hub.network("resnet_cifar", depth=11, width=2)
+    net.push_to_hub("me/net")
+    (fake / "me/net/model.safetensors").rename(fake / "me/net/pytorch_model.bin")
+    with pytest.raises(at.CheckpointError, match="pickled are not loaded"):
+        hub.load("me/net")
+
+
+def test_weights_and_names_that_do_not_fit_are_refused(tmp_path):
+    hub.network("resnet_cifar", depth=11, width=2).save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    text = config.read_text()
+    config.write_text(text.replace('"width": 2', '"width": 3'))
+    with pytest.raises(at.CheckpointError):
+        hub.load(tmp_path)
+    config.write_text(text.replace("resnet_cifar", "system"))
+    with pytest.raises(ValueError, match="network 'system' is not one of resnet_cifar"):
+        hub.load(tmp_path)
+    with pytest.raises(TypeError, match="gate is a type, which a configuration cannot hold"):
+        hub.network("resnet_cifar", gate=at.gates.SE)
+
+
+def test_what_comes_with_the_library_is_as_good_as_its_card_says():
+    from attractor.ode.trajectories import fine_trajectories
+
+    assert pretrained.names() == ["elastic-pendulum", "henon-heiles", "pendulum-chain"]
+    for name in pretrained.names():
+        solver, card = at.HybridSolver.from_pretrained(name), pretrained.card(name)
+        assert (solver.dt, type(solver.correction).__name__) == (card["dt"], card["correction"])
+        assert solver.fit_error == card["fit_error"]
+        assert (
+            sum(p.stat().st_size for p in pretrained.folder(name).iterdir()) == card["bytes"] < 600_000
+        )
+        steps = 40
+        u0 = solver.rate.sample(20, torch.Generator().manual_seed(123), torch.float64)
+        truth = fine_trajectories(solver.rate, u0, solver.dt, steps, 32)
+        error = (solver.solve(u0, steps * solver.dt).u - truth).square().mean().item()
+        plain = at.evolve(solver.rate, u0, torch.arange(steps + 1, dtype=torch.float64) * solver.dt)
+        assert error < 1e-4 * (plain.u - truth).square().mean().item()
+        assert card["tested"]["lost"]["hybrid"] == 0
+
+
+def test_the_network_that_comes_with_the_library_reads_digits():
+    from attractor.data import images
+    from attractor.residual import pretrained as networks
+    from attractor.train import evaluate
+
+    assert networks.names() == ["digits"]
+    net, card = networks.load("digits"), networks.card("digits")
+    assert sum(p.stat().st_size for p in networks.folder("digits").iterdir()) < 600_000
+    found = evaluate(net, images.load("digits", "test"))
+    assert found["accuracy"] == pytest.approx(card["accuracy"], abs=0.01)
+    assert card["accuracy"] > 0.9
+    with pytest.raises(ValueError, match="no pretrained network is called 'digit'; there are digits"):
+        networks.load("digit")
