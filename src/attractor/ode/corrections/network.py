@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attractor.core.checks import check_dtype, check_input, check_number, check_whole, is_number
+from attractor.core.checks import (
+    check_beside,
+    check_dtype,
+    check_input,
+    check_number,
+    check_tensor,
+    check_whole,
+    is_number,
+)
 from attractor.ode import fused
 from attractor.ode.corrections.sequence import BODIES
 
@@ -152,6 +160,7 @@ class Network(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Q of an x that has its phase (see `with_phase`); on a GPU by a kernel where that pays."""
+        check_input("u", x, "[*batch, dim]", "the correction", self.head.weight)
         return fused.kernel(self, x) if fused.pays(self, x) else self.in_torch(x)
 
     def in_torch(self, x: Tensor) -> Tensor:
@@ -210,6 +219,7 @@ class Affine(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """M x + b."""
+        check_input("u", x, "[*batch, dim]", "the correction", self.head.weight)
         return self.head(x)
 
     def features(self, x: Tensor) -> Tensor:
@@ -248,12 +258,13 @@ def with_phase(x: Tensor, t: Any, period: float | None) -> Tensor:
 
 def check_step(net: Any, u: Any, slope: Any) -> None:
     """Raise unless u and slope are what a correction with this network takes: ``[*batch, dim]``."""
-    head = getattr(getattr(net, "net", net), "head", None)  # what a kernel computes holds its network
-    if head is None:  # a stand-in, while a step is written down as a formula
+    head = getattr(net.net if isinstance(net, fused.Fused) else net, "head", None)
+    if head is None:  # around a network, or in its place while a step is written down as a formula
         return
     weight = head.weight
     for name, x in (("u", u), ("slope", slope)):
-        check_input(name, x, f"[*batch, {len(weight)}]", "the correction", weight)
+        check_tensor(name, x, f"[*batch, {len(weight)}]")
+        check_beside(name, x, "the correction", weight)
         if x.dim() == 0 or x.shape[-1] != len(weight):
             raise ValueError(
                 f"{name} has shape {list(x.shape)}; this correction takes [*batch, {len(weight)}]"
