@@ -113,7 +113,7 @@ def test_from_a_file_of_one_s_own_to_a_solver_a_comparison_and_states(tmp_path, 
     ("arguments", "message"),
     [
         (["elastic"], "no system is called 'elastic'; there are"),
-        (["lorenz"], "--dt is needed"),
+        (["lorenz"], "add for example --dt 0.1"),
         (["pendulum-chain", "-o", "links=two"], "is no int"),
         (["pendulum-chain", "-o", "length=2"], "has no option 'length'; it has links"),
         (["pendulum-chain", "-o", "links"], "must be KEY=VALUE"),

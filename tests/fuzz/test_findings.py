@@ -56,6 +56,48 @@ def model():
 
 CASES = {
     # the core
+    "a tableau that divides by zero": (
+        lambda: at.Scheme("s", a=[[]], b=["1/0"], c=[0], order=1),
+        "not a list of coefficients",
+    ),
+    "a correction that returns a number": (
+        lambda: at.evolve(rate, ONES, TIMES, correction=lambda u, slope, dt: 1.0),
+        "the correction returned a float",
+    ),
+    "kicks of states without components": (
+        lambda: at.schemes.LEAPFROG.check_rate(rate, 0.0, torch.ones(2, 0)),
+        "even size",
+    ),
+    "steps of their own for q and p": (
+        lambda: at.schemes.LEAPFROG.slope(rate, 0.0, torch.ones(2, 4), torch.ones(2, 4)),
+        "q and p move together",
+    ),
+    "a step that is nothing": (lambda: at.schemes.RK4.slope(rate, 0.0, ONES, None), "dt is a NoneType"),
+    "a time that is a text": (lambda: at.schemes.RK4.slope(rate, "0", ONES, 0.1), "t is a str"),
+    "a step elsewhere": (
+        lambda: at.schemes.RK4.slope(rate, 0.0, ONES, torch.tensor(0.1, device="meta")),
+        "dt is on meta",
+    ),
+    "odeint, parts without rates": (
+        lambda: at.odeint(lambda t, y: (1.0, 1.0), (ONES, ONES), TIMES),
+        "func returned tuple",
+    ),
+    "odeint, too many steps": (
+        lambda: at.odeint(rate, ONES, TIMES, method="rk4", options={"step_size": 1e-300}),
+        "take a larger one",
+    ),
+    "odeint, several step sizes": (
+        lambda: at.odeint(rate, ONES, TIMES, method="rk4", options={"step_size": ONES}),
+        "must be positive",
+    ),
+    "odeint, a list for a factor": (
+        lambda: at.odeint(rate, ONES, TIMES, options={"ifactor": [10.0]}),
+        "grow is a list",
+    ),
+    "coefficients beyond all numbers": (
+        lambda: for_length("wave", 10_000, reference=1, gamma=300.0),
+        "beyond all numbers",
+    ),
     "evolve on meta": (lambda: at.evolve(rate, META, TIMES), "meta device"),
     "evolve, times on meta": (lambda: at.evolve(rate, ONES, TIMES.to("meta")), "meta device"),
     "evolve, times are text": (lambda: at.evolve(rate, ONES, "now"), "t is 'now'"),
@@ -293,6 +335,15 @@ def test_nobody_attends_in_tiles_and_by_features():
 def test_fca_takes_doubles_as_others_do():
     f = torch.rand(2, 16, 4, 4, dtype=torch.float64)
     assert at.gates.FCA(16)(f).dtype == torch.float64
+
+
+def test_between_the_largest_states_of_a_type_there_are_others():
+    """An explosion in bfloat16 under error control: interpolated states overflowed."""
+    t = torch.tensor([-1.0, -1.1, -1.2, -1.3])
+    for seed in (11, 19, 21, 28):
+        u0 = torch.randn(3, 3, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        found = at.evolve(lambda t, u: 1e3 * u, u0, t, "fehlberg2", rtol=9e-3, atol=1e-6, max_steps=99)
+        assert torch.isfinite(found.u).all()
 
 
 def test_a_trust_region_of_two_states_that_are_one():

@@ -1,8 +1,11 @@
 """Commands of hybrid solvers: trajectories, fit, solve, compare."""
 
+import json
 import shutil
 import time
 import warnings
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,7 +83,7 @@ def trajectories(
         if engine != "ray":  # whose machines may have others
             check_device(device)
         found = equations.find(equation, _pairs(option))
-        dt, horizon = _needed("dt", dt or found.dt), _needed("horizon", horizon or found.horizon)
+        dt, horizon = _needed(dt=dt or found.dt, horizon=horizon or found.horizon)
         with progress_bar() as bar:
             task = bar.add_task("starting", total=None)
 
@@ -145,7 +148,7 @@ def fit(
     started = time.perf_counter()
     with told_as_usage():
         found = equations.find(equation, _pairs(option))
-        dt, horizon = _needed("dt", dt or found.dt), _needed("horizon", horizon or found.horizon)
+        dt, horizon = _needed(dt=dt or found.dt, horizon=horizon or found.horizon)
         with console.status("starting") as status, warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", UserWarning)
             solver = fit_solver(
@@ -365,10 +368,15 @@ def _folder(name: str) -> Path:
 
 def _load(name: str, rate: str | None, device: str) -> tuple[HybridSolver, equations.Equation]:
     found = equations.find(rate) if rate else None
-    loaded = HybridSolver.load(_folder(name), found.rate if found else None).to(device)
+    folder = _folder(name)
+    loaded = HybridSolver.load(folder, found.rate if found else None).to(device)
     if found is None:
         name = next(n for n, cls in equations.names().items() if isinstance(loaded.rate, cls))
         found = equations.Equation(name, loaded.rate, horizon=equations.find(name).horizon)
+    fitted = folder.parent / "fit.json"
+    if fitted.is_file():  # as far as it was fitted, unless something else is asked for
+        with suppress(ValueError, KeyError, TypeError):
+            found = replace(found, horizon=float(json.loads(fitted.read_text())["horizon"]))
     return loaded, found
 
 
@@ -382,10 +390,16 @@ def _pairs(texts: list[str] | None) -> dict[str, str]:
     return found
 
 
-def _needed(name: str, value: float | None) -> float:
-    if value is None:
-        raise ValueError(f"--{name} is needed: this equation does not suggest one")
-    return value
+def _needed(**given: float | None) -> list[float]:
+    missing = [name for name, value in given.items() if value is None]
+    if missing:
+        meaning = {"dt": "--dt 0.1, the big step", "horizon": "--horizon 10, how far trajectories go"}
+        asked = ", and ".join(meaning[name] for name in missing)
+        raise ValueError(
+            f"this equation suggests no {' and no '.join(missing)}; add for example {asked}; or write "
+            f"{' and '.join(f'{name} = ...' for name in missing)} beside the rate"
+        )
+    return [value for value in given.values() if value is not None]
 
 
 def _state(text: str, solver: HybridSolver, sample: Any) -> list[float]:

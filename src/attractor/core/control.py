@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute_later
 
+from attractor.core.checks import is_number
 from attractor.core.compiling import compiled
 from attractor.core.scheme import Rate, Scheme, call_rate, weighted_sum
 from attractor.core.tableaus import ALL, AnyScheme
@@ -59,6 +60,12 @@ class Control:
                 raise TypeError(f"{name} is a {type(value).__name__}; one number serves all components")
             if not value >= 0:
                 raise ValueError(f"{name} = {value}; a tolerance is a number >= 0")
+        for name in ("safety", "grow", "shrink", "first", "least", "most", "max_steps"):
+            value = getattr(self, name)
+            if not is_number(value) and not (name == "first" and value is None):
+                raise TypeError(f"{name} is a {type(value).__name__}; give a number")
+            if value is not None and math.isnan(value):
+                raise ValueError(f"{name} is not a number")
         if self.rtol == 0 and self.atol == 0:
             raise ValueError("rtol and atol are both 0, so no step can pass; set at least one")
 
@@ -320,7 +327,9 @@ def _interpolate(
     if scheme.dense is not None:
         quartic = h * weighted_sum(scheme.dense_weights, stages)
         inner = inner + theta * (1 - theta) * quartic
-    return u + theta * (rise + (1 - theta) * inner)
+    value = u + theta * (rise + (1 - theta) * inner)
+    # Near the largest number of a type a cubic between two finite states may not be finite.
+    return torch.where(torch.isfinite(value.detach()), value, (1 - theta) * u + theta * u1)
 
 
 def _first_step(

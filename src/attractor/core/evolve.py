@@ -321,6 +321,10 @@ def _step(
     if correction is None:
         return plain
     added = call_correction(correction, u, slope, dt, t)
+    if not isinstance(added, Tensor):
+        raise TypeError(
+            f"the correction returned a {type(added).__name__}; it must return a tensor like u"
+        )
     if added.shape != u.shape or added.dtype != u.dtype:
         raise ValueError(
             f"the correction returned {list(added.shape)} in {added.dtype} for a state of shape "

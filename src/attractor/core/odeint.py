@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attractor.core.checks import is_number
 from attractor.core.control import Control, controlled
 from attractor.core.evolve import check_problem, on_grid
 from attractor.core.scheme import Rate, Scheme
@@ -21,6 +22,7 @@ FIXED = {
     "heun3": "heun3",
     "rk4": "rk4_38",
 }
+MOST = 1e9  # fixed steps
 CONTROL_OPTIONS = {
     "first_step": "first",
     "safety": "safety",
@@ -129,7 +131,11 @@ def _control(
             f"options {sorted(unknown)} are not supported with an adaptive method; "
             f"there are {', '.join(CONTROL_OPTIONS)}, norm"
         )
-    control = replace(control, **{CONTROL_OPTIONS[key]: value for key, value in options.items()})
+    given: dict[str, Any] = {
+        CONTROL_OPTIONS[key]: x.item() if isinstance(x, Tensor) and x.numel() == 1 else x
+        for key, x in options.items()
+    }
+    control = replace(control, **given)
     if norm is None and parts > 1:
         norm = lambda y: torch.stack([part.square().mean().sqrt() for part in y]).max()
     if norm is not None:
@@ -152,9 +158,12 @@ def _grid(func: Any, y0: Any, t: Tensor, options: dict[str, Any]) -> tuple[Tenso
     if constructor is not None:
         own = torch.as_tensor(constructor(func, y0, t)).to(t)
     else:
-        if not step > 0:
-            raise ValueError(f"step_size = {step} must be positive, also backward in time")
-        count = int(((t[-1] - t[0]).abs() / step).ceil().item())
+        if not (is_number(step) or (isinstance(step, Tensor) and step.dim() == 0)) or not step > 0:
+            raise ValueError(f"step_size = {step!r} must be positive, also backward in time")
+        length = ((t[-1] - t[0]).abs() / step).ceil().item()
+        if not length <= MOST:
+            raise ValueError(f"step_size = {step} makes {length:g} steps; take a larger one")
+        count = int(length)
         own = t[0] + (t[-1] - t[0]).sign() * step * torch.arange(count, device=t.device, dtype=t.dtype)
     # Points of the grid that a wanted time all but repeats give way to it.
     sign = -1.0 if bool(t[-1] < t[0]) else 1.0
@@ -194,6 +203,11 @@ def _flattened(
         return tuple(part.reshape(*u.shape[:-1], *s) for part, s in zip(parts, shapes))
 
     def rate_of_parts(t: Tensor, u: Tensor) -> Tensor:
-        return torch.cat([du.reshape(-1) for du in func(t.reshape(()), unflatten(u))])
+        rates = func(t.reshape(()), unflatten(u))
+        right = isinstance(rates, tuple | list) and all(isinstance(du, Tensor) for du in rates)
+        if not right or [du.shape for du in rates] != shapes:
+            got = [list(getattr(du, "shape", ())) for du in rates] if right else type(rates).__name__
+            raise ValueError(f"func returned {got} for states of shapes {[list(s) for s in shapes]}")
+        return torch.cat([du.reshape(-1) for du in rates])
 
     return rate_of_parts, torch.cat([y.reshape(-1) for y in y0]), unflatten

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from attractor.core.checks import check_tensor
+from attractor.core.checks import check_tensor, is_number
 from attractor.core.trees import defect
 
 Rate: TypeAlias = Callable[[Any, Tensor], Tensor]
@@ -170,7 +170,12 @@ def check_state(u: Any, t: Any = 0.0, dt: Any = 0.0) -> None:
     if not (u.is_floating_point() or u.is_complex()):
         raise TypeError(f"u is of {u.dtype}; states move continuously: use u.float() or .double()")
     for name, x in (("t", t), ("dt", dt)):
-        if isinstance(x, Tensor) and x.dim():
+        if not isinstance(x, Tensor):
+            if not is_number(x):
+                raise TypeError(f"{name} is a {type(x).__name__}; give a number, or a tensor")
+        elif x.device != u.device and (x.dim() or x.device.type != "cpu"):
+            raise ValueError(f"{name} is on {x.device} but u on {u.device}; move one with .to(...)")
+        elif x.dim():
             sizes = zip(reversed(x.shape), reversed(u.shape))
             if x.dim() > u.dim() or any(size not in (1, own) for size, own in sizes):
                 raise ValueError(f"{name} {list(x.shape)} does not broadcast against u {list(u.shape)}")
@@ -224,7 +229,7 @@ def as_fractions(name: str, values: Sequence[Coefficient]) -> tuple[Fraction, ..
     """Coefficients as exact numbers."""
     try:
         return tuple(_fraction(x) for x in values)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(
             f"{name}: {list(values)!r} is not a list of coefficients; write 1, '1/6' or Fraction(1, 6)"
         ) from error

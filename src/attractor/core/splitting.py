@@ -116,6 +116,9 @@ class Splitting:
 
 def _half(name: str, u: Tensor, t: Any = 0.0, dt: Any = 0.0) -> int:
     check_state(u, t, dt)
-    if u.dim() == 0 or u.shape[-1] % 2:
+    for what, x in (("t", t), ("dt", dt)):
+        if isinstance(x, Tensor) and x.dim() and x.shape[-1] != 1:
+            raise ValueError(f"{what} {list(x.shape)} must be [*batch, 1]: q and p move together")
+    if u.dim() == 0 or u.shape[-1] % 2 or not u.shape[-1]:
         raise ValueError(f"{name} needs a state (q, p) of even size, not one of shape {list(u.shape)}")
     return u.shape[-1] // 2

@@ -134,10 +134,13 @@ def _odeint(m: Maker) -> Call:
             else ["step_size"]
         )
         name = m.choice(names)
+        name = name if isinstance(name, str) else "no_such_option"
         low, high = {"safety": (0.5, 0.9), "ifactor": (2.0, 10.0), "dfactor": (0.1, 0.5)}.get(
             name, (0.05, 0.5)
         )
-        options["options"] = {name: m.number(low, high), **({"max_num_steps": 300} if adaptive else {})}
+        options["options"] = {name: m.number(low, high)}
+    if adaptive:
+        options["options"] = {"max_num_steps": 300, **options.get("options", {})}
     if m.chance(3):
         options["event_fn"] = lambda t, y: y.sum()
 

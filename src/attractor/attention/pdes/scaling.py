@@ -58,6 +58,12 @@ def for_length(
             f"{pde!r} must be a dataclass with no other coefficients than {', '.join(powers)}: for "
             "others the paper has no advice"
         )
-    scaled = replace(given, **{name: x * ratio ** powers[name] for name, x in numbers.items()})
+    try:
+        scaled = replace(given, **{name: x * ratio ** powers[name] for name, x in numbers.items()})
+    except OverflowError:
+        raise ValueError(
+            f"coefficients for {tokens} tokens instead of {reference} are beyond all numbers; "
+            f"gamma = {gamma:g} is too much"
+        ) from None
     scaled.check(dt / ratio)
     return scaled, dt / ratio
