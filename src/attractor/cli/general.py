@@ -30,7 +30,10 @@ def demo(
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Show all three parts on data that come along: a page with films and sliders, in a minute."""
+    """All three parts on one page, in about a minute.
+
+    Films, sliders and curves, computed on data that come along.
+    """
     from attractor import demo as job
 
     check_device(device)
