@@ -98,6 +98,30 @@ CASES = {
         lambda: for_length("wave", 10_000, reference=1, gamma=300.0),
         "beyond all numbers",
     ),
+    "a step for other states": (
+        lambda: at.corrections.AttNSM(3, width=4).gain(ONES, torch.ones(4, 1)),
+        "does not broadcast",
+    ),
+    "a step for other states, of the slope": (
+        lambda: at.corrections.AttNS(3, width=4, times_dt=True)(ONES, ONES, torch.ones(4, 1)),
+        "does not broadcast",
+    ),
+    "a step that is not real": (
+        lambda: at.schemes.RK4.slope(rate, 0.0, ONES, torch.tensor(1j)),
+        "steps are real",
+    ),
+    "a Lipschitz constant of no step": (
+        lambda: theory.lipschitz_observed(correction(), ONES, ONES, torch.tensor(1j)),
+        "must be a number",
+    ),
+    "second derivatives at other times": (
+        lambda: theory.second_derivative(rate, ONES, torch.ones(4, 1)),
+        "does not broadcast",
+    ),
+    "a region of nearly nothing": (
+        lambda: TrustRegion.around(torch.tensor([[-2.1342e-30, -9.6059e-31, 9.3593e-31]] * 9)),
+        "have no region",
+    ),
     "evolve on meta": (lambda: at.evolve(rate, META, TIMES), "meta device"),
     "evolve, times on meta": (lambda: at.evolve(rate, ONES, TIMES.to("meta")), "meta device"),
     "evolve, times are text": (lambda: at.evolve(rate, ONES, "now"), "t is 'now'"),

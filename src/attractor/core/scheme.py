@@ -173,6 +173,8 @@ def check_state(u: Any, t: Any = 0.0, dt: Any = 0.0) -> None:
         if not isinstance(x, Tensor):
             if not is_number(x):
                 raise TypeError(f"{name} is a {type(x).__name__}; give a number, or a tensor")
+        elif x.is_complex() and not u.is_complex():
+            raise TypeError(f"{name} is of {x.dtype} but u of {u.dtype}; times and steps are real")
         elif x.device != u.device and (x.dim() or x.device.type != "cpu"):
             raise ValueError(f"{name} is on {x.device} but u on {u.device}; move one with .to(...)")
         elif x.dim():

@@ -25,9 +25,9 @@ import torch
 from numpy.polynomial import Polynomial
 from torch import Tensor, nn
 
-from attractor.core.checks import check_choice, check_tensor, check_time, check_values
+from attractor.core.checks import check_choice, check_tensor, check_time, check_values, is_number
 from attractor.core.evolve import call_correction
-from attractor.core.scheme import Rate, call_rate
+from attractor.core.scheme import Rate, call_rate, check_state
 from attractor.ode.corrections import CSM, AttNS, AttNSM, FSNet, Linear, NeurVec
 from attractor.ode.corrections.network import Affine, Layers, Rational, Sine
 from attractor.ode.solver import HybridSolver
@@ -121,6 +121,8 @@ def lipschitz_observed(
     _check_states(slope, "slope", "[*batch, d]")
     if u.shape != slope.shape or u.device != slope.device or not u.numel():
         raise ValueError(f"u {list(u.shape)} and slope {list(slope.shape)} must be alike, and not empty")
+    if not is_number(dt) and not (isinstance(dt, Tensor) and dt.dim() == 0 and dt.is_floating_point()):
+        raise TypeError(f"dt = {dt!r} must be a number")
     dim = u.shape[-1]
     added = lambda x: call_correction(correction, x[:, :dim], x[:, dim:], dt, t)
     return _norm(_jacobians(added, torch.cat((u, slope), -1).reshape(-1, 2 * dim)))
@@ -133,6 +135,7 @@ def second_derivative(rate: Rate, u: Tensor, t: Any = 0.0) -> Tensor:
     """
     _check_states(u, "u", "[*batch, d]")
     check_time(t, u)
+    check_state(u, t)
     u = u.contiguous()  # jvp writes beside it, which expanded memory cannot take
     t = torch.as_tensor(t, dtype=u.dtype, device=u.device)
     f = lambda t, u: call_rate(rate, t, u)

@@ -1,5 +1,6 @@
 """Where a fitted correction can be trusted."""
 
+from contextlib import suppress
 from typing import Any, Self
 
 import torch
@@ -55,15 +56,15 @@ class TrustRegion(nn.Module):
         size = size if size > 0 else triangle.abs().max()  # two states that are one
         ridge = 1e-6 * size * torch.eye(z.shape[-1]).to(z)
         triangle = torch.linalg.qr(torch.cat((triangle, ridge)), mode="r")[1]
-        try:
+        with suppress(RuntimeError):  # torch.linalg.LinAlgError
             region.factor = torch.linalg.inv(triangle)
-        except RuntimeError:  # torch.linalg.LinAlgError
-            raise ValueError(
-                f"states of {u.dtype} from {u.min():.2g} to {u.max():.2g} have no region; scale them, "
-                "or use float64"
-            ) from None
-        region.limit = (z @ region.factor).square().sum(-1).max()
-        return region
+            region.limit = (z @ region.factor).square().sum(-1).max()
+            if bool(torch.isfinite(region.factor).all() & torch.isfinite(region.limit)):
+                return region
+        raise ValueError(
+            f"states of {u.dtype} from {u.min():.2g} to {u.max():.2g} have no region; scale them, "
+            "or use float64"
+        )
 
     def distance(self, u: Tensor) -> Tensor:
         """Leverage over its largest training value, ``[*batch]``."""

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attractor.core.scheme import check_state
 from attractor.ode.corrections.network import Network, check_sizes, check_step, with_phase
 
 
@@ -41,6 +42,8 @@ class AttNS(nn.Module):
     def inputs(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:
         """What the network sees."""
         check_step(self.net, u, slope)
+        if self.times_dt:
+            check_state(slope, dt=dt)
         x = dt * slope if self.times_dt else slope
         return with_phase(torch.cat((x, u), -1) if self.state else x, t, self.net.period)
 

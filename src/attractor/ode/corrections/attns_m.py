@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from attractor.core.scheme import check_state
 from attractor.ode.corrections.network import Network, check_step, with_phase
 
 
@@ -33,6 +34,7 @@ class AttNSM(nn.Module):
     def gain(self, slope: Tensor, dt: Any) -> Tensor:
         """What multiplies ``Q - 1``."""
         check_step(self.net, slope, slope)
+        check_state(slope, dt=dt)
         return dt * slope
 
     def forward(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:
