@@ -122,6 +122,10 @@ CASES = {
         lambda: TrustRegion.around(torch.tensor([[-2.1342e-30, -9.6059e-31, 9.3593e-31]] * 9)),
         "have no region",
     ),
+    "a normalisation of another type": (
+        lambda: at.gates.IEBN(3).bfloat16()(torch.rand(2, 3, 4, 4).half()),
+        "an IEBN of torch.bfloat16 was given torch.float16",
+    ),
     "evolve on meta": (lambda: at.evolve(rate, META, TIMES), "meta device"),
     "evolve, times on meta": (lambda: at.evolve(rate, ONES, TIMES.to("meta")), "meta device"),
     "evolve, times are text": (lambda: at.evolve(rate, ONES, "now"), "t is 'now'"),

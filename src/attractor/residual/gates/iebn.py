@@ -83,6 +83,11 @@ class IEBN(nn.BatchNorm2d):
         """The normalised f of the same shape; x, which gates are given, is not looked at."""
         delta = self.weights(f)
         check_batch("IEBN", self, f.numel() // self.channels)
+        own, halves = self.scale.dtype, (torch.float16, torch.bfloat16)
+        if f.dtype != own and not (own == torch.float32 and f.dtype in halves):
+            raise ValueError(
+                f"an IEBN of {own} was given {f.dtype}; use f.to({own}), or the module's .to({f.dtype})"
+            )
         out = super().forward(f)
         if self.bias is None:
             return out * delta
