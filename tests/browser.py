@@ -38,30 +38,41 @@ class Browser:
     """One browser with one page; `errors` and `requests` are of the page opened last."""
 
     def __init__(self, width: int = 1280, height: int = 900) -> None:
-        from websockets.sync.client import connect
-
+        program = chromium()
         self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.process = subprocess.Popen(
-            [chromium(), *OPTIONS, f"--user-data-dir={self.folder.name}", "about:blank"],
+            [program, *OPTIONS, f"--user-data-dir={self.folder.name}", "about:blank"],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
+        try:
+            self._connect()
+            self.resize(width, height)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self) -> None:
+        from websockets.sync.client import connect
+
         port = Path(self.folder.name) / "DevToolsActivePort"
         until = time.monotonic() + 60
         while not (port.exists() and "\n" in port.read_text()):
             if time.monotonic() > until or self.process.poll() is not None:
-                self.close()
                 pytest.skip("Chromium does not start here")
             time.sleep(0.1)
-        number = port.read_text().splitlines()[0]
-        with urllib.request.urlopen(f"http://127.0.0.1:{number}/json/list", timeout=30) as answer:
-            page = next(t for t in json.loads(answer.read()) if t["type"] == "page")
+        place, pages = f"http://127.0.0.1:{port.read_text().splitlines()[0]}/json/list", []
+        while not pages:
+            if time.monotonic() > until:
+                pytest.skip("Chromium has no page here")
+            with urllib.request.urlopen(place, timeout=30) as answer:
+                pages = [found for found in json.loads(answer.read()) if found["type"] == "page"]
+        page = pages[0]
         self.socket = connect(page["webSocketDebuggerUrl"], max_size=None).__enter__()
         self.numbers, self.loaded = itertools.count(1), False
         self.errors: list[str] = []
         self.requests: list[str] = []
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
-        self.resize(width, height)
 
     def __enter__(self) -> Self:
         return self
@@ -111,6 +122,7 @@ class Browser:
         until = time.monotonic() + wait
         while not self.loaded:
             self._heard(json.loads(self.socket.recv(timeout=max(0.1, until - time.monotonic()))))
+        self.wait_for("document.readyState === 'complete'", wait)
 
     def evaluate(self, code: str) -> Any:
         """The value of an expression in the page; promises are waited for."""

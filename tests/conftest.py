@@ -6,6 +6,17 @@ import pytest
 import torch
 from hypothesis import settings
 
+# What makes commands colourful or wide elsewhere must not reach tests that read their output.
+for _name in (
+    "FORCE_COLOR",
+    "PY_COLORS",
+    "GITHUB_ACTIONS",
+    "TTY_COMPATIBLE",
+    "TTY_INTERACTIVE",
+    "COLUMNS",
+):
+    os.environ.pop(_name, None)
+
 if (
     not torch.cuda.is_available()
 ):  # kernels are tested in Triton's interpreter; said before its first import

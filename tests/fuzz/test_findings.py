@@ -133,7 +133,6 @@ CASES = {
     "evolve, every is no whole number": (lambda: at.evolve(rate, ONES, TIMES, every=1.5), "every = 1.5"),
     "evolve, checkpoint is text": (lambda: at.evolve(rate, ONES, TIMES, checkpoint="yes"), "checkpoint = 'yes'"),
     "odeint, tuple of two devices": (lambda: at.odeint(lambda t, y: y, (ONES, META), TIMES), "one device"),
-    "odeint, tuple of two types": (lambda: at.odeint(lambda t, y: y, (ONES, ONES.double()), TIMES), "one type"),
     "Scheme of no rows": (lambda: at.Scheme("x", [1, 2], [1], [0], 1), "list of rows"),
     "slope of text": (lambda: at.schemes.RK4.slope(rate, 0.0, "u", 0.1), "u is a str"),
     "leapfrog on meta": (lambda: at.schemes.LEAPFROG.check_rate(rate, 0.0, torch.ones(4, device="meta")), "meta device"),

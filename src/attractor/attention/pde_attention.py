@@ -91,7 +91,7 @@ def pde_attention(
     )  # fmt: skip
     if scale is not None and not torch.compiler.is_compiling():
         check_number("scale", scale)
-    if not query.shape[:-1].numel() or not key.shape[-2]:
+    if 0 in (*query.shape[:-1], key.shape[-2]):
         return query.new_zeros(*query.shape[:-1], value.shape[-1])
     attn_mask = with_rows(attn_mask)
     if renormalise:
@@ -168,7 +168,7 @@ def explain(
         query, key, value, attn_mask, dropout_p, is_causal, key_padding, documents, window, equation,
         steps, axis, walls, method,
     )  # fmt: skip
-    nobody = not query.shape[:-1].numel() or not key.shape[-2]
+    nobody = 0 in (*query.shape[:-1], key.shape[-2])
     if nobody or choice.method != "stepped" or axis != "key" or walls != "mask":
         return choice
     if dropout_p:

@@ -37,11 +37,13 @@ from attractor.attention.pde_attention import pde_attention
 from attractor.attention.pdes import PDE, Diffusion, LearnedPDE, get_pde
 from attractor.core.checks import (
     check_beside,
+    check_home,
     check_input,
     check_number,
     check_tensor,
     check_whole,
     is_number,
+    is_whole,
 )
 
 
@@ -86,7 +88,7 @@ class PDEAttention(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        whole = all(isinstance(size, int) and not isinstance(size, bool) for size in (dim, heads))
+        whole = is_whole(dim) and is_whole(heads)
         if not whole or heads < 1 or dim < 1 or dim % heads:
             raise ValueError(f"dim = {dim!r} must be a multiple of heads = {heads!r}")
         check_number("dt", dt, 0.0)
@@ -96,7 +98,7 @@ class PDEAttention(nn.Module):
             )
         if not is_number(dropout) or not 0 <= dropout < 1:
             raise ValueError(f"dropout = {dropout!r} is not a probability below 1")
-        self.heads, self.causal, self.dropout = heads, causal, dropout
+        self.dim, self.heads, self.causal, self.dropout = dim, heads, causal, dropout
         self.steps, self.dt = (steps, dt) if pde is not None else (0, dt)
         self.attention = attention
         self.options = {n: o for n, o in options.items() if not isinstance(o, nn.Module)}
@@ -122,8 +124,8 @@ class PDEAttention(nn.Module):
             documents: ``[batch, tokens]`` integer ids of packed texts that do not see each other.
             cache: of the tokens before, made by `new_cache`; x is added to it.
         """
-        width = self.project.in_features
-        check_input("x", x, f"[batch, tokens, {width}]", "this attention", self.project.weight)
+        width, weight = self.dim, getattr(self.project, "weight", None)
+        check_input("x", x, f"[batch, tokens, {width}]", "this attention", weight)
         if x.ndim != 3 or x.shape[2] != width:
             raise ValueError(f"x {list(x.shape)} must be [batch, tokens, {width}]")
         batch, tokens, dim = x.shape
@@ -208,14 +210,14 @@ class Residual(nn.Module):
         if norm not in ("pre", "post"):
             raise ValueError(f"norm {norm!r} is not one of pre, post")
         check_number("dropout", dropout, 0.0, 1.0)
-        self.pre, self.branch = norm == "pre", branch
+        self.pre, self.branch, self.dim = norm == "pre", branch, dim
         self.norm, self.dropout = nn.LayerNorm(dim), nn.Dropout(dropout)
 
     def forward(self, x: Tensor, **masks: Any) -> Tensor:
         """The state after this branch, ``[batch, tokens, dim]``; masks go to the branch."""
-        check_input("x", x, "[batch, tokens, dim]", "this layer", self.norm.weight)
-        if x.ndim != 3 or x.shape[-1] != len(self.norm.weight):
-            raise ValueError(f"x {list(x.shape)} must be [batch, tokens, {len(self.norm.weight)}]")
+        check_input("x", x, "[batch, tokens, dim]", "this layer", getattr(self.norm, "weight", None))
+        if x.ndim != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x {list(x.shape)} must be [batch, tokens, {self.dim}]")
         if self.pre:
             return x + self.dropout(self.branch(self.norm(x), **masks))
         return self.norm(x + self.dropout(self.branch(x, **masks)))
@@ -322,7 +324,7 @@ class Embedding(nn.Module):
         """
         most = self.positions.num_embeddings
         check_tensor("ids", ids, "of integers [batch, tokens]", floating=False)
-        check_beside("ids", ids, "this model", self.tokens.weight)
+        check_home("ids", ids, "this model", self.tokens.weight)
         if ids.ndim != 2 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise ValueError(f"ids {list(ids.shape)} of {ids.dtype} must be integers [batch, tokens]")
         if start + ids.shape[1] > most:
@@ -332,18 +334,18 @@ class Embedding(nn.Module):
             )
         check_padding(key_padding, ids)
         ids = ids if ids.dtype in (torch.int64, torch.int32) else ids.long()
-        if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
-            low, high = ids.aminmax()  # elsewhere a look would make everybody wait
-            if low < 0 or high >= self.tokens.num_embeddings:
-                raise ValueError(
-                    f"ids go from {int(low)} to {int(high)}; this model has tokens 0 to "
-                    f"{self.tokens.num_embeddings - 1}"
-                )
         if key_padding is None:
             positions = torch.arange(start, start + ids.shape[1], device=ids.device)
         else:
             positions = start + (key_padding.cumsum(1) - 1).clamp(min=0)
-        return self.dropout(self.tokens(ids) + self.positions(positions))
+        try:
+            tokens = self.tokens(ids)
+        except IndexError:  # on a CPU; elsewhere a look would make everybody wait
+            raise ValueError(
+                f"ids go from {int(ids.min())} to {int(ids.max())}; this model has tokens 0 to "
+                f"{self.tokens.num_embeddings - 1}"
+            ) from None
+        return self.dropout(tokens + self.positions(positions))
 
 
 def check_padding(key_padding: Any, ids: Tensor) -> None:
@@ -478,6 +480,7 @@ class LanguageModel(nn.Module):
         """``[..., vocabulary]`` of states ``[..., dim]``."""
         weight = self.embed.tokens.weight
         check_input("states", states, f"[..., {weight.shape[1]}]", "this model", weight)
+        check_beside("states", states, "the embedding", weight)  # no hook brings an offloaded one here
         if states.ndim == 0 or states.shape[-1] != weight.shape[1]:
             raise ValueError(f"states {list(states.shape)} must be [..., {weight.shape[1]}]")
         return linear(states, weight)

@@ -198,7 +198,9 @@ def fit(
 def solve(
     solver: Saved,
     rate: RateOption = None,
-    t_end: Horizon = None,
+    t_end: Annotated[
+        float | None, typer.Option(help="When to end: a whole number of steps after --t0.")
+    ] = None,
     t0: Annotated[float, typer.Option(help="When to start.")] = 0.0,
     u0: Annotated[
         list[str] | None, typer.Option(help="An initial state, such as 1,0.5; may be repeated.")

@@ -39,6 +39,15 @@ def check_beside(name: str, x: Any, other: str, y: Tensor) -> None:
         raise ValueError(f"{name} is on {x.device} but {other} on {y.device}; move one with .to(...)")
 
 
+def check_home(name: str, x: Any, what: str, weight: Any) -> None:
+    """Raise unless x is on the device of a weight.
+
+    Not looked at: what is no plain tensor (quantised), or on meta until a hook brings it (offloaded).
+    """
+    if isinstance(weight, Tensor) and weight.device.type != "meta":
+        check_beside(name, x, what, weight)
+
+
 def check_time(t: Any, u: Tensor) -> None:
     """Raise unless t is a number, or a tensor of one beside u."""
     if not isinstance(t, Tensor) and not is_number(t):
@@ -46,11 +55,12 @@ def check_time(t: Any, u: Tensor) -> None:
     check_beside("t", t, "u", u)
 
 
-def check_input(name: str, x: Any, shape: str, what: str, weight: Tensor) -> None:
+def check_input(name: str, x: Any, shape: str, what: str, weight: Any) -> None:
     """Raise unless x is a tensor of floats that can be multiplied with a weight of what it enters."""
     check_tensor(name, x, shape)
-    check_beside(name, x, what, weight)
-    if x.dtype != weight.dtype and not autocast(x):
+    check_home(name, x, what, weight)
+    plain = isinstance(weight, Tensor) and weight.is_floating_point()
+    if plain and x.dtype != weight.dtype and not autocast(x):
         raise ValueError(
             f"{name} is of {x.dtype} but {what} of {weight.dtype}; use {name}.to({weight.dtype}), or "
             "the other way round"
@@ -64,10 +74,15 @@ def autocast(x: Tensor) -> bool:
 
 def check_whole(name: str, value: Any, least: int, what: str = "") -> None:
     """Raise unless value is a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not is_whole(value) or value < least:
         raise ValueError(
             f"{name} = {value!r} must be a whole number of at least {least}{what and f'; {what}'}"
         )
+
+
+def is_whole(value: Any) -> bool:
+    """Whether value is a whole number of Python's or numpy's."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
@@ -77,7 +92,9 @@ def is_number(value: Any) -> bool:
 
 def check_number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> None:
     """Raise unless value is a finite number from low to high."""
-    if not (is_number(value) and math.isfinite(value) and low <= value <= high):
+    if isinstance(value, Tensor):
+        raise TypeError(f"{name} is a tensor; give a number, such as {name}.item()")
+    if not (is_number(value) and abs(value) < math.inf and low <= value <= high):
         edges = (
             f"of at least {low:g}" if low > -math.inf else "",
             f"at most {high:g}" if high < math.inf else "",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute_later
 
-from attractor.core.checks import check_values
+from attractor.core.checks import check_values, is_whole
 from attractor.core.compiling import compiled, components_first, count_operations
 from attractor.core.control import Control, controlled
 from attractor.core.scheme import Rate, moved
@@ -83,10 +83,10 @@ def evolve(
     """
     scheme = get_scheme(scheme)
     t = check_problem(u0, t)
-    if not isinstance(every, int) or every < 1:
+    if not is_whole(every) or every < 1:
         raise ValueError(f"every = {every!r} keeps nothing; use 1 for all states, 10 for each tenth")
     if checkpoint is not None and not (
-        isinstance(checkpoint, int) and (checkpoint is False or checkpoint > 0)
+        checkpoint in (True, False) or (is_whole(checkpoint) and checkpoint > 0)
     ):
         raise ValueError(f"checkpoint = {checkpoint!r}; use True, or the number of steps between states")
     if rtol is None and atol is None:

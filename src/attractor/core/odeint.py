@@ -158,7 +158,7 @@ def _grid(func: Any, y0: Any, t: Tensor, options: dict[str, Any]) -> tuple[Tenso
     if constructor is not None:
         own = torch.as_tensor(constructor(func, y0, t)).to(t)
     else:
-        if not (is_number(step) or (isinstance(step, Tensor) and step.dim() == 0)) or not step > 0:
+        if not (is_number(step) or (isinstance(step, Tensor) and step.numel() == 1)) or not step > 0:
             raise ValueError(f"step_size = {step!r} must be positive, also backward in time")
         length = ((t[-1] - t[0]).abs() / step).ceil().item()
         if not length <= MOST:
@@ -193,9 +193,9 @@ def _flattened(
 
     if not (isinstance(y0, tuple | list) and y0 and all(isinstance(y, Tensor) for y in y0)):
         raise TypeError("y0 must be a tensor or a tuple of tensors")
-    if len({(y.device, y.dtype) for y in y0}) > 1:
-        given = ", ".join(f"{y.dtype} on {y.device}" for y in y0)
-        raise ValueError(f"y0 holds tensors of {given}; give one type and one device")
+    if len({y.device for y in y0}) > 1:
+        given = ", ".join(str(y.device) for y in y0)
+        raise ValueError(f"y0 holds tensors on {given}; give all on one device")
     shapes, sizes = [y.shape for y in y0], [y.numel() for y in y0]
 
     def unflatten(u: Tensor) -> tuple[Tensor, ...]:
@@ -205,7 +205,7 @@ def _flattened(
     def rate_of_parts(t: Tensor, u: Tensor) -> Tensor:
         rates = func(t.reshape(()), unflatten(u))
         right = isinstance(rates, tuple | list) and all(isinstance(du, Tensor) for du in rates)
-        if not right or [du.shape for du in rates] != shapes:
+        if not right or [du.numel() for du in rates] != sizes:
             got = [list(getattr(du, "shape", ())) for du in rates] if right else type(rates).__name__
             raise ValueError(f"func returned {got} for states of shapes {[list(s) for s in shapes]}")
         return torch.cat([du.reshape(-1) for du in rates])

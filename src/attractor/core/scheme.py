@@ -151,7 +151,7 @@ class Scheme:
     ) -> list[Tensor]:
         """The rates k_i at the first `count` stages (all by default); `first` is k_1 if known."""
         check_state(u, t, dt)
-        if isinstance(dt, float) and math.isfinite(dt) and abs(dt) > torch.finfo(u.dtype).max:
+        if isinstance(dt, float) and torch.finfo(u.dtype).max < abs(dt) < math.inf:
             raise ValueError(
                 f"dt = {dt:g} is more than {u.dtype} holds; use a smaller step, or u.double()"
             )
@@ -177,10 +177,13 @@ def check_state(u: Any, t: Any = 0.0, dt: Any = 0.0) -> None:
             raise TypeError(f"{name} is of {x.dtype} but u of {u.dtype}; times and steps are real")
         elif x.device != u.device and (x.dim() or x.device.type != "cpu"):
             raise ValueError(f"{name} is on {x.device} but u on {u.device}; move one with .to(...)")
-        elif x.dim():
-            sizes = zip(reversed(x.shape), reversed(u.shape))
-            if x.dim() > u.dim() or any(size not in (1, own) for size, own in sizes):
-                raise ValueError(f"{name} {list(x.shape)} does not broadcast against u {list(u.shape)}")
+        elif not _broadcasts(x, u.shape) and (name == "dt" or not _broadcasts(x, u.shape[:-1])):
+            raise ValueError(f"{name} {list(x.shape)} does not broadcast against u {list(u.shape)}")
+
+
+def _broadcasts(x: Tensor, shape: Sequence[int]) -> bool:
+    sizes = zip(reversed(x.shape), reversed(shape))
+    return x.dim() <= len(shape) and all(size in (1, own) for size, own in sizes)
 
 
 def checked_order(name: str, order: int) -> int:

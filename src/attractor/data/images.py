@@ -92,6 +92,7 @@ class ImageSet:
 
     def take(self, index: Tensor) -> "ImageSet":
         """Those images, in that order."""
+        index = index if isinstance(index, Tensor) else torch.as_tensor(index)
         self._check_index(index)
         return replace(self, images=self.images[index], labels=self.labels[index])
 

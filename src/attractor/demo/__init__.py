@@ -9,6 +9,7 @@ PosixPath('out/demo/report.html')
 """
 
 import platform
+import shlex
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -102,7 +103,9 @@ def write(results: dict[str, Any], folder: Path | str) -> Path:
         "thread. The same seed gives the same numbers, times excepted; they are in results.json beside "
         "this page."
     )
-    page.command(f"attractor demo --seed {results['seed']} --out {folder}")
+    again = ["attractor", "demo", "--seed", str(results["seed"]), "--out", str(folder)]
+    again += ["--device", results["device"]] if results["device"] != "cpu" else []
+    page.command(shlex.join(again + (["--small"] if results["small"] else [])))
     picture.write(results["parts"], folder / "picture.png")
     return page.write(folder / "report.html")
 

@@ -46,9 +46,14 @@ def network(name: str, **options: Any) -> Any:
 
     Args:
         name: one of `NETWORKS`.
-        options: its arguments: what JSON can hold, and equations of `attractor.pdes`.
+        options: its arguments: what JSON can hold, and equations of `attractor.pdes`. ``weights=``
+            fills it, and is not part of its configuration.
     """
-    return _class()(name, _to_json(options))
+    weights = options.pop("weights", None)
+    made = _class()(name, _to_json(options))
+    if weights is not None:
+        made.net.load_state_dict(NETWORKS[name](weights=weights, **options).state_dict())
+    return made
 
 
 def load(name: str | Path, **options: Any) -> Any:
@@ -171,6 +176,10 @@ def _to_json(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_json(options: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(options, dict) or "weights" in options:  # a path or an address of somebody's
+        raise CheckpointError(
+            f"options {options!r} are not those of a network; weights come beside them"
+        )
     found = {}
     for name, value in options.items():
         if isinstance(value, dict) and value.get("equation") in EQUATIONS:

@@ -174,7 +174,7 @@ class Page:
 
 def script_json(value: Any) -> str:
     """JSON that may stand inside a script: nothing in it ends the script."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _svg(figure: Any) -> str:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from attractor.core.checks import (
-    check_beside,
     check_dtype,
+    check_home,
     check_input,
     check_number,
     check_tensor,
@@ -160,7 +160,7 @@ class Network(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Q of an x that has its phase (see `with_phase`); on a GPU by a kernel where that pays."""
-        check_input("u", x, "[*batch, dim]", "the correction", self.head.weight)
+        check_input("u", x, "[*batch, dim]", "the correction", getattr(self.head, "weight", None))
         return fused.kernel(self, x) if fused.pays(self, x) else self.in_torch(x)
 
     def in_torch(self, x: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ class Affine(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """M x + b."""
-        check_input("u", x, "[*batch, dim]", "the correction", self.head.weight)
+        check_input("u", x, "[*batch, dim]", "the correction", getattr(self.head, "weight", None))
         return self.head(x)
 
     def features(self, x: Tensor) -> Tensor:
@@ -248,7 +248,8 @@ def with_phase(x: Tensor, t: Any, period: float | None) -> Tensor:
     if not isinstance(t, Tensor) and not is_number(t):
         raise TypeError(f"t is a {type(t).__name__}; give a number, or a tensor of times")
     angle = 2 * math.pi / period * torch.as_tensor(t, device=x.device)
-    if angle.dim() and angle.shape != x.shape[:-1]:
+    sizes = zip(reversed(angle.shape), reversed(x.shape[:-1]))
+    if angle.dim() >= x.dim() or any(size not in (1, own) for size, own in sizes):
         raise ValueError(
             f"t has shape {list(angle.shape)}; give a number, or times {list(x.shape[:-1])}"
         )
@@ -261,14 +262,12 @@ def check_step(net: Any, u: Any, slope: Any) -> None:
     head = getattr(net.net if isinstance(net, fused.Fused) else net, "head", None)
     if head is None:  # around a network, or in its place while a step is written down as a formula
         return
-    weight = head.weight
+    weight, dim = getattr(head, "weight", None), getattr(head, "out_features", None)
     for name, x in (("u", u), ("slope", slope)):
-        check_tensor(name, x, f"[*batch, {len(weight)}]")
-        check_beside(name, x, "the correction", weight)
-        if x.dim() == 0 or x.shape[-1] != len(weight):
-            raise ValueError(
-                f"{name} has shape {list(x.shape)}; this correction takes [*batch, {len(weight)}]"
-            )
+        check_tensor(name, x, f"[*batch, {dim}]")
+        check_home(name, x, "the correction", weight)
+        if x.dim() == 0 or (dim is not None and x.shape[-1] != dim):
+            raise ValueError(f"{name} has shape {list(x.shape)}; this correction takes [*batch, {dim}]")
 
 
 def check_sizes(**sizes: Any) -> None:

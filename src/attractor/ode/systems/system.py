@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from attractor.core.checks import check_beside, check_dtype, check_tensor
+from attractor.core.checks import check_beside, check_dtype, check_tensor, is_whole
 
 
 class System(Protocol):
@@ -45,7 +45,7 @@ def uniform(
     Drawn in float64 where the generator lives, then cast: a seed gives the same states in every
     dtype and on every device.
     """
-    if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+    if not is_whole(n) or n < 0:
         raise ValueError(f"cannot sample {n!r} states; give a number of at least 0")
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator is a {type(generator).__name__}; give a torch.Generator, or None")
@@ -82,7 +82,7 @@ def check_state(system: System, u: Any) -> None:
 
 def check_times(t: Any, u0: Tensor) -> None:
     """Raise unless t is a tensor of times ``[n]`` beside the states u0."""
-    check_tensor("t", t, "[n] of times")
+    check_tensor("t", t, "[n] of times", floating=False)
     check_beside("t", t, "u0", u0)
     if t.dim() != 1:
         raise ValueError(f"t has shape {list(t.shape)}; give times [n]")

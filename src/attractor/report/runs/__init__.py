@@ -10,7 +10,9 @@ puts the pictures and tables of several on a page.
 """
 
 import json
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -44,7 +46,8 @@ def find(path: Path | str) -> list[Run]:
     path = Path(path)
     if not path.exists():
         raise ValueError(f"there is no {path}; give a file or folder of a run: {WHAT}")
-    found = _of_file(path) if path.is_file() else _of_folder(path)
+    with _whole(path):
+        found = _of_file(path) if path.is_file() else _of_folder(path)
     if found:
         return found
     if path.is_file():
@@ -68,7 +71,8 @@ def page(runs: Sequence[Run], title: str = "") -> Page:
             made.section(heading)
         made.text(module.ABOUT)
         side_by_side(made, own, "numbers")
-        module.show(made, own)
+        with _whole(" or ".join(run.name for run in own)):
+            module.show(made, own)
         made.section("Configuration" if len(own) == len(runs) else f"{heading}: configuration")
         side_by_side(made, own, "settings")
         known = [run for run in own if run.versions]
@@ -82,8 +86,17 @@ def page(runs: Sequence[Run], title: str = "") -> Page:
         else:
             made.text("Made by a call in Python: its settings are above.")
     made.section("This page")
-    made.command(f"attractor report {' '.join(dict.fromkeys(str(run.path) for run in runs))}")
+    made.command(shlex.join(["attractor", "report", *dict.fromkeys(str(run.path) for run in runs)]))
     return made
+
+
+@contextmanager
+def _whole(what: Path | str) -> Iterator[None]:
+    """Files that are not as they were written are told from mistakes of ours."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{what} is no whole run: {type(error).__name__}: {error}") from error
 
 
 def _of_file(path: Path) -> list[Run]:

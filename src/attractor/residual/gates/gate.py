@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from attractor.core.checks import check_beside, check_dtype, check_tensor
+from attractor.core.checks import check_dtype, check_home, check_tensor
 
 
 class Gate(nn.Module):
@@ -73,7 +73,7 @@ def check_branch(gate: Any, f: Any) -> None:
         )
     own = next(gate.parameters(), None)
     if own is not None:
-        check_beside("f", f, f"the gate {name}", own)
+        check_home("f", f, f"the gate {name}", own)
 
 
 def check_batch(name: str, norm: nn.Module, values: int) -> None:
