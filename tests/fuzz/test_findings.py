@@ -373,6 +373,13 @@ def test_between_the_largest_states_of_a_type_there_are_others():
         assert torch.isfinite(found.u).all()
 
 
+def test_ranks_of_bytes_and_bools():
+    """Differences of bytes are never negative, and bools have none."""
+    x, y = torch.tensor([3, 1, 2], dtype=torch.uint8), torch.tensor([True, False, False])
+    assert kendall(x, x.flip(0)) == kendall(x.int(), x.flip(0).int())
+    assert kendall(y, y) == 1
+
+
 def test_a_trust_region_of_two_states_that_are_one():
     region = TrustRegion.around(torch.ones(2, 1))
     assert torch.isfinite(region.factor).all()

@@ -88,6 +88,9 @@ def _pearson(x: Tensor, y: Tensor) -> Tensor:
 
 def _kendall(x: Tensor, y: Tensor) -> Tensor:
     """Of ``[n]`` with each row of ``[..., n]``."""
-    a, b = ((z[..., :, None] - z[..., None, :]).sign().double() for z in (x, y))
+    above = lambda z: (
+        z[..., :, None] > z[..., None, :]
+    ).double()  # of any type: bytes cannot be negative
+    a, b = (above(z) - above(z).mT for z in (x, y))
     total = lambda z: z.sum((-2, -1))
     return total(a * b) / (total(a.square()) * total(b.square())).sqrt()  # 0 / 0 is NaN
