@@ -177,11 +177,12 @@ def check_state(u: Any, t: Any = 0.0, dt: Any = 0.0) -> None:
             raise TypeError(f"{name} is of {x.dtype} but u of {u.dtype}; times and steps are real")
         elif x.device != u.device and (x.dim() or x.device.type != "cpu"):
             raise ValueError(f"{name} is on {x.device} but u on {u.device}; move one with .to(...)")
-        elif not _broadcasts(x, u.shape) and (name == "dt" or not _broadcasts(x, u.shape[:-1])):
+        elif not broadcasts(x, u.shape) and (name == "dt" or not broadcasts(x, u.shape[:-1])):
             raise ValueError(f"{name} {list(x.shape)} does not broadcast against u {list(u.shape)}")
 
 
-def _broadcasts(x: Tensor, shape: Sequence[int]) -> bool:
+def broadcasts(x: Tensor, shape: Sequence[int]) -> bool:
+    """Whether x can be multiplied with a tensor of that shape, which then stays of it."""
     sizes = zip(reversed(x.shape), reversed(shape))
     return x.dim() <= len(shape) and all(size in (1, own) for size, own in sizes)
 

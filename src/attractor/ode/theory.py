@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from attractor.core.checks import check_choice, check_tensor, check_time, check_values, is_number
 from attractor.core.evolve import call_correction
-from attractor.core.scheme import Rate, call_rate, check_state
+from attractor.core.scheme import Rate, broadcasts, call_rate
 from attractor.ode.corrections import CSM, AttNS, AttNSM, FSNet, Linear, NeurVec
 from attractor.ode.corrections.network import Affine, Layers, Rational, Sine
 from attractor.ode.solver import HybridSolver
@@ -135,7 +135,8 @@ def second_derivative(rate: Rate, u: Tensor, t: Any = 0.0) -> Tensor:
     """
     _check_states(u, "u", "[*batch, d]")
     check_time(t, u)
-    check_state(u, t)
+    if isinstance(t, Tensor) and not broadcasts(t, u.shape):
+        raise ValueError(f"t {list(t.shape)} does not broadcast against u {list(u.shape)}")
     u = u.contiguous()  # jvp writes beside it, which expanded memory cannot take
     t = torch.as_tensor(t, dtype=u.dtype, device=u.device)
     f = lambda t, u: call_rate(rate, t, u)
