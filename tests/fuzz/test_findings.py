@@ -126,6 +126,16 @@ CASES = {
         lambda: at.gates.IEBN(3).bfloat16()(torch.rand(2, 3, 4, 4).half()),
         "an IEBN of torch.bfloat16 was given torch.float16",
     ),
+    "fine steps without end": (
+        lambda: at.make_trajectories(
+            at.systems.Lorenz(), "nowhere", count=2, dt=0.1, horizon=0.2, fine_dt=1e-30
+        ),
+        "makes more than",
+    ),
+    "probe within a number": (
+        lambda: at.probe(nn.Linear(4, 4), [torch.ones(2, 4)], within=3),
+        "within is a int",
+    ),
     "evolve on meta": (lambda: at.evolve(rate, META, TIMES), "meta device"),
     "evolve, times on meta": (lambda: at.evolve(rate, ONES, TIMES.to("meta")), "meta device"),
     "evolve, times are text": (lambda: at.evolve(rate, ONES, "now"), "t is 'now'"),

@@ -186,6 +186,8 @@ def substeps_for(dt: float, fine_dt: float) -> int:
     """How many steps of about fine_dt make one of dt."""
     if not (is_number(fine_dt) and 0 < fine_dt <= dt):
         raise ValueError(f"fine_dt = {fine_dt!r} must be positive and at most dt = {dt:g}")
+    if dt / fine_dt > MOST:
+        raise ValueError(f"fine_dt = {fine_dt:g} makes more than {MOST:g} steps of dt = {dt:g}")
     return math.ceil(dt / fine_dt - 1e-9)
 
 

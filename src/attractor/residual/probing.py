@@ -119,6 +119,10 @@ def probe(
         raise ValueError(
             "initial is the model itself; give a copy from before its training, copy.deepcopy(model)"
         )
+    if not isinstance(within, str):
+        raise TypeError(
+            f"within is a {type(within).__name__}; give the path of a module, such as layer1"
+        )
     if limit is not None and limit < 1:
         raise ValueError(f"limit = {limit}; at least one input is needed")
     if isinstance(batches, Tensor | Mapping):
