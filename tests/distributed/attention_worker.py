@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from attractor.attention import LanguageModel, PDEAttention, pde_attention, pdes
-from attractor.attention.parallel import Parts, context_parallel_attention
+from attractor.attention.parallel import context_parallel_attention
+from attractor.attention.parts import Parts
 from tests.distributed.launching import write_result
 
 PDES = {"diffusion": pdes.Diffusion, "wave": pdes.Wave, "advection_diffusion": pdes.AdvectionDiffusion}

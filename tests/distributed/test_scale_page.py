@@ -3,7 +3,8 @@
 import pytest
 
 from attractor.attention import Parts
-from attractor.attention.parallel import _overlaps, _to_the_left, count
+from attractor.attention.parallel import _overlaps, _to_the_left
+from attractor.attention.parts import count
 from benchmarks import scale
 
 

@@ -106,24 +106,7 @@ class Target:
 TARGETS: dict[str, Target] = {}
 
 # Findings that are reported and not yet mended: where, and a part of what is said.
-KNOWN = (
-    ("precision.py", "has no attribute"),  # autocast_as_sdpa looks at query before it is checked
-    ("precision.py", "unknown device type for autocast"),
-    ("masks.py", "narrow(): length must be non-negative"),  # open_faces of no tokens
-    ("parallel.py", ""),  # Parts made by hand
-    ("solver.py", "cannot convert float"),  # HybridSolver.solve to NaN or infinity
-    ("solver.py", "int too big to convert"),
-    ("solver.py", "Boolean value of Tensor"),  # HybridSolver(dt=a tensor)
-    ("solver.py", "value cannot be converted"),  # HybridSolver.step of integers
-    ("solver.py", "invalid data type"),  # HybridSolver.step(t=text)
-    ("fitting.py", "cannot convert float"),  # fit(trajectories=nan)
-    ("attractor.HybridSolver.load", "torch's random"),
-    ("attractor.fit", "torch's random"),
-    ("windows.py", ""),  # no tokens
-    ("operators.py", "for argument 'scale'"),  # context_parallel_attention does not check it
-    ("flash.py", "amin()"),  # documents of no tokens
-    ("solver.py", "has no attribute"),  # HybridSolver.step of no tensor
-)
+KNOWN: tuple[tuple[str, str], ...] = ()
 
 
 def is_known(finding: Finding) -> bool:

@@ -1,6 +1,7 @@
 """What fuzzing found, each with the call that showed it; all of them were something else than a clear error."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -11,12 +12,15 @@ import attractor as at
 from attractor.attention import (
     Classifier,
     LanguageModel,
+    Parts,
     PDEAttention,
     PDECache,
     RandomFeatures,
+    context_parallel_attention,
     hybrid_errors,
     performer_attention,
     trace,
+    window_attention,
 )
 from attractor.attention.pdes import LearnedPDE, Line, evolve, for_length
 from attractor.data import images, text
@@ -212,6 +216,7 @@ CASES = {
     "attention, complex documents": (lambda: attend(documents=torch.ones(1, 4) * 1j), "integer ids"),
     "a trace of text": (lambda: trace("q", Q, pde="wave"), "query is a str"),
     "a trace, mask of one dimension": (lambda: trace(Q, Q, pde="wave", key_padding=torch.ones(4).bool()), "key_padding"),
+    "a trace of no tokens": (lambda: trace(Q[:, :, :0], Q[:, :, :0], pde="wave", is_causal=True), "no positions"),
     "a trace of no equation": (lambda: trace(Q, Q, pde=LearnedPDE("wave")), "not an equation"),
     "errors of maps that differ": (
         lambda: hybrid_errors(ONES, torch.ones(2, 5), Line(), pde=at.pdes.Wave(), steps=1), "one shape"
@@ -297,6 +302,36 @@ CASES = {
     "texts called None": (lambda: text.lines(None, "train"), "no data set is called None"),
     "images by floats": (lambda: digits().take(torch.tensor([0.5])), "positions"),
     "images beyond the last": (lambda: digits().normalised(torch.tensor([99_999])), "positions"),
+    # what looked at its arguments before it checked them
+    "attention, the query is a list": (lambda: attend(query=[1.0]), "query is a list"),
+    "Performer, the query is nothing": (lambda: performer_attention(None, Q, Q, features=torch.ones(8, 4)), "query is a NoneType"),
+    "windows of text": (lambda: window_attention("q", Q, Q, pde="wave", window=2), "query is a str"),
+    "a cache attends to a list": (lambda: PDECache("wave").attend([1.0], Q, Q), "query is a list"),
+    "a solver of several steps": (lambda: a_solver(torch.ones(3)), r"dt = a tensor \[3\] must be a number"),
+    "a solver of a text for a step": (lambda: a_solver("0.1"), "dt = '0.1' must be a number"),
+    "a solver's step of no tensor": (lambda: a_solver().step([1.0, 1.0, 1.0]), "u is a list"),
+    "a solver's step of integers": (lambda: a_solver().step(ONES.long()), "give floats"),
+    "a solver's step at a text": (lambda: a_solver().step(ONES, "now"), "t is a str"),
+    "a solver up to NaN": (lambda: a_solver().solve(ONES, math.nan), "not a finite time"),
+    "a solver without end": (lambda: a_solver().solve(ONES, math.inf), "not a finite time"),
+    "a solver that nobody waits for": (lambda: a_solver().solve(ONES, 1e300), "more than 1e.09 steps"),
+    "a solver beyond all numbers": (lambda: a_solver().solve(ONES, 10**400), "is too large"),
+    "a solver up to several times": (lambda: a_solver().solve(ONES, ONES), "t_end = a tensor"),
+    "a fit of NaN trajectories": (lambda: a_fit(trajectories=math.nan), "trajectories = nan"),
+    "a fit of half an Adam step": (lambda: a_fit(adam_steps=0.5), "adam_steps = 0.5"),
+    # sequences over several processes
+    "parts that are no runs": (lambda: Parts(((0, 1),)), "its runs .start, stop."),
+    "parts of text": (lambda: Parts(((("a", 1),),)), "its runs .start, stop."),
+    "parts of half a token": (lambda: Parts.split(2.5, 1), "tokens = 2.5"),
+    "parts of a process that is not there": (lambda: Parts.split(9, 3).positions(3), "process = 3 must be from 0 to 2"),
+    "parts of a process outside the group": (lambda: Parts.split(9, 3).positions(-1), "process = -1"),
+    "a part along no dimension": (lambda: Parts.split(2, 2).take(ONES, 0, dim=7), "dim = 7 is no dimension"),
+    "too few pieces": (lambda: Parts.split(6, 2).join([ONES]), "a tensor for each of 2"),
+    "pieces of other tokens": (lambda: Parts.split(6, 2).join([ONES, ONES]), "has not 3 tokens"),
+    "pieces of other sizes": (lambda: Parts.split(4, 2).join([ONES, torch.ones(2, 4)]), "may differ only in tokens"),
+    "a ring, the query is a list": (lambda: context_parallel_attention([1.0], Q, Q, "wave"), "query is a list"),
+    "a ring of two dimensions": (lambda: context_parallel_attention(Q, torch.ones(()), Q, "wave"), "all three must be"),
+    "a ring, scale is a list": (lambda: context_parallel_attention(Q, Q, Q, "wave", scale=[1.0]), "scale ="),
 }  # fmt: skip
 
 
@@ -304,8 +339,13 @@ def a_profile():
     return StiffnessProfile(ONES, ONES, ONES, STAGE, ("a", "b", "c"))
 
 
-def a_solver():
-    return at.HybridSolver(at.systems.Lorenz(), "rk4", correction(), 0.1)
+def a_solver(dt=0.1):
+    return at.HybridSolver(at.systems.Lorenz(), "rk4", correction(), dt)
+
+
+def a_fit(**options):
+    small = {"dt": 0.1, "horizon": 0.2, "fine_dt": 0.05, "trajectories": 4, "width": 4}
+    return at.fit(at.systems.Logistic(), **{**small, **options})
 
 
 def digits():
@@ -367,6 +407,49 @@ def test_nobody_attends_in_tiles_and_by_features():
     assert tiled.shape == nobody.shape
     none = performer_attention(Q[:, :, :0], Q, Q, features=torch.ones(8, 4), is_causal=True)
     assert none.shape == (1, 2, 0, 8)
+
+
+def test_windows_documents_and_rings_of_no_tokens():
+    none = Q[:, :, :0]
+    assert window_attention(none, none, none, pde="wave", window=2, global_tokens=1).shape == none.shape
+    documents = torch.ones(1, 0, dtype=torch.long)
+    assert attend(query=none, key=none, value=none, documents=documents).shape == none.shape
+    headless = Q[:, :0]
+    assert context_parallel_attention(headless, headless, headless, "wave").shape == headless.shape
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_attention_on_devices_that_know_no_autocast(device):
+    there = Q.to(device)
+    for method in ("dense", "stepped", "tiled"):
+        assert attend(query=there, key=there, value=there, method=method).shape == Q.shape
+
+
+def test_autocast_leaves_what_is_wrong_to_the_checks():
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(TypeError, match="value is a list"):
+            attend(value=[1.0])
+        with pytest.raises(ValueError, match=r"torch.int64; they must be of one|torch.int64"):
+            attend(value=Q.long())
+        assert attend().dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("options", [{}, {"recipe": "paper", "epochs": 1}, {"adam_steps": 2}])
+def test_a_fit_leaves_the_random_numbers_alone(options):
+    before = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        a_fit(**options)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_time_may_be_a_tensor_of_one():
+    solver = a_solver(torch.tensor(0.125))
+    assert torch.equal(solver.solve(ONES, torch.tensor(0.5)).u, solver.solve(ONES, 0.5).u)
+
+
+def test_parts_from_a_file_are_lists():
+    assert Parts([[[0, 2]], [[2, 5]]]) == Parts((((0, 2),), ((2, 5),)))
 
 
 def test_fca_takes_doubles_as_others_do():

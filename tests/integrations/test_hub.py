@@ -50,6 +50,7 @@ def fake(tmp_path, monkeypatch):
     monkeypatch.setattr(library.HfApi, "upload_folder", lambda self, **k: upload(**k))
     monkeypatch.setattr(library.HfApi, "create_repo", lambda self, repo_id, **_: Repo(f"hub:{repo_id}"))
     monkeypatch.setattr("huggingface_hub.hub_mixin.hf_hub_download", one)
+    monkeypatch.setattr(library, "hf_hub_download", one)
     return home
 
 
@@ -154,6 +155,46 @@ def test_weights_and_names_that_do_not_fit_are_refused(tmp_path):
         hub.load(tmp_path)
     with pytest.raises(TypeError, match="gate is a type, which a configuration cannot hold"):
         hub.network("resnet_cifar", gate=at.gates.SE)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ('"depth": 11', '"depth": 1000000000', "depth = 1000000000 is more than was saved"),
+        ('"width": 2', '"width": 1000000000000', "width = 1000000000000 is more than was saved"),
+        ('"depth": 11', '"depth": "eleven"', "holds no network of attractor"),
+        ('"depth"', '"colour"', "holds no network of attractor"),
+        ('"network"', '"name"', "does not name a network"),
+        ("{", "[", "holds no network of attractor"),
+    ],
+)
+def test_hostile_configurations_are_refused(tmp_path, old, new, told):
+    hub.network("resnet_cifar", depth=11, width=2).save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    assert old in config.read_text()
+    config.write_text(config.read_text().replace(old, new, 1))
+    with pytest.raises(at.CheckpointError, match=told):
+        hub.load(tmp_path)
+
+
+@pytest.mark.usefixtures("fake")
+def test_networks_that_are_nowhere(tmp_path):
+    with pytest.raises(at.CheckpointError, match=r"config.json does not name a network"):
+        hub.load(tmp_path)
+    with pytest.raises(at.CheckpointError, match="is no folder here, and could not be fetched"):
+        hub.load("nobody/nothing")
+    hub.network("resnet_cifar", depth=11, width=2).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(at.CheckpointError, match=r"has no model.safetensors"):
+        hub.load(tmp_path)
+
+
+def test_loading_is_silent_and_draws_no_numbers(tmp_path, capsys):
+    hub.network("resnet_cifar", depth=11, width=2).save_pretrained(tmp_path)
+    before = torch.get_rng_state()
+    hub.load(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert capsys.readouterr().out == ""
 
 
 def test_what_comes_with_the_library_is_as_good_as_its_card_says():

@@ -277,7 +277,7 @@ SAMPLE = lambda n, generator: torch.rand(n, 2, generator=generator)
         (dict(dt=-0.1), "must be a positive number"),
         (dict(correction="attn"), "no correction is called 'attn'"),
         (dict(recipe="fast"), "'default' or 'paper'"),
-        (dict(trajectories=0), "needs at least one"),
+        (dict(trajectories=0), "trajectories = 0 must be a whole number"),
         (dict(sample=None), "needs sample="),
         (dict(sample=lambda n, generator: torch.rand(n)), r"it must return a tensor \["),
         (dict(sample=lambda n, generator: torch.full((n, 2), torch.nan)), "non-finite states"),

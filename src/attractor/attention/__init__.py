@@ -24,7 +24,8 @@ from attractor.attention.kernels import (
     performer_attention,
     performer_dense,
 )
-from attractor.attention.parallel import Parts, context_parallel_attention
+from attractor.attention.parallel import context_parallel_attention
+from attractor.attention.parts import Parts
 from attractor.attention.pde_attention import Choice, explain, pde_attention
 from attractor.attention.transformer import Classifier, LanguageModel, PDEAttention, Stack
 from attractor.attention.windows import window_attention

@@ -79,7 +79,7 @@ def walls_of_bias(bias: Tensor) -> Tensor:
 def open_faces(allowed: Tensor, dim: int = -1) -> Tensor:
     """True where something may flow between neighbours along dim: where both of them are allowed."""
     n = allowed.shape[dim]
-    if n == 1:  # the same for all positions
+    if n <= 1:  # the same for all positions, or there are none
         return allowed
     return allowed.narrow(dim, 0, n - 1) & allowed.narrow(dim, 1, n - 1)
 

@@ -17,7 +17,7 @@ takes the place of whole calls of SDPA on CUDA, with parts of equal length, and 
 to merge the near keys with; hence this one, of the same operators.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -30,96 +30,13 @@ from torch.nn.functional import pad
 from attractor.attention.bands import band_scores, band_values, step_values
 from attractor.attention.flash import attend, attend_backward
 from attractor.attention.masks import Scope
+from attractor.attention.parts import Parts, Runs, count
 from attractor.attention.pde_attention import explain, four_dimensions
 from attractor.attention.pdes import PDE, Diffusion, Line, get_pde, take_steps
 from attractor.attention.precision import autocast_as_sdpa, first_derivatives_only, wide
+from attractor.core.checks import check_number
 
-Run = tuple[int, int]  # of tokens: the first, and one past the last
-Runs = tuple[Run, ...]  # of one process
 KEYS, SUMS = 0, 1  # tags of messages
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Which tokens of a sequence each process of a group holds.
-
-    Attributes:
-        runs: for each process its runs ``(start, stop)``, in their order. Together they are the
-            sequence, each token once.
-
-    >>> Parts.split(10, 2).runs
-    (((0, 5),), ((5, 10),))
-    >>> zigzag = Parts.split(10, 2, zigzag=True)
-    >>> zigzag.runs
-    (((0, 2), (7, 10)), ((2, 5), (5, 7)))
-    >>> pieces = [zigzag.take(torch.arange(10), process, dim=0) for process in (0, 1)]
-    >>> pieces
-    [tensor([0, 1, 7, 8, 9]), tensor([2, 3, 4, 5, 6])]
-    >>> zigzag.join(pieces, dim=0)
-    tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
-    """
-
-    runs: tuple[Runs, ...]
-
-    def __post_init__(self) -> None:
-        end = 0
-        for start, stop in sorted(run for runs in self.runs for run in runs):
-            if start != end or stop <= start:
-                raise ValueError(
-                    f"runs {self.runs} must be the whole sequence, each token once, and none of them "
-                    f"empty; ({start}, {stop}) follows {end}"
-                )
-            end = stop
-        if any(not runs or list(runs) != sorted(runs) for runs in self.runs):
-            raise ValueError(f"runs {self.runs}: every process needs one at least, and them in order")
-
-    @classmethod
-    def split(cls, tokens: int, processes: int, zigzag: bool = False) -> "Parts":
-        """Equal parts, up to one token; with zigzag two runs a process, an early and a late one.
-
-        In causal attention late rows have more keys: with one run each, the last of P processes does
-        2 - 1 / P times the mean work, and all wait for it; with zigzag all do the same.
-        """
-        pieces = processes * (2 if zigzag else 1)
-        if processes < 1 or tokens < pieces:
-            raise ValueError(
-                f"{tokens} tokens cannot be split into {pieces} runs for {processes} processes; use "
-                "fewer processes"
-            )
-        ends = [tokens * n // pieces for n in range(pieces + 1)]
-        every = list(pairwise(ends))
-        if zigzag:
-            return cls(tuple((every[p], every[-1 - p]) for p in range(processes)))
-        return cls(tuple((run,) for run in every))
-
-    @property
-    def tokens(self) -> int:
-        """Of the whole sequence."""
-        return sum(map(count, self.runs))
-
-    def positions(self, process: int, device: torch.device | str | None = None) -> Tensor:
-        """Of a process's tokens in the sequence ``[tokens]``, such as embeddings of positions need."""
-        return torch.cat([torch.arange(*run, device=device) for run in self.runs[process]])
-
-    def take(self, x: Tensor, process: int, dim: int = -2) -> Tensor:
-        """A process's part of a tensor with all tokens along dim."""
-        if x.shape[dim] != self.tokens:
-            raise ValueError(f"{list(x.shape)} has not {self.tokens} tokens along dim {dim}")
-        return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.runs[process]], dim)
-
-    def join(self, pieces: Sequence[Tensor], dim: int = -2) -> Tensor:
-        """The whole, from every process's part."""
-        found = [
-            (run, piece)
-            for runs, x in zip(self.runs, pieces, strict=True)
-            for run, piece in zip(runs, x.split([stop - start for start, stop in runs], dim))
-        ]
-        return torch.cat([piece for _, piece in sorted(found, key=lambda pair: pair[0])], dim)
-
-
-def count(runs: Runs) -> int:
-    """Tokens of a process."""
-    return sum(stop - start for start, stop in runs)
 
 
 @autocast_as_sdpa
@@ -179,8 +96,8 @@ def context_parallel_attention(
     processes, wrong = Processes.of(group), None
     try:
         explain(query, key, value, enable_gqa=enable_gqa, pde=equation, steps=steps, dt=dt)  # checks
-        _check(query, key, equation, steps)
-    except ValueError as error:
+        _check(query, key, equation, steps, scale)
+    except (TypeError, ValueError) as error:
         wrong = error
     if parts is None:
         parts = _asked(processes, query, value, equation, steps, is_causal, wrong)
@@ -189,10 +106,12 @@ def context_parallel_attention(
     shape = query.shape[:-1]
     query, key, value, _ = four_dimensions(query, key, value, None)
     _check_parts(parts, processes, query)
+    if 0 in shape:
+        return query.new_zeros(*shape, value.shape[-1])
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     attention = _causal if is_causal else _all_to_all
     out = attention(query, key, value, processes, parts, equation, steps, dt, scale)
-    return out.to(value.dtype).reshape(*shape, -1)
+    return out.to(value.dtype).reshape(*shape, value.shape[-1])
 
 
 def _all_to_all(
@@ -561,7 +480,9 @@ def _scope(query: Tensor, key: Tensor, diagonal: bool) -> Scope:
 # Input
 
 
-def _check(query: Tensor, key: Tensor, pde: PDE, steps: int) -> None:
+def _check(query: Tensor, key: Tensor, pde: PDE, steps: int, scale: float | None) -> None:
+    if scale is not None and not torch.compiler.is_compiling():
+        check_number("scale", scale)
     if query.shape[-2] != key.shape[-2]:
         raise ValueError(
             f"query has {query.shape[-2]} tokens and key {key.shape[-2]}: every process holds queries, "
@@ -587,22 +508,27 @@ def _asked(
     pde: PDE,
     steps: int,
     is_causal: bool,
-    wrong: ValueError | None,
+    wrong: ValueError | TypeError | None,
 ) -> Parts:
     """One run for each process, in the order of their ranks, as long as it says.
 
     Raises in all processes, or in none.
     """
-    tokens = query.shape[-2] if query.ndim > 1 else 0
-    told = {
-        "tokens": tokens, "rows of all heads": query.shape[:-2].numel(), "dim": query.shape[-1],
-        "value dim": value.shape[-1], "bytes a number": query.element_size(), "steps": steps,
-        "is_causal": int(is_causal), "wrong": int(wrong is not None),
-    }  # fmt: skip
+    names = (
+        "tokens", "rows of all heads", "dim", "value dim", "bytes a number", "steps", "is_causal",
+        "wrong",
+    )  # fmt: skip
+    told = [0] * 7 + [1]
+    if not wrong:
+        told = [
+            query.shape[-2], query.shape[:-2].numel(), query.shape[-1], value.shape[-1],
+            query.element_size(), steps, int(bool(is_causal)), 0,
+        ]  # fmt: skip
     if processes.count > 1:
-        found = processes.asked(torch.tensor(list(told.values()), device=query.device))
+        device = query.device if isinstance(query, Tensor) else None
+        found = processes.asked(torch.tensor(told, device=device))
     else:
-        found = [list(told.values())]
+        found = [told]
     if wrong:
         raise wrong
     if any(row[-1] for row in found):
@@ -611,7 +537,7 @@ def _asked(
     if min(row[0] for row in found) < 1:
         held = [row[0] for row in found]
         raise ValueError(f"processes hold {held} tokens; each needs one at least: use fewer processes")
-    for name, numbers in zip(list(told)[1:], list(zip(*found))[1:]):
+    for name, numbers in zip(names[1:], list(zip(*found))[1:]):
         if len(set(numbers)) > 1:
             raise ValueError(f"processes differ in {name}: {list(numbers)}; only tokens may differ")
     ends = [sum(row[0] for row in found[:n]) for n in range(len(found) + 1)]

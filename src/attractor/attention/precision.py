@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attractor.core.checks import autocast
+
 Attention = TypeVar("Attention", bound=Callable[..., Tensor])
 
 
@@ -21,16 +23,21 @@ def autocast_as_sdpa(attention: Attention) -> Attention:
 
     @wraps(attention)
     def in_one_type(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
-        kind = query.device.type
-        if not torch.is_autocast_enabled(kind):
+        if not isinstance(query, Tensor) or not autocast(query):
             return attention(query, key, value, *args, **options)
+        kind = query.device.type
         dtype = torch.get_autocast_dtype(kind)
         if query.dtype != torch.float64:
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+            query, key, value = (_cast(x, dtype) for x in (query, key, value))
         with torch.autocast(kind, enabled=False):
             return attention(query, key, value, *args, **options)
 
     return cast(Attention, in_one_type)
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    """Floats in another type; what is none is left to be refused."""
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -69,6 +69,8 @@ def window_attention(
         )
     if query.ndim != 4:
         raise ValueError(f"query {list(query.shape)} must be [batch, heads, tokens, dim]")
+    if 0 in query.shape[:-1]:
+        return query.new_zeros(*query.shape[:-1], value.shape[-1])
     common: Any = {
         "dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa, "pde": equation,
         "steps": steps, "dt": dt,

@@ -90,6 +90,19 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
+def as_number(name: str, value: Any) -> float:
+    """A number, or a tensor of one, as Python's float; raises if it is neither."""
+    if isinstance(value, Tensor) and value.numel() == 1 and value.device.type != "meta":
+        value = value.item()
+    if not is_number(value):
+        what = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise TypeError(f"{name} = {what} must be a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is too large: a whole number of more than 300 digits") from None
+
+
 def check_number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> None:
     """Raise unless value is a finite number from low to high."""
     if isinstance(value, Tensor):

@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from attractor import attention, residual
@@ -39,6 +40,7 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
 }
 EQUATIONS = {cls.__name__: cls for cls in pdes.BY_NAME.values()}
 WEIGHTS = "model.safetensors"
+NOT_FETCHED = "is no folder here, and could not be fetched from the hub"
 
 
 def network(name: str, **options: Any) -> Any:
@@ -57,8 +59,19 @@ def network(name: str, **options: Any) -> Any:
 
 
 def load(name: str | Path, **options: Any) -> Any:
-    """The network in a folder or a repository, in evaluation mode; options are the hub's own."""
-    return _class().from_pretrained(str(name), **options)
+    """The network in a folder or a repository, in evaluation mode; options are the hub's own.
+
+    Raises:
+        CheckpointError: it cannot be had, or is no network of ours, and why.
+    """
+    made = _class()
+    try:
+        return made.from_pretrained(str(name), **options)
+    except CheckpointError:
+        raise
+    except Exception as error:  # of the network, of the hub, of what stands in files
+        told = "holds no network of attractor" if Path(name).is_dir() else NOT_FETCHED
+        raise CheckpointError(f"{str(name)!r} {told} ({_reason(error)})") from None
 
 
 @contextmanager
@@ -76,11 +89,7 @@ def fetched(
             repo, revision=revision, token=token, allow_patterns=[f"{folder}/*"]
         )
     except Exception as error:  # of the network, of the hub, of names: there are many
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"{repo!r} is no folder here, and could not be fetched from the hub "
-            f"({type(error).__name__}: {reason})"
-        ) from None
+        raise ValueError(f"{repo!r} {NOT_FETCHED} ({_reason(error)})") from None
     inside = Path(place) / folder
     if not inside.is_dir():
         raise ValueError(
@@ -138,15 +147,48 @@ def _class() -> Any:
             write_tensors(save_directory / WEIGHTS, dict(self.net.state_dict()))
 
         @classmethod
-        def _load_as_safetensor(cls, model: Any, file: str, map_location: str, strict: bool) -> Any:
-            checkpoint.fill(model.net, read_tensors(file), file)
+        def _from_pretrained(
+            cls,
+            *,
+            model_id: str,
+            network: Any = None,
+            options: Any = None,
+            map_location: str = "cpu",
+            strict: bool = True,
+            **place: Any,
+        ) -> Any:
+            """The mixin's, but no module is made before the weights are known to be its own."""
+            if network is None or not isinstance(options, dict):
+                raise CheckpointError(f"{model_id}: config.json does not name a network and its options")
+            file = _weights(model_id, place)
+            tensors = read_tensors(file)
+            checkpoint.check_sizes(options, tensors, file, allowed=1_000_000)  # of tokens, say
+            with torch.device("meta"):
+                checkpoint.check(cls(network, options).net, tensors, file)
+            with torch.random.fork_rng(devices=[]):  # its first weights are thrown away
+                model = cls(network, options)
+            checkpoint.fill(model.net, tensors, file)
             return model.to(map_location).eval()
 
-        @classmethod
-        def _load_as_pickle(cls, model: Any, file: str, map_location: str, strict: bool) -> Any:
-            raise CheckpointError(f"there is no {WEIGHTS}; weights that are pickled are not loaded")
-
     return Network
+
+
+def _weights(name: str, place: dict[str, Any]) -> Path:
+    """The file of weights, of a folder or a repository."""
+    library = _library()
+    missing = CheckpointError(f"{name} has no {WEIGHTS}; weights that are pickled are not loaded")
+    if Path(name).is_dir():
+        if not (file := Path(name) / WEIGHTS).is_file():
+            raise missing
+        return file
+    try:
+        return Path(library.hf_hub_download(name, WEIGHTS, **place))
+    except library.errors.EntryNotFoundError:
+        raise missing from None
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _library() -> Any:

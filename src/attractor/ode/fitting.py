@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attractor.core import evolve, get_scheme
+from attractor.core.checks import check_whole
 from attractor.core.scheme import Rate, call_rate
 from attractor.core.tableaus import AnyScheme
 from attractor.ode.corrections import BY_NAME, get_correction
@@ -33,6 +34,7 @@ from attractor.ode.trajectories import (
 from attractor.ode.trust import TrustRegion
 from attractor.train import checkpoint
 from attractor.train.checkpoint import CheckpointError
+from attractor.train.generators import forked
 
 SCALES = (0.25, 0.15, 0.4, 0.08, 0.7)  # of the random first layer, for standardised inputs
 ADAM_ROUNDS = 5  # the last layer is solved, and rollouts are judged, after each
@@ -168,8 +170,9 @@ def fit(
         given = {"width": width, "activation": activation}
         if correction != "linear":
             shared |= {k: v for k, v in given.items() if v is not None}
-        torch.manual_seed(seed)
-        model = get_correction(correction)(pairs.u.shape[-1], **shared, device=pairs.u.device)
+        with forked(pairs.u.device):
+            torch.manual_seed(seed)
+            model = get_correction(correction)(pairs.u.shape[-1], **shared, device=pairs.u.device)
         generator = torch.Generator().manual_seed(seed)
         history = train_as_printed(
             model, pairs, epochs, loss_scale, generator, progress, unfinished, crew
@@ -299,8 +302,9 @@ class _Search:
     def make(self, name: str, own: dict[str, Any]) -> nn.Module:
         """The correction of a candidate."""
         like = self.pairs.u
-        options = {**self.shared, **own}
-        return get_correction(name)(like.shape[-1], **options, dtype=torch.float64, device=like.device)
+        options = {**self.shared, **own, "dtype": torch.float64, "device": like.device}
+        with forked(like.device):  # the weights that are drawn here are not kept
+            return get_correction(name)(like.shape[-1], **options)
 
     def put_down(self, last: bool = False) -> None:
         """Keep the best so far, and where random numbers are."""
@@ -370,9 +374,9 @@ def _check_choices(
         get_correction(correction)
     if recipe not in ("default", "paper"):
         raise ValueError(f"recipe = {recipe!r}; it is 'default' or 'paper'")
-    if trajectories < 1:
-        raise ValueError(f"trajectories = {trajectories}; a fit needs at least one")
-    if adam_steps < 0 or (adam_steps and recipe == "paper"):
+    check_whole("trajectories", trajectories, 1)
+    check_whole("adam_steps", adam_steps, 0)
+    if adam_steps and recipe == "paper":
         raise ValueError(
             f"adam_steps = {adam_steps} with recipe {recipe!r}; it counts steps of the default recipe, "
             "epochs those of the paper's"

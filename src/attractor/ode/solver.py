@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attractor.core import Scheme, Splitting, Trajectory, evolve, get_scheme
+from attractor.core.checks import as_number, check_tensor, check_time
 from attractor.core.evolve import call_correction
 from attractor.core.scheme import Rate
 from attractor.core.tableaus import AnyScheme
@@ -23,6 +24,7 @@ from attractor.train import checkpoint
 from attractor.train.checkpoint import CheckpointError
 
 KIND = "hybrid solver"
+MOST = 1e9  # steps of one call: more do not end, nor do their times fit into memory
 SUBSTEPS = 2  # plain steps in place of a corrected one that cannot be trusted
 
 
@@ -47,12 +49,13 @@ class HybridSolver:
         trust: TrustRegion | None = None,
         history: list[dict[str, Any]] | None = None,
     ) -> None:
+        dt = as_number("dt", dt)
         if not (dt > 0 and math.isfinite(dt)):
             raise ValueError(f"dt = {dt} must be positive; a correction is fitted to one step forward")
         self.rate = rate
         self.scheme = get_scheme(scheme)
         self.correction = correction
-        self.dt = float(dt)
+        self.dt = dt
         self.trust = trust
         self.history = history or []
 
@@ -105,6 +108,8 @@ class HybridSolver:
 
     def step(self, u: Tensor, t: float | Tensor = 0.0) -> Tensor:
         """The state ``[*batch, d]`` one dt later."""
+        check_tensor("u", u, "[*batch, d]")
+        check_time(t, u)
         t = torch.as_tensor(t, dtype=u.dtype, device=u.device)
         slope = self.scheme.slope(self.rate, t, u, self.dt)
         return u + self.dt * slope + call_correction(self.correction, u, slope, self.dt, t)
@@ -130,6 +135,12 @@ class HybridSolver:
         Raises:
             ValueError: t_end is not a whole number of steps away, or there is no trust region.
         """
+        t_end, t0 = as_number("t_end", t_end), as_number("t0", t0)
+        if not abs(t_end - t0) <= MOST * self.dt:
+            raise ValueError(
+                f"from t0 = {t0:g} to t_end = {t_end:g} is not a finite time, or more than {MOST:g} "
+                f"steps of dt = {self.dt:g}"
+            )
         n = round((t_end - t0) / self.dt)
         if n < 0 or abs(t0 + n * self.dt - t_end) > 1e-9 * max(1.0, abs(t_end), abs(t0)):
             raise ValueError(
@@ -200,7 +211,8 @@ class HybridSolver:
         tensors, config = checkpoint.load(folder, KIND)
         try:
             options = dict(config["correction"])
-            _believe({**options, **config["rate"].get("options", {})}, tensors)
+            sizes = {**options, **config["rate"].get("options", {})}
+            checkpoint.check_sizes(sizes, tensors, folder)
             known = _rate_from_json(config["rate"])
             make = corrections.get_correction(options.pop("name"))
             correction = _filled(partial(make, **options), tensors, "correction.", folder)
@@ -359,15 +371,6 @@ def _scheme_from_json(saved: dict[str, Any]) -> AnyScheme:
         return Splitting(saved["splitting"], kick, drift, saved["order"])
     parts = (saved[key] for key in ("a", "b", "c", "order", "b_low", "dense"))
     return Scheme(saved["scheme"], *parts)
-
-
-def _believe(options: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Raise if a size is more than what is saved can have, before memory is taken for it."""
-    numbers = sum(value.numel() for value in tensors.values())
-    for name, value in options.items():
-        most = len(tensors) if name == "depth" else numbers
-        if isinstance(value, int) and value > most:
-            raise ValueError(f"{name} = {value!r:.20} is more than was saved with it")
 
 
 def _filled(

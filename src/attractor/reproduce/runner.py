@@ -10,11 +10,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from attractor import __version__, jobs
+from attractor import jobs
 from attractor.core.files import json_bytes
+from attractor.core.versions import versions
 from attractor.reproduce import results as kept
 from attractor.reproduce.experiment import Experiment
 from attractor.reproduce.results import Results, Run, digest
@@ -168,16 +168,6 @@ def named(device: str) -> str:
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     return platform.processor() or platform.machine() or device
-
-
-def versions() -> dict[str, str]:
-    """Of what numbers depend on."""
-    return {
-        "attractor": __version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def _silent(line: str) -> None:

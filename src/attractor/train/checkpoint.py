@@ -31,6 +31,7 @@ __all__ = ["FORMAT", "CheckpointError", "check", "fill", "load", "save", "settle
 
 FORMAT = 2
 READ = (1, 2)  # 1 has no sizes
+DEPTHS = ("depth", "depths", "layers")  # options that count modules
 FILES = ("tensors.safetensors", "config.json")
 MANIFEST, NEXT = "manifest.json", ".next"
 LARGEST_MANIFEST = 65_536
@@ -134,6 +135,21 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: Any, advice: 
     """
     check(module, tensors, source, advice)
     module.load_state_dict(dict(tensors))
+
+
+def check_sizes(
+    options: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Any, allowed: int = 0
+) -> None:
+    """Raise if a configuration has a size that is beyond what is saved with it, and beyond `allowed`.
+
+    Before a module is made of it, even on the meta device, where a depth of a million takes its time.
+    """
+    numbers = max(allowed, sum(value.numel() for value in tensors.values()))
+    for name, value in options.items():
+        most = len(tensors) if name in DEPTHS else numbers
+        for size in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(size, int) and size > most:
+                raise CheckpointError(f"{source}: {name} = {size!r:.20} is more than was saved with it")
 
 
 def check(module: nn.Module, tensors: Mapping[str, Tensor], source: Any, advice: str = "") -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from attractor.core.files import sweep, write_text
+from attractor.core.versions import versions
 from attractor.train import checkpoint
 from attractor.train.checkpoint import CheckpointError
 from attractor.train.history import TIMES, History, Row
@@ -174,7 +175,7 @@ class RunFolder:
         log = _lines([_timeless(row) for row in history]).encode()
         tensors["log"] = torch.frombuffer(bytearray(log + b"\n"), dtype=torch.uint8)  # never empty
         config = {"recipe": asdict(self.recipe), "steps": self.steps, "scaler": scaler.state_dict(),
-                  "trained": _names(model, optimiser)}  # fmt: skip
+                  "trained": _names(model, optimiser), "versions": versions()}  # fmt: skip
         if begun:
             tensors["begun.sums"] = begun.sums
             tensors |= {f"random.{name}": value for name, value in begun.random.items()}

@@ -31,6 +31,7 @@ def read(path: Path, name: str) -> Run:
         path,
         numbers={"epochs": len(log), **numbers, "seconds": seconds or None},
         settings={**config.get("recipe", {}), "steps an epoch": config.get("steps")},
+        versions=config.get("versions", {}),
         content={"log": log},
     )
 
