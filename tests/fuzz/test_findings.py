@@ -318,6 +318,8 @@ CASES = {
     "a solver beyond all numbers": (lambda: a_solver().solve(ONES, 10**400), "is too large"),
     "a solver up to several times": (lambda: a_solver().solve(ONES, ONES), "t_end = a tensor"),
     "a fit of NaN trajectories": (lambda: a_fit(trajectories=math.nan), "trajectories = nan"),
+    "a fit of a seed that is none": (lambda: a_fit(seed=True), "seed = True"),
+    "a fit of too long a seed": (lambda: a_fit(seed=2**70), "of 64 bits"),
     "a fit of half an Adam step": (lambda: a_fit(adam_steps=0.5), "adam_steps = 0.5"),
     # sequences over several processes
     "parts that are no runs": (lambda: Parts(((0, 1),)), "its runs .start, stop."),

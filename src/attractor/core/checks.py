@@ -80,6 +80,14 @@ def check_whole(name: str, value: Any, least: int, what: str = "") -> None:
         )
 
 
+def check_seed(seed: Any) -> None:
+    """Raise unless torch's generators can be seeded with it; a little is left to add to it."""
+    if not is_whole(seed):
+        raise TypeError(f"seed = {seed!r} must be a whole number")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed = {seed} must be of 64 bits")
+
+
 def is_whole(value: Any) -> bool:
     """Whether value is a whole number of Python's or numpy's."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)

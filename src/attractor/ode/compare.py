@@ -29,6 +29,7 @@ from torch import Tensor
 
 from attractor import jobs
 from attractor.core import evolve, get_scheme
+from attractor.core.checks import check_seed
 from attractor.core.files import json_bytes, write_bytes, write_json
 from attractor.core.views import html_table, pandas, pictures
 from attractor.jobs.job import name_of, named
@@ -196,6 +197,7 @@ def compare(
     """
     steps = whole_steps(solver.dt, horizon)
     if u0 is None:
+        check_seed(seed)
         generator = torch.Generator().manual_seed(seed + 2**40)
         u0 = initial_states(solver.rate, sample, batch, generator)
     like = next(solver.correction.parameters())

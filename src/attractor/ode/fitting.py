@@ -129,6 +129,7 @@ def fit(
     held_out = max(4, min(100, trajectories // 10))
     spread = 1 if period is None else PHASES
     plan = Plan(trajectories, dt, steps, 1, seed, min(LARGEST, math.ceil(trajectories / spread)), period)
+    seed = plan.seed
     held_plan = replace(plan, count=held_out, stream="held out",
                         shard_size=math.ceil(held_out / min(4, spread)))  # fmt: skip
     few = initial_states(system_or_rate, sample, 16, plan.generator(0, "trial"), device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attractor.core import evolve
-from attractor.core.checks import is_number
+from attractor.core.checks import check_seed, check_whole, is_number
 from attractor.core.scheme import Rate
 
 SUBSTEPS = (4, 8, 16, 32, 64, 128, 256)
@@ -61,11 +61,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("count", "shard_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} = {value!r} must be a whole number of at least 1")
-        if not isinstance(self.seed, int):
-            raise TypeError(f"seed = {self.seed!r} must be a whole number")
+            check_whole(name, getattr(self, name), 1)
+        check_seed(self.seed)
+        for name in ("count", "shard_size", "seed"):  # numpy's go into no file
+            object.__setattr__(self, name, int(getattr(self, name)))
 
     @property
     def shards(self) -> int:
