@@ -8,6 +8,7 @@ import pytest
 from experiments import gates, leak
 
 
+@pytest.mark.slow
 def test_leak(tmp_path):
     words = random.Random(0).choices(
         ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "dogs", "there", "."], k=3000
@@ -35,6 +36,7 @@ def test_leak(tmp_path):
     assert (tmp_path / "out" / "leak_quick.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_gates(tmp_path):
     path = tmp_path / "gates.json"
     common = ["--depth", "29", "--epochs", "1", "--gates", "none", "stepnet", "--out", str(path)]

@@ -127,7 +127,8 @@ def test_gradients_of_a_controlled_solve(checkpoint):
         how = dict(rtol=1e-11, atol=1e-12, checkpoint=checkpoint)
         return at.evolve(rate, u0, t, "dopri5", **how).u
 
-    assert torch.autograd.gradcheck(solve, (u0, t, k), rtol=1e-4, atol=1e-5)
+    fast = checkpoint is not None  # along random directions: the solve is the same
+    assert torch.autograd.gradcheck(solve, (u0, t, k), rtol=1e-4, atol=1e-5, fast_mode=fast)
 
 
 @pytest.mark.parametrize("scheme", ["dopri5", "bosh3", "fehlberg2"])

@@ -86,7 +86,7 @@ def test_killed_and_resumed(tmp_path):
     code = (
         "import sys, attractor as at; from attractor.ode import make_trajectories\n"
         "print('ready', flush=True)\n"
-        "make_trajectories(at.systems.Lorenz(), sys.argv[1], count=120, dt=0.1, horizon=2.0, fine_dt=0.004,"
+        "make_trajectories(at.systems.Lorenz(), sys.argv[1], count=60, dt=0.1, horizon=2.0, fine_dt=0.004,"
         " shard_size=4)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, tmp_path / "killed"], stdout=subprocess.PIPE)
@@ -96,12 +96,12 @@ def test_killed_and_resumed(tmp_path):
         time.sleep(0.01)
     process.kill()
     process.wait()
-    how = dict(count=120, dt=0.1, horizon=2.0, fine_dt=0.004, shard_size=4)
+    how = dict(count=60, dt=0.1, horizon=2.0, fine_dt=0.004, shard_size=4)
     done = len(list((tmp_path / "killed").glob("shard-*")))
-    assert 3 <= done < 30
+    assert 3 <= done < 15
     made = []
     resumed = make_trajectories(at.systems.Lorenz(), tmp_path / "killed", **how, progress=made.append)
-    assert len(made) == 30 - done
+    assert len(made) == 15 - done
     assert resumed.hash == make_trajectories(at.systems.Lorenz(), tmp_path / "whole", **how).hash
 
 

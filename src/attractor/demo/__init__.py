@@ -1,4 +1,4 @@
-"""The demo: all three wings on data that come with the library, in one page; about a minute.
+"""The demo: all three wings on data that come with the library, in one page; a minute or two.
 
 `run` computes, part after part, `write` makes the page of what was found; the command line calls both.
 
@@ -26,10 +26,10 @@ from attractor.demo import attention, networks, solvers, text
 # Name -> module, and what part of the time it takes. A module's `run` returns a dictionary, in which
 # "drawn" holds what only pictures need; `show` puts it on a page; `told` is a line for the terminal.
 PARTS: dict[str, tuple[Any, float]] = {
-    "solvers": (solvers, 0.39),
-    "networks": (networks, 0.29),
+    "solvers": (solvers, 0.30),
+    "networks": (networks, 0.31),
     "attention": (attention, 0.01),
-    "text": (text, 0.31),
+    "text": (text, 0.38),
 }
 TITLES = {
     "solvers": "1. Solvers: attention corrects a step",

@@ -19,7 +19,7 @@ Tell = Callable[[str, float], None]
 
 def run(seed: int, device: str, tell: Tell, small: bool) -> dict[str, Any]:
     """A network for each gate, trained by one recipe and probed before and after."""
-    depth, width, epochs = (29, 4, 1) if small else (29, 8, 8)
+    depth, width, epochs = (29, 4, 1) if small else (29, 8, 6)
     recipe = Recipe(
         epochs=epochs, batch=64, learning_rate=0.1, warmup=0.25 * epochs, crop=1, flip=False, seed=seed
     )

@@ -25,7 +25,7 @@ Tell = Callable[[str, float], None]
 
 def run(seed: int, device: str, tell: Tell, small: bool) -> dict[str, Any]:
     """The three models, trained and evaluated alike."""
-    updates = 16 if small else 400
+    updates = 16 if small else 300
     ids = torch.tensor(list(Path(__file__).with_name("alice.txt").read_bytes()), device=device)
     training, held = ids[:-HELD_OUT], ids[-HELD_OUT:]
     pieces = held.unfold(0, TOKENS + 1, TOKENS)
