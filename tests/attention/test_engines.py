@@ -95,8 +95,8 @@ def worst(truth, others):
 def test_stepped_equals_dense(name, kind):
     torch.manual_seed(0)
     for i, tokens in enumerate((1, 2, 3, 7, 64, 161)):
-        for j, steps in enumerate(STEPS):
-            shared = (1, 4)[(i + j) % 2]
+        for steps in STEPS[i % 2 :: 2]:
+            shared = 4 if steps in (2, 4) else 1
             found = both(name, tokens, masks(tokens)[kind], steps, shared, "stepped")
             assert worst(*found) < 1e-12, (tokens, steps, shared)
 
@@ -107,10 +107,8 @@ def test_tiled_equals_dense(name, kind, monkeypatch):
     monkeypatch.setattr(tiled, "COLUMNS", 48)
     monkeypatch.setattr(tiled, "ENTRIES", 48 * 8 * 100)
     torch.manual_seed(0)
-    for tokens in (1, 2, 3, 7, 64, 150):
-        for steps, shared in ((1, 1), (2, 4), (4, 1), (8, 4)):
-            if tokens == 150 and steps in (2, 4):
-                continue
+    for i, tokens in enumerate((1, 2, 3, 7, 64, 150)):
+        for steps, shared in ((2, 4), (1, 1), (4, 1), (8, 4))[i % 2 :: 2]:
             found = both(name, tokens, masks(tokens)[kind], steps, shared, "tiled")
             assert worst(*found) < 1e-12, (tokens, steps, shared)
 
@@ -614,6 +612,7 @@ def test_rows_may_lie_in_memory_as_they_like(method, causal, place):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_machine_code_gives_the_same_gradients():
     torch.manual_seed(0)
     alpha = torch.full((2, 1, 1), 0.1, requires_grad=True)

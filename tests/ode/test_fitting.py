@@ -49,7 +49,8 @@ def test_one_trajectory_fits_the_linear_correction():
 @pytest.mark.parametrize("correction", ["attns", "attns_m", "neurvec", "csm", "fsnet"])
 def test_every_correction_can_be_fitted(correction):
     system = at.systems.ElasticPendulum()
-    solver = at.fit(system, dt=0.1, horizon=2.0, correction=correction, width=96, trajectories=100)
+    how = dict(dt=0.1, horizon=2.0, fine_dt=0.005, width=96, trajectories=100)
+    solver = at.fit(system, correction=correction, **how)
     hybrid, plain = errors(solver, system, 2.0)
     # AttNS-m cannot correct where its slope vanishes (see its docstring).
     assert hybrid < (1.0 if correction == "attns_m" else 1e-3) * plain
@@ -164,7 +165,8 @@ def test_a_correction_that_does_harm_is_not_handed_over_silently():
 
 def test_adam_phase_trains_hidden_weights_and_stops_on_rollouts():
     system = at.systems.PendulumChain(2)
-    how = dict(dt=0.1, horizon=2.0, correction="attns", width=24, trajectories=100, budget=0.0)
+    how = dict(dt=0.1, horizon=2.0, correction="attns", width=24, trajectories=100, budget=0.0,
+               fine_dt=0.005)  # fmt: skip
     plain, trained = at.fit(system, **how), at.fit(system, **how, adam_steps=1000)
     assert trained.history[0]["rollout"] == plain.history[0]["rollout"]
     assert trained.history[-1]["rollout"] < 0.5 * plain.history[-1]["rollout"]
@@ -173,7 +175,7 @@ def test_adam_phase_trains_hidden_weights_and_stops_on_rollouts():
 
 def test_a_network_in_float32_serves_a_state_in_float64(tmp_path):
     system = at.systems.PendulumChain(2)
-    how = dict(dt=0.1, horizon=2.0, correction="attns", width=64, trajectories=100)
+    how = dict(dt=0.1, horizon=2.0, fine_dt=0.005, correction="attns", width=64, trajectories=100)
     full, low = at.fit(system, **how), at.fit(system, **how, precision="float32")
     (hybrid, plain), (better, _) = errors(low, system, 2.0), errors(full, system, 2.0)
     assert hybrid < 1e-3 * plain
