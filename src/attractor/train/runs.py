@@ -223,7 +223,10 @@ class RunFolder:
             if name not in FREE and theirs.get(name) != value
         ]
         if self.steps != config["steps"]:
-            other.append(f"{config['steps']} steps an epoch, not {self.steps}")
+            other.append(
+                f"{config['steps']} steps an epoch, not {self.steps} (other data, or a loader's batch, "
+                "which is one process's own, with another number of processes)"
+            )
         if other:
             raise CheckpointError(f"{folder} was trained with {'; '.join(other)}; {ADVICE}")
 
