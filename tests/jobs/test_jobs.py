@@ -68,6 +68,13 @@ def test_artifacts_do_not_depend_on_the_engine(engine, tmp_path):
         assert artifact.content == f"w {shard}".encode() * 1000
 
 
+def test_workers_clean_up_before_they_go(tmp_path):
+    """Those that have nothing left to do end by themselves: atexit is heard of."""
+    made = list(jobs.each(job("leaves_a_note", tmp_path), range(2), engine="processes", workers=2))
+    assert len(made) == 2
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"gone"}
+
+
 def test_a_worker_that_dies_is_replaced(distributed, tmp_path):
     dying = job("dies", tmp_path, victim=1, deaths=1)
     made = {a.shard: a.json() for a in jobs.each(dying, range(3), **distributed)}

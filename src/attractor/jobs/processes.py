@@ -12,6 +12,8 @@ from typing import Any
 
 from attractor.jobs.job import Artifact, Failure, Job, Shard, attempt, begin_again, settled
 
+GRACE = 5.0  # seconds
+
 
 def processes(job: Job, shards: Iterable[Shard], workers: int, retries: int) -> Iterator[Artifact]:
     """Every artifact as it ends; as many processes as there are shards to begin, `workers` at most."""
@@ -20,8 +22,10 @@ def processes(job: Job, shards: Iterable[Shard], workers: int, retries: int) -> 
     ended = list[Artifact | Failure]()
 
     def end() -> None:
+        for worker in idle:
+            worker.pipe.close()  # which they see, and go
         for worker in everybody:
-            worker.end()
+            worker.end(GRACE if worker in idle else 0.0)
 
     atexit.register(end)  # Python waits for processes, and these wait for work
     try:
@@ -82,9 +86,12 @@ class _Worker:
         with suppress(OSError):  # it has died: what is read from the pipe says so
             self.pipe.send(shard)
 
-    def end(self) -> int | None:
+    def end(self, grace: float = 0.0) -> int | None:
+        """Its exit code; killed unless it goes by itself within so many seconds, and cleans up."""
         self.pipe.close()
         if self.process.pid is not None:
+            if grace:
+                self.process.join(grace)
             self.process.kill()
             self.process.join()
         return self.process.exitcode
