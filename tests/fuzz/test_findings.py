@@ -310,7 +310,7 @@ CASES = {
     "a solver of several steps": (lambda: a_solver(torch.ones(3)), r"dt = a tensor \[3\] must be a number"),
     "a solver of a text for a step": (lambda: a_solver("0.1"), "dt = '0.1' must be a number"),
     "a solver's step of no tensor": (lambda: a_solver().step([1.0, 1.0, 1.0]), "u is a list"),
-    "a solver's step of integers": (lambda: a_solver().step(ONES.long()), "give floats"),
+    "a solver's step of integers": (lambda: a_solver().step(ONES.long()), "states move continuously"),
     "a solver's step at a text": (lambda: a_solver().step(ONES, "now"), "t is a str"),
     "a solver up to NaN": (lambda: a_solver().solve(ONES, math.nan), "not a finite time"),
     "a solver without end": (lambda: a_solver().solve(ONES, math.inf), "not a finite time"),
@@ -333,6 +333,7 @@ CASES = {
     "pieces of other sizes": (lambda: Parts.split(4, 2).join([ONES, torch.ones(2, 4)]), "may differ only in tokens"),
     "a ring, the query is a list": (lambda: context_parallel_attention([1.0], Q, Q, "wave"), "query is a list"),
     "a ring of two dimensions": (lambda: context_parallel_attention(Q, torch.ones(()), Q, "wave"), "all three must be"),
+    "a ring, parts are text": (lambda: context_parallel_attention(Q, Q, Q, "wave", parts="x"), "parts is a str"),
     "a ring, scale is a list": (lambda: context_parallel_attention(Q, Q, Q, "wave", scale=[1.0]), "scale ="),
 }  # fmt: skip
 
@@ -448,6 +449,11 @@ def test_a_fit_leaves_the_random_numbers_alone(options):
 def test_a_time_may_be_a_tensor_of_one():
     solver = a_solver(torch.tensor(0.125))
     assert torch.equal(solver.solve(ONES, torch.tensor(0.5)).u, solver.solve(ONES, 0.5).u)
+
+
+def test_a_step_at_a_time_that_is_a_tensor():
+    solver = a_solver()
+    assert torch.equal(solver.step(ONES, torch.tensor(0.5, dtype=torch.float64)), solver.step(ONES, 0.5))
 
 
 def test_parts_from_a_file_are_lists():

@@ -518,7 +518,7 @@ def _asked(
         "tokens", "rows of all heads", "dim", "value dim", "bytes a number", "steps", "is_causal",
         "wrong",
     )  # fmt: skip
-    told = [0] * 7 + [1]
+    told = [0] * (len(names) - 1) + [1]
     if not wrong:
         told = [
             query.shape[-2], query.shape[:-2].numel(), query.shape[-1], value.shape[-1],
@@ -545,6 +545,8 @@ def _asked(
 
 
 def _check_parts(parts: Parts, processes: Processes, query: Tensor) -> None:
+    if not isinstance(parts, Parts):
+        raise TypeError(f"parts is a {type(parts).__name__}; give Parts, such as Parts.split(...)")
     if len(parts.runs) != processes.count:
         raise ValueError(
             f"parts are for {len(parts.runs)} processes, and the group has {processes.count}"

@@ -30,7 +30,7 @@ def demo(
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """All three parts on one page, in about a minute.
+    """All three parts on one page, in a minute or two.
 
     Films, sliders and curves, computed on data that come along.
     """

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+MOST_STEPS = 10**9  # of one call: more do not end, nor do their times fit into memory
+
 
 def check_tensor(name: str, x: Any, shape: str, floating: bool = True) -> None:
     """Raise unless x is a tensor, of floats if `floating`; shape is for the message: "[*batch, d]"."""
@@ -52,7 +54,8 @@ def check_time(t: Any, u: Tensor) -> None:
     """Raise unless t is a number, or a tensor of one beside u."""
     if not isinstance(t, Tensor) and not is_number(t):
         raise TypeError(f"t is a {type(t).__name__}; give a number, or a tensor of no dimension")
-    check_beside("t", t, "u", u)
+    if not (isinstance(t, Tensor) and t.dim() == 0 and t.device.type == "cpu"):  # torch moves those
+        check_beside("t", t, "u", u)
 
 
 def check_input(name: str, x: Any, shape: str, what: str, weight: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.core.checks import is_number
+from attractor.core.checks import MOST_STEPS, is_number
 from attractor.core.control import Control, controlled
 from attractor.core.evolve import check_problem, on_grid
 from attractor.core.scheme import Rate, Scheme
@@ -22,7 +22,6 @@ FIXED = {
     "heun3": "heun3",
     "rk4": "rk4_38",
 }
-MOST = 1e9  # fixed steps
 CONTROL_OPTIONS = {
     "first_step": "first",
     "safety": "safety",
@@ -161,7 +160,7 @@ def _grid(func: Any, y0: Any, t: Tensor, options: dict[str, Any]) -> tuple[Tenso
         if not (is_number(step) or (isinstance(step, Tensor) and step.numel() == 1)) or not step > 0:
             raise ValueError(f"step_size = {step!r} must be positive, also backward in time")
         length = ((t[-1] - t[0]).abs() / step).ceil().item()
-        if not length <= MOST:
+        if not length <= MOST_STEPS:
             raise ValueError(f"step_size = {step} makes {length:g} steps; take a larger one")
         count = int(length)
         own = t[0] + (t[-1] - t[0]).sign() * step * torch.arange(count, device=t.device, dtype=t.dtype)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from attractor.core import Scheme, Splitting, Trajectory, evolve, get_scheme
-from attractor.core.checks import as_number, check_tensor, check_time
+from attractor.core.checks import MOST_STEPS, as_number
 from attractor.core.evolve import call_correction
-from attractor.core.scheme import Rate
+from attractor.core.scheme import Rate, check_state
 from attractor.core.tableaus import AnyScheme
 from attractor.core.views import html_table
 from attractor.ode import corrections, pretrained, systems
@@ -24,7 +24,6 @@ from attractor.train import checkpoint
 from attractor.train.checkpoint import CheckpointError
 
 KIND = "hybrid solver"
-MOST = 1e9  # steps of one call: more do not end, nor do their times fit into memory
 SUBSTEPS = 2  # plain steps in place of a corrected one that cannot be trusted
 
 
@@ -108,8 +107,7 @@ class HybridSolver:
 
     def step(self, u: Tensor, t: float | Tensor = 0.0) -> Tensor:
         """The state ``[*batch, d]`` one dt later."""
-        check_tensor("u", u, "[*batch, d]")
-        check_time(t, u)
+        check_state(u, t)
         t = torch.as_tensor(t, dtype=u.dtype, device=u.device)
         slope = self.scheme.slope(self.rate, t, u, self.dt)
         return u + self.dt * slope + call_correction(self.correction, u, slope, self.dt, t)
@@ -136,10 +134,10 @@ class HybridSolver:
             ValueError: t_end is not a whole number of steps away, or there is no trust region.
         """
         t_end, t0 = as_number("t_end", t_end), as_number("t0", t0)
-        if not abs(t_end - t0) <= MOST * self.dt:
+        if not abs(t_end - t0) <= MOST_STEPS * self.dt:
             raise ValueError(
-                f"from t0 = {t0:g} to t_end = {t_end:g} is not a finite time, or more than {MOST:g} "
-                f"steps of dt = {self.dt:g}"
+                f"from t0 = {t0:g} to t_end = {t_end:g} is not a finite time, or more than "
+                f"{MOST_STEPS:g} steps of dt = {self.dt:g}"
             )
         n = round((t_end - t0) / self.dt)
         if n < 0 or abs(t0 + n * self.dt - t_end) > 1e-9 * max(1.0, abs(t_end), abs(t0)):

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from attractor.core import evolve
-from attractor.core.checks import check_seed, check_whole, is_number
+from attractor.core.checks import MOST_STEPS, check_seed, check_whole, is_number
 from attractor.core.scheme import Rate
 
 SUBSTEPS = (4, 8, 16, 32, 64, 128, 256)
-MOST = 10**9  # steps of dt
 GOLDEN = (math.sqrt(5) - 1) / 2
 Sampler = Callable[..., Tensor]
 
@@ -185,8 +184,8 @@ def substeps_for(dt: float, fine_dt: float) -> int:
     """How many steps of about fine_dt make one of dt."""
     if not (is_number(fine_dt) and 0 < fine_dt <= dt):
         raise ValueError(f"fine_dt = {fine_dt!r} must be positive and at most dt = {dt:g}")
-    if dt / fine_dt > MOST:
-        raise ValueError(f"fine_dt = {fine_dt:g} makes more than {MOST:g} steps of dt = {dt:g}")
+    if dt / fine_dt > MOST_STEPS:
+        raise ValueError(f"fine_dt = {fine_dt:g} makes more than {MOST_STEPS:g} steps of dt = {dt:g}")
     return math.ceil(dt / fine_dt - 1e-9)
 
 
@@ -198,8 +197,10 @@ def whole_steps(dt: float, horizon: float) -> int:
         raise ValueError(
             f"horizon = {horizon!r} must be a finite number, a whole number of steps of dt = {dt:g}"
         )
-    if horizon / dt > MOST:
-        raise ValueError(f"horizon = {horizon:g} is more than {MOST:g} steps of dt = {dt:g}; shorten it")
+    if horizon / dt > MOST_STEPS:
+        raise ValueError(
+            f"horizon = {horizon:g} is more than {MOST_STEPS:g} steps of dt = {dt:g}; shorten it"
+        )
     steps = round(horizon / dt)
     if steps < 1 or abs(steps * dt - horizon) > 1e-9 * horizon:
         raise ValueError(
