@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format test-slow test-gpu docs notebooks bench results leak gates fuzz soak clean
+.PHONY: demo test lint format test-slow test-gpu docs notebooks bench results gates fuzz soak clean
 
 demo: $(STAMP)
 	$(BIN)/attractor demo --out out/demo
@@ -71,10 +71,6 @@ results: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.attention
 	$(BIN)/python -m benchmarks.probing
 	$(BIN)/python -m benchmarks.pages
-
-# The small run of the experiment, minutes on a CPU; DATA (or ATTRACTOR_DATA) is a folder with WikiText-2.
-leak: $(STAMP)
-	$(BIN)/python -m experiments.leak --quick --out out/leak $(if $(DATA),--data $(DATA))
 
 # Small gated networks on the digits that come with the library: minutes on a CPU.
 gates: $(STAMP)

@@ -434,22 +434,39 @@ def leak() -> str:
     return text + table(head, rows)
 
 
-def eight_steps() -> str:
-    """The arms with 8 steps: of the real recipe if they were run, else of the small one."""
-    for name in ("leak", "leak_quick"):
-        arms = {k: arm for k, arm in load(name, "experiments")["arms"].items() if "8 steps" in k}
-        if arms:
-            break
-    recipe = next(iter(arms.values()))["recipe"]
-    finite = sum(arm["finite"] for arm in arms.values())
-    each = ", ".join(
-        f"{k.split(',')[0].replace('_', '-')} {perplexity(arm['history'][-1]['perplexity'])}"
-        for k, arm in arms.items()
+def steps() -> str:
+    """Language models by the number of steps, of `attractor reproduce pde-table4`."""
+    found = reproduced("pde-table4", "gpu")
+    config = found.runs["standard"][0]["config"]
+    value = lambda arm: perplexity(found.mean(arm, "perplexity"))
+    counts = (1, 2, 4, 8)
+    rows = [["standard", value("standard"), *[""] * len(counts)]] + [
+        [name, "", *(value(f"{name}, {n} steps") for n in counts)]
+        for name in ("PDE, causal", "PDE, leaking as in the paper")
+    ]
+    finite = min(found.mean(arm, "finite") for arm in found.arms) == 1
+    text = (
+        "`attractor reproduce pde-table4 --scale gpu --device cuda --data FOLDER`\n\n"
+        f"As above, with {config['length']} tokens and one seed; validation perplexity by the number of steps "
+        f"of diffusion. {'No run gave NaN' if finite else 'Some run gave NaN'}.\n\n"
     )
-    return (
-        f"Eight steps, {recipe['updates']:,} updates of {recipe['layers']} layers of {recipe['dim']} on "
-        f"{recipe['tokenizer']}: {finite} of {len(arms)} PDEs stay finite throughout. Perplexities: {each}.\n"
+    return text + table(["", "0", *map(str, counts)], rows)
+
+
+def repeats() -> str:
+    """Kernels whose results differ in a bit from one time to the next."""
+    found = load("repeats")
+    kinds = list(dict.fromkeys(r["kind"] for r in found["rows"] if not r["kind"].startswith("hybrid")))
+    differ = {(r["kind"], r["deterministic_asked"]): r["differ"] for r in found["rows"]}
+    what = lambda names: ", ".join(f"gradients of {n}" if n != "output" else n for n in names) or "none"
+    rows = [[kind, *(what(differ[kind, asked]) for asked in (False, True))] for kind in kinds]
+    rows += [[k, what(d), ""] for (k, _), d in differ.items() if k.startswith("hybrid")]
+    text = (
+        f"{found['repeats']} times one input of {found['tokens']:,} tokens, {found['dtype']}, {found['device']}, "
+        "forward and backward: what differs from the first time in any bit, as torch runs by default and after "
+        "`torch.use_deterministic_algorithms(True)`.\n\n"
     )
+    return command("repeats") + text + table(["", "by default", "deterministic"], rows)
 
 
 def probing() -> str:

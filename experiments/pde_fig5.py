@@ -34,13 +34,15 @@ def judge(results: Results) -> Verdict:
 
 def picture(results: Results):
     """A panel a data set."""
-    figure, axes = lm.axes_of(3, list(table.SETS.values()), "epoch", "training loss", log=False)
+    figure, axes = lm.axes_of(
+        3, list(table.SETS.values()), "epoch", "training loss", log=False, sharey=False
+    )
     for axis, data in zip(axes, table.SETS):
-        for (model, label), look in zip(MODELS.items(), (("#1b1f24", "--"), ("#1f5a99", "-"))):
+        for (model, label), look in zip(MODELS.items(), (("#e08214", "-"), ("#1f5a99", ":"))):
             for seed in results.runs[table.name_of(data, model, "paper")]:
                 y = results.curve(table.name_of(data, model, "paper"), "train_loss", seed)
                 first = label if seed == results.seeds[0] else None
-                axis.plot(range(1, len(y) + 1), y, look[1], color=look[0], lw=1.2, label=first)
+                axis.plot(range(1, len(y) + 1), y, look[1], color=look[0], lw=2.2, label=first)
     axes[0].legend(frameon=False, fontsize=8)
     return figure
 

@@ -3,8 +3,8 @@
 In the paper PDE attention gains 3, 11.6 and 19.7 points. Nothing can leak there: no mask, no next token.
 First the paper's configuration (Table 7): batches of 4,096 texts, a learning rate of 2e-5, at most 50
 epochs, the end when the validation loss has not fallen for three. Then one under which models learn:
-batches of 128, four epochs, with the learning rate of a grid of three that is best for all models
-together on held-out texts.
+batches of 128, four epochs, with the learning rate of a grid of three that is best for both rows
+together on held-out texts. Diffusion stands for PDE attention; the other PDEs are run beside it.
 """
 
 from attractor.reproduce import DIRECTION, FAILS, HOLDS, Experiment, Results, Scale, Verdict
@@ -67,11 +67,11 @@ ARMS = {
 
 
 def chosen(results: Results, data: str) -> str:
-    """The learning rate with the best mean accuracy of all models on held-out texts."""
+    """The learning rate with the best mean accuracy of the two models on held-out texts."""
 
     def held_out(rate: str) -> float:
-        arms = [name_of(data, m, rate) for m in MODELS]
-        return sum(results.mean(arm, "valid_accuracy") for arm in arms if results.runs.get(arm))
+        arms = [name_of(data, m, rate) for m in ("standard", "diffusion")]
+        return sum(results.mean(arm, "valid_accuracy") for arm in arms)
 
     return max(GRID, key=held_out)
 
@@ -101,6 +101,10 @@ EXPERIMENT = Experiment(
     "76.3 against 56.6 % on SST-2.",
     task=TASK,
     arms=ARMS,
+    extra=tuple(
+        name_of(d, m, r) for r in ("paper", *GRID) for d in SETS for m in MODELS
+        if m not in ("standard", "diffusion")
+    ),
     scales={
         "smoke": Scale(
             SMOKE, judged=False, time="3 s",

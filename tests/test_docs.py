@@ -267,6 +267,12 @@ def when_not():
     leak = reproduced("pde-leak", "gpu")
     standard, causal, _ = (leak.mean(arm, "perplexity") for arm in leak.arms)
     yield f"from {standard:.1f} to {causal:.1f}"
+    table = reproduced("pde-table1", "gpu")
+    both = {
+        data: " and ".join(f"{table.mean(f'{data}, {m}, tuned, 1e-3'):.1f}" for m in ("diffusion", "standard"))
+        for data in ("IMDb", "AG News", "SST-2")
+    }  # fmt: skip
+    yield f"{both['IMDb']} % on IMDb, {both['AG News']} on AG News, {both['SST-2']} on SST-2"
     ratios = {
         (r["kind"], r["tokens"]): r["forward"]["ratio"] for r in load("bench")["rows"] if "forward" in r
     }
@@ -303,11 +309,17 @@ def papers():
     standard, causal, leaking = (leak.mean(arm, "perplexity") for arm in leak.arms)
     yield f"{leaking:.3f} when it sees the text, and {leak.mean(leak.arms[-1], 'left_to_right'):.1e} when"
     yield f"transformer {standard:.1f} and causal diffusion {causal:.1f}"
-    eight = [arm for name, arm in load("leak", "experiments")["arms"].items() if "8 steps" in name]
-    eight = eight or [
-        arm for name, arm in load("leak_quick", "experiments")["arms"].items() if "8 steps" in name
-    ]
-    yield f"{sum(arm['finite'] for arm in eight)} of {len(eight)} PDEs stay finite"
+    steps = reproduced("pde-table4", "gpu")
+    four, eight = (steps.mean(f"PDE, causal, {n} steps") for n in (4, 8))
+    assert min(steps.mean(arm, "finite") for arm in steps.arms) == 1
+    yield f"perplexity {eight:.1f} with eight, {four:.1f} with four"
+    table = reproduced("pde-table1", "gpu")
+    pairs = (
+        f"{table.mean(f'{data}, diffusion, {recipe}'):.1f} against "
+        f"{table.mean(f'{data}, standard, {recipe}'):.1f}"
+        for recipe in ("paper's recipe", "tuned, 1e-3") for data in ("IMDb", "AG News", "SST-2")
+    )  # fmt: skip
+    yield "{}, {} and {} % with its recipe, {}, {} and {} % with one under which".format(*pairs)
 
 
 @pytest.mark.parametrize("said", [when_not, papers], ids=lambda f: f.__name__)

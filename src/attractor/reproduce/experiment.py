@@ -54,6 +54,7 @@ class Experiment:
         numbers: the paper's, by arm.
         judge: ``results -> Verdict``.
         base: what all arms have in common.
+        extra: arms that the claim is not about, run beside the others; no verdict waits for them.
         others: further numbers to show beside the metric.
         unit: of the metric, such as "%".
         data: data sets that it needs, by their names in `attractor.data`.
@@ -75,6 +76,7 @@ class Experiment:
     numbers: Mapping[str, float]
     judge: Callable[[Results], Verdict]
     base: Config = field(default_factory=dict)
+    extra: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     unit: str = ""
     data: tuple[str, ...] = ()
@@ -88,6 +90,7 @@ class Experiment:
         for what, given, known in (
             ("scales", self.scales, SCALES),
             ("numbers", self.numbers, self.arms),
+            ("extra", self.extra, self.arms),
             *((f"arms of {n}", s.arms or (), self.arms) for n, s in self.scales.items()),
         ):
             unknown = [x for x in given if x not in known]

@@ -31,6 +31,7 @@ class Results:
         experiment, scale: their names.
         metric: what `values` and `mean` are about if nothing else is asked for.
         arms, seeds: those there should be.
+        extra: arms among them that no verdict waits for.
         runs: arm -> seed -> what the task returned, with configuration, device and so on.
     """
 
@@ -40,11 +41,12 @@ class Results:
     arms: list[str]
     seeds: list[int]
     runs: dict[str, dict[int, Run]] = field(default_factory=dict)
+    extra: tuple[str, ...] = ()
 
     @property
     def complete(self) -> bool:
-        """Whether every arm has at least one run."""
-        return all(self.runs.get(arm) for arm in self.arms)
+        """Whether every arm that the claim is about has at least one run."""
+        return all(self.runs.get(arm) for arm in self.arms if arm not in self.extra)
 
     def missing(self) -> list[tuple[str, int]]:
         """(arm, seed) of the runs that are not there, all arms of a seed before the next seed."""
@@ -152,7 +154,7 @@ def load(experiment: Any, scale: str, folder: Path | str) -> Results:
         own = {s: run for s, run in kept.get(arm, {}).items() if run["digest"] == wanted}
         runs[arm] = dict(sorted({**lent.get(wanted, {}), **own}.items()))
     seeds = list(experiment.scale(scale).seeds)
-    return Results(experiment.name, scale, experiment.metric, arms, seeds, runs)
+    return Results(experiment.name, scale, experiment.metric, arms, seeds, runs, experiment.extra)
 
 
 def merge(experiment: Any, scale: str, folder: Path | str, others: Iterable[Path]) -> Results:
