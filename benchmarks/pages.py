@@ -442,7 +442,7 @@ def steps() -> str:
     counts = (1, 2, 4, 8)
     rows = [["standard", value("standard"), *[""] * len(counts)]] + [
         [name, "", *(value(f"{name}, {n} steps") for n in counts)]
-        for name in ("PDE, causal", "PDE, leaking as in the paper")
+        for name in ("PDE, causal", "PDE, without walls")
     ]
     finite = min(found.mean(arm, "finite") for arm in found.arms) == 1
     text = (

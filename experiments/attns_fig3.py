@@ -10,7 +10,7 @@ from typing import Any
 from attractor.reproduce import Experiment, Results, Scale, Verdict
 from attractor.reproduce.verdict import DIRECTION, FAILS, HOLDS, number
 
-from .attns_shared import CPU, GPU, LABELS, SEEDS, SMOKE, frame, typical
+from .attns_shared import CPU, GPU, LABELS, SEEDS, SMOKE, UNPRINTED, cautious, frame, typical
 
 SCHEMES = {"euler": "Euler", "heun": "improved Euler", "rk3": "RK3", "rk4": "RK4"}
 MASSES = (5, 20)
@@ -36,16 +36,18 @@ DEFAULT = {
 
 
 def judge(results: Results) -> Verdict:
-    """From half of the data: level with the best for Euler's scheme (a factor of 2), else the best."""
+    """Level with the best for Euler's scheme (a factor of 2), else the best, from half of the data and
+    from all."""
     told, good = [], []
     for which in PAPER:
-        errors = {c: typical(results, which, f"{c} 50 %") for c in LABELS}
-        rival = min((c for c in LABELS if c != "attns"), key=errors.__getitem__)
-        allowed = 2.0 if which.startswith("Euler") else 1.0
-        good.append(errors["attns"] <= allowed * errors[rival])
-        if not good[-1]:
-            ours, best = number(errors["attns"]), number(errors[rival])
-            told.append(f"{which.rsplit(',', 1)[0]}: {ours} against {best} ({LABELS[rival]})")
+        for share in (" 50 %", ""):
+            errors = {c: typical(results, which, f"{c}{share}") for c in LABELS}
+            rival = min((c for c in LABELS if c != "attns"), key=errors.__getitem__)
+            allowed = 2.0 if which.startswith("Euler") else 1.0
+            good.append(errors["attns"] <= allowed * errors[rival])
+            if not good[-1]:
+                ours, best = number(errors["attns"]), number(errors[rival])
+                told.append(f"{which.rsplit(',', 1)[0]}{share}: {ours} against {best} ({LABELS[rival]})")
     ties = [
         typical(results, a, "attns 50 %") / typical(results, a, "neurvec 50 %")
         for a in DEFAULT
@@ -56,7 +58,8 @@ def judge(results: Results) -> Verdict:
     fair = (
         f" Default recipe: AttNS over NeurVec {number(min(ties))} to {number(max(ties))}" if ties else ""
     )
-    return Verdict(word, f"AttNS leads from half of the data in {sum(good)} of {len(good)}{less}.{fair}")
+    why = f"AttNS leads, or is level where it should be, in {sum(good)} of {len(good)}{less}.{fair}"
+    return cautious(results, list(PAPER), Verdict(word, why))
 
 
 def picture(results: Results) -> Any:
@@ -102,19 +105,23 @@ EXPERIMENT = Experiment(
             CPU, arms=(arm("euler", 20, "paper"), arm("rk4", 20, "paper"),
             *DEFAULT), time="8 min on 2 cores", judged=False,
         ),
-        "gpu": Scale({**GPU, "epochs": 50}, SEEDS, time="3 min on one H200"),
+        "gpu": Scale(
+            {**GPU, "epochs": 50}, SEEDS, time="10 min on one H200",
+            note="Here 50 epochs, 1,500 updates, and 750 from half of the data.",
+        ),
     },
     metric="attns",
     better="lower",
+    logarithmic=True,
     numbers={arm("rk4", 20, "paper"): 2.58e-6},
     others=("attns 50 %", "neurvec", "neurvec 50 %", "csm 50 %", "fsnet 50 %", "attns_m 50 %", "plain",
             "fine"),
     judge=judge,
-    note="The paper's recipe for 50 of its 500 epochs (1,500 updates). The figure's numbers are not "
-    "printed; the dimensions 5 and 20 (masses) are ours, and so are the springs' constants, "
-    "which the paper does not give. Training data of the paper's arms come from the same scheme "
-    "with steps of 1e-3, as it says; those of the default arms are exact. The system is linear, "
-    "so the default recipe, which has a linear way around its network, is exact to rounding: a "
-    "known answer, no achievement. 1e40 stands for trajectories that were lost.",
+    note=f"{UNPRINTED} The figure's numbers are not printed; the one beside RK4 is Table 1's for "
+    "spring-mass, which names neither scheme nor number of masses. 20 masses are the paper's (Table "
+    "4), 5 and the springs' constants ours. Training data of the paper's arms come from the same "
+    "scheme with steps of 1e-3, as it says; those of the default arms are exact. The system is "
+    "linear, so the default recipe, which has a linear way around its network, is exact to "
+    "rounding: a known answer, no achievement.",
     picture=picture,
 )  # fmt: skip

@@ -23,10 +23,11 @@ def judge(results: Results) -> Verdict:
     high, low = (results.mean(results.arms[0], name) for name in ("high", "low"))
     own = results.mean(results.arms[0], "softmax")
     why = (
-        f"orders of the error {', '.join(f'{p:.2f}' for p in orders)}; L layers of one step and one of "
-        f"L differ by {number(additive)}; of the highest frequency {number(high)} is left, of the "
-        f"lowest {number(low)}. In a transformer every layer starts from its own softmax: its last map "
-        f"is {number(own)} of a map away from the map of L steps, and pseudo-time does not add up"
+        f"orders of the error {', '.join(f'{p:.2f}' for p in orders)}; L layers of one step and one "
+        f"of L differ by {number(additive)}; of the highest frequency {number(high)} is left, of the "
+        f"lowest {number(low)}. Where every layer starts from its own softmax, as a transformer's do "
+        f"(here without weights), the last map is {number(own)} of a map away from that of L steps: "
+        "there pseudo-time does not add up"
     )
     if all(abs(p - 1) < 0.1 for p in orders) and additive < 1e-12:
         return Verdict(HOLDS, why)

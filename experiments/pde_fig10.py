@@ -15,21 +15,24 @@ ARMS = {name: table.ARMS[name] for name in table.FAIR}
 
 
 def judge(results: Results) -> Verdict:
-    """Whether causal PDE attention is ahead early and at the end, at all lengths."""
+    """Whether causal PDE attention is ahead at the end at all lengths, and not behind early."""
     early, final, told = [], [], []
     for n, (standard, causal, _) in zip(table.LENGTHS, table.TRIPLES):
         ours, theirs = (results.curve(arm, "perplexity") for arm in (causal, standard))
         third = max(0, len(ours) // 3 - 1)
+        update = results.curve(causal, "update")[third]
         early.append(ours[third] / theirs[third])
         final.append(results.mean(causal) / results.mean(standard))
         told.append(
-            f"{number(ours[third])} against {number(theirs[third])} after a third of the updates and "
-            f"{number(results.mean(causal))} against {number(results.mean(standard))} at the end ({n})"
+            f"{number(ours[third])} against {number(theirs[third])} after {update:,} updates (one "
+            f"seed) and {number(results.mean(causal))} against {number(results.mean(standard))} at "
+            f"the end ({n})"
         )
     why = "causal PDE attention against standard attention: " + ", ".join(told)
     if max(early + final) < 0.01:
         return Verdict(HOLDS, why)
-    return Verdict(DIRECTION if max(early + final) < 1 else FAILS, why)
+    ahead = max(final) < 1 - lm.LEVEL and max(early) < 1 + lm.LEVEL
+    return Verdict(DIRECTION if ahead else FAILS, why)
 
 
 def picture(results: Results):
@@ -37,7 +40,7 @@ def picture(results: Results):
     titles = [f"{n} tokens" for n in table.LENGTHS]
     figure, axes = lm.axes_of(3, titles, "updates", "validation perplexity")
     for axis, group in zip(axes, table.TRIPLES):
-        lm.perplexities(axis, results, dict(zip(group, (lm.STANDARD, lm.CAUSAL, "PDE, leaking"))))
+        lm.perplexities(axis, results, dict(zip(group, (lm.STANDARD, lm.CAUSAL, lm.OPEN))))
     axes[0].legend(frameon=False, fontsize=8)
     return figure
 
@@ -53,7 +56,7 @@ EXPERIMENT = Experiment(
     arms=ARMS,
     scales={
         "smoke": Scale(lm.SMOKE, arms=table.TRIPLES[0][1:2], judged=False, time="1 s"),
-        "cpu": Scale(lm.CPU, time="5 min on 2 cores; runs of pde-table2"),
+        "cpu": Scale(lm.CPU, time="5 min on 2 cores; runs of pde-table2", judged=False, note=lm.ONE),
         "gpu": Scale(lm.GPU, time="9 runs of 10 to 18 s on one H200; runs of pde-table2"),
     },
     metric="perplexity",
@@ -62,6 +65,7 @@ EXPERIMENT = Experiment(
     numbers={arm: x for arm, x in table.EXPERIMENT.numbers.items() if arm in ARMS},
     judge=judge,
     data=("wikitext2",),
-    note="Updates are the same for all arms; a curve's points are evaluations of the validation text.",
+    note="Updates are the same for all arms; a curve's points are evaluations of the validation "
+    "text. The paper's ranges are those of its text; its numbers 12.65 and 20,748 lie outside.",
     picture=picture,
 )

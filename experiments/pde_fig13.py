@@ -36,7 +36,7 @@ def picture(results: Results):
     """alpha (c of the wave) on the left, beta on the right; dashed without walls."""
     figure, axes = lm.axes_of(2, ["alpha (wave: c)", "beta"], "layer", "", log=False)
     for i, word in enumerate(table.NAMES.values()):
-        for kind, look in (("causal", "-"), ("leaking", "--")):
+        for kind, look in (("causal", "-"), ("without walls", "--")):
             arm = f"{word}, {kind}"
             for axis, name in zip(axes, ("coefficient", "beta")):
                 if results.runs.get(arm):
@@ -64,7 +64,7 @@ EXPERIMENT = Experiment(
     metric="coefficient_2",
     better="",
     others=tuple(f"coefficient_{i}" for i in (0, 1, 3)) + tuple(f"beta_{i}" for i in LAYERS),
-    numbers={name: 0.135 for name in ARMS if name.endswith("leaking")},
+    numbers={name: 0.135 for name in ARMS if name.endswith("without walls")},
     judge=judge,
     data=("wikitext2",),
     note=(

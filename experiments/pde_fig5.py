@@ -5,7 +5,7 @@ on SST-2). The runs are those of Table 1 with the paper's recipe.
 """
 
 from attractor.reproduce import DIRECTION, FAILS, HOLDS, Experiment, Results, Scale, Verdict
-from attractor.reproduce.verdict import error_of, number
+from attractor.reproduce.verdict import error_of
 
 from . import pde_settings as lm
 from . import pde_table1 as table
@@ -25,8 +25,8 @@ def judge(results: Results) -> Verdict:
         lower.append(early[0] < early[1] and final[0] < final[1])
         sure.append(final[1] - final[0] > 2 * error_of(results.paired(moved, standard)))
         told.append(
-            f"{word} {early[0]:.4f} against {early[1]:.4f} after {EARLY} epochs or the last before, "
-            f"{number(final[0])} against {number(final[1])} at the end"
+            f"{word} {early[0]:.5f} against {early[1]:.5f} after {EARLY} epochs (one seed), "
+            f"{final[0]:.5f} against {final[1]:.5f} at the end"
         )
     word = HOLDS if all(lower) and all(sure) else DIRECTION if all(lower) else FAILS
     return Verdict(word, "training loss of diffusion against standard attention: " + "; ".join(told))

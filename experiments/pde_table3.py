@@ -1,9 +1,9 @@
 """Table 3: PDE attention inside a Longformer of two layers, 1,024 tokens, windows of 256.
 
 In the paper the standard Longformer has a perplexity of 1.04, with PDE steps 1.02. A Longformer looks to
-both sides: its window of 256 holds 128 tokens after each query, so that already the standard one reads
-its answers, with or without a PDE. Here both kinds: causal windows, 256 tokens back, and the two-sided
-ones of the paper, each with diffusion and without; under the fair recipe and the paper's (Table 9).
+both sides: its window of 256 holds 128 tokens after each query, so that already the standard one can
+read its answers, with or without a PDE. Here both kinds: causal windows, 256 tokens back, and two-sided
+ones, each with diffusion and without; under the fair recipe and the paper's (Table 9).
 """
 
 from attractor.reproduce import DIRECTION, FAILS, HOLDS, Experiment, Results, Scale, Verdict
@@ -11,7 +11,7 @@ from attractor.reproduce.verdict import number
 
 from . import pde_settings as lm
 
-KINDS = {"causal": False, "two-sided as in the paper, leaking": True}
+KINDS = {"causal": False, "two-sided": True}
 MODELS = {"Longformer": {"pde": None}, "PDE-Longformer": {"pde": "diffusion", "steps": 4}}
 RECIPES = {"": {}, ", paper's recipe": {"recipe": "table9", "part": 0.5}}
 WINDOW = {"layers": 2, "window": 256, "global_tokens": 1}
@@ -24,7 +24,7 @@ ARMS = {
     for model, options in MODELS.items()
 }  # fmt: skip
 FAIR = tuple(arm for arm in ARMS if not arm.endswith("recipe"))
-TWO_SIDED = "two-sided as in the paper, leaking"
+TWO_SIDED = "two-sided"
 
 
 def judge(results: Results) -> Verdict:
@@ -37,10 +37,8 @@ def judge(results: Results) -> Verdict:
         f"causal windows: {number(moved)} with PDE steps against {number(plain)}; two-sided windows: "
         f"{forced} without and with, left to right {alone}"
     )
-    if moved >= plain:
-        return Verdict(FAILS, why)
-    pairs = results.paired("PDE-Longformer, causal", "Longformer, causal")
-    return Verdict(HOLDS if len(pairs) > 1 and max(pairs) < 0 else DIRECTION, why)
+    gain = 1 - moved / plain
+    return Verdict(HOLDS if gain > lm.LEVEL else DIRECTION if gain > 0 else FAILS, why)
 
 
 EXPERIMENT = Experiment(
@@ -53,7 +51,7 @@ EXPERIMENT = Experiment(
     arms=ARMS,
     scales={
         "smoke": Scale(lm.SMOKE, arms=(FAIR[1], FAIR[3]), judged=False, time="2 s"),
-        "cpu": Scale(lm.CPU, arms=FAIR, time="3 min on 2 cores"),
+        "cpu": Scale(lm.CPU, arms=FAIR, time="3 min on 2 cores", judged=False, note=lm.ONE),
         "gpu": Scale(lm.GPU, time="4 runs of 10 to 20 s and 4 of 10 to 20 s on one H200"),
     },
     metric="perplexity",
@@ -68,7 +66,8 @@ EXPERIMENT = Experiment(
     data=("wikitext2",),
     note=(
         "Width, heads and the PDE are not printed for this table: those of Table 8, diffusion, four "
-        "steps, one global token. Half of WikiText-2 stands for the 1 % of WikiText-103 of the paper's "
-        "recipe. A perplexity of 1.04 without any PDE is the sign that the leak is in the windows."
+        "steps; one global token for its handful. Half of WikiText-2 stands for the 1 % of "
+        "WikiText-103 of the paper's recipe. A perplexity of 1.04 without any PDE may come from "
+        "windows that look ahead, from padding, or from labels that are not shifted."
     ),
 )

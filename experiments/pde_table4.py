@@ -15,11 +15,11 @@ PAPER = {1: 3.49, 2: 3.42, 4: 3.36}
 ARMS = {"standard": lm.three()[lm.STANDARD]}
 for n in STEPS:
     made = lm.three(steps=n)
-    ARMS |= {f"{name}, {n} steps": made[name] for name in (lm.CAUSAL, lm.LEAKING)}
+    ARMS |= {f"{name}, {n} steps": made[name] for name in (lm.CAUSAL, lm.OPEN)}
 RECIPE = ", paper's recipe"
 ARMS[f"standard{RECIPE}"] = {**ARMS["standard"], "recipe": "table12"}
 for n in (4, 8):
-    name = f"{lm.LEAKING}, {n} steps"
+    name = f"{lm.OPEN}, {n} steps"
     ARMS[name + RECIPE] = {**ARMS[name], "recipe": "table12"}
 FAIR = tuple(arm for arm in ARMS if not arm.endswith(RECIPE))
 
@@ -30,14 +30,17 @@ def judge(results: Results) -> Verdict:
     causal = {n: results.mean(f"{lm.CAUSAL}, {n} steps") for n in STEPS}
     finite = min(results.mean(arm, "finite") for arm in results.arms)
     told = ", ".join(f"{number(x)} ({n})" for n, x in causal.items())
-    leaks = ", ".join(number(results.mean(f"{lm.LEAKING}, {n} steps")) for n in STEPS)
-    why = f"causal, by steps: {told}, standard attention {number(standard)}; leaking: {leaks}; " + (
-        "no run gave NaN" if finite == 1 else "some run gave NaN"
+    leaks = ", ".join(number(results.mean(f"{lm.OPEN}, {n} steps")) for n in STEPS)
+    why = (
+        f"causal, by steps: {told}, standard attention {number(standard)}; without walls: {leaks}; "
+        f"{'no' if finite == 1 else 'some'} run gave NaN"
     )
-    if causal[4] < causal[2] < causal[1] < 0.01 * standard and finite < 1:
-        return Verdict(HOLDS, why)
     better = causal[4] < causal[2] < causal[1] < standard
-    return Verdict(DIRECTION if better else FAILS, why)
+    lost = results.mean(f"{lm.CAUSAL}, 8 steps", "finite") < 1
+    if better and lost:
+        return Verdict(HOLDS if causal[1] < 0.01 * standard else DIRECTION, why)
+    also = "more steps are better, and so are eight" if better and causal[8] < causal[4] else ""
+    return Verdict(FAILS, "; ".join(filter(None, [also, why])))
 
 
 EXPERIMENT = Experiment(
@@ -52,20 +55,23 @@ EXPERIMENT = Experiment(
         "smoke": Scale(
             lm.SMOKE, arms=(f"{lm.CAUSAL}, 8 steps", f"standard{RECIPE}"), judged=False, time="2 s"
         ),
-        "cpu": Scale(lm.CPU, arms=FAIR, time="5 min on 2 cores"),
+        "cpu": Scale(lm.CPU, arms=FAIR, time="5 min on 2 cores", judged=False, note=lm.ONE),
         "gpu": Scale(lm.GPU, time="9 runs of 10 to 20 s and 3 of 20 to 30 s on one H200"),
     },
     metric="perplexity",
     better="lower",
     others=("left_to_right", "causal", "finite", "updates"),
     numbers={"standard": 13318.93, f"standard{RECIPE}": 13318.93}
-    | {f"{lm.LEAKING}, {n} steps": PAPER[n] for n in PAPER}
-    | {f"{lm.LEAKING}, 4 steps{RECIPE}": PAPER[4]},
+    | {f"{lm.OPEN}, {n} steps": PAPER[n] for n in PAPER}
+    | {f"{lm.OPEN}, 4 steps{RECIPE}": PAPER[4]},
     judge=judge,
     data=("wikitext2",),
     note=(
-        "For 8 steps the paper prints NaN and no number. Coefficients are learnt within the range where "
-        "steps of size 1 are stable, so that no number of steps can make a map blow up: what is "
-        "unstable in the paper is a coefficient, not the eighth step."
+        "For 8 steps the paper prints NaN and no number. Coefficients are learnt here within the "
+        "range where steps of size 1 are stable, so that no number of steps can make a map blow up; "
+        "in the paper one may have left it, or its stencil may be unstable, as that of the public "
+        "code is for every alpha. With the paper's recipe the coefficients hardly move and maps are "
+        "still nearly even: all are one function. One seed. `left_to_right` is of a sample of 2,048 "
+        "tokens."
     ),
 )

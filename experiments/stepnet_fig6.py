@@ -1,29 +1,39 @@
 """Figure 6: the part of all blocks that are stiff, CIFAR-100.
 
-With thresholds of zero every block above its stage's mean counts, which is no statement; the number
-here is that of both thresholds at 0.5, the picture has the others. Before training as well as after.
+With thresholds of zero every block above its stage's mean counts, which is no statement; all others up
+to 2.4 do, in steps of 0.2 and 0.1. The metric is at 0.5 for both. Before training as well as after.
 """
 
 from attractor.reproduce import FAILS, HOLDS, Experiment, Results, Scale, Verdict
+from attractor.reproduce.tasks.images import table
 
 from .stepnet_shared import CIFAR100, CLASSIFY, RECIPE, SEEDS, SIX, STEPS, TABLE1, shares, smoke
 
-MOST = 0.10
+MOST = 10  # per cent
+
+
+def few(results: Results, arm: str, step: str, end: str = "") -> float:
+    """The part of all pairs of thresholds above 0 at which at most a tenth of the blocks are stiff."""
+    return float((table(results.curve(arm, f"share_{step}{end}"))[1:, 1:] <= 10 * MOST).mean())
 
 
 def judge(results: Results) -> Verdict:
-    """Holds if at most a tenth of the blocks are stiff, in all networks, with either step."""
-    most = {
-        (step, end): max(results.mean(arm, f"proportion_{step}{end}") for arm in results.arms)
+    """Holds if it is so at most thresholds, in all networks, with the paper's step."""
+    least = {
+        (step, end): min(few(results, arm, step, end) for arm in results.arms)
         for step in STEPS
         for end in ("", "_initial")
     }
-    few = all(x <= MOST for (_, end), x in most.items() if not end)
     told = ", ".join(
-        f"{100 * x:.1f} % ({STEPS[step]}{', before training' * bool(end)})"
-        for (step, end), x in most.items()
+        f"{100 * x:.0f} % ({STEPS[step]}{', before training' * bool(end)})"
+        for (step, end), x in least.items()
     )
-    return Verdict(HOLDS if few else FAILS, f"at most, of {len(results.arms)} networks: {told}")
+    most = max(results.mean(arm, "proportion_gate") for arm in results.arms)
+    return Verdict(
+        HOLDS if least["gate", ""] > 0.5 else FAILS,
+        f"at most 10 % of the blocks are stiff at this part of the thresholds, in the network with the "
+        f"least: {told}; with both thresholds at 0.5 up to {100 * most:.1f} % are",
+    )
 
 
 EXPERIMENT = Experiment(
@@ -43,6 +53,6 @@ EXPERIMENT = Experiment(
     judge=judge,
     others=("proportion_gate_initial", "proportion_one", "proportion_one_initial", "stiff_inputs_gate"),
     data=("cifar100",),
-    note=RECIPE,
+    note=f"{RECIPE} The metric has both thresholds at 0.5; the verdict all up to 2.4.",
     picture=shares,
 )

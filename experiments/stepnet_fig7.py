@@ -1,7 +1,8 @@
 """Figure 7: does TNS go with accuracy? Rank correlations over the networks of Table 1, CIFAR-10.
 
-Holds if both correlations over the gates' means are positive beyond chance (5 %), with the paper's
-step. The same correlations of TNS before training, when no network knows anything, are told beside
+Holds if both correlations over all trained networks are positive beyond chance (5 %), with the paper's
+step, in direction if by 20 %. Those over the gates' means are told beside them, but six points say
+little. The same correlations of TNS before training, when no network knows anything, are told beside
 them.
 """
 
@@ -27,9 +28,9 @@ TOLD = {
 
 
 def judge(results: Results) -> Verdict:
-    """In direction if they are positive with p below 0.2."""
+    """By all trained networks."""
     both = compared(results)
-    found = both["arms"].correlations["gate"]
+    found = both["models"].correlations["gate"]
     kinds = ("kendall", "spearman")
     worst = max(found[f"{k}_p"] for k in kinds)
     positive = all(found[k] > 0 for k in kinds)
@@ -40,9 +41,9 @@ def judge(results: Results) -> Verdict:
         for c in [both["arms"].correlations[column]]
     ]
     models = both["models"]
-    beside = f"{models.correlations['gate']['kendall']:+.2f} over all {len(models.rows)} models"
-    gates = f"Kendall's tau over {len(results.arms)} gates"
-    return Verdict(word, f"{gates}, {'; '.join(told)}; step F: {beside}")
+    first = f"{found['kendall']:+.2f} (p {found['kendall_p']:.2f})"
+    why = f"Kendall's tau over all {len(models.rows)} networks, step F: {first}"
+    return Verdict(word, f"{why}; over the means of {len(results.arms)} gates, {'; '.join(told)}")
 
 
 EXPERIMENT = Experiment(

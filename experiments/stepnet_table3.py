@@ -48,7 +48,8 @@ EXPERIMENT = Experiment(
     data=("coco",),
     missing="COCO is not here; with train2017, val2017 and annotations in FOLDER or in FOLDER/coco it "
     "runs, and needs torchvision and Pillow",
-    note="torchvision's Faster R-CNN for MMDetection's, 12 epochs of batch 16. The backbone starts from "
-    "torchvision's weights with gates that start at 1: backbones trained with gates on ImageNet, which "
-    "the paper has, would come from Table 2.",
+    note="torchvision's Faster R-CNN for MMDetection's, 12 epochs of batch 16. The backbone starts "
+    "from torchvision's weights with gates that start at 1: backbones trained with gates on "
+    "ImageNet, which the paper has, would come from Table 2. Its first stage is frozen, as usual, "
+    "and with it that stage's gates: they stay at 1.",
 )  # fmt: skip

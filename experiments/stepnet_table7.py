@@ -50,6 +50,7 @@ EXPERIMENT = Experiment(
                 "recipe": {**ADAMW, "epochs": 30, "batch": 64, "warmup": 2, "crop": 1, "flip": False},
             },
             seeds=SEEDS, arms=SMALL, judged=False, time="2 min on 2 cores, on the digits",
+            note="Here the digits that come with the library, and 30 epochs.",
         ),
         "gpu": Scale(
             {

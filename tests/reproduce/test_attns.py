@@ -8,9 +8,19 @@ import torch
 
 from attractor import evolve, systems
 from attractor.ode.regression import one_step
-from attractor.reproduce import Context, catalogue, run
+from attractor.reproduce import (
+    DIRECTION,
+    FAILS,
+    HOLDS,
+    UNTESTED,
+    Context,
+    Results,
+    catalogue,
+    run,
+)
 from attractor.reproduce.page import rows
 from attractor.reproduce.tasks import solver_theory, solvers
+from experiments import attns_shared
 
 NAMES = [name for name, e in catalogue().items() if e.paper == "attns"]
 SMALL = {
@@ -134,6 +144,28 @@ def test_theorems_hold_for_a_small_fit():
     bound = solver_theory.bound(config, Context())["metrics"]
     assert bound["actual"] <= bound["carried"] <= bound["classical"] <= bound["theorem"]
     assert solver_theory.lipschitz(config, Context())["metrics"]["used"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "epochs", "word"),
+    [
+        ([1e-6, 2e-6, 1e-6], [1e-4, 1e-4, 3e-4], 500, HOLDS),
+        ([1e-6, 2e-6, 1e-6], [1e-4, 1e-4, 3e-4], 10, DIRECTION),  # a short training proves nothing
+        ([1e-4, 1e-4, 3e-4], [1e-6, 2e-6, 1e-6], 500, FAILS),
+        ([1e-4, 1e-4, 3e-4], [1e-6, 2e-6, 1e-6], 10, UNTESTED),
+        ([1e-6, 1e-6, 1e-6], [1.01e-6, 1.01e-6, 1.01e-6], 500, DIRECTION),  # level
+        ([1.01e-6], [1e-6], 500, DIRECTION),
+        ([None], [1e-6], 500, FAILS),  # a training that diverged is not the best of all
+    ],
+)
+def test_which_error_is_smaller(ours, theirs, epochs, word):
+    made = lambda x: {
+        "metrics": {"mse": x},
+        "config": {"system": "s", "recipe": "paper", "epochs": {"s": epochs}},
+    }
+    runs = {arm: dict(enumerate(map(made, xs))) for arm, xs in (("a", ours), ("b", theirs))}
+    results = Results("x", "cpu", "mse", ["a", "b"], [0, 1, 2], runs)
+    assert attns_shared.smaller("a", ["a", "b"])(results).word == word
 
 
 def test_curves_are_short_and_keep_their_ends():

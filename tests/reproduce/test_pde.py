@@ -31,13 +31,13 @@ def test_the_same_numbers_twice():
     assert texts.language(given, Context(seed=4)) != first
 
 
-@pytest.mark.parametrize("arm", ["standard", "PDE, causal", "PDE, leaking as in the paper"])
+@pytest.mark.parametrize("arm", ["standard", "PDE, causal", "PDE, without walls"])
 def test_only_what_leaks_has_two_perplexities(arm):
     given = config("pde-leak", arm, shorten=16, evaluations=1)
-    updates = 250 if "leaking" in arm else 20  # until it can read
+    updates = 250 if "without" in arm else 20  # until it can read
     given["recipes"]["fair"] |= {"learning_rate": 1e-2, "updates": updates, "batch_tokens": 512}
     metrics = texts.language(given, Context())["metrics"]
-    if "leaking" in arm:
+    if "without" in arm:
         assert metrics["causal"] == 0
         assert metrics["left_to_right"] > 1.5 * metrics["sample_forced"]
     else:
@@ -103,6 +103,29 @@ def test_what_was_interrupted_goes_on(tmp_path, monkeypatch):
     again = texts.language(given, Context(scratch=scratch))
     assert str(again["metrics"]) == str(whole["metrics"])  # NaN is not NaN
     assert again["curves"]["perplexity"] == whole["curves"]["perplexity"]
+
+
+def test_what_fills_lines_up_is_counted_where_it_is_said():
+    given = config("pde-padding", "standard, 256", length=32)
+    given["recipes"]["table8"] |= {"learning_rate": 0.0, "epochs": 1}
+    metrics = texts.lines(given, Context())["metrics"]
+    assert metrics["perplexity"] == pytest.approx(metrics["real"], rel=0.1)  # all tokens are alike to it
+    assert metrics["line"] == pytest.approx(32 * math.log(metrics["perplexity"]))
+    lengths = [min(32, len(line)) for line in texts.toy_lines("valid")[:20]]
+    assert metrics["share"] == pytest.approx(sum(lengths) / (20 * 32), abs=0.05)
+
+
+def test_filling_lowers_a_perplexity_the_more_the_longer_lines_are_made():
+    """Each line has as many nats, whatever it is filled up to, once that is learnt."""
+    found = {}
+    for length in (64, 256):
+        given = config("pde-padding", "standard, 256", length=length)
+        given["limit"] = [400, 50]
+        given["recipes"]["table8"] |= {"learning_rate": 1e-2, "epochs": 3}
+        found[length] = texts.lines(given, Context())["metrics"]
+    short, long = found[64], found[256]
+    assert long["perplexity"] < short["perplexity"] < short["real"]
+    assert 0.5 < long["line"] / short["line"] < 2  # and not 4
 
 
 def test_windows_and_batches():

@@ -32,6 +32,7 @@ from attractor.reproduce import (
 from attractor.reproduce import page as pages
 from attractor.reproduce.results import path_of
 from attractor.reproduce.shelf import home
+from attractor.reproduce.verdict import number
 
 CALLS = []
 
@@ -219,7 +220,43 @@ def test_the_page_shows_the_largest_scale_that_can_be_judged(tmp_path):
     assert pages.largest(two, tmp_path).scale == "gpu"
 
 
+def test_no_verdict_waits_for_arms_beside_the_claim(tmp_path):
+    arms = {**EXAMPLE.arms, "c": {"value": 5.0}}
+    beside = replace(EXAMPLE, arms=arms, judge=gains(["b"], over="a"), extra=("c",))
+    run(beside, "cpu", folder=tmp_path, arms=["a", "b"])
+    found = load(beside, "cpu", tmp_path)
+    assert len(found.missing()) == 3
+    assert pages.worded(beside, found) == HOLDS  # and not "so far"
+    assert pages.state(beside, tmp_path) == "cpu, 6 of 9"
+    with pytest.raises(ValueError, match="extra has"):
+        replace(EXAMPLE, extra=("d",))
+
+
+def test_runs_of_a_larger_scale_are_told_before_they_are_complete(tmp_path):
+    scales = {**EXAMPLE.scales, "cpu": Scale(seeds=(0,), note="A small one."), "gpu": Scale()}
+    two = replace(EXAMPLE, scales=scales, note="A note.")
+    run(two, "cpu", folder=tmp_path)
+    run(two, "gpu", folder=tmp_path, arms=["a"])
+    section = pages.section(two, tmp_path, tmp_path)
+    assert "Of scale gpu there are so far: a 1." in section
+    assert "A note. A small one." in section
+
+
+def test_errors_have_geometric_means():
+    errors = replace(EXAMPLE, logarithmic=True)
+    found = results(a=[1e-4, 1e-2], b=[1e-3, 1e40])
+    assert found.typical("a") == pytest.approx(1e-3)
+    assert found.factor("a") == pytest.approx(10 ** (2 / 2**0.5))
+    assert pages.cell(errors, found, "a") == "0.001 ×÷ 26"
+    assert pages.cell(errors, found, "b") == "lost at 1 of 2 seeds"
+    assert pages.cell(errors, results(a=[1e40], b=[2e-5]), "a") == "lost"
+    assert pages.cell(errors, results(a=[1e40], b=[2e-5]), "b") == "2e-05"
+    assert math.isnan(results(a=[math.nan], b=[1]).typical("a"))
+
+
 def test_numbers_on_the_page():
+    assert number(20748.29) == "20,748"
+    assert number(1.77e7 + 0.5) == "1.77e+07"
     assert pages.told(92.742, 0.131) == "92.74 ± 0.13"
     assert pages.told(1.2345e-9, 1e-11) == "1.23e-09 ± 1e-11"
     assert pages.told(5.0, None) == "5"

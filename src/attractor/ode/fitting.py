@@ -81,8 +81,8 @@ def fit(
     weights are random for standardised inputs, its last layer (with a linear way around) is the
     ridge least squares solution; scale and penalty are those with the smallest error on *rollouts*
     of held-out trajectories. Seconds, no training loop. Recipe "paper": Algorithm 1 of the AttNS
-    paper as printed: teacher-forced pairs, Adam at 1e-3 with a cosine to 0, batches of 16,384, mean
-    square error times `loss_scale`, float32, nothing normalised.
+    paper, teacher-forced pairs, mean square error times `loss_scale`, float32, nothing normalised; it
+    prints no optimiser, so Adam at 1e-3 with a cosine to 0, batches of 16,384 and 500 epochs.
 
     Under ``torchrun`` or ``accelerate launch`` all processes call it and get one solver, that of a
     single process up to rounding: they share the rows of least squares and of batches. Fine data are

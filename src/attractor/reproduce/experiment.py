@@ -26,6 +26,7 @@ class Scale:
         seeds: of every arm.
         arms: the names of those that are run; None: all.
         judged: whether it is large enough for a verdict; a smoke test shows only that everything runs.
+        note: what is special about it, told beside its results.
         time: what to expect, such as "4 min on one H200".
     """
 
@@ -34,6 +35,7 @@ class Scale:
     arms: tuple[str, ...] | None = None
     judged: bool = True
     time: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Experiment:
         extra: arms that the claim is not about, run beside the others; no verdict waits for them.
         others: further numbers to show beside the metric.
         unit: of the metric, such as "%".
+        logarithmic: the metric differs by factors, as errors do: means over seeds are geometric.
         data: data sets that it needs, by their names in `attractor.data`.
         missing: which data it needs that do not come with the others, and what to do about it; where
             they are, it runs.
@@ -79,6 +82,7 @@ class Experiment:
     extra: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     unit: str = ""
+    logarithmic: bool = False
     data: tuple[str, ...] = ()
     missing: str = ""
     note: str = ""

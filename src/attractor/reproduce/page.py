@@ -16,13 +16,18 @@ HEAD = """# Results
 
 Tables and figures of the three papers, run again on real data and judged: what the paper reports beside
 what we measured, under the paper's protocol and under a fair one. *holds*: what the paper says is what
-we see. *holds in direction*: the means go the paper's way, but seeds differ by as much, or what should
-be best is level with the best. *does not hold*: it is not what we see. *cannot be tested here*: what it
-needs is not at hand; the command is there. "±" is the standard deviation over seeds.
+we see. *holds in direction*: the means go the paper's way, but by far less than it says, or by no more
+than seeds differ, or what should be best is level with the best. *does not hold*: it is not what we see.
+*cannot be tested here*: what it needs is not at hand, or a training of this length cannot tell; the
+command is there. *so far*: seeds or arms are still missing. Without a word: the runs are too small for a
+verdict, or not all there. Numbers are means over seeds, "±" their standard deviation; of errors, which
+differ by factors, the geometric mean, and "×÷" the factor of one standard deviation.
 
 This page is made by `attractor reproduce --page docs/results.md` from the files in experiments/results.
 
 """
+
+LOST = 1e39  # errors above are those of solvers that lost a trajectory
 
 FINDINGS = {  # what a reader would quote, and the experiment that shows it
     "attns-normalised": "AttNS and NeurVec once their inputs are normalised",
@@ -54,7 +59,7 @@ def worded(experiment: Experiment, results: Results | None) -> str:
     verdict = experiment.verdict(results)
     if verdict is None:
         return ""
-    partly = results is not None and results.complete and bool(results.missing())
+    partly = results is not None and results.complete and results.partly
     return f"{verdict.word} so far" if partly else verdict.word
 
 
@@ -64,14 +69,27 @@ def rows(experiment: Experiment, results: Results) -> list[dict[str, Any]]:
         {
             "arm": arm,
             "paper": experiment.numbers.get(arm),
-            "mean": results.mean(arm),
-            "spread": results.spread(arm),
+            "mean": results.typical(arm) if experiment.logarithmic else results.mean(arm),
+            "spread": results.factor(arm) if experiment.logarithmic else results.spread(arm),
+            "told": cell(experiment, results, arm),
             "seeds": len(results.values(arm)),
             "others": {m: results.mean(arm, m) for m in experiment.others},
         }
         for arm in results.arms
         if results.runs.get(arm)
     ]
+
+
+def cell(experiment: Experiment, results: Results, arm: str) -> str:
+    """An arm's number with its spread over seeds."""
+    if not experiment.logarithmic:
+        return told(results.mean(arm), results.spread(arm))
+    values = results.values(arm)
+    lost = sum(x >= LOST for x in values)
+    if lost:
+        return "lost" if lost == len(values) else f"lost at {lost} of {len(values)} seeds"
+    mean, factor = results.typical(arm), results.factor(arm)
+    return number(mean) if factor is None or math.isnan(mean) else f"{number(mean)} ×÷ {factor:.2g}"
 
 
 def told(mean: float, spread: float | None) -> str:
@@ -113,7 +131,7 @@ def section(experiment: Experiment, folder: Path | str, pictures: Path) -> str:
             [
                 row["arm"],
                 "" if row["paper"] is None else number(row["paper"]),
-                told(row["mean"], row["spread"]),
+                row["told"],
                 str(row["seeds"]),
                 *(number(x) for x in row["others"].values()),
             ]
@@ -128,15 +146,30 @@ def section(experiment: Experiment, folder: Path | str, pictures: Path) -> str:
         )
         taken = f"; some of them made by `{'`, `'.join(others)}` before" if others else ""
         lines.append(f"`{command(experiment, found.scale)}`: {time} of runs on {where}{taken}.\n")
+        lines += larger(experiment, found, folder)
         drawn = pictures / f"{experiment.name.replace('-', '_')}.png"
         if experiment.picture is not None and drawn.exists():
             lines.append(f"![{experiment.place}]({pictures.name}/{drawn.name})\n")
     elif not experiment.missing:
         scale = next((s for s in reversed(SCALES) if s in experiment.scales), "smoke")
         lines.append(f"`{command(experiment, scale)}`\n")
-    if experiment.note:
-        lines.append(experiment.note + "\n")
+    notes = [experiment.note, experiment.scales[found.scale].note if found is not None else ""]
+    if any(notes):
+        lines.append(" ".join(filter(None, notes)) + "\n")
     return "\n".join(lines)
+
+
+def larger(experiment: Experiment, found: Results, folder: Path | str) -> list[str]:
+    """What there is of a larger scale, which is not complete: it may say otherwise."""
+    lines = []
+    for scale in SCALES[SCALES.index(found.scale) + 1 :]:
+        if scale not in experiment.scales:
+            continue
+        more = load(experiment, scale, folder)
+        each = [f"{row['arm']} {row['told']}" for row in rows(experiment, more)]
+        if each:
+            lines.append(f"Of scale {scale} there are so far: {'; '.join(each)}.\n")
+    return lines
 
 
 def findings(everything: dict[str, Experiment], folder: Path | str, pictures: Path) -> list[str]:
@@ -144,10 +177,15 @@ def findings(everything: dict[str, Experiment], folder: Path | str, pictures: Pa
     parts = []
     for name, title in FINDINGS.items():
         experiment = everything.get(name)
-        verdict = None if experiment is None else experiment.verdict(largest(experiment, folder))
-        if experiment is None or verdict is None:
+        found = None if experiment is None else largest(experiment, folder)
+        verdict = None if experiment is None else experiment.verdict(found)
+        if experiment is None or found is None or verdict is None:
             continue
-        text = f"### {title}\n\nThe paper: {experiment.claim} Seen: {verdict.why}.\n"
+        seeds = max(map(len, found.runs.values()))
+        where = f"{seeds} seeds, scale {found.scale}"
+        text = f"### {title}\n\nThe paper: *{experiment.claim}*\n\nSeen ({where}): "
+        text += f"**{worded(experiment, found)}**. {verdict.why[0].upper()}{verdict.why[1:]}.\n"
+        text += "".join(f"\n{line}" for line in larger(experiment, found, folder))
         drawn = pictures / f"{name.replace('-', '_')}.png"
         if drawn.exists():
             text += f"\n![{title}]({pictures.name}/{drawn.name})\n"

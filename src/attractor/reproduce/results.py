@@ -48,6 +48,11 @@ class Results:
         """Whether every arm that the claim is about has at least one run."""
         return all(self.runs.get(arm) for arm in self.arms if arm not in self.extra)
 
+    @property
+    def partly(self) -> bool:
+        """Whether runs that the claim is about are missing."""
+        return any(arm not in self.extra for arm, _ in self.missing())
+
     def missing(self) -> list[tuple[str, int]]:
         """(arm, seed) of the runs that are not there, all arms of a seed before the next seed."""
         return [(a, s) for s in self.seeds for a in self.arms if s not in self.runs.get(a, {})]
@@ -67,6 +72,20 @@ class Results:
         values = self.values(arm, metric)
         known = len(values) > 1 and all(map(math.isfinite, values))
         return statistics.stdev(values) if known else None
+
+    def typical(self, arm: str, metric: str | None = None) -> float:
+        """The geometric mean over seeds, of what differs by factors; NaN without any."""
+        values = self.values(arm, metric)
+        if not values or any(map(math.isnan, values)):
+            return math.nan
+        return 10 ** statistics.fmean(math.log10(max(x, 1e-300)) for x in values)
+
+    def factor(self, arm: str, metric: str | None = None) -> float | None:
+        """What one standard deviation of the logarithm multiplies by; None of fewer than two seeds."""
+        values = self.values(arm, metric)
+        if len(values) < 2 or any(map(math.isnan, values)):
+            return None
+        return 10 ** min(statistics.stdev(math.log10(max(x, 1e-300)) for x in values), 300)
 
     def paired(self, arm: str, other: str, metric: str | None = None) -> list[float]:
         """Differences arm - other, at the seeds that both have."""

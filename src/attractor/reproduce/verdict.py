@@ -42,7 +42,7 @@ def number(x: float) -> str:
     """As short as it can be read."""
     if math.isnan(x):
         return "NaN"
-    if x == round(x) and 1e4 <= abs(x) < 1e9:
+    if 1e4 <= abs(x) < 1e6 or (x == round(x) and 1e4 <= abs(x) < 1e9):
         return f"{x:,.0f}"
     return f"{x:.3g}" if abs(x) < 1e-2 or abs(x) >= 1e4 else f"{x:.4g}"
 

@@ -122,7 +122,8 @@ def classify(config: Config, context: Context) -> Outcome:
 
     The validation set is the data set's own, else a tenth of its training set, the same for all seeds.
     Metrics: accuracy, of the test set after the last epoch, and valid_accuracy, in percent; train_loss,
-    valid_loss, epochs. Curves: train_loss, valid_loss, valid_accuracy.
+    valid_loss, epochs; coefficient_0 ... and beta_0 ... as in `language`. Curves: train_loss,
+    valid_loss, valid_accuracy.
     """
     name = "toy" if config.get("synthetic") else config["data"]
     recipe, tokens = config["recipes"][config["recipe"]], config["tokens"][config["data"]]
@@ -164,9 +165,54 @@ def classify(config: Config, context: Context) -> Outcome:
             "train_loss": last.get("train_loss", math.nan),
             "valid_loss": last.get("valid_loss", math.nan),
             "epochs": float(len(rows)),
+            **_learnt(model),
         },
         "curves": {
             n: [_short(row[n]) for row in rows] for n in ("train_loss", "valid_loss", "valid_accuracy")
+        },
+        "data": hashes,
+    }
+
+
+def lines(config: Config, context: Context) -> Outcome:
+    """A language model of single lines, filled up to one length, with the filling counted as text.
+
+    That is how not to measure a perplexity; what it gives is asked by an experiment.
+
+    Configuration: data, tokenizer, size, model and recipes as in `language`, but
+        length: tokens of a line, times `stretch`; longer ones are cut, shorter ones filled up.
+        recipe: batch, lines of an update, and epochs.
+        limit: [training lines, validation lines] that are used; null: all. Empty ones are not.
+
+    Metrics: perplexity, of all positions, as it is trained for; real, of the lines' own tokens; line,
+    nats of a line; share of real tokens; train_loss, updates.
+    """
+    recipe, tokens = config["recipes"][config["recipe"]], config["length"] * config["stretch"]
+    tokenizer, parts, hashes = _lines(config["data"], config["tokenizer"], tokens + 1, *_places(context))
+    data = {}
+    for (split, (ids, lengths)), limit in zip(parts.items(), config["limit"] or (None, None)):
+        ids, lengths = (x[:limit].to(context.device) for x in (ids, lengths))
+        size = recipe["batch"] if split == "train" else max(1, CHUNK // tokens)
+        data[split] = Texts(ids, lengths, size, shuffled=split == "train")
+    torch.manual_seed(context.seed)
+    options = {**config["size"], **config["model"], "norm": recipe["norm"], "max_tokens": tokens}
+    model = LanguageModel(tokenizer.size, **options).to(context.device)
+    made = _recipe(recipe, recipe["epochs"], context)
+    rows, finite = _train(model, data["train"], data["valid"], made, _filled, context)
+    last = rows[-1] if finite else {}
+    loss, real, share = (last.get(f"valid_{n}", math.nan) for n in ("loss", "real", "share"))
+    return {
+        "metrics": {
+            "perplexity": _exp(loss),
+            "real": _exp(real / share),
+            "line": loss * tokens,
+            "share": share,
+            "train_loss": last.get("train_loss", math.nan),
+            "updates": float(len(data["train"]) * len(rows)),
+        },
+        "curves": {
+            "perplexity": [_short(_exp(row["valid_loss"])) for row in rows],
+            "train_loss": [_short(row["train_loss"]) for row in rows],
         },
         "data": hashes,
     }
@@ -285,6 +331,15 @@ def toy_labelled(split: str, count: int = 240) -> tuple[list[str], list[int]]:
     words = lambda: [draw.choice(("the", "a", "it", "was", "so")) for _ in range(draw.randint(1, 3))]
     texts = [" ".join([*words(), ("bad", "good")[label], *words()]) for label in labels]
     return texts, labels
+
+
+def _filled(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Losses of all positions; those of real tokens, else 0; and which are real."""
+    ids, lengths = batch
+    each = next_token(model, ids.long())
+    places = torch.arange(1, ids.shape[1], device=ids.device)
+    real = (places < lengths[:, None]).flatten().to(each)
+    return {"loss": each, "real": each.detach() * real, "share": real}
 
 
 def _loss(model: Any, states: Tensor, targets: Tensor) -> Tensor:
@@ -418,6 +473,21 @@ def _streams(
         lines = toy_lines(split) if name == "toy" else text.lines(name, split, folder)
         ids[split] = text.stream(lines, made, None if name == "toy" else cache)
     return ids, made.size, {f"{name} {split}": _hash(x) for split, x in ids.items()}
+
+
+@lru_cache(maxsize=4)
+def _lines(
+    name: str, tokenizer: str, tokens: int, folder: Path | None, cache: Path | None
+) -> tuple[Any, dict[str, tuple[Tensor, Tensor]], dict[str, str]]:
+    """The tokenizer, (ids, lengths) of the lines of both splits that are not empty, and hashes."""
+    made, parts = _tokenizer(tokenizer, folder), {}
+    for split in ("train", "valid"):
+        own = toy_lines(split) if name == "toy" else text.lines(name, split, folder)
+        own = [line for line in own if line.strip()]
+        ids, real = text.padded(own, made, tokens, None if name == "toy" else cache)
+        filled = nn.functional.pad(ids, (0, tokens - ids.shape[1]), value=made.padding)
+        parts[split] = filled, real.sum(1)
+    return made, parts, {f"{name} {split}": _hash(*both) for split, both in parts.items()}
 
 
 @lru_cache(maxsize=4)
