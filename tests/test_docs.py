@@ -335,6 +335,11 @@ def papers():
     assert len(own) == 3
     yield f"at {own[0]:,.0f}, so we"
     assert max(own) - min(own) < 1
+    filled = reproduced("pde-padding", "cpu")
+    yield "{:,.0f}, {:,.0f} and {:,.0f} (of bytes)".format(
+        *(filled.mean(a, "line") for a in filled.arms)
+    )
+    yield "perplexities of {:.1f}, {:.1f} and {:.1f}".format(*(filled.mean(a) for a in filled.arms))
     yield "{:.0f}, {:.0f} and {:.0f}".format(
         *(math.log(x) * n for x, n in ((12.65, 256), (3.74, 512), (1.97, 1024)))
     )

@@ -8,6 +8,7 @@ import copy
 import math
 import os
 import sys
+import warnings
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from attractor.core import evolve, get_scheme
-from attractor.ode import HybridSolver, captured, corrections, fused, systems
+from attractor.ode import HybridSolver, captured, corrections, fit, fused, systems
 from attractor.ode.captured import CapturedStep, capture_step
 from attractor.ode.corrections.network import ACTIVATIONS, Network
 from attractor.ode.fused import formulas
@@ -31,20 +32,20 @@ def imported():
     """The modules of kernels; without a GPU for the interpreter, None if it is too late for that."""
     asked = os.environ.get("TRITON_INTERPRET")
     if not fused.TRITON or (not GPU and asked != "1" and {"triton", KERNELS} & sys.modules.keys()):
-        return None, None
+        return None, None, None
     before, fused.INTERPRETED = fused.INTERPRETED, not GPU
     if not GPU:
         os.environ["TRITON_INTERPRET"] = "1"
     try:
-        from attractor.ode.fused import perceptron, steps
+        from attractor.ode.fused import gradients, perceptron, steps
     finally:
         fused.INTERPRETED = before
         if asked is None:
             os.environ.pop("TRITON_INTERPRET", None)
-    return perceptron, steps
+    return perceptron, steps, gradients
 
 
-perceptron, steps = imported()
+perceptron, steps, gradients = imported()
 
 
 @pytest.fixture
@@ -57,6 +58,7 @@ def kernels(monkeypatch):
         monkeypatch.setattr(fused, "INTERPRETED", True)
         monkeypatch.setattr(fused, "EVERYWHERE", True)
         monkeypatch.setattr(perceptron, "PROCESSORS", 2)
+        monkeypatch.setattr(gradients, "PROCESSORS", 2)
 
 
 def made(inputs=4, outputs=4, width=40, activation="rational", dtype=torch.float32, **options):
@@ -177,6 +179,98 @@ def test_gradients_equal_the_module_s(kernels, activation):
         torch.testing.assert_close(found, with_gradients(net, x, net.in_torch), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("inputs", "outputs", "width"), SIZES[:3])
+def test_gradients_of_weights_alone(kernels, monkeypatch, activation, inputs, outputs, width):
+    """As near to float64 as the module's own, with rows cut into parts and units into tiles."""
+    calls = []
+    monkeypatch.setattr(
+        gradients, "apply", lambda *a, apply=gradients.apply: calls.append(1) or apply(*a)
+    )
+    net = made(inputs, outputs, width, activation, skip=width % 2 == 0)
+    for n in (1, 7, 200):
+        x, grad = drawn(n, inputs), drawn(n, outputs)
+
+        def own(run, net=net, grad=grad):
+            net.zero_grad()
+            run.backward(grad.to(run.dtype))
+            return [p.grad.double() for p in net.parameters()]
+
+        found, plain = own(fused.network(net, x)), own(net.in_torch(x))
+        exact = copy.deepcopy(net).double()
+        truth = own(exact.in_torch(x.double()), exact)
+        for ours, theirs, true in zip(found, plain, truth, strict=True):
+            allowed = 3 * (theirs - true).abs().max() + 1e-5 * true.abs().max()
+            assert (ours - true).abs().max() <= allowed, n
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("cut", [(4, 32, 1, 1), (4, 32, 1, 8), (8, 64, 2, 2), (2, 128, 4, 256)])
+def test_every_plan_of_gradients(kernels, monkeypatch, cut):
+    monkeypatch.setattr(gradients, "plan", lambda *_: perceptron.Plan(*cut))
+    net = made(4, 4, 100)
+    x = drawn(50, 4)
+    for run in (net.in_torch, lambda x: fused.network(net, x)):
+        net.zero_grad()
+        run(x).square().sum().backward()
+        found = [p.grad.clone() for p in net.parameters()]
+        if run == net.in_torch:
+            truth = found
+    for ours, theirs in zip(found, truth, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
+
+
+def test_plans_of_gradients_fill_a_gpu(kernels, monkeypatch):
+    monkeypatch.setattr(gradients, "PROCESSORS", 132)
+    for n in (1, 100, 16_384, 10**7):
+        for width in (1, 33, 256, 1024, 4096):
+            _, hidden, warps, parts = gradients.plan(n, width)
+            assert hidden in (32, 64, 128)
+            assert warps == hidden // 32
+            tiles = -(-width // hidden)
+            assert tiles * parts <= max(8 * 132, tiles)
+            assert parts == 1 or n > 32 * parts
+            if n >= 10**7:
+                assert tiles * parts > 4 * 132 or parts == 256
+
+
+def test_training_learns_the_same_by_the_kernel(kernels):
+    torch.manual_seed(0)
+    target = torch.sin(x := drawn(64, 2))
+    losses = []
+    for run in (Network.in_torch, fused.network):
+        torch.manual_seed(1)
+        net = made(2, 2, 32)
+        optimiser = torch.optim.Adam(net.parameters(), lr=1e-2)
+        for _ in range(15):
+            optimiser.zero_grad()
+            loss = (run(net, x) - target).square().mean()
+            loss.backward()
+            optimiser.step()
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+def test_the_paper_s_recipe_by_kernels(kernels, monkeypatch):
+    """Every correction learns what it learns in torch; those whose inputs are learnt stay there."""
+    options = {"dt": 0.1, "horizon": 0.5, "recipe": "paper", "trajectories": 8, "epochs": 6, "width": 32}
+    pendulum = systems.ElasticPendulum()
+    for name in ("attns", "neurvec", "attns_m", "fsnet"):
+        found = []
+        for there in (True, False):
+            monkeypatch.setattr(fused, "TRITON", there)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                solver = fit(pendulum, correction=name, device=DEVICE, **options)
+            found.append([row["loss"] for row in solver.history if "loss" in row])
+        assert found[0] == pytest.approx(found[1], rel=1e-3), name
+        correction = solver.correction
+        x = correction.inputs(*(drawn(3, 4) for _ in range(2)), 0.1)
+        monkeypatch.setattr(fused, "TRITON", True)
+        assert fused.trains(correction.net, x)
+        assert not fused.trains(correction.net, x.requires_grad_())
+
+
 def test_second_derivatives(kernels):
     net = made(3, 3, 16, "tanh")
     x = drawn(4, 3).requires_grad_()
@@ -263,6 +357,12 @@ def test_the_operator_keeps_its_promises(kernels):
     for net in (made(4, 3, 16, skip=True), made(9, 9, 16, "tanh")):
         x = drawn(5, net.body.layers[0].in_features).requires_grad_()
         torch.library.opcheck(perceptron.apply, arguments(net, x))
+        torch.library.opcheck(perceptron.apply, arguments(net, x.detach()))
+        x, first, bias, head, _, _, *learned, name, _ = (
+            a.detach() if isinstance(a, torch.Tensor) else a for a in arguments(net, x)
+        )
+        grad = drawn(5, head.shape[0])
+        torch.library.opcheck(gradients.apply, (x, first, bias, head, *learned, grad, name))
 
 
 def test_compiled_in_one_graph(kernels):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from attractor.core.scheme import Rate
 from attractor.core.tableaus import AnyScheme
+from attractor.ode import fused
 from attractor.ode.corrections import AttNSM
 from attractor.ode.processes import Crew
 from attractor.ode.trajectories import Run
@@ -315,6 +316,7 @@ def train_as_printed(
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, total)
     timed, crew = getattr(model, "timed", False), crew or Crew()
+    learner = _by_kernel(model, pairs)
     history: list[dict[str, Any]] = []
     found = unfinished.load() if unfinished else None
     crew.wait()  # until all have read what is there
@@ -325,7 +327,7 @@ def train_as_printed(
         summed = torch.zeros((), dtype=torch.float64, device=u.device)
         for whole in torch.randperm(len(u), generator=generator).to(u.device).split(batch):
             index = crew.share(whole)
-            added = model(u[index], slope[index], pairs.dt, pairs.t[index] if timed else None)
+            added = learner(u[index], slope[index], pairs.dt, pairs.t[index] if timed else None)
             loss = loss_scale * crew.mean((added - error[index]).square(), len(whole))
             optimiser.zero_grad()
             loss.backward()
@@ -343,6 +345,16 @@ def train_as_printed(
             unfinished.save(epoch + 1, tensors, numbers, last=epoch + 1 == epochs)
         progress(f"epoch {epoch + 1} of {epochs}, loss {mean:.2e}")
     return history
+
+
+def _by_kernel(model: Any, pairs: Pairs) -> nn.Module:
+    """The correction with its network in kernels, where they have its gradients too; else as it is."""
+    net: Any = getattr(model, "net", None)
+    if not hasattr(net, "body"):
+        return model
+    row = pairs.rows(torch.zeros(1, dtype=torch.long, device=pairs.u.device))
+    x = model.inputs(row.u.float(), row.slope.float(), pairs.dt, row.t)
+    return fused.fuse(model) if fused.trains(net, x) else model
 
 
 def _put_down(

@@ -74,6 +74,14 @@ def pays(net: Any, x: Tensor) -> bool:
     return few and max(inputs, outputs) <= QUICK
 
 
+def trains(net: Any, x: Tensor) -> bool:
+    """Whether a `Network` should be trained by kernels, by itself: where they have its gradients too,
+    which are those of the weights alone, for few inputs and outputs."""
+    if not (x.is_cuda or EVERYWHERE) or x.requires_grad or not usable(net, x):
+        return False
+    return net.body.layers[0].in_features + net.head.out_features <= FEW
+
+
 def network(net: Any, x: Tensor, precision: str | None = None) -> Tensor:
     """Q of x ``[*batch, inputs]``: what ``net(x)`` is, by a kernel wherever it can be.
 

@@ -8,7 +8,8 @@ them, every product is a multiply-add, and the sums stay apart until the end. `_
 of them, and for the matrix units. Neither mixes rows: a state that is not finite stays alone. Sums are
 always taken in the same order.
 
-Backward computes the hidden layer again, in torch.
+Backward computes the hidden layer again: by a kernel (see `gradients`) for few inputs and outputs, if
+only weights have gradients, as in training; else in torch.
 """
 
 import math
@@ -319,6 +320,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     saved: list[Any] = [None if p is None else p.float() for p in ctx.saved_tensors]
     x, first, first_bias, head, around, top, bottom = saved
     kept, grad = grad.dtype, grad.float()
+    few = x.shape[1] + head.shape[0] <= FEW
+    if few and not ctx.needs_input_grad[0] and not torch.is_grad_enabled():
+        return _of_weights(ctx, saved, grad, kept)
     z = x @ first.mT + first_bias
     a, change, of_top, of_bottom = derivatives(ctx.activation, z, top, bottom)
     of_a = grad @ head
@@ -333,6 +337,22 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         if top is not None:
             found[6] = torch.stack([(of_a * p).sum() for p in of_top])
             found[7] = torch.stack([(of_a * p).sum() for p in of_bottom])
+    return *(p.to(kept) if p is not None and n else None for p, n in zip(found, needed)), None, None
+
+
+def _of_weights(ctx: Any, saved: list[Any], grad: Tensor, kept: torch.dtype) -> tuple[Any, ...]:
+    """The same, of weights alone, by a kernel."""
+    from attractor.ode.fused import gradients
+
+    x, first, first_bias, head, around, top, bottom = saved
+    sums, loose = gradients.apply(x, first, first_bias, head, top, bottom, grad, ctx.activation)
+    inputs = x.shape[1]
+    found = [
+        None, sums[:inputs].mT, sums[inputs], sums[inputs + 1 :], grad.sum(0),
+        None if around is None else grad.mT @ x,
+        *((None, None) if top is None else (loose[:4], loose[4:])),
+    ]  # fmt: skip
+    needed = ctx.needs_input_grad[:8]
     return *(p.to(kept) if p is not None and n else None for p, n in zip(found, needed)), None, None
 
 

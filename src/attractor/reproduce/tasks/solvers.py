@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from attractor.core import Trajectory, evolve, get_scheme
-from attractor.ode import HybridSolver, fit, systems
+from attractor.ode import HybridSolver, fit, fused, systems
 from attractor.ode.corrections import AttNSM, get_correction
 from attractor.ode.regression import Pairs, one_step
 from attractor.ode.theory import second_derivative
@@ -226,7 +226,8 @@ def train_as_printed(
     """The paper's Algorithm 1 by the library's loop: Adam at 1e-3, a cosine to 0, batches of 16,384.
 
     What `attractor.fit` does with recipe "paper", but for an incomplete last batch, which is left out:
-    all steps are alike, so a GPU takes each as one graph, compiled if ``config["compile"]``.
+    all steps are alike, so a GPU takes each as one graph, with the network in kernels where there are
+    some for its gradients, else compiled if ``config["compile"]``.
 
     Returns:
         The correction, and its losses, epoch by epoch; if ``config["watch"]``, with "q", "away" and
@@ -259,7 +260,9 @@ def train_as_printed(
                 q = model.net.in_torch(few).double()
             seen.append(tuple(x.item() for x in (q.mean(), (q - 1).abs().mean(), q.std())))
 
-    plain = hasattr(model.net, "body") and hasattr(model.net.body, "activations")
+    by_kernel = hasattr(model.net, "body") and fused.trains(model.net, _seen(model, pairs))
+    learner: Any = fused.fuse(model) if by_kernel else model
+    plain = not by_kernel and hasattr(model.net, "body") and hasattr(model.net.body, "activations")
     recipe = Recipe(
         epochs=epochs, learning_rate=1e-3, warmup=0.0, optimiser="adamw", weight_decay=0.0,
         precision="fp32", channels_last=False, seed=context.seed,
@@ -267,7 +270,7 @@ def train_as_printed(
     )  # fmt: skip
     look(None)
     history = train(
-        model, batches, None, recipe, loss=loss, device=context.device, tell=look,
+        learner, batches, None, recipe, loss=loss, device=context.device, tell=look,
         blocks=lambda correction: [model.net.body],
     )  # fmt: skip
     model.requires_grad_(False)
@@ -281,6 +284,11 @@ def train_as_printed(
         curves |= {"q": thinned(q), "away": thinned(away), "spread": thinned(spread)}
         metrics |= {"q": q[-1], "away": away[-1], "spread": spread[-1]}
     return model, {"metrics": metrics, "curves": curves}
+
+
+def _seen(model: Any, pairs: Pairs) -> Tensor:
+    """A row of what its network sees, in float32."""
+    return model.inputs(pairs.u[:1].float(), pairs.slope[:1].float(), pairs.dt)
 
 
 def _unknown(updates: float) -> Outcome:
