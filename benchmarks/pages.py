@@ -13,7 +13,7 @@ from typing import Any
 from attractor.core.files import write_text
 from attractor.reproduce import Results, find
 from attractor.reproduce import results as kept
-from attractor.reproduce.page import told
+from attractor.reproduce.page import anchor, told
 from experiments import gates as study
 
 ROOT = Path(__file__).parents[1]
@@ -467,6 +467,24 @@ def repeats() -> str:
         "`torch.use_deterministic_algorithms(True)`.\n\n"
     )
     return command("repeats") + text + table(["", "by default", "deterministic"], rows)
+
+
+def again() -> str:
+    """What a clean clone gives."""
+    found = load("again")
+    names = {"x86_64": "x86-64", "aarch64": "ARM"}
+    rows = [
+        [
+            f"[{r['experiment']}](results.md#{anchor(find(r['experiment']))})", str(r["runs"]),
+            f"{r['equal']:,} of {r['numbers']:,}",
+            "" if not r["largest"] else f"{r['largest']:.0e} ({r['of']})",
+            "; ".join(f"{names.get(a, a)}, now {names.get(b, b)}" for a, b in r["devices"]),
+        ]
+        for r in found["rows"]
+    ]  # fmt: skip
+    each = " ".join(r["experiment"] for r in found["rows"])
+    head = ["", "runs", "numbers equal to the last digit", "largest difference, as a part", "made on"]
+    return f"`python -m benchmarks.again {each} --data FOLDER`\n\n" + table(head, rows)
 
 
 def probing() -> str:

@@ -189,7 +189,7 @@ def findings(everything: dict[str, Experiment], folder: Path | str, pictures: Pa
         drawn = pictures / f"{name.replace('-', '_')}.png"
         if drawn.exists():
             text += f"\n![{title}]({pictures.name}/{drawn.name})\n"
-        parts.append(f"{text}\nNumbers: [{name}](#{_anchor(experiment)}).\n")
+        parts.append(f"{text}\nNumbers: [{name}](#{anchor(experiment)}).\n")
     return ["## Three findings\n", *parts] if parts else []
 
 
@@ -200,7 +200,7 @@ def page(folder: Path | str, pictures: Path) -> str:
     body = []
     for e in everything.values():
         word = worded(e, largest(e, folder))
-        body.append([f"[{e.name}](#{_anchor(e)})", e.claim, word, state(e, folder)])
+        body.append([f"[{e.name}](#{anchor(e)})", e.claim, word, state(e, folder)])
     parts = [HEAD, *findings(everything, folder, pictures), "## Everything\n"]
     parts.append(_table(head, body, numbers=False))
     for paper, title in PAPERS.items():
@@ -224,7 +224,8 @@ def write_page(path: Path | str, folder: Path | str, draw: bool = True) -> list[
     return [*made, write_text(path, page(folder, pictures))]
 
 
-def _anchor(experiment: Experiment) -> str:
+def anchor(experiment: Experiment) -> str:
+    """Where it is on the page."""
     kept = [c for c in f"{experiment.name}: {experiment.place}".lower() if c.isalnum() or c in " -_"]
     return "".join(kept).replace(" ", "-")
 
