@@ -98,6 +98,7 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available() or not fused.TRITON:
         raise SystemExit("this needs a CUDA device and Triton")
+    fused.GRADIENTS = True
     if args.plans:
         print(*plans(1024, 16_384)[:8], sep="\n")
         return

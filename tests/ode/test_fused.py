@@ -53,6 +53,7 @@ def kernels(monkeypatch):
     """Kernels in use, and few processors, so that small batches meet every plan."""
     if perceptron is None:
         pytest.skip("needs Triton, and its interpreter to be asked for before the first import")
+    monkeypatch.setattr(fused, "GRADIENTS", True)
     if not GPU:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         monkeypatch.setattr(fused, "INTERPRETED", True)
@@ -286,7 +287,7 @@ def test_derivatives_of_activations(kernels, activation):
     module = ACTIVATIONS[activation](dtype=torch.float64)
     z = torch.linspace(-3, 3, 41, dtype=torch.float64).requires_grad_()
     parts = list(module.parameters())
-    a, change, *of_parts = perceptron.derivatives(activation, z, *parts)
+    a, change, *of_parts = gradients.derivatives(activation, z, *parts)
     torch.testing.assert_close(a, module(z))
     torch.testing.assert_close(change, torch.autograd.grad(module(z).sum(), z)[0])
     for part, of in zip(parts, of_parts):

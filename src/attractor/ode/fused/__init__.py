@@ -1,9 +1,10 @@
 """The network of a correction in one Triton kernel: its hidden layer never leaves the chip.
 
 Networks use it by themselves where it `pays`. Never required: without Triton, on another device or for
-another kind of network torch runs, bit for bit as ever. `perceptron` has the kernels, `steps` takes
-whole steps with them; both need Triton to be imported, so ask `usable` first. With
-``TRITON_INTERPRET=1`` in the environment before the first import they run on a CPU, slowly, for tests.
+another kind of network torch runs, bit for bit as ever. `perceptron` has the kernels, `gradients` their
+gradients, `steps` takes whole steps with them; all need Triton to be imported, so ask `usable` first.
+With ``TRITON_INTERPRET=1`` in the environment before the first import they run on a CPU, slowly, for
+tests.
 
 >>> import torch
 >>> from attractor.ode import corrections
@@ -24,6 +25,9 @@ from torch import Tensor, nn
 TRITON = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
+GRADIENTS = (
+    False  # whether a kernel adds up those of weights; torch does, until that is measured on a GPU
+)
 EVERYWHERE = False  # whether networks also choose the interpreter by themselves; for tests
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 LARGEST = 128  # inputs or outputs: a row of both is held whole
@@ -77,7 +81,7 @@ def pays(net: Any, x: Tensor) -> bool:
 def trains(net: Any, x: Tensor) -> bool:
     """Whether a `Network` should be trained by kernels, by itself: where they have its gradients too,
     which are those of the weights alone, for few inputs and outputs."""
-    if not (x.is_cuda or EVERYWHERE) or x.requires_grad or not usable(net, x):
+    if not GRADIENTS or not (x.is_cuda or EVERYWHERE) or x.requires_grad or not usable(net, x):
         return False
     return net.body.layers[0].in_features + net.head.out_features <= FEW
 
@@ -100,11 +104,11 @@ def network(net: Any, x: Tensor, precision: str | None = None) -> Tensor:
 
 def kernel(net: Any, x: Tensor, precision: str | None = None) -> Tensor:
     """`network` where it is known to be `usable`."""
-    from attractor.ode.fused import perceptron
+    from attractor.ode.fused import gradients
 
     layer, activation, head = net.body.layers[0], net.body.activations[0], net.head
     learned = (activation.top, activation.bottom) if hasattr(activation, "top") else (None, None)
-    out = perceptron.apply(
+    out = gradients.differentiable(
         x.reshape(-1, x.shape[-1]), layer.weight, layer.bias, head.weight, head.bias,
         None if net.around is None else net.around.weight, *learned, net.config["activation"],
         precision or "tf32x3",

@@ -8,11 +8,9 @@ them, every product is a multiply-add, and the sums stay apart until the end. `_
 of them, and for the matrix units. Neither mixes rows: a state that is not finite stays alone. Sums are
 always taken in the same order.
 
-Backward computes the hidden layer again: by a kernel (see `gradients`) for few inputs and outputs, if
-only weights have gradients, as in training; else in torch.
+Gradients are in `gradients`.
 """
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -308,80 +306,3 @@ def _like(x: Tensor, first: Tensor, first_bias: Tensor, head: Tensor, *_: Any) -
 
 
 apply.register_fake(_like)
-
-
-def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, first, first_bias, head, _, around, top, bottom, ctx.activation, _ = inputs
-    ctx.save_for_backward(x, first, first_bias, head, around, top, bottom)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Gradients of x and all weights, in float32, from the hidden layer computed again."""
-    saved: list[Any] = [None if p is None else p.float() for p in ctx.saved_tensors]
-    x, first, first_bias, head, around, top, bottom = saved
-    kept, grad = grad.dtype, grad.float()
-    few = x.shape[1] + head.shape[0] <= FEW
-    if few and not ctx.needs_input_grad[0] and not torch.is_grad_enabled():
-        return _of_weights(ctx, saved, grad, kept)
-    z = x @ first.mT + first_bias
-    a, change, of_top, of_bottom = derivatives(ctx.activation, z, top, bottom)
-    of_a = grad @ head
-    of_z = of_a * change
-    needed = ctx.needs_input_grad[:8]
-    found: list[Any] = [None] * 8
-    if needed[0]:
-        found[0] = of_z @ first if around is None else of_z @ first + grad @ around
-    if any(needed[1:]):  # all weights, as a rule
-        found[1:5] = of_z.mT @ x, of_z.sum(0), grad.mT @ a, grad.sum(0)
-        found[5] = None if around is None else grad.mT @ x
-        if top is not None:
-            found[6] = torch.stack([(of_a * p).sum() for p in of_top])
-            found[7] = torch.stack([(of_a * p).sum() for p in of_bottom])
-    return *(p.to(kept) if p is not None and n else None for p, n in zip(found, needed)), None, None
-
-
-def _of_weights(ctx: Any, saved: list[Any], grad: Tensor, kept: torch.dtype) -> tuple[Any, ...]:
-    """The same, of weights alone, by a kernel."""
-    from attractor.ode.fused import gradients
-
-    x, first, first_bias, head, around, top, bottom = saved
-    sums, loose = gradients.apply(x, first, first_bias, head, top, bottom, grad, ctx.activation)
-    inputs = x.shape[1]
-    found = [
-        None, sums[:inputs].mT, sums[inputs], sums[inputs + 1 :], grad.sum(0),
-        None if around is None else grad.mT @ x,
-        *((None, None) if top is None else (loose[:4], loose[4:])),
-    ]  # fmt: skip
-    needed = ctx.needs_input_grad[:8]
-    return *(p.to(kept) if p is not None and n else None for p, n in zip(found, needed)), None, None
-
-
-apply.register_autograd(_backward, setup_context=_context)
-
-
-def derivatives(
-    activation: str, z: Tensor, top: Tensor | None = None, bottom: Tensor | None = None
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The activation of z, its derivative, and those by the coefficients of a rational one."""
-    if activation == "rational":
-        assert top is not None
-        assert bottom is not None
-        inner = z * (bottom[0] + z * bottom[1])
-        under, sign = 1 + inner.abs(), inner.sign()
-        a = (top[0] + z * (top[1] + z * (top[2] + z * top[3]))) / under
-        slope = top[1] + z * (2 * top[2] + z * 3 * top[3])
-        change = (slope - a * sign * (bottom[0] + 2 * z * bottom[1])) / under
-        down, z2 = -a * sign / under, z * z
-        return a, change, (1 / under, z / under, z2 / under, z2 * z / under), (down * z, down * z2)
-    if activation == "sine":
-        return z.sin(), z.cos(), (), ()
-    if activation == "tanh":
-        a = z.tanh()
-        return a, 1 - a * a, (), ()
-    if activation == "relu":
-        return z.relu(), (z > 0).to(z.dtype), (), ()
-    if activation == "gelu":
-        share = 0.5 * (1 + torch.erf(z * math.sqrt(0.5)))
-        return z * share, share + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi), (), ()
-    share = z.sigmoid()
-    return z * share, share * (1 + z * (1 - share)), (), ()
