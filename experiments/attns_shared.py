@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from attractor.reproduce import DIRECTION, FAILS, HOLDS, UNTESTED, Results, Verdict
+from attractor.reproduce.tasks.solvers import CEILING
 from attractor.reproduce.verdict import error_of, number
 
 SOLVE = "attractor.reproduce.tasks.solvers:solve"
@@ -21,7 +22,6 @@ RECIPES = ("paper", "default")
 SEEDS = (0, 1, 2)
 LEVEL = 0.01  # powers of ten: errors that differ by less, 2 %, are level
 FULL = 500  # epochs of the paper's recipe
-LOST = 1e40  # the error of what was lost
 UNPRINTED = (
     "The paper prints no optimiser, batch size or number of epochs; Adam at 1e-3 with a cosine, "
     "batches of 16,384 and 500 epochs are taken for its recipe."
@@ -73,7 +73,7 @@ def typical(results: Results, arm: str, metric: str = "mse") -> float:
 def logs(results: Results, arm: str, metric: str = "mse") -> dict[int, float]:
     """Powers of ten, by seed."""
     runs = results.runs.get(arm, {})
-    value = lambda run: LOST if run["metrics"][metric] is None else run["metrics"][metric]
+    value = lambda run: CEILING if run["metrics"][metric] is None else run["metrics"][metric]
     return {s: math.log10(max(value(run), 1e-300)) for s, run in runs.items()}
 
 

@@ -316,7 +316,7 @@ def train_as_printed(
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, total)
     timed, crew = getattr(model, "timed", False), crew or Crew()
-    learner = _by_kernel(model, pairs)
+    learner = fused.learner(model, u[:1], slope[:1], pairs.dt, pairs.t[:1] if timed else None)
     history: list[dict[str, Any]] = []
     found = unfinished.load() if unfinished else None
     crew.wait()  # until all have read what is there
@@ -345,16 +345,6 @@ def train_as_printed(
             unfinished.save(epoch + 1, tensors, numbers, last=epoch + 1 == epochs)
         progress(f"epoch {epoch + 1} of {epochs}, loss {mean:.2e}")
     return history
-
-
-def _by_kernel(model: Any, pairs: Pairs) -> nn.Module:
-    """The correction with its network in kernels, where they have its gradients too; else as it is."""
-    net: Any = getattr(model, "net", None)
-    if not hasattr(net, "body"):
-        return model
-    row = pairs.rows(torch.zeros(1, dtype=torch.long, device=pairs.u.device))
-    x = model.inputs(row.u.float(), row.slope.float(), pairs.dt, row.t)
-    return fused.fuse(model) if fused.trains(net, x) else model
 
 
 def _put_down(

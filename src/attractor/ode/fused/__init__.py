@@ -25,9 +25,8 @@ from torch import Tensor, nn
 TRITON = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
-GRADIENTS = (
-    False  # whether a kernel adds up those of weights; torch does, until that is measured on a GPU
-)
+# Whether a kernel adds up the gradients of weights; torch does, until that is measured on a GPU.
+GRADIENTS = False
 EVERYWHERE = False  # whether networks also choose the interpreter by themselves; for tests
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 LARGEST = 128  # inputs or outputs: a row of both is held whole
@@ -84,6 +83,18 @@ def trains(net: Any, x: Tensor) -> bool:
     if not GRADIENTS or not (x.is_cuda or EVERYWHERE) or x.requires_grad or not usable(net, x):
         return False
     return net.body.layers[0].in_features + net.head.out_features <= FEW
+
+
+def learner(correction: Any, u: Tensor, slope: Tensor, dt: float, t: Tensor | None = None) -> Any:
+    """A correction as it should be trained: its network in kernels where one `trains`, else as it is.
+
+    Args:
+        u, slope, dt, t: what it will be called with; a row is enough.
+    """
+    net: Any = getattr(correction, "net", None)
+    if not hasattr(net, "body"):
+        return correction
+    return fuse(correction) if trains(net, correction.inputs(u, slope, dt, t)) else correction
 
 
 def network(net: Any, x: Tensor, precision: str | None = None) -> Tensor:

@@ -38,8 +38,9 @@ def plan(n: int, width: int) -> Plan:
     """Rows and units of a tile, warps, and into how many parts rows are cut; n is only compared."""
     hidden = min(128, max(32, triton.next_power_of_2(width)))
     tiles = -(-width // hidden)
-    most = max([p for p in (*POWERS, 128, 256) if tiles * p <= 8 * PROCESSORS], default=1)
-    parts = next((p for p in (*POWERS, 128, 256) if p >= most or n <= 64 * p), most)
+    powers = (*POWERS, 128, 256)
+    most = max((p for p in powers if tiles * p <= 8 * PROCESSORS), default=1)
+    parts = next(p for p in powers if p >= most or n <= 64 * p)
     return Plan(4, hidden, hidden // 32, parts)
 
 

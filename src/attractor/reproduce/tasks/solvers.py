@@ -260,9 +260,8 @@ def train_as_printed(
                 q = model.net.in_torch(few).double()
             seen.append(tuple(x.item() for x in (q.mean(), (q - 1).abs().mean(), q.std())))
 
-    by_kernel = hasattr(model.net, "body") and fused.trains(model.net, _seen(model, pairs))
-    learner: Any = fused.fuse(model) if by_kernel else model
-    plain = not by_kernel and hasattr(model.net, "body") and hasattr(model.net.body, "activations")
+    learner = fused.learner(model, u[:1], slope[:1], dt)
+    plain = learner is model and hasattr(model.net, "body") and hasattr(model.net.body, "activations")
     recipe = Recipe(
         epochs=epochs, learning_rate=1e-3, warmup=0.0, optimiser="adamw", weight_decay=0.0,
         precision="fp32", channels_last=False, seed=context.seed,
@@ -284,11 +283,6 @@ def train_as_printed(
         curves |= {"q": thinned(q), "away": thinned(away), "spread": thinned(spread)}
         metrics |= {"q": q[-1], "away": away[-1], "spread": spread[-1]}
     return model, {"metrics": metrics, "curves": curves}
-
-
-def _seen(model: Any, pairs: Pairs) -> Tensor:
-    """A row of what its network sees, in float32."""
-    return model.inputs(pairs.u[:1].float(), pairs.slope[:1].float(), pairs.dt)
 
 
 def _unknown(updates: float) -> Outcome:
