@@ -78,12 +78,14 @@ def plans(width: int, batch: int) -> list[dict[str, Any]]:
     from attractor.ode.fused.perceptron import Plan
 
     own, found = gradients.plan, []
-    for rows, hidden, parts in itertools.product((2, 4, 8), (32, 64, 128, 256), (16, 32, 64, 128, 256)):
-        way = Plan(rows, hidden, hidden // 32, parts)
+    for rows, units, warps, parts in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4), (64, 128, 256)):
+        if rows * units not in (2, 4):
+            continue
+        way = Plan(rows, 32 * units * warps, warps, parts)
         gradients.plan = lambda *_, way=way: way
         calls, _ = contenders(width, batch)
         clock = measure({"kernels": calls["kernels"]}, "cuda", rounds=5, graphs=True)
-        cut = {"rows": rows, "hidden": hidden, "parts": parts}
+        cut = {"rows": rows, "hidden": way.hidden, "warps": warps, "parts": parts}
         found.append({**cut, "microseconds": 1e3 * clock.median("kernels")})
         print(found[-1], flush=True)
     gradients.plan = own
@@ -98,7 +100,6 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available() or not fused.TRITON:
         raise SystemExit("this needs a CUDA device and Triton")
-    fused.GRADIENTS = True
     if args.plans:
         print(*plans(1024, 16_384)[:8], sep="\n")
         return

@@ -308,6 +308,24 @@ def hybrid_gpu() -> str:
     return text + table(head, cells)
 
 
+def gradients() -> str:
+    """What an update of a correction's weights costs, but for Adam."""
+    found = load("gradients")
+    cells = [
+        [f"{r['width']:,}", f"{r['batch']:,}",
+         *(f"{r['microseconds'][who]:.0f}" for who in ("kernels", "compiled", "torch")),
+         f"{r['over compiled']:.1f}"]
+        for r in found["rows"]
+    ]  # fmt: skip
+    text = (
+        command("gradients")
+        + f"Microseconds on an {found['device']}, all as graphs: Q of random states of four components, the mean "
+        "square error, and the gradients of all weights, in float32; kernels, torch compiled, and as it is.\n\n"
+    )
+    head = ["width", "states", "kernels", "torch, compiled", "torch", "compiled over kernels"]
+    return text + table(head, cells)
+
+
 def verdict_gpu() -> str:
     """Whether a hybrid step pays on a GPU, beside plain steps in one kernel and diffrax."""
     found = load("hybrid_gpu")["results"]

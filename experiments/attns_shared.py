@@ -50,9 +50,10 @@ def arms(
     recipes: Sequence[str] = RECIPES,
     **common: Any,
 ) -> dict[str, dict[str, Any]]:
-    """An arm for every system, kind and recipe."""
+    """An arm for every system, kind and recipe; the default one has no epochs."""
+    rest = {r: {"epochs": None} if r == "default" else {} for r in recipes}
     return {
-        name(s, what, r): {"system": s, "recipe": r, **common, **kind}
+        name(s, what, r): {"system": s, "recipe": r, **rest[r], **common, **kind}
         for r in recipes
         for s in systems
         for what, kind in kinds.items()

@@ -71,7 +71,10 @@ class CapturedStep:
         self._fixed = (solver.rate, solver.scheme, correction, solver.dt)
         start = components_first(u.detach()).clone(), _time(t, u)
         solver.scheme.check_rate(solver.rate, start[1].to(u.dtype), start[0])
-        self._whole: Any = _whole_steps(solver, *start) if self.compile and precision is None else None
+        net = getattr(correction, "net", None)
+        self._whole: Any = None
+        if self.compile and precision is None and hasattr(net, "in_torch") and fused.usable(net, u):
+            self._whole = whole_steps(*self._fixed, *start)
         torchs = self.compile and self._whole is None
         self._length = self._compiled_length(*start) if torchs else steps
         self._captured: Captured | None = None
@@ -153,22 +156,35 @@ def _steps(
     for i in range(steps):
         now = (t + i * dt if i else t).to(u.dtype)
         slope = scheme.slope(f, now, u, dt)
-        u = u + dt * slope + call_correction(correction, u, slope, dt, now)
+        plain = u + dt * slope
+        u = plain if correction is None else plain + call_correction(correction, u, slope, dt, now)
     return u
 
 
 @torch.no_grad()
-def _whole_steps(solver: Any, u: Tensor, t: Tensor) -> Any:
-    """One kernel for steps of u, if there can be one and it does what torch does; else None."""
-    net: Any = getattr(solver.correction, "net", None)
-    if not hasattr(net, "in_torch") or not fused.usable(net, u):
-        return None
+def whole_steps(
+    rate: Rate,
+    scheme: AnyScheme,
+    correction: Any,
+    dt: float,
+    u: Tensor,
+    t: Tensor,
+    tolerance: tuple[float, float] = (1e-3, 1e-5),
+) -> Any:
+    """One kernel for steps of u (see `fused.steps`), if there can be one and it does what torch does.
+
+    Args:
+        correction: with a network that `fused.usable` accepts, or None for plain steps.
+        tolerance: how far a step may be from torch's: parts of what it moves, and of u.
+
+    Returns:
+        A `WholeSteps`; None if the rate is more than a formula.
+    """
     from attractor.ode.fused.formulas import CannotWriteError
     from attractor.ode.fused.steps import WholeSteps
 
-    fixed = solver.rate, solver.scheme, solver.correction, solver.dt
     try:
-        whole = WholeSteps(*fixed, u)
+        whole = WholeSteps(rate, scheme, correction, dt, u)
         ours = components_first(u).clone()
         whole(ours, t.clone(), 1)
     except CannotWriteError:
@@ -177,9 +193,10 @@ def _whole_steps(solver: Any, u: Tensor, t: Tensor) -> Any:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(f"no kernel for whole steps, going on without ({reason})", stacklevel=4)
         return None
-    theirs = _steps(*fixed, 1, u, t)
+    theirs = _steps(rate, scheme, correction, dt, 1, u, t)
     off, moved = (x[torch.isfinite(x)] for x in (ours - theirs, theirs - u))
-    allowed = 1e-3 * moved.abs().max() + 1e-5 * u[torch.isfinite(u)].abs().max() if len(moved) else 0.0
+    sizes = [x.abs().max() for x in (moved, u[torch.isfinite(u)])] if len(moved) else []
+    allowed = sum(part * size for part, size in zip(tolerance, sizes))
     if len(off) < len(moved) or bool((off.abs() > allowed).any()):
         warnings.warn("a kernel for whole steps does not do what the rate does: left out", stacklevel=4)
         return None

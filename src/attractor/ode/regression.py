@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from attractor.core.scheme import Rate
 from attractor.core.tableaus import AnyScheme
-from attractor.ode import fused
 from attractor.ode.corrections import AttNSM
 from attractor.ode.processes import Crew
 from attractor.ode.trajectories import Run
@@ -316,7 +315,6 @@ def train_as_printed(
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, total)
     timed, crew = getattr(model, "timed", False), crew or Crew()
-    learner = fused.learner(model, u[:1], slope[:1], pairs.dt, pairs.t[:1] if timed else None)
     history: list[dict[str, Any]] = []
     found = unfinished.load() if unfinished else None
     crew.wait()  # until all have read what is there
@@ -327,7 +325,7 @@ def train_as_printed(
         summed = torch.zeros((), dtype=torch.float64, device=u.device)
         for whole in torch.randperm(len(u), generator=generator).to(u.device).split(batch):
             index = crew.share(whole)
-            added = learner(u[index], slope[index], pairs.dt, pairs.t[index] if timed else None)
+            added = model(u[index], slope[index], pairs.dt, pairs.t[index] if timed else None)
             loss = loss_scale * crew.mean((added - error[index]).square(), len(whole))
             optimiser.zero_grad()
             loss.backward()

@@ -25,8 +25,6 @@ from torch import Tensor, nn
 TRITON = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
-# Whether a kernel adds up the gradients of weights; torch does, until that is measured on a GPU.
-GRADIENTS = False
 EVERYWHERE = False  # whether networks also choose the interpreter by themselves; for tests
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 LARGEST = 128  # inputs or outputs: a row of both is held whole
@@ -35,16 +33,19 @@ FEW = 16  # inputs and outputs together, up to which multiply-adds are as quick 
 MANY = 2_000  # states from which compilers multiply larger matrices as quickly
 
 
+def at_hand(x: Tensor) -> bool:
+    """Whether kernels run where x is."""
+    gpu = x.device.type == "cuda" and torch.version.hip is None
+    return TRITON and (gpu or (INTERPRETED and x.device.type == "cpu"))
+
+
 def usable(net: Any, x: Tensor) -> bool:
     """Whether a kernel computes this `Network` for an x like that.
 
     It must be a perceptron of one hidden layer, in float32, or in float64 if the network says that it
     may be computed in float32; on a GPU, without autocast, not inside a transform of `torch.func`.
     """
-    gpu = x.device.type == "cuda" and torch.version.hip is None
-    if not TRITON or not (gpu or (INTERPRETED and x.device.type == "cpu")):
-        return False
-    if len(getattr(net.body, "activations", ())) != 1:
+    if not at_hand(x) or len(getattr(net.body, "activations", ())) != 1:
         return False
     first, head = net.body.layers[0], net.head
     return (
@@ -60,41 +61,21 @@ def usable(net: Any, x: Tensor) -> bool:
 def pays(net: Any, x: Tensor) -> bool:
     """Whether a `Network` should be computed by a kernel for this x, by itself.
 
-    Wherever one is `usable`, except where gradients are wanted (torch keeps what it needs for them), in
-    exported programs, for more than `QUICK` inputs or outputs, and in compiled code for `MANY` states of
-    more than `FEW` of both.
+    Wherever one is `usable`, except in exported programs, for more than `QUICK` inputs or outputs, and
+    in compiled code for `MANY` states of more than `FEW` of both. Where gradients are wanted, only for
+    up to `FEW` of both, and if x has none: those of weights have a kernel, too.
     """
     if not (x.is_cuda or EVERYWHERE) or not usable(net, x):
         return False
     if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return False
-    if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in net.parameters())):
-        return False
     inputs, outputs = net.body.layers[0].in_features, net.head.out_features
+    if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in net.parameters())):
+        return inputs + outputs <= FEW and not x.requires_grad
     if inputs + outputs <= FEW:
         return True
     few = not torch.compiler.is_compiling() or x.numel() // x.shape[-1] <= MANY
     return few and max(inputs, outputs) <= QUICK
-
-
-def trains(net: Any, x: Tensor) -> bool:
-    """Whether a `Network` should be trained by kernels, by itself: where they have its gradients too,
-    which are those of the weights alone, for few inputs and outputs."""
-    if not GRADIENTS or not (x.is_cuda or EVERYWHERE) or x.requires_grad or not usable(net, x):
-        return False
-    return net.body.layers[0].in_features + net.head.out_features <= FEW
-
-
-def learner(correction: Any, u: Tensor, slope: Tensor, dt: float, t: Tensor | None = None) -> Any:
-    """A correction as it should be trained: its network in kernels where one `trains`, else as it is.
-
-    Args:
-        u, slope, dt, t: what it will be called with; a row is enough.
-    """
-    net: Any = getattr(correction, "net", None)
-    if not hasattr(net, "body"):
-        return correction
-    return fuse(correction) if trains(net, correction.inputs(u, slope, dt, t)) else correction
 
 
 def network(net: Any, x: Tensor, precision: str | None = None) -> Tensor:

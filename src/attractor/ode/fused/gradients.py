@@ -1,8 +1,8 @@
 # ruff: noqa: RET505, RUF005 (Triton needs the else, and unpacks nothing)
 """Gradients of a perceptron of one hidden layer, which is computed again for them.
 
-In torch; or, if that is asked for, inputs and outputs are few, and only weights have gradients, as in
-training, by a kernel. A program of it has some hidden units and goes through a part of the rows: it
+In torch; or, if inputs and outputs are few and only weights have gradients, as in training, by a
+kernel. A program of it has some hidden units and goes through a part of the rows: it
 computes its units again, and adds up what each row contributes to their weights, in registers, a row of
 sums for each row that threads hold. In the end these are added, and the parts by torch, always in the
 same order. Nothing of the size of the hidden layer is ever written.
@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from attractor.ode import fused
 from attractor.ode.fused import FEW, perceptron
 from attractor.ode.fused.perceptron import (
     POWERS,
@@ -36,12 +35,12 @@ COEFFICIENTS = 6  # of a rational activation: four above, two below
 
 def plan(n: int, width: int) -> Plan:
     """Rows and units of a tile, warps, and into how many parts rows are cut; n is only compared."""
-    hidden = min(128, max(32, triton.next_power_of_2(width)))
+    hidden = min(64, max(32, triton.next_power_of_2(width)))
     tiles = -(-width // hidden)
     powers = (*POWERS, 128, 256)
-    most = max((p for p in powers if tiles * p <= 8 * PROCESSORS), default=1)
+    most = max((p for p in powers if tiles * p <= 16 * PROCESSORS), default=1)
     parts = next(p for p in powers if p >= most or n <= 64 * p)
-    return Plan(4, hidden, hidden // 32, parts)
+    return Plan(2, hidden, 1, parts)
 
 
 @triton.jit
@@ -180,9 +179,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     saved: list[Any] = [None if p is None else p.float() for p in ctx.saved_tensors]
     x, first, first_bias, head, around, top, bottom = saved
     kept, grad = grad.dtype, grad.float()
-    few = fused.GRADIENTS and x.shape[1] + head.shape[0] <= FEW
+    few = x.shape[1] + head.shape[0] <= FEW
     if few and not ctx.needs_input_grad[0] and not torch.is_grad_enabled():
         return _of_weights(ctx, saved, grad, kept)
+    total = grad.sum(0)  # first of all: a thread that begins with cuBLAS is warned of having no context
     z = x @ first.mT + first_bias
     a, change, of_top, of_bottom = derivatives(ctx.activation, z, top, bottom)
     of_a = grad @ head
@@ -192,7 +192,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if needed[0]:
         found[0] = of_z @ first if around is None else of_z @ first + grad @ around
     if any(needed[1:]):  # all weights, as a rule
-        found[1:5] = of_z.mT @ x, of_z.sum(0), grad.mT @ a, grad.sum(0)
+        found[1:5] = of_z.mT @ x, of_z.sum(0), grad.mT @ a, total
         found[5] = None if around is None else grad.mT @ x
         if top is not None:
             found[6] = torch.stack([(of_a * p).sum() for p in of_top])

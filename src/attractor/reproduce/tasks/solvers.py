@@ -226,8 +226,8 @@ def train_as_printed(
     """The paper's Algorithm 1 by the library's loop: Adam at 1e-3, a cosine to 0, batches of 16,384.
 
     What `attractor.fit` does with recipe "paper", but for an incomplete last batch, which is left out:
-    all steps are alike, so a GPU takes each as one graph, with the network in kernels where there are
-    some for its gradients, else compiled if ``config["compile"]``.
+    all steps are alike, so a GPU takes each as one graph, with the network in kernels where those pay,
+    else compiled if ``config["compile"]``.
 
     Returns:
         The correction, and its losses, epoch by epoch; if ``config["watch"]``, with "q", "away" and
@@ -243,16 +243,19 @@ def train_as_printed(
             model.net.head.bias.add_(1.0)
     model.to(context.device)
     normal = Normal.of(model, pairs) if config["recipe"] == "normalised" else None
-    dt, u, slope, error = pairs.dt, pairs.u.float(), pairs.slope.float(), pairs.error.float()
+    dt, u, slope = pairs.dt, pairs.u.float(), pairs.slope.float()
+    # What belongs to a pair lies together: rows are gathered once an update.
+    given = (u, slope, pairs.error.float()) if normal is None else (normal.x, normal.error)
+    rows, sizes = torch.cat(given, -1), [x.shape[-1] for x in given]
     batches = Batches(len(u), config.get("batch", BATCH), u.device)
     watched, few = config.get("watch") and isinstance(model, AttNSM), slope[:: max(1, len(u) // 4096)]
     seen: list[tuple[float, ...]] = []
 
     def loss(model: Any, index: Tensor) -> Tensor:
+        *inputs, error = rows[index].split(sizes, -1)
         if normal is not None:
-            return (model.net(normal.x[index]) - normal.error[index]).square().mean(-1)
-        added = model(u[index], slope[index], dt)
-        return loss_scale * (added - error[index]).square().mean(-1)
+            return (model.net(*inputs) - error).square().mean(-1)
+        return loss_scale * (model(*inputs, dt) - error).square().mean(-1)
 
     def look(progress: Progress | None) -> None:
         if watched and (progress is None or progress.row is not None):
@@ -260,8 +263,8 @@ def train_as_printed(
                 q = model.net.in_torch(few).double()
             seen.append(tuple(x.item() for x in (q.mean(), (q - 1).abs().mean(), q.std())))
 
-    learner = fused.learner(model, u[:1], slope[:1], dt)
-    plain = learner is model and hasattr(model.net, "body") and hasattr(model.net.body, "activations")
+    plain = hasattr(model.net, "body") and hasattr(model.net.body, "activations")
+    plain = plain and not fused.pays(model.net, model.inputs(u[:1], slope[:1], dt))
     recipe = Recipe(
         epochs=epochs, learning_rate=1e-3, warmup=0.0, optimiser="adamw", weight_decay=0.0,
         precision="fp32", channels_last=False, seed=context.seed,
@@ -269,7 +272,7 @@ def train_as_printed(
     )  # fmt: skip
     look(None)
     history = train(
-        learner, batches, None, recipe, loss=loss, device=context.device, tell=look,
+        model, batches, None, recipe, loss=loss, device=context.device, tell=look,
         blocks=lambda correction: [model.net.body],
     )  # fmt: skip
     model.requires_grad_(False)
