@@ -10,7 +10,7 @@ from torch import Tensor
 from attractor.attention import masks
 from attractor.attention.pdes import AXES, PDE, get_pde
 from attractor.attention.pdes.pde import check_heads
-from attractor.core.checks import check_beside, check_tensor, is_number
+from attractor.core.checks import as_int, check_beside, check_tensor, is_number
 
 WALLS = ("mask", "sequence", "periodic")
 METHODS = ("auto", "dense", "stepped", "tiled", "fused")
@@ -136,6 +136,13 @@ def check_masks(
                 f"window {window!r} must be a number of tokens or (left, right), each at least 0, "
                 "or -1 for no limit"
             )
+
+
+def whole_window(window: Any) -> Any:
+    """A window with Python's numbers for numpy's."""
+    if isinstance(window, tuple | list):
+        return tuple(map(as_int, window))
+    return as_int(window)
 
 
 def check_options(

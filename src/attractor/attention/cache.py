@@ -16,7 +16,14 @@ from attractor.attention.bands import step_values
 from attractor.attention.pde_attention import pde_attention
 from attractor.attention.pdes import PDE, Line, evolve, get_pde, take_steps
 from attractor.attention.precision import autocast_as_sdpa, wide
-from attractor.core.checks import check_beside, check_number, check_tensor, check_values, check_whole
+from attractor.core.checks import (
+    as_int,
+    check_beside,
+    check_number,
+    check_tensor,
+    check_values,
+    check_whole,
+)
 
 ROWS = 128  # of the map that are held at once when many tokens come together
 
@@ -65,6 +72,7 @@ class PDECache:
                 f"walls={walls!r} lets a row flow to keys after it, and a cache does not have those "
                 "yet; use walls='mask'"
             )
+        steps = as_int(steps)
         if not isinstance(steps, int) or steps < 0:
             raise ValueError(f"steps = {steps} must be a whole number of at least 0")
         self.pde: PDE = get_pde(pde)() if isinstance(pde, str) else pde
@@ -146,6 +154,7 @@ class PDECache:
 
     def crop(self, tokens: int) -> None:
         """Keeps the first tokens, or, if negative, drops so many at the end: speculative decoding."""
+        tokens = as_int(tokens)
         if not isinstance(tokens, int):
             raise TypeError(f"crop({tokens!r}): give a number of tokens")
         kept = tokens if tokens >= 0 else self._length + tokens

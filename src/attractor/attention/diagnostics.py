@@ -26,11 +26,17 @@ import torch
 from torch import Tensor, nn
 
 from attractor.attention import masks
-from attractor.attention.arguments import check_masks, check_options, check_tensors, with_rows
+from attractor.attention.arguments import (
+    check_masks,
+    check_options,
+    check_tensors,
+    whole_window,
+    with_rows,
+)
 from attractor.attention.dense import dense, space
 from attractor.attention.pdes import PDE, LearnedPDE, Neighbourhood, get_pde
 from attractor.attention.pdes.pde import check_heads
-from attractor.core.checks import check_beside, check_number, check_tensor, check_whole
+from attractor.core.checks import as_int, check_beside, check_number, check_tensor, check_whole
 
 LIMIT = 2**27  # entries of all maps of a trace: half a gigabyte in float32
 
@@ -156,6 +162,7 @@ def trace(
     raise a ValueError. A split reaction acts before the first step, as it does there.
     """
     equation: Any = get_pde(pde)() if isinstance(pde, str) else pde
+    steps, window = as_int(steps), whole_window(window)
     check_tensors(query, key, key, enable_gqa=True)
     check_masks(query, key, attn_mask, key_padding, documents, window)
     check_options(equation, steps, dt, 0.0, axis, walls, "dense")

@@ -24,7 +24,7 @@ from attractor.attention.dense import space
 from attractor.attention.pdes import PDE, Line, evolve, get_pde, take_steps
 from attractor.attention.pdes.pde import check_heads
 from attractor.attention.precision import autocast_as_sdpa, wide
-from attractor.core.checks import check_beside, check_number, check_tensor, check_whole
+from attractor.core.checks import check_beside, check_number, check_tensor, check_whole, is_whole
 
 
 class RandomFeatures(nn.Module):
@@ -55,7 +55,7 @@ class RandomFeatures(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        if not all(isinstance(x, int) and x >= 1 for x in (dim, count, 1 if heads is None else heads)):
+        if not all(is_whole(x) and x >= 1 for x in (dim, count, 1 if heads is None else heads)):
             raise ValueError(
                 f"dim = {dim!r}, count = {count!r} and heads = {heads!r} must be at least 1"
             )
@@ -243,7 +243,7 @@ def performer_dense(
 
 
 def _equation(pde: PDE | str | None, steps: int, dt: float) -> PDE | None:
-    if not isinstance(steps, int) or steps < 0:
+    if not is_whole(steps) or steps < 0:
         raise ValueError(f"steps = {steps!r} must be a whole number of at least 0")
     if pde is None or steps == 0:
         return None

@@ -34,7 +34,7 @@ from attractor.attention.parts import Parts, Runs, count
 from attractor.attention.pde_attention import explain, four_dimensions
 from attractor.attention.pdes import PDE, Diffusion, Line, get_pde, take_steps
 from attractor.attention.precision import autocast_as_sdpa, first_derivatives_only, wide
-from attractor.core.checks import check_number
+from attractor.core.checks import as_int, check_number
 
 KEYS, SUMS = 0, 1  # tags of messages
 
@@ -92,7 +92,7 @@ def context_parallel_attention(
     torch.Size([1, 8, 100, 64])
     """
     equation: PDE = Diffusion() if pde is None else get_pde(pde)() if isinstance(pde, str) else pde
-    steps = 0 if pde is None else steps
+    steps = 0 if pde is None else as_int(steps)
     processes, wrong = Processes.of(group), None
     try:
         explain(query, key, value, enable_gqa=enable_gqa, pde=equation, steps=steps, dt=dt)  # checks

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from attractor.attention import fused, masks
-from attractor.attention.arguments import check, with_rows
+from attractor.attention.arguments import check, whole_window, with_rows
 from attractor.attention.dense import dense
 from attractor.attention.masks import Scope
 from attractor.attention.pdes import PDE, Line, take_steps
 from attractor.attention.precision import autocast_as_sdpa, wide
 from attractor.attention.stepped import softmax_attention, stepped
 from attractor.attention.tiled import tiled
-from attractor.core.checks import check_number
+from attractor.core.checks import as_int, check_number
 
 SMALL = 1 << 20  # entries of a map, over all heads, up to which tiles are more trouble than they save
 
@@ -85,6 +85,7 @@ def pde_attention(
     Returns:
         ``[*batch, heads, queries, value dim]``, in query's dtype.
     """
+    steps, window = as_int(steps), whole_window(window)
     equation = check(
         query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, pde, steps, dt, axis, walls,
         key_padding, documents, window, method,
@@ -157,6 +158,7 @@ def explain(
     method: str = "auto",
 ) -> Choice:
     """Which engine `pde_attention` takes for these arguments, and why; raises where it would."""
+    steps, window = as_int(steps), whole_window(window)
     equation = check(
         query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, pde, steps, dt, axis, walls,
         key_padding, documents, window, method,

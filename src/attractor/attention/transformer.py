@@ -36,6 +36,7 @@ from attractor.attention.cache import PDECache
 from attractor.attention.pde_attention import pde_attention
 from attractor.attention.pdes import PDE, Diffusion, LearnedPDE, get_pde
 from attractor.core.checks import (
+    as_int,
     check_beside,
     check_home,
     check_input,
@@ -92,6 +93,7 @@ class PDEAttention(nn.Module):
         if not whole or heads < 1 or dim < 1 or dim % heads:
             raise ValueError(f"dim = {dim!r} must be a multiple of heads = {heads!r}")
         check_number("dt", dt, 0.0)
+        dim, heads, steps = as_int(dim), as_int(heads), as_int(steps)
         if not isinstance(steps, int) or steps < 0:
             raise ValueError(
                 f"steps = {steps} must be a whole number of at least 0; 0 is standard attention"

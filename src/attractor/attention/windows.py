@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attractor.attention import flash, fused, masks
-from attractor.attention.arguments import check
+from attractor.attention.arguments import check, whole_window
 from attractor.attention.bands import step_values
 from attractor.attention.masks import Scope
 from attractor.attention.pde_attention import four_dimensions, pde_attention
@@ -21,6 +21,7 @@ from attractor.attention.pdes import PDE, Diffusion, Line, evolve
 from attractor.attention.precision import autocast_as_sdpa, first_derivatives_only, wide
 from attractor.attention.stepped import Others, stepped
 from attractor.attention.tiled import tiled
+from attractor.core.checks import as_int
 
 ROWS = 8192  # at a time: what they need for a while then stays small
 PART = 1024  # rows that a gradient of a few keys is summed over at once
@@ -55,7 +56,8 @@ def window_attention(
 
     The other arguments are those of `pde_attention`.
     """
-    steps, pde = (0, "diffusion") if pde is None else (steps, pde)
+    steps, pde = (0, "diffusion") if pde is None else (as_int(steps), pde)
+    window, global_tokens = whole_window(window), as_int(global_tokens)
     equation = check(
         query, key, value, None, dropout_p, is_causal, enable_gqa, pde, steps, dt, "key", "mask",
         key_padding, None, window, "auto",

@@ -96,6 +96,11 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+def as_int(value: Any) -> Any:
+    """A whole number of numpy's as Python's, which kernels and files ask for; all else as it is."""
+    return int(value) if isinstance(value, np.integer) else value
+
+
 def is_number(value: Any) -> bool:
     """Whether value is a real number of Python's or numpy's."""
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attractor.core.checks import check_beside, check_tensor, check_whole, nearest
+from attractor.core.checks import check_beside, check_tensor, check_whole, is_whole, nearest
 from attractor.data.folders import Folder, folder_of
 from attractor.data.imagefolder import ImageFolder, subfolders
 
@@ -103,7 +103,7 @@ class ImageSet:
     def hold_out(self, n: int, seed: int = 0) -> tuple["ImageSet", "ImageSet"]:
         """The set without n images drawn at random, and those n: a training and a validation set."""
         check_whole("seed", seed, 0)
-        if not isinstance(n, int) or not 0 <= n <= len(self):
+        if not is_whole(n) or not 0 <= n <= len(self):
             raise ValueError(f"{n!r} images of {self.name}, which has {len(self)}")
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         return self.take(order[n:]), self.take(order[:n])

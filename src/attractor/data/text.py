@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attractor.core.checks import check_tensor, check_whole, nearest
+from attractor.core.checks import as_int, check_tensor, check_whole, nearest
 from attractor.core.files import write_bytes
 from attractor.data.folders import Folder, folder_of
 
@@ -291,6 +291,7 @@ def padded(
     """
     _check_texts(texts)
     _check_tokenizer(tokenizer)
+    max_tokens = as_int(max_tokens)
     if not isinstance(max_tokens, int) or max_tokens < 1:
         raise ValueError(f"max_tokens = {max_tokens!r} must be at least 1")
     if cache is None:

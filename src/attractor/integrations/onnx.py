@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from attractor.core.checks import as_int
 from attractor.core.files import write_bytes
 from attractor.ode import HybridSolver
 
@@ -56,6 +57,7 @@ def export(solver: HybridSolver, path: Path | str, *, steps: int = 1, check: boo
         raise ValueError(f"{path.name!r} must end in {' or '.join(FORMATS)}, the formats of an export")
     if not isinstance(solver, HybridSolver):
         raise TypeError(f"solver is a {type(solver).__name__}; give a HybridSolver, as fit returns")
+    steps = as_int(steps)
     if not isinstance(steps, int) or not 1 <= steps <= LONGEST:
         raise ValueError(f"steps = {steps!r}; one call takes 1 to {LONGEST}, call again to go further")
     write, read = FORMATS[path.suffix]

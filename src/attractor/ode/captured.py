@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.core.checks import check_tensor
+from attractor.core.checks import as_int, check_tensor
 from attractor.core.compiling import compiled, components_first, count_operations
 from attractor.core.evolve import COMPILED_OPERATIONS, call_correction
 from attractor.core.scheme import Rate
@@ -61,6 +61,7 @@ class CapturedStep:
         precision: str | None = None,
     ) -> None:
         check_tensor("u", u, "[*batch, d]")
+        steps = as_int(steps)
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps = {steps!r} goes nowhere; use 1 or more steps of dt a graph")
         gpu = _on_gpu(u)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from attractor.core.checks import check_whole
+from attractor.core.checks import as_int, check_whole
 from attractor.residual.gates import make_gate
 from attractor.residual.insert import SharedGate, start_gate
 from attractor.residual.resnet import check_images
@@ -115,6 +115,7 @@ class ViT(nn.Module):
         dropout: float,
     ) -> None:
         super().__init__()
+        image_size = as_int(image_size)
         pair = (image_size, image_size) if isinstance(image_size, int) else image_size
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise ValueError(f"image_size = {image_size!r}; give a number of pixels or (height, width)")

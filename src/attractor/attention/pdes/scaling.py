@@ -4,7 +4,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from attractor.attention.pdes.pde import PDE
-from attractor.core.checks import check_number
+from attractor.core.checks import check_number, is_whole
 
 # beta goes with alpha: that keeps their balance, and an advection that keeps maps non-negative does.
 POWERS = {"alpha": -2.0, "beta": -2.0}
@@ -44,7 +44,7 @@ def for_length(
     given: Any = pde
     check_number("dt", dt, 0.0)
     check_number("gamma", gamma)
-    if not isinstance(tokens, int) or not isinstance(reference, int) or tokens < 1 or reference < 1:
+    if not is_whole(tokens) or not is_whole(reference) or tokens < 1 or reference < 1:
         raise ValueError(f"tokens = {tokens} and reference = {reference} must be at least 1")
     ratio = tokens / reference
     powers = {**POWERS, "c": gamma}

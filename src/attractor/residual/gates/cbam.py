@@ -5,6 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from attractor.core.checks import as_int
 from attractor.residual.gates.excitation import Excitation, narrow
 from attractor.residual.gates.gate import Gate, average, check_batch, check_branch, opened
 
@@ -37,6 +38,7 @@ class CBAM(Gate):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(channels, identity, dtype)
+        kernel_size = as_int(kernel_size)
         if not isinstance(kernel_size, int) or kernel_size < 1 or kernel_size % 2 == 0:
             raise ValueError(f"CBAM(kernel_size={kernel_size}); it is odd, such as 7, to have a middle")
         hidden = narrow("CBAM", channels, reduction)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from attractor.core.checks import as_int
 from attractor.residual.gates.gate import Gate, average, check_branch, opened
 
 
@@ -29,6 +30,7 @@ class ECA(Gate):
     ) -> None:
         super().__init__(channels, identity, dtype)
         size = adaptive_kernel(channels) if kernel_size is None else kernel_size
+        size = as_int(size)
         if not isinstance(size, int) or size < 1 or size % 2 == 0:
             raise ValueError(f"ECA(kernel_size={size}); it is odd, such as 3, or None for the paper's")
         self.conv = nn.Conv1d(1, 1, size, padding=size // 2, bias=False, device=device, dtype=dtype)

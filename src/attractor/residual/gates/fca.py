@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attractor.core.checks import as_int
 from attractor.residual.gates.excitation import Excitation, narrow
 from attractor.residual.gates.gate import Gate, check_branch, opened
 
@@ -44,6 +45,7 @@ class FCA(Gate):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(channels, identity, dtype)
+        frequencies = as_int(frequencies)
         if not isinstance(frequencies, int) or not 1 <= frequencies <= len(TOP):
             raise ValueError(f"FCA(frequencies={frequencies}); the paper ranks 16: give 1 to 16")
         used = min(frequencies, channels)

@@ -5,6 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from attractor.core.checks import as_int
 from attractor.residual.gates.eca import adaptive_kernel
 from attractor.residual.gates.excitation import Excitation, narrow
 from attractor.residual.gates.gate import Gate, average, check_branch, opened
@@ -38,6 +39,7 @@ class SEM(Gate):
     ) -> None:
         super().__init__(channels, identity, dtype)
         size = adaptive_kernel(channels) if kernel_size is None else kernel_size
+        size = as_int(size)
         if not isinstance(size, int) or size < 1 or size % 2 == 0:
             raise ValueError(f"SEM(kernel_size={size}); it is odd, such as 3, or None for the paper's")
         hidden = narrow("SEM", channels, reduction)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from attractor.core.checks import as_int
 from attractor.residual.gates.gate import Gate, average, check_branch, opened
 
 
@@ -34,6 +35,7 @@ class SGE(Gate):
         super().__init__(channels, identity, dtype)
         if groups is None:
             groups = max(g for g in range(1, min(channels, 64) + 1) if channels % g == 0)
+        groups = as_int(groups)
         if not isinstance(groups, int) or groups < 1 or channels % groups:
             raise ValueError(
                 f"SGE({channels}, groups={groups}): the groups are of equal size; give a divisor of "
