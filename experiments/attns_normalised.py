@@ -53,7 +53,14 @@ def judge(results: Results) -> Verdict:
             ratios.append(f"{number(typical(results, ours) / typical(results, theirs))} ({s}{less})")
         told.append(f"{TOLD[r]}: {', '.join(ratios)}")
     word = FAILS if FAILS in words else HOLDS if set(words) == {HOLDS} else DIRECTION
-    return Verdict(word, f"error of AttNS over NeurVec's: {'; '.join(told)}")
+    better = lambda what, s: (
+        typical(results, name(s, what, "paper")) / typical(results, name(s, what, "normalised"))
+    )
+    gains = [
+        f"{', '.join(f'{better(what, s):,.0f}' for s in SYSTEMS)} ({what})" for what in reversed(PAIR)
+    ]
+    why = f"error of AttNS over NeurVec's: {'; '.join(told)}"
+    return Verdict(word, f"{why}. Normalised inputs divide the errors by {' and '.join(gains)}")
 
 
 def picture(results: Results) -> Any:

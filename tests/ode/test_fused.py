@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from attractor.core import evolve, get_scheme
-from attractor.ode import HybridSolver, captured, corrections, fit, fused, systems
+from attractor.ode import HybridSolver, captured, corrections, fit, fused, systems, trajectories
 from attractor.ode.captured import CapturedStep, capture_step
 from attractor.ode.corrections.network import ACTIVATIONS, Network
 from attractor.ode.fused import formulas
@@ -648,6 +648,7 @@ def test_plain_steps(kernels):
 
 @pytest.mark.parametrize("rate", [systems.ElasticPendulum(), forced], ids=["elastic", "forced"])
 def test_fine_data_by_a_kernel(kernels, monkeypatch, rate):
+    monkeypatch.setattr(trajectories, "WORTH", 0.01)
     d = getattr(rate, "dim", 2)
     u0 = 1 + 0.3 * torch.rand(5, d, dtype=torch.float64).to(DEVICE)
     found = fine_trajectories(rate, u0, 0.1, 4, 3, t0=0.5)
@@ -656,9 +657,13 @@ def test_fine_data_by_a_kernel(kernels, monkeypatch, rate):
     assert torch.equal(found[0], u0)
     torch.testing.assert_close(found, truth, rtol=1e-13, atol=1e-13)
     assert not torch.equal(found, truth), "a kernel rounds otherwise; torch ran"
+    monkeypatch.setattr(fused, "TRITON", True)
+    monkeypatch.setattr(trajectories, "WORTH", 5)
+    assert torch.equal(fine_trajectories(rate, u0, 0.1, 4, 3, t0=0.5), truth), "not worth a kernel"
 
 
-def test_fine_data_that_are_lost_or_no_formula(kernels):
+def test_fine_data_that_are_lost_or_no_formula(kernels, monkeypatch):
+    monkeypatch.setattr(trajectories, "WORTH", 0.01)
     start = torch.tensor([[0.1], [2.0]], dtype=torch.float64, device=DEVICE)
     with pytest.raises(LostTrajectoriesError, match="1 of 2"):
         fine_trajectories(lambda t, u: u * u, start, 1.0, 3, 8)

@@ -11,6 +11,7 @@
 True
 """
 
+import math
 import warnings
 from typing import Any
 
@@ -171,21 +172,25 @@ def whole_steps(
     u: Tensor,
     t: Tensor,
     tolerance: tuple[float, float] = (1e-3, 1e-5),
+    most: float = math.inf,
 ) -> Any:
     """One kernel for steps of u (see `fused.steps`), if there can be one and it does what torch does.
 
     Args:
         correction: with a network that `fused.usable` accepts, or None for plain steps.
         tolerance: how far a step may be from torch's: parts of what it moves, and of u.
+        most: lines of the formulas for which a kernel is worth compiling.
 
     Returns:
-        A `WholeSteps`; None if the rate is more than a formula.
+        A `WholeSteps`; None if the rate is more than a formula, or a formula that is too long.
     """
     from attractor.ode.fused.formulas import CannotWriteError
     from attractor.ode.fused.steps import WholeSteps
 
     try:
         whole = WholeSteps(rate, scheme, correction, dt, u)
+        if whole.lines > most:
+            return None
         ours = components_first(u).clone()
         whole(ours, t.clone(), 1)
     except CannotWriteError:

@@ -21,6 +21,7 @@ from attractor.ode import fused
 
 SUBSTEPS = (4, 8, 16, 32, 64, 128, 256)
 GOLDEN = (math.sqrt(5) - 1) / 2
+WORTH = 5  # steps for every line of a formula, from which on compiling it takes less time than they do
 Sampler = Callable[..., Tensor]
 
 
@@ -144,7 +145,7 @@ def fine_trajectories(
     """States ``[steps + 1, trajectories, d]`` every dt, by `substeps` steps of dopri5 between them.
 
     A system that knows its exact solution is asked for it instead. On a GPU, where a rate is a formula
-    for each number, one kernel takes all substeps of a step.
+    for each number, one kernel takes all substeps of a step, if they are many.
     """
     u0 = u0.double()
     exact = getattr(rate, "exact", None)
@@ -170,13 +171,15 @@ def fine_trajectories(
 def _in_a_kernel(
     rate: Rate, u0: Tensor, dt: float, steps: int, substeps: int, t0: float
 ) -> Tensor | None:
-    """The states by a kernel that goes all substeps; None where there is none, or it is not as exact."""
+    """The states by a kernel that goes all substeps; None where there is none, or it does not pay."""
     if not (u0.is_cuda or fused.EVERYWHERE) or not fused.at_hand(u0) or not steps or not u0.numel():
         return None
     from attractor.ode.captured import whole_steps
 
     t = torch.tensor(t0, dtype=torch.float64, device=u0.device)
-    whole = whole_steps(rate, get_scheme("dopri5"), None, dt / substeps, u0, t, (1e-8, 1e-13))
+    whole = whole_steps(
+        rate, get_scheme("dopri5"), None, dt / substeps, u0, t, (1e-8, 1e-13), steps * substeps / WORTH
+    )
     if whole is None:
         return None
     u, kept = components_first(u0).clone(), [u0]

@@ -179,6 +179,10 @@ class WholeSteps:
         correction: with a `Network` that `fused.usable` accepts, or None for plain steps.
         u: states ``[*batch, d]``.
 
+    Attributes:
+        timed: whether anything depends on the time.
+        lines: of all formulas together; compilers take some milliseconds for each.
+
     Raises:
         formulas.CannotWriteError: a part of a step is more than a formula for each number.
     """
@@ -218,6 +222,7 @@ class WholeSteps:
         ]
         self.timed = any(f.uses(0) for f in found if f is not None)
         self.parts = [() if f is None else _flat(f) for f in found]
+        self.lines = sum(len(f.lines) for f in found if f is not None)
 
     def __call__(self, u: Tensor, t: Tensor, steps: int) -> None:
         """Move states u ``[*batch, d]`` and the time t, a float64 of no dimension, in place."""
