@@ -5,6 +5,8 @@ In the paper all PDEs have small alphas in layers 0 and 1 (0.07 to 0.11), a peak
 advection-diffusion is high in the first and the last layer. The runs are those of Table 5.
 """
 
+from itertools import pairwise
+
 from attractor.reproduce import DIRECTION, FAILS, HOLDS, Experiment, Results, Scale, Verdict
 from attractor.reproduce.verdict import number
 
@@ -12,6 +14,7 @@ from . import pde_settings as lm
 from . import pde_table5 as table
 
 LAYERS = range(4)
+ALPHAS = ((0.07, 0.11), (0.07, 0.11), (0.12, 0.15), (0.02, 0.03))  # of the paper, by layer
 ARMS = {name: arm for name, arm in table.ARMS.items() if name != "standard"}
 
 
@@ -21,15 +24,32 @@ def layers(results: Results, arm: str, name: str = "coefficient") -> list[float]
 
 
 def judge(results: Results) -> Verdict:
-    """Whether alpha peaks in layer 2 and is lowest in layer 3, with walls and without."""
-    right, told = [], []
+    """Three patterns, with walls and without: alpha peaks in layer 2 and is lowest in layer 3, the
+    reaction's beta rises with depth, the advection's is lowest in the middle. Holds if all are there and
+    alphas are as large as the paper's; in direction if most are. The wave has a c, of which only the
+    pattern can be compared."""
+    right, size, told = {"alpha": [], "beta": []}, [], []
     for arm in ARMS:
-        found = layers(results, arm)
-        right.append((found.index(max(found)), found.index(min(found))) == (2, 3))
+        found, beta = layers(results, arm), layers(results, arm, "beta")
+        right["alpha"].append((found.index(max(found)), found.index(min(found))) == (2, 3))
+        if not arm.startswith("wave"):
+            size += [low <= x <= high for x, (low, high) in zip(found, ALPHAS)]
         told.append(f"{arm} {', '.join(number(x) for x in found)}")
-    why = f"{sum(right)} of {len(right)} peak in layer 2 and are lowest in layer 3; by layer: "
-    word = HOLDS if all(right) else DIRECTION if sum(right) > len(right) / 2 else FAILS
-    return Verdict(word, why + "; ".join(told))
+        if arm.startswith("reaction"):
+            right["beta"].append(all(a < b for a, b in pairwise(beta)))
+        elif arm.startswith("advection"):
+            right["beta"].append(max(beta[1:-1]) < min(beta[0], beta[-1]))
+        else:
+            continue
+        told[-1] += f" (beta {', '.join(number(x) for x in beta)})"
+    seen = [x for each in right.values() for x in each]
+    why = (
+        f"{sum(right['alpha'])} of {len(right['alpha'])} peak in layer 2 and are lowest in layer 3, "
+        f"{sum(size)} of {len(size)} alphas are in the paper's range, {sum(right['beta'])} of "
+        f"{len(right['beta'])} betas go as it says; by layer: {'; '.join(told)}"
+    )
+    whole = all(seen) and all(size)
+    return Verdict(HOLDS if whole else DIRECTION if sum(seen) > len(seen) / 2 else FAILS, why)
 
 
 def picture(results: Results):
@@ -53,7 +73,7 @@ EXPERIMENT = Experiment(
     paper="pde",
     place="Fig. 13 and C.4, alpha of layer 2 (the middle of the range printed)",
     claim="alpha is 0.07 to 0.11 in layers 0 and 1, 0.12 to 0.15 in layer 2 and 0.02 to 0.03 in layer "
-    "3, whatever the PDE.",
+    "3, whatever the PDE; a reaction's beta rises with depth, an advection's is low in the middle.",
     task=lm.TASK,
     base=lm.BASE,
     arms=ARMS,

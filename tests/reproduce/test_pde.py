@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from attractor.reproduce import catalogue, find, run
+from attractor.reproduce import DIRECTION, FAILS, HOLDS, UNTESTED, Results, catalogue, find, run
 from attractor.reproduce.tasks import Context, maps, texts
 
 NAMES = [name for name in catalogue() if name.startswith("pde-")]
@@ -168,3 +168,91 @@ def test_layers_of_one_step_are_one_layer_of_many():
     ]
     assert max(e["additive"] for e in errors) < 1e-15
     assert math.log2(errors[0]["error"] / errors[1]["error"]) == pytest.approx(1, abs=0.02)
+
+
+# Verdicts: a paper's own numbers hold, if causal models have them; what does not differ does not
+
+
+def verdict(name, values, **common):
+    """Of made-up results: an arm's metric, or all its metrics."""
+    experiment = find(name)
+    metrics = {
+        arm: {**common, **(given if isinstance(given, dict) else {experiment.metric: given})}
+        for arm, given in values.items()
+    }
+    runs = {arm: {0: {"metrics": given}} for arm, given in metrics.items()}
+    return experiment.judge(Results(name, "gpu", experiment.metric, list(values), [0], runs)).word
+
+
+def triples(ends, numbers):
+    """The three arms of every end: what the paper has for standard and for PDE attention."""
+    return {
+        f"{arm}{end}": x
+        for end, (standard, pde) in zip(ends, numbers)
+        for arm, x in (("standard", standard), ("PDE, causal", pde), ("PDE, without walls", pde))
+    }
+
+
+def test_verdicts_on_lengths():
+    ends = (", 256", ", 512", ", 1024")
+    paper = triples(ends, [(6865.18, 12.65), (1.49e4, 3.74), (20748.29, 1.97)])
+    assert verdict("pde-table2", paper) == HOLDS
+    assert verdict("pde-table2", triples(ends, [(100, 90), (110, 95), (120, 100)])) == FAILS
+    assert verdict("pde-leak", triples([""], [(6865.18, 12.65)]), left_to_right=13.0) == HOLDS
+    assert verdict("pde-leak", triples([""], [(100, 90)]), left_to_right=13.0) == DIRECTION
+    assert verdict("pde-leak", triples([""], [(100, 100)]), left_to_right=13.0) == FAILS
+
+
+def test_verdicts_on_steps():
+    kinds = ("PDE, causal", "PDE, without walls")
+
+    def of(standard, by_steps, finite=1.0):
+        arms = {
+            f"{k}, {n} steps": {"perplexity": x, "finite": finite if n == 8 else 1.0}
+            for k in kinds
+            for n, x in zip((1, 2, 4, 8), by_steps)
+        }
+        return verdict("pde-table4", {"standard": standard, **arms}, finite=1.0)
+
+    assert of(13318.93, (3.49, 3.42, 3.36, None), finite=0.0) == HOLDS
+    assert of(118.0, (117.0, 115.0, 110.0, None), finite=0.0) == DIRECTION
+    assert of(118.0, (117.0, 115.0, 110.0, 106.0)) == FAILS
+
+
+def test_verdicts_on_equations():
+    names = ("diffusion", "wave", "reaction-diffusion", "advection-diffusion")
+
+    def of(standard, found):
+        arms = {f"{n}, {k}": x for n, x in zip(names, found) for k in ("causal", "without walls")}
+        return verdict("pde-table5", {"standard": standard, **arms}, left_to_right=9.0)
+
+    assert of(9096.3, (2.15, 2.27, 2.15, 2.18)) == HOLDS
+    assert of(9096.3, (2.27, 2.15, 2.15, 2.18)) == FAILS, "diffusion is not among the best"
+    assert of(100.0, (95.0, 97.0, 95.0, 97.0)) == DIRECTION
+    assert of(100.0, (100.0,) * 4) == FAILS
+
+
+def test_verdicts_on_coefficients():
+    names = ("diffusion", "wave", "reaction-diffusion", "advection-diffusion")
+    none, rising, deep = (0.0,) * 4, (0.01, 0.04, 0.08, 0.11), (0.02, 0.01, 0.01, 0.11)
+
+    def of(alpha, betas):
+        values = {
+            f"{n}, {k}": {f"{what}_{i}": x for what, row in (("coefficient", alpha), ("beta", beta))
+                          for i, x in enumerate(row)}
+            for n, beta in zip(names, betas) for k in ("causal", "without walls")
+        }  # fmt: skip
+        return verdict("pde-fig13", values)
+
+    as_printed = (none, none, rising, deep)
+    assert of((0.08, 0.1, 0.135, 0.025), as_printed) == HOLDS
+    assert of((0.2, 0.2, 0.4, 0.1), as_printed) == DIRECTION, "the pattern, not the size"
+    assert of((0.1, 0.1, 0.1, 0.1), (none,) * 4) == FAILS
+
+
+def test_verdicts_on_padding():
+    arms = [f"standard, {n}" for n in (256, 512, 1024)]
+    of = lambda *found: verdict("pde-padding", dict(zip(arms, found)), real=200.0, line=650.0)
+    assert of(12.0, 4.0, 2.0) == FAILS, "standard attention has the paper's perplexities"
+    assert of(40.0, 12.0, 6.0) == UNTESTED, "it falls, but is of another size"
+    assert of(100.0, 100.0, 100.0) == UNTESTED
