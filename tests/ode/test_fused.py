@@ -381,6 +381,18 @@ def test_compiled_in_one_graph(kernels):
     torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4)
 
 
+def test_a_compiled_training_learns_the_same(kernels):
+    """A network in a compiled loss chooses kernels by itself, for the gradients of its weights too."""
+    net, x, target = made(4, 4, 20), drawn(6, 4), drawn(6, 4)
+    assert fused.pays(net, x)
+    loss = lambda run: (run(x) - target).square().mean()
+    truth = torch.autograd.grad(loss(net.in_torch), list(net.parameters()))
+    run = torch.compile(loss, fullgraph=True, backend="inductor" if GPU else "aot_eager")
+    for call in (run, loss):
+        found = torch.autograd.grad(call(net), list(net.parameters()))
+        torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4)
+
+
 def test_jacobians_by_transforms(kernels):
     net = made(3, 3, 16).requires_grad_(False)
     x = drawn(5, 3)

@@ -220,6 +220,26 @@ def test_the_page_shows_the_largest_scale_that_can_be_judged(tmp_path):
     assert pages.largest(two, tmp_path).scale == "gpu"
 
 
+def test_a_picture_of_runs_that_are_gone_goes_too(tmp_path, monkeypatch):
+    from attractor.report.figures import plt
+
+    def picture(results):
+        return plt.figure(figsize=(1, 1))
+
+    drawn = replace(EXAMPLE, picture=picture)
+    monkeypatch.setattr(pages, "catalogue", lambda: {drawn.name: drawn})
+    run(drawn, "cpu", folder=tmp_path)
+    page = tmp_path / "page.md"
+    made, _ = pages.write_page(page, tmp_path)
+    assert made.exists()
+    assert made.name in page.read_text()
+    longer = replace(drawn, arms={arm: {**c, "epochs": 9} for arm, c in drawn.arms.items()})
+    monkeypatch.setattr(pages, "catalogue", lambda: {drawn.name: longer})
+    pages.write_page(page, tmp_path)
+    assert not made.exists()
+    assert made.name not in page.read_text()
+
+
 def test_no_verdict_waits_for_arms_beside_the_claim(tmp_path):
     arms = {**EXAMPLE.arms, "c": {"value": 5.0}}
     beside = replace(EXAMPLE, arms=arms, judge=gains(["b"], over="a"), extra=("c",))

@@ -210,7 +210,10 @@ def page(folder: Path | str, pictures: Path) -> str:
 
 
 def write_page(path: Path | str, folder: Path | str, draw: bool = True) -> list[Path]:
-    """Write the page, and its pictures into a folder ``results`` beside it; what was written."""
+    """Write the page, and its pictures into a folder ``results`` beside it; what was written.
+
+    An experiment that lacks runs has no picture, and what there was of former ones is removed.
+    """
     path = Path(path)
     pictures, made = path.parent / "results", []
     if draw:
@@ -218,9 +221,11 @@ def write_page(path: Path | str, folder: Path | str, draw: bool = True) -> list[
 
         for experiment in catalogue().values():
             found = largest(experiment, folder)
+            target = pictures / f"{experiment.name.replace('-', '_')}.png"
             if found is not None and experiment.picture is not None and found.complete:
-                target = pictures / f"{experiment.name.replace('-', '_')}.png"
                 made.append(write(experiment.picture(found), target))
+            else:
+                target.unlink(missing_ok=True)  # of runs that are no longer there
     return [*made, write_text(path, page(folder, pictures))]
 
 
