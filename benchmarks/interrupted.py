@@ -24,6 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+# Before torch: processes are forked, and a forked one waits for ever for threads that only its parent has.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import torch
 from torch import nn
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -302,6 +303,7 @@ def test_a_few_kills():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
