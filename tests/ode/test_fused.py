@@ -193,7 +193,7 @@ def test_gradients_of_weights_alone(kernels, monkeypatch, activation, inputs, ou
         gradients, "apply", lambda *a, apply=gradients.apply: calls.append(1) or apply(*a)
     )
     net = made(inputs, outputs, width, activation, skip=width % 2 == 0)
-    for n in (1, 7, 200):
+    for n in (1, 7, 80):
         x, grad = drawn(n, inputs), drawn(n, outputs)
 
         def own(run, net=net, grad=grad):
@@ -258,7 +258,7 @@ def test_training_learns_the_same_by_the_kernel(kernels):
 
 def test_the_paper_s_recipe_by_kernels(kernels, monkeypatch):
     """Every correction learns what it learns in torch; those whose inputs are learnt stay there."""
-    options = {"dt": 0.1, "horizon": 0.5, "recipe": "paper", "trajectories": 8, "epochs": 6, "width": 32}
+    options = {"dt": 0.1, "horizon": 0.5, "recipe": "paper", "trajectories": 4, "epochs": 3, "width": 32}
     pendulum = systems.ElasticPendulum()
     for name in ("attns", "neurvec", "attns_m", "fsnet"):
         found = []
