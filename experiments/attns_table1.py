@@ -43,6 +43,7 @@ NUMBERS = {
     "elastic": (5.41e-7, 5.28e-7, 5.58e-7, 2.56e-6, 4.83e-7),
 }
 OURS, HALF = "h = 2, width 1024", "h = 2, width 512"
+TICKS = (1, 2, 5, 10, 20, 50)
 
 
 def judge(results: Results) -> Verdict:
@@ -69,11 +70,12 @@ def judge(results: Results) -> Verdict:
 
 
 def picture(results: Results) -> Any:
-    """Error against the cost of a step."""
+    """Error against the cost of a step, for the systems that were run."""
     from attractor.report.figures import plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6))
-    for axis, s in zip(axes, SYSTEMS):
+    shown = [s for s in SYSTEMS if any(results.runs.get(name(s, k, "paper")) for k in KINDS)]
+    figure, axes = plt.subplots(1, len(shown), figsize=(4 * len(shown) + 2.4, 3.6), squeeze=False)
+    for axis, s in zip(axes[0], shown):
         for r, fill in (("paper", None), ("default", "none")):
             for k, what in enumerate(KINDS if r == "paper" else FAIR):
                 arm = name(s, what, r)
@@ -84,16 +86,12 @@ def picture(results: Results) -> Any:
                 axis.loglog(
                     [x], [min(y, 1e12)], "o", color=color, mfc=fill or color, label=f"{what}, {r}"
                 )
-        frame(
-            axis,
-            s,
-            "a step's time over a plain RK4 step's",
-            "mean square error" if s == SYSTEMS[0] else "",
-        )
-    handles, labels = axes[1].get_legend_handles_labels()
-    axes[-1].legend(
-        handles, labels, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5)
-    )
+        axis.set_xticks(TICKS, [str(x) for x in TICKS])
+        axis.minorticks_off()
+        y = "mean square error" if s == shown[0] else ""
+        frame(axis, s, "a step's time over a plain RK4 step's", y)
+    most = max((axis.get_legend_handles_labels() for axis in axes[0]), key=lambda found: len(found[1]))
+    axes[0][-1].legend(*most, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     return figure
 

@@ -2,10 +2,10 @@
 """Gradients of a perceptron of one hidden layer, which is computed again for them.
 
 In torch; or, if inputs and outputs are few and only weights have gradients, as in training, by a
-kernel. A program of it has some hidden units and goes through a part of the rows: it
-computes its units again, and adds up what each row contributes to their weights, in registers, a row of
-sums for each row that threads hold. In the end these are added, and the parts by torch, always in the
-same order. Nothing of the size of the hidden layer is ever written.
+kernel. A program of it has some hidden units and goes through a part of the rows: it computes its units
+again, and adds up what each row contributes to their weights, in registers, a row of sums for each row
+that threads hold. In the end these are added, and the parts by torch, always in the same order. Nothing
+of the size of the hidden layer is ever written.
 """
 
 import math
