@@ -14,6 +14,7 @@ from .attns_shared import CPU, GPU, LABELS, SEEDS, SMOKE, UNPRINTED, cautious, f
 
 SCHEMES = {"euler": "Euler", "heun": "improved Euler", "rk3": "RK3", "rk4": "RK4"}
 MASSES = (5, 20)
+BOTTOM, TOP = 1e-3, 1e3  # of the picture
 
 
 def arm(scheme: str, n: int, recipe: str) -> str:
@@ -72,16 +73,21 @@ def picture(results: Results) -> Any:
             color = plt.get_cmap("tab10")(k)
             for name, fill in ((c, color), (f"{c} 50 %", "none")):
                 at = [i + 0.14 * (k - 2) for i in range(len(SCHEMES))]
-                shown = [min(typical(results, arm(s, n, "paper"), name), 1e12) for s in SCHEMES]
-                axis.semilogy(at, shown, "o", color=color, mfc=fill, ms=6,
-                              label=label if fill != "none" else None)  # fmt: skip
+                shown = [typical(results, arm(s, n, "paper"), name) for s in SCHEMES]
+                for x, error in zip(at, shown):
+                    look = "o" if error < TOP else "^"
+                    axis.semilogy([x], [min(error, TOP)], look, color=color, mfc=fill, ms=6)
+            axis.plot([], [], "o", color=color, label=label)
         for i, s in enumerate(SCHEMES):
             fine = typical(results, arm(s, n, "paper"), "fine")
-            axis.plot([i - 0.4, i + 0.4], [fine] * 2, color="#1b1f24", ls=":", lw=1.2)
+            if fine > BOTTOM:
+                axis.plot([i - 0.4, i + 0.4], [fine] * 2, color="#1b1f24", ls=":", lw=1.2)
         axis.set_xticks(range(len(SCHEMES)), list(SCHEMES.values()))
         y = "mean square error (open: 50 % of the data)" if n == MASSES[0] else ""
-        frame(axis, f"{n} masses; dotted: the training data's own error", "", y)
-    axes[0].set_ylim(1e-14, 1e13)
+        frame(axis, f"{n} masses", "", y)
+    axes[0].set_ylim(BOTTOM, 3 * TOP)
+    axes[-1].plot([], [], color="#1b1f24", ls=":", lw=1.2, label="of the training\ndata (others: less)")
+    axes[-1].plot([], [], "^", color="#1b1f24", mfc="none", label="more")
     axes[-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     return figure

@@ -15,6 +15,8 @@ from .attns_shared import (
     CPU,
     FULL,
     GPU,
+    LENGTHS,
+    LONG,
     SEEDS,
     SMOKE,
     SOLVE,
@@ -85,10 +87,7 @@ EXPERIMENT = Experiment(
             "elastic pendulum up to T = 10.",
         ),
         "gpu": Scale(
-            {**GPU, "epochs": {"spring-mass": 500, "2-link": 500, "elastic": 100}}, SEEDS,
-            time="12 min on one H200",
-            note="Here all 500 epochs on spring-mass (15,000 updates) and the 2-link pendulum "
-            "(61,000), and 100 on the elastic one (61,000).",
+            {**GPU, "epochs": LONG}, SEEDS, time="12 min on one H200", note=f"Here {LENGTHS}.",
         ),
     },
     metric="mse",

@@ -37,6 +37,12 @@ CPU: dict[str, Any] = {
     "compile": True,
 }  # fmt: skip
 GPU: dict[str, Any] = {"compile": True}  # the paper's sizes
+# What an H200 trains in 10 s to a minute: 15,000, 61,000 and 61,000 updates.
+LONG = {"spring-mass": 500, "2-link": 500, "elastic": 100}
+LENGTHS = (
+    "all 500 epochs on spring-mass (15,000 updates) and the 2-link pendulum (61,000), and 100 on the "
+    "elastic one (61,000)"
+)
 
 
 def name(system: str, what: str, recipe: str) -> str:
@@ -152,22 +158,22 @@ def dots(
     """Errors on a logarithmic scale: a panel each, in it groups of arms side by side, a dot a seed.
 
     Args:
-        panels: title -> group -> arms; the k-th arm of every group has the k-th colour, and is named in
-            the legend by what stands between ": " and " at " or "," in it.
+        panels: title -> group -> arms. An arm is named in the legend by what stands between ": " and
+            " at " or "," in it; arms of one name have one colour, and one place if groups are alike.
         lines: title -> name -> a level to draw.
         top: larger errors are drawn there, as open triangles.
     """
     from attractor.report.figures import plt
 
     figure, axes = plt.subplots(1, len(panels), figsize=(4.1 * len(panels), 3.9), squeeze=False)
+    colors: dict[str, Any] = {}
     for axis, (title, groups) in zip(axes[0], panels.items()):
         for g, members in enumerate(groups.values()):
             for k, arm in enumerate(members):
-                label = arm.split(": ")[-1].rsplit(", ", 1)[0].split(" at ")[0]
+                label = arm.split(": ")[-1].split(", ")[0].split(" at ")[0]
                 at = g + 0.7 * ((k + 0.5) / len(members) - 0.5)
                 values = results.values(arm, metric)
-                color = plt.get_cmap("tab10")(k)
-                axis.plot([], [], "o", color=color, label=label if g == 0 else None)
+                color = colors.setdefault(label, plt.get_cmap("tab10")(len(colors)))
                 for v in values:
                     lost = v > top
                     look = {"color": color, "marker": "^" if lost else "o", "alpha": 0.8}
@@ -177,6 +183,8 @@ def dots(
         axis.set_xticks(range(len(groups)), list(groups))
         axis.set_xlim(-0.5, len(groups) - 0.5)
         frame(axis, title, "", y if axis is axes[0][0] else "")
+    for label, color in colors.items():
+        axes[0][-1].plot([], [], "o", color=color, label=label)
     axes[0][-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     return figure

@@ -50,16 +50,22 @@ def task(config, context):
         raise KeyboardInterrupt
     value = config["value"] + 0.1 * context.seed
     return {
-        "metrics": {"value": value, "resumed": float(begun), "nothing": math.nan},
+        "metrics": {
+            "value": value,
+            "resumed": float(begun),
+            "nothing": math.nan,
+            **config.get("more", {}),
+        },
         "curves": {"x": [1, 2]},
     }
 
 
 EXAMPLE = Experiment(
     name="attns-example", paper="attns", place="Table 0", claim="b is more than a.",
-    task="tests.reproduce.test_reproduce:task", arms={"a": {"value": 1.0}, "b": {"value": 2.0}},
+    task="tests.reproduce.test_reproduce:task",
+    arms={"a": {"value": 1.0}, "b": {"value": 2.0, "more": {"own": 7.0}}},
     scales={"smoke": Scale(judged=False), "cpu": Scale(seeds=(0, 1, 2))}, metric="value", better="higher",
-    numbers={"a": 1.0}, judge=best("b"), others=("nothing",),
+    numbers={"a": 1.0}, judge=best("b"), others=("nothing", "own"),
 )  # fmt: skip
 
 
@@ -105,7 +111,7 @@ def test_a_run_says_how_it_was_made(tmp_path):
 
 def test_another_configuration_does_not_count(tmp_path):
     run(EXAMPLE, "cpu", folder=tmp_path)
-    changed = replace(EXAMPLE, arms={"a": {"value": 5.0}, "b": {"value": 2.0}})
+    changed = replace(EXAMPLE, arms={**EXAMPLE.arms, "a": {"value": 5.0}})
     assert load(changed, "cpu", tmp_path).missing() == [("a", 0), ("a", 1), ("a", 2)]
     assert run(changed, "cpu", folder=tmp_path).mean("a") == pytest.approx(5.1)
 
@@ -153,6 +159,10 @@ def test_runs_are_shared_where_the_configuration_is_the_same(tmp_path):
     assert load(figure, "cpu", tmp_path).missing() == [("other", s) for s in (0, 1, 2)]
 
 
+def unknown(results):
+    return Verdict(UNTESTED, "who knows")
+
+
 @pytest.mark.parametrize(
     ("rule", "values", "word"),
     [
@@ -171,6 +181,8 @@ def test_runs_are_shared_where_the_configuration_is_the_same(tmp_path):
         (within({"a": 1.0, "b": 2.0}, 1.1), {"a": [1.2], "b": [2.5]}, DIRECTION),
         (within({"a": 1.0, "b": 2.0}, 1.1), {"a": [2.5], "b": [1.2]}, FAILS),
         (all_of(best("b"), below("a", 0.5)), {"a": [1], "b": [2]}, FAILS),
+        (all_of(best("b"), unknown), {"a": [1], "b": [2]}, UNTESTED),
+        (all_of(unknown, below("a", 0.5)), {"a": [1]}, FAILS),  # one part is enough
     ],
 )  # fmt: skip
 def test_rules(rule, values, word):
@@ -310,7 +322,8 @@ def test_command_line(tmp_path, monkeypatch):
     assert json.loads(call("attns", "--scale", "cpu", "--json").stdout)[0]["verdict"]["word"] == HOLDS
     assert call("--page", str(tmp_path / "results.md")).exit_code == 0
     page = (tmp_path / "results.md").read_text()
-    assert "| b |  | 2.10 ± 0.10 | 3 | NaN |" in page
+    assert "| a | 1 | 1.10 ± 0.10 | 3 | – | – |" in page  # not finite, and of another arm alone
+    assert "| b |  | 2.10 ± 0.10 | 3 | – | 7 |" in page
     assert "**holds**" in page
     assert call().exit_code == 2
     assert call("attns-exampel").exit_code == 2

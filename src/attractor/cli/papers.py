@@ -136,13 +136,13 @@ def _one(
 
 
 def _show(experiment: Any, results: Any, verdict: Any) -> None:
-    from attractor.reproduce.page import rows, worded
+    from attractor.reproduce.page import known, rows, worded
     from attractor.reproduce.verdict import number
 
     unit = f", {experiment.unit}" if experiment.unit else ""
     lines = [
         [row["arm"], "" if row["paper"] is None else number(row["paper"]),
-         row["told"], str(row["seeds"]), *map(number, row["others"].values())]
+         row["told"], str(row["seeds"]), *map(known, row["others"].values())]
         for row in rows(experiment, results)
     ]  # fmt: skip
     columns = ["", "paper", f"ours ({experiment.metric}{unit})", "seeds", *experiment.others]

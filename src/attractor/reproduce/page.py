@@ -64,7 +64,9 @@ def worded(experiment: Experiment, results: Results | None) -> str:
 
 
 def rows(experiment: Experiment, results: Results) -> list[dict[str, Any]]:
-    """A row an arm: the paper's number, ours with spread and seeds, and the other metrics' means."""
+    """A row an arm: the paper's number, ours with spread and seeds, and the other metrics' means, NaN of
+    those that an arm does not have."""
+    has = lambda arm, metric: all(metric in run["metrics"] for run in results.runs[arm].values())
     return [
         {
             "arm": arm,
@@ -73,7 +75,7 @@ def rows(experiment: Experiment, results: Results) -> list[dict[str, Any]]:
             "spread": results.factor(arm) if experiment.logarithmic else results.spread(arm),
             "told": cell(experiment, results, arm),
             "seeds": len(results.values(arm)),
-            "others": {m: results.mean(arm, m) for m in experiment.others},
+            "others": {m: results.mean(arm, m) if has(arm, m) else math.nan for m in experiment.others},
         }
         for arm in results.arms
         if results.runs.get(arm)
@@ -90,6 +92,11 @@ def cell(experiment: Experiment, results: Results, arm: str) -> str:
         return "lost" if lost == len(values) else f"lost at {lost} of {len(values)} seeds"
     mean, factor = results.typical(arm), results.factor(arm)
     return number(mean) if factor is None or math.isnan(mean) else f"{number(mean)} ×÷ {factor:.2g}"
+
+
+def known(x: float) -> str:
+    """A number, a dash where there is none, "lost" where some seed's trajectories were."""
+    return "–" if math.isnan(x) else "lost" if x >= LOST / 100 else number(x)
 
 
 def told(mean: float, spread: float | None) -> str:
@@ -133,7 +140,7 @@ def section(experiment: Experiment, folder: Path | str, pictures: Path) -> str:
                 "" if row["paper"] is None else number(row["paper"]),
                 row["told"],
                 str(row["seeds"]),
-                *(number(x) for x in row["others"].values()),
+                *map(known, row["others"].values()),
             ]
             for row in rows(experiment, found)
         ]

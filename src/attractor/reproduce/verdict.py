@@ -139,11 +139,11 @@ def within(expected: dict[str, float], factor: float, metric: str | None = None)
 
 
 def all_of(*rules: Rule) -> Rule:
-    """The worst of several verdicts, with all reasons."""
+    """The worst of several verdicts, with all reasons; one that fails outweighs one that is untested."""
 
     def judge(results: Results) -> Verdict:
         found = [rule(results) for rule in rules]
-        order = [HOLDS, DIRECTION, FAILS, UNTESTED]
+        order = [HOLDS, DIRECTION, UNTESTED, FAILS]
         return Verdict(max((v.word for v in found), key=order.index), "; ".join(v.why for v in found))
 
     return judge
