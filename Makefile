@@ -72,10 +72,6 @@ results: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.probing
 	$(BIN)/python -m benchmarks.pages
 
-# Small gated networks on the digits that come with the library: minutes on a CPU.
-gates: $(STAMP)
-	$(BIN)/python -m experiments.gates --out out/gates/digits.json
-
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "attractor needs Python 3.11 or later; set PYTHON=/path/to/python3.11"; exit 1; }

@@ -7,6 +7,7 @@
 import json
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from attractor.core.files import write_text
 from attractor.reproduce import Results, find
 from attractor.reproduce import results as kept
 from attractor.reproduce.page import anchor, told
-from experiments import gates as study
+from experiments.stepnet_shared import compared
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -538,46 +539,56 @@ def training() -> str:
     return command("training") + text + table(head, rows)
 
 
+def all_gates() -> Results:
+    """The runs of Table 1, and those of Table 4 that are not among them."""
+    trained, varied = (reproduced(f"stepnet-table{n}", "gpu") for n in (1, 4))
+    runs = {**trained.runs, **{arm: varied.runs[arm] for arm in varied.arms if arm in VARIANTS}}
+    return replace(trained, arms=list(runs), runs=runs)
+
+
 def gates() -> str:
-    found = load("gates_cifar10", "experiments")
-    rows = study.summary(found)
+    papers = {**find("stepnet-table1").numbers, **find("stepnet-table4").numbers}
+    both = all_gates()
+    config = both.runs["none"][0]["config"]
     text = (
-        "`python -m experiments.gates --data cifar10 --device cuda`\n\n"
-        f"CIFAR-10, ResNet{found['network']['depth']}, {found['recipe']['epochs']} epochs, batch "
-        f"{found['recipe']['batch']}, {found['device']}; test accuracy after the last epoch, mean and "
+        "`attractor reproduce stepnet-table1 stepnet-table4 --scale gpu --device cuda --data FOLDER`\n\n"
+        f"CIFAR-10, ResNet{config['network']['depth']}, {config['recipe']['epochs']} epochs, batch "
+        f"{config['recipe']['batch']}, {both.devices()[0]}; test accuracy after the last epoch, mean and "
         "deviation over seeds, and the gain over no gate at the same seeds with its standard error, of so few "
         "seeds no more than a hint. The paper's gains are of ResNet164 after 164 epochs. TNS is of "
-        f"{found['probed']} test images, before training and after: with step 1, and with the gate as the "
+        f"{config['probed']} test images, before training and after: with step 1, and with the gate as the "
         "step.\n\n"
     )
-    papers = lambda arm: (
-        f"{study.PAPER[arm] - study.PAPER['none']:+.2f}" if arm in study.PAPER and arm != "none" else ""
-    )
     cells = [
-        [r["arm"], str(r["seeds"]), with_error(r["accuracy"], r["spread"]),
-         "" if r["gain"] is None else with_error(r["gain"], r["gain_error"], "+"), papers(r["arm"]),
-         f"{r['parameters']:,}", "" if (epoch := r["seconds_per_epoch"]) is None else f"{epoch:.2f}",
-         *stiffness_of(r)]
-        for r in rows
+        [VARIANTS.get(arm, arm), *gains_of(both, arm), paper_gain(papers, arm),
+         f"{both.mean(arm, 'parameters'):,.0f}", *stiffness_of(both, arm)]
+        for arm in both.arms
     ]  # fmt: skip
-    head = ["gate", "seeds", "accuracy, %", "gain", "paper's gain", "parameters", "s/epoch", "TNS, step 1",
+    head = ["gate", "seeds", "accuracy, %", "gain", "paper's gain", "parameters", "TNS, step 1",
             "TNS, step F"]  # fmt: skip
     each = "; ".join(
-        f"{r['arm']} {', '.join(f'{gain:+.2f}' for gain in r['gains'])}" for r in rows if r["gains"]
+        f"{VARIANTS.get(arm, arm)} {', '.join(f'{gain:+.2f}' for gain in both.paired(arm, 'none'))}"
+        for arm in both.arms
+        if arm != "none"
     )
     stiff = [
-        max(100 * run["stiffness"][when][step]["proportion"] for seeds in found["arms"].values()
-            for run in seeds.values() for step in ("one", "gate"))
-        for when in ("initial", "trained")
-    ]  # fmt: skip
+        max(
+            100 * x
+            for arm in both.arms
+            for step in STEPS
+            for x in both.values(arm, f"proportion_{step}{end}")
+        )
+        for end in ("_initial", "")
+    ]
     what = {"one": "step 1", "gate": "step F", "one_initial": "step 1, before training",
             "gate_initial": "step F, before training"}  # fmt: skip
     over = {"models": "all trained models", "arms": "means over seeds"}
+    found = compared(both)
     correlated = [
-        [f"{what[column]}, {over[of]}", *(f"{c[kind]:+.2f} (p {c[f'{kind}_p']:.2f})" for kind in kinds)]
+        [f"{what[column]}, {told}", *(f"{c[kind]:+.2f} (p {c[f'{kind}_p']:.2f})" for kind in kinds)]
         for kinds in [("kendall", "spearman")]
-        for of, columns in found["correlations"].items()
-        for column, c in columns.items()
+        for of, told in over.items()
+        for column, c in found[of].correlations.items()
     ]
     return (
         f"{text}{table(head, cells)}\nGains seed by seed: {each}.\n\nOf a network's blocks on all inputs at most "
@@ -589,31 +600,54 @@ def gates() -> str:
 
 
 def gates_digits() -> str:
-    found = load("gates_digits", "experiments")
+    found = reproduced("stepnet-table1", "cpu")
+    config = next(iter(found.runs["none"].values()))["config"]
     cells = [
-        [r["arm"], str(r["seeds"]), with_error(r["accuracy"], r["spread"]),
-         "" if r["gain"] is None else with_error(r["gain"], r["gain_error"], "+"), f"{r['parameters']:,}",
-         *stiffness_of(r)]
-        for r in study.summary(found)
-    ]  # fmt: skip
+        [arm, *gains_of(found, arm), f"{found.mean(arm, 'parameters'):,.0f}", *stiffness_of(found, arm)]
+        for arm in found.arms
+    ]
     head = ["gate", "seeds", "accuracy, %", "gain", "parameters", "TNS, step 1", "TNS, step F"]
-    cores = f" on {found['cores']} cores" if "cores" in found else ""
     text = (
-        f"`python -m experiments.gates`: ResNet{found['network']['depth']} of width "
-        f"{found['network']['width']}, {found['recipe']['epochs']} epochs, all trainings {found['seconds']:.0f} "
-        f"s{cores}. Of the 360 test images one is 0.28 %.\n\n"
+        f"`attractor reproduce stepnet-table1 --scale cpu`: ResNet{config['network']['depth']} of width "
+        f"{config['network']['width']}, {config['recipe']['epochs']} epochs, {found.seconds() / 60:.0f} min of "
+        "training, one core each. Of the 360 test images one is 0.28 %.\n\n"
     )
     return text + table(head, cells)
+
+
+STEPS = ("one", "gate")
+VARIANTS = {
+    "F(x_t)": "stepnet, sees x_t", "F(x_t+1)": "stepnet, sees x_t+1", "F(x_t+1 - x_t)": "stepnet, sees f",
+    **{f"adaptor {a}": f"adaptor {a}" for a in "abcd"},
+}  # fmt: skip
+
+
+def gains_of(results: Results, arm: str) -> list[str]:
+    """Seeds, accuracy and gain over no gate at the same seeds: three cells."""
+    accuracy = results.values(arm)
+    gain = "" if arm == "none" else with_error(*mean_and_error(results.paired(arm, "none")), sign="+")
+    return [str(len(accuracy)), with_error(statistics.mean(accuracy), results.spread(arm)), gain]
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float | None]:
+    """A mean, and its standard error of two or more."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return statistics.mean(values), error
+
+
+def paper_gain(numbers: Any, arm: str) -> str:
+    return "" if arm == "none" else f"{numbers[arm] - numbers['none']:+.2f}"
 
 
 def with_error(x: float, error: float | None, sign: str = "") -> str:
     return f"{x:{sign}.2f}" + ("" if error is None else f" ± {error:.2f}")
 
 
-def stiffness_of(row: dict[str, Any]) -> list[str]:
+def stiffness_of(results: Results, arm: str) -> list[str]:
     """TNS of an arm before and after training, a cell a step."""
     return [
-        f"{row[f'tns_initial_{step}']:.2f}, {row[f'tns_trained_{step}']:.2f}" for step in ("one", "gate")
+        f"{results.mean(arm, f'tns_{step}_initial'):.2f}, {results.mean(arm, f'tns_{step}'):.2f}"
+        for step in STEPS
     ]
 
 

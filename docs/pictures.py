@@ -16,6 +16,7 @@ import torch
 from matplotlib import pyplot as plt
 
 import attractor as at
+from attractor.reproduce import find, results
 
 HERE = Path(__file__).parent
 GREY, BLUE, ORANGE, GREEN = "#7d8590", "#3b82d6", "#e06c1f", "#1b9e77"
@@ -57,17 +58,17 @@ def solver() -> Any:
 
 def network() -> Any:
     """A residual network's steps, block by block: without a gate and with one."""
-    folder = HERE.parent / "experiments" / "results" / "gates_cifar10_profiles"
+    found = results.load(find("stepnet-table1"), "gpu", HERE.parent / "experiments" / "results")
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.0), sharey=True)
     looks = {"none": (ORANGE, "x + f(x)"), "stepnet": (BLUE, "x + f(x) F, F by StepNet")}
     for name, (colour, label) in looks.items():
-        profile = at.residual.StiffnessProfile.load(folder / name)
-        blocks = torch.arange(1, len(profile.names) + 1)
-        low, middle, high = profile.nsi.quantile(torch.tensor([0.1, 0.5, 0.9]).to(profile.nsi), dim=0)
+        low, middle, high = (found.curve(name, f"nsi_one{end}") for end in ("_low", "", "_high"))
+        stage = torch.tensor(found.curve(name, "stage"))
+        blocks = range(1, len(middle) + 1)
         axis = axes[int(name != "none")]
         axis.fill_between(blocks, low, high, color=colour, alpha=0.3, lw=0)
         axis.plot(blocks, middle, color=colour)
-        for end in torch.nonzero(profile.stage.diff()).flatten().tolist():
+        for end in torch.nonzero(stage.diff()).flatten().tolist():
             axis.axvline(end + 1.5, color=GREY, lw=0.8, ls=":")
         axis.set(title=label, xlabel="block; dotted: a new stage")
     axes[0].set(ylabel="size of a step, |x' - x| / |x|", ylim=(0, None))

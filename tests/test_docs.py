@@ -10,6 +10,7 @@ import os
 import pkgutil
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -259,12 +260,9 @@ def when_not():
     gpu = {r["case"]: r["gains"] for r in load("hybrid_gpu")["results"]["verdict"]}
     yield f"same error in {gpu['10-link']['rk4']:.3g} of the time"
     yield f"{gpu['2-link']['dopri5']:.3g} of its time"
-    arms = {r["arm"]: r for r in load("gates_cifar10", "experiments")["summary"]}
-    gates = [arms[name] for name in ("se", "eca", "srm", "iebn", "stepnet")]
-    gains = [r["gain"] for r in gates]
+    trained = reproduced("stepnet-table1", "gpu")
+    gains = [statistics.mean(trained.paired(arm, "none")) for arm in trained.arms if arm != "none"]
     yield f"{min(gains):+.2f} to {max(gains):+.2f} points"
-    longer = [100 * (r["seconds_per_epoch"] / arms["none"]["seconds_per_epoch"] - 1) for r in gates]
-    yield f"{min(longer):.0f} to {max(longer):.0f} % more time"
     leak = reproduced("pde-leak", "gpu")
     standard, causal, _ = (leak.mean(arm, "perplexity") for arm in leak.arms)
     yield f"from {standard:.1f} to {causal:.1f}"
@@ -291,7 +289,8 @@ def when_not():
 
 def papers():
     """What docs/papers.md says in numbers of ours."""
-    from benchmarks.pages import load, reproduced
+    from benchmarks.pages import all_gates, load, reproduced
+    from experiments.stepnet_shared import compared
 
     errors, pendulums = reproduced("attns-normalised", "gpu"), ("spring-mass", "2-link", "elastic")
     ratios = lambda recipe: tuple(
@@ -309,10 +308,10 @@ def papers():
     case = next(r for r in load("theory")["constants"] if r["case"] == "elastic pendulum, rk4, default")
     bound = case["convergence"]["10"]
     yield f"the error is {bound['actual']:.1e} and the bound {bound['theorem']:.1e}"
-    gates = load("gates_cifar10", "experiments")
-    rank = gates["correlations"]["models"]
+    trained = all_gates()
+    rank = compared(trained)["models"].correlations
     yield f"is {rank['one']['kendall']:+.2f} with step 1 and {rank['gate']['kendall']:+.2f} with"
-    gain = {r["arm"]: f"{r['gain']:+.2f}" for r in gates["summary"] if r["gain"] is not None}
+    gain = {arm: f"{statistics.mean(trained.paired(arm, 'none')):+.2f}" for arm in trained.arms}
     yield f"SRM gained {gain['srm']} points over no gate, ECA {gain['eca']}, StepNet {gain['stepnet']}"
     leak = reproduced("pde-leak", "gpu")
     standard, causal, leaking = (leak.mean(arm, "perplexity") for arm in leak.arms)
