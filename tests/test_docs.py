@@ -305,6 +305,23 @@ def papers():
         for s in pendulums for what in ("AttNS", "NeurVec")
     ]  # fmt: skip
     assert (round(min(fall)), round(max(fall))) == (3, 5)
+    half = reproduced("attns-fig4", "gpu")
+    of = lambda s, what, recipe="paper": half.typical(f"{s}: {what}, {recipe}")
+    both = [f"{of('elastic', what):.1e}" for what in ("AttNS", "FSNet")]
+    yield "on the elastic pendulum, {}, FSNet next with {}".format(*both)
+    yield f"CSM has {of('2-link', 'CSM'):.1e} and AttNS {of('2-link', 'AttNS'):.1e}"
+    fair = {
+        s: [of(s, what, "default") for what in ("AttNS", "NeurVec", "CSM", "FSNet")]
+        for s in pendulums[1:]
+    }
+    assert max(fair["elastic"]) < 1.01 * min(fair["elastic"])
+    yield f"have {max(fair['elastic']):.1e} on the first and at most {max(fair['2-link']):.1e} on"
+    parts = reproduced("attns-table2", "gpu")
+    skip = {
+        s: [parts.typical(f"{s}: {what}, paper") for what in ("with skip", "AttNS")] for s in pendulums
+    }
+    yield "it does, {:.1e} instead of {:.1e}".format(*skip["2-link"])
+    yield "it helps: {:.1e} instead of {:.1e}".format(*skip["spring-mass"])
     case = next(r for r in load("theory")["constants"] if r["case"] == "elastic pendulum, rk4, default")
     bound = case["convergence"]["10"]
     yield f"the error is {bound['actual']:.1e} and the bound {bound['theorem']:.1e}"

@@ -27,6 +27,7 @@ This page is made by `attractor reproduce --page docs/results.md` from the files
 
 """
 
+FEW = 8  # arms, up to which a sentence names them all
 LOST = 1e39  # errors above are those of solvers that lost a trajectory
 
 FINDINGS = {  # what a reader would quote, and the experiment that shows it
@@ -174,9 +175,13 @@ def larger(experiment: Experiment, found: Results, folder: Path | str) -> list[s
         if scale not in experiment.scales:
             continue
         more = load(experiment, scale, folder)
-        each = [f"{row['arm']} {row['told']}" for row in rows(experiment, more)]
-        if each:
-            lines.append(f"Of scale {scale} there are so far: {'; '.join(each)}.\n")
+        each = [[row["arm"], row["told"], str(row["seeds"])] for row in rows(experiment, more)]
+        if len(each) > FEW:
+            lines.append(f"Of scale {scale} there are so far:\n")
+            lines.append(_table(["", f"ours ({experiment.metric})", "seeds"], each))
+        elif each:
+            told = "; ".join(f"{arm} {value}" for arm, value, _ in each)
+            lines.append(f"Of scale {scale} there are so far: {told}.\n")
     return lines
 
 
