@@ -303,6 +303,28 @@ def test_the_callers_surroundings_are_left_alone():
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        (torch.arange(12), "labels go from 0 to 11, but the model gives 10"),
+        (torch.tensor([3, -1]), "-1 to 3"),
+    ],
+)
+def test_labels_that_the_model_does_not_know_are_named(labels, told):
+    """On a GPU they would be an assertion of the device, after which nothing runs."""
+    model, batches = nn.Linear(4, 10), [(torch.zeros(len(labels), 4), labels)]
+    with pytest.raises(ValueError, match=f"{told}.*labels from 0 to 9"):
+        train(model, batches, None, PLAIN, device="cpu")
+    with pytest.raises(ValueError, match=told):
+        evaluate(model, batches)
+
+
+def test_labels_may_be_left_out():
+    model = nn.Linear(4, 10)
+    found = Classify(wary=True)(model, (torch.zeros(3, 4), torch.tensor([1, -100, 9])))["loss"]
+    assert (found > 0).tolist() == [True, False, True]
+
+
 def test_mixup_is_a_mean_of_two_images_and_of_their_losses():
     data = digits(70)
     recipe = replace(PLAIN, mixup=0.4, label_smoothing=0.1)
