@@ -82,9 +82,12 @@ def judge(results: Results) -> Verdict:
         / typical(results, name("elastic", label("NeurVec", s), "default"))
         for s in SHARES
     ]
+    default = [name("elastic", label(w, s), "default") for w in PAIR for s in SHARES]
+    spared = "some" if max(x for arm in default for x in results.values(arm, "lost")) else "none"
+    spared = f"{spared} of their trajectories"
     why = (
         f"AttNS against NeurVec with noise: {', '.join(told)}; at half of the data noise multiplies "
-        f"their errors by {number(change[0])} and {number(change[1])}. Default recipe: neither is lost, "
+        f"their errors by {number(change[0])} and {number(change[1])}. Default recipe: {spared} lost, "
         f"AttNS over NeurVec {number(min(fair))} to {number(max(fair))}"
     )
     if all(1 / SEEN < x < SEEN for x in change):

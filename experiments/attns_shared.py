@@ -14,7 +14,7 @@ from typing import Any
 
 from attractor.reproduce import DIRECTION, FAILS, HOLDS, UNTESTED, Results, Verdict
 from attractor.reproduce.tasks.solvers import CEILING
-from attractor.reproduce.verdict import error_of, number
+from attractor.reproduce.verdict import margin, number
 
 SOLVE = "attractor.reproduce.tasks.solvers:solve"
 LABELS = {"attns": "AttNS", "neurvec": "NeurVec", "csm": "CSM", "fsnet": "FSNet", "attns_m": "AttNS-m"}
@@ -104,21 +104,27 @@ def smaller(
     arm: str, others: Sequence[str], what: str = "", metric: str = "mse"
 ) -> Callable[[Results], Verdict]:
     """Holds if the arm's error is below that of all others by more than seeds differ, compared as powers
-    of ten; in direction if its mean is, or if nothing can be told apart. See also `cautious`."""
+    of ten; in direction if its mean is, or is level; untested if it is above by no more than seeds
+    differ, or there is one. See also `cautious`."""
 
     def judge(results: Results) -> Verdict:
         rivals = [a for a in others if a != arm and results.runs.get(a)]
         first = min(rivals, key=lambda a: typical(results, a, metric))
         mine, theirs = logs(results, arm, metric), logs(results, first, metric)
         gaps = [theirs[s] - mine[s] for s in sorted(mine.keys() & theirs.keys())]
-        gap, doubt = statistics.fmean(gaps), 2 * error_of(gaps)
+        gap, doubt = statistics.fmean(gaps), margin(gaps)
         short = first.split(": ")[-1]
         ours, best = (number(typical(results, a, metric)) for a in (arm, first))
         told = f"{what or arm}: {ours} against {best} ({short})"
-        if gap > 0:
-            word = HOLDS if gap > max(doubt, LEVEL) else DIRECTION
+        if typical(results, arm, metric) >= CEILING / 10:
+            word, told = FAILS, f"{told}, lost"
+        elif abs(gap) < LEVEL:
+            word = DIRECTION
+        elif gap > 0:
+            word = HOLDS if gap > doubt else DIRECTION
         else:
-            word = DIRECTION if -gap < doubt < math.inf or -gap < LEVEL else FAILS
+            word = UNTESTED if -gap < doubt else FAILS
+            told = f"{told}, which {len(gaps)} seeds cannot tell apart" if -gap < doubt else told
         return cautious(results, [arm, first], Verdict(word, told))
 
     return judge

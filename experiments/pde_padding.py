@@ -68,7 +68,7 @@ def judge(results: Results) -> Verdict:
     if not all(b < (1 - lm.LEVEL) * a for a, b in pairwise(found)):
         return Verdict(UNTESTED, f"padding does not explain them: {why}")
     if results.scale == "cpu":
-        return Verdict(FAILS, f"{why}; here of bytes, four for a token")
+        return Verdict(UNTESTED, f"padding makes them fall, of bytes, whatever their size: {why}")
     near = all(p / NEAR < x < p * NEAR for x, (_, p) in zip(found, table.PAPER.values()))
     if near:
         return Verdict(FAILS, why)

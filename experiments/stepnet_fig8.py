@@ -7,7 +7,7 @@ steps are one.
 import statistics
 
 from attractor.reproduce import DIRECTION, FAILS, HOLDS, UNTESTED, Experiment, Results, Scale, Verdict
-from attractor.reproduce.verdict import error_of
+from attractor.reproduce.verdict import margin
 
 from .stepnet_shared import CIFAR100, CLASSIFY, RECIPE, SEEDS, against_accuracy, digits, smoke
 
@@ -31,7 +31,7 @@ def judge(results: Results) -> Verdict:
         return Verdict(UNTESTED, f"no trick made this short training better: {told}")
     if not all(statistics.fmean(rise[t]) > 0 for t in better):
         return Verdict(FAILS, told)
-    sure = all(statistics.fmean(g[t]) > 2 * error_of(g[t]) for t in better for g in (gap, rise))
+    sure = all(statistics.fmean(g[t]) > margin(g[t]) for t in better for g in (gap, rise))
     return Verdict(HOLDS if sure else DIRECTION, told)
 
 

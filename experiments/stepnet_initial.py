@@ -9,7 +9,7 @@ and training raised theirs by more than the plain one's.
 import statistics
 
 from attractor.reproduce import DIRECTION, FAILS, HOLDS, Experiment, Results, Scale, Verdict
-from attractor.reproduce.verdict import error_of
+from attractor.reproduce.verdict import margin
 
 from .stepnet_shared import (
     CIFAR10,
@@ -29,7 +29,8 @@ FIGURE = ("se", "eca", "srm")  # gates of the paper's Figure 2 that are run here
 
 def judge(results: Results) -> Verdict:
     """With the paper's step, for the gates of its Figure 2: holds if all are above the plain network
-    after training, by more than seeds differ, and have risen by more; does not if one is below it."""
+    after training, by more than seeds differ, and have risen by more; in direction if their means are
+    and have; else it does not."""
     gated = [a for a in results.arms if a != "none"]
     told = []
     for step, name in STEPS.items():
@@ -38,8 +39,8 @@ def judge(results: Results) -> Verdict:
             for end in ("_initial", "")
         )
         gaps = {a: results.paired(a, "none", f"tns_{step}") for a in gated}
-        above = [a for a, g in gaps.items() if statistics.fmean(g) > 2 * error_of(g)]
-        below = [a for a, g in gaps.items() if -statistics.fmean(g) > 2 * error_of(g)]
+        above = [a for a, g in gaps.items() if statistics.fmean(g) > margin(g)]
+        below = [a for a, g in gaps.items() if -statistics.fmean(g) > margin(g)]
         rose = {arm: after[arm] / before[arm] for arm in results.arms}
         more = [a for a in gated if rose[a] > rose["none"]]
         named = {"none": "plain"}
@@ -59,10 +60,9 @@ def judge(results: Results) -> Verdict:
         f"Before training, taking F for the step makes TNS up to {max(start):.1f} times larger than "
         "step 1"
     )
-    if set(FIGURE) & set(below):  # of the last step, the paper's
-        word = FAILS
-    else:
-        word = HOLDS if set(FIGURE) <= set(above) & set(more) else DIRECTION
+    # of the last step, the paper's
+    higher = all(after[arm] > after["none"] and arm in more for arm in FIGURE if arm in gated)
+    word = FAILS if not higher else HOLDS if set(FIGURE) <= set(above) else DIRECTION
     return Verdict(word, "on CIFAR-10, with " + ". With ".join(told[:2]) + f". {told[2]}")
 
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attractor.reproduce import DIRECTION, FAILS, HOLDS, Results, Scale, Verdict, all_of
+from attractor.reproduce import DIRECTION, FAILS, HOLDS, UNTESTED, Results, Scale, Verdict, all_of
 from attractor.reproduce.tasks.images import (
     CIFAR10,
     CIFAR100,
@@ -18,7 +18,7 @@ from attractor.reproduce.tasks.images import (
     SMOKE,
     table,
 )
-from attractor.reproduce.verdict import error_of, number
+from attractor.reproduce.verdict import margin, number
 from attractor.residual.profile import Comparison
 
 __all__ = ["CIFAR10", "CIFAR100", "CLASSIFY", "DIGITS", "GATES", "SIX", "SMOKE"]
@@ -54,16 +54,16 @@ def digits(*arms: str, time: str) -> Scale:
 
 def of_seed(results: Results, arm: str, metric: str) -> dict[int, float]:
     """A metric by seed."""
-    return {seed: float(run["metrics"][metric]) for seed, run in results.runs[arm].items()}
+    known = lambda x: math.nan if x is None else float(x)
+    return {seed: known(run["metrics"][metric]) for seed, run in results.runs[arm].items()}
 
 
 def leads(
     arm: str, among: Sequence[str] | None = None, metric: str | None = None
 ) -> Callable[[Results], Verdict]:
     """Holds if an arm is above all others, at the seeds both have, by more than seeds differ; in
-    direction if it is above them on the mean, or not below the best by more than seeds differ.
-
-    Where two arms have one seed in common, seeds are taken to differ as they do for the other arms.
+    direction if it is above them on the mean; untested if another is above it by no more than that, or
+    at one seed.
     """
 
     def judge(results: Results) -> Verdict:
@@ -71,20 +71,16 @@ def leads(
         gaps = {a: results.paired(arm, a, metric) for a in others}
         closest = min(gaps, key=lambda a: statistics.fmean(gaps[a]))
         above = [a for a in others if statistics.fmean(gaps[a]) < 0]
-        sure = all(statistics.fmean(g) > 2 * error_of(g) for g in gaps.values())
+        sure = all(statistics.fmean(g) > margin(g) for g in gaps.values())
         gap = statistics.fmean(gaps[closest])
         seeds = f"{len(gaps[closest])} seed{'s' * (len(gaps[closest]) > 1)}"
         told = f"{arm} against {closest}: {gap:+.2f} ({seeds})"
         if not above:
             return Verdict(HOLDS if sure else DIRECTION, told)
-        error = error_of(gaps[closest])
-        if math.isinf(error):
-            spreads = [x for a in results.arms if (x := results.spread(a, metric)) is not None]
-            error = math.sqrt(2) * statistics.median(spreads) if spreads else 0.0
-        level = -gap < 2 * error
-        told = f"{told}, where seeds differ by ±{2 * error:.2f}"
-        word = DIRECTION if level else FAILS
-        return Verdict(word, f"{len(above)} of {len(others)} are above {arm}; {told}")
+        doubt = margin(gaps[closest])
+        unsure = "which one seed cannot tell" if math.isinf(doubt) else f"seeds differ by ±{doubt:.2f}"
+        word = UNTESTED if -gap < doubt else FAILS
+        return Verdict(word, f"{len(above)} of {len(others)} are above {arm}; {told}, {unsure}")
 
     return judge
 

@@ -155,7 +155,10 @@ def test_theorems_hold_for_a_small_fit():
         ([1e-4, 1e-4, 3e-4], [1e-6, 2e-6, 1e-6], 10, UNTESTED),
         ([1e-6, 1e-6, 1e-6], [1.01e-6, 1.01e-6, 1.01e-6], 500, DIRECTION),  # level
         ([1.01e-6], [1e-6], 500, DIRECTION),
+        ([2e-6], [1e-6], 500, UNTESTED),  # one seed cannot tell
+        ([1e-6, 2e-6, 4e-6], [1.1e-6, 1.5e-6, 3e-6], 500, UNTESTED),  # nor three that differ so
         ([None], [1e-6], 500, FAILS),  # a training that diverged is not the best of all
+        ([1e40, 1e40], [1e40, 1e40], 500, FAILS),  # lost is not level with lost
     ],
 )
 def test_which_error_is_smaller(ours, theirs, epochs, word):

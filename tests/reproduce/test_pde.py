@@ -216,7 +216,9 @@ def test_verdicts_on_steps():
 
     assert of(13318.93, (3.49, 3.42, 3.36, None), finite=0.0) == HOLDS
     assert of(118.0, (117.0, 115.0, 110.0, None), finite=0.0) == DIRECTION
-    assert of(118.0, (117.0, 115.0, 110.0, 106.0)) == FAILS
+    assert of(118.0, (117.0, 115.0, 110.0, 106.0)) == DIRECTION, "of eight the claim says nothing"
+    assert of(118.0, (117.0, 125.0, 110.0, 106.0)) == FAILS, "two steps are worse than one"
+    assert of(118.0, (118.1, 117.9, 117.8, 106.0)) == FAILS, "all are level"
 
 
 def test_verdicts_on_equations():

@@ -32,7 +32,7 @@ from attractor.reproduce import (
 from attractor.reproduce import page as pages
 from attractor.reproduce.results import path_of
 from attractor.reproduce.shelf import home
-from attractor.reproduce.verdict import number
+from attractor.reproduce.verdict import margin, number
 
 CALLS = []
 
@@ -152,6 +152,49 @@ def test_files_of_several_days_are_merged(tmp_path):
         merge(EXAMPLE, "cpu", tmp_path / "a", [other])
 
 
+def test_merging_takes_no_run_away(tmp_path):
+    """What was made with another configuration replaces nothing; other numbers of the same are an error."""
+    run(EXAMPLE, "cpu", folder=tmp_path / "here")
+    run(EXAMPLE, "cpu", folder=tmp_path / "there")
+    other = path_of(tmp_path / "there", EXAMPLE.name, "cpu")
+    whole = other.read_text()
+    kept = json.loads(whole)
+    kept["runs"]["a"]["1"]["digest"] = "of another configuration"
+    kept["runs"]["a"]["1"]["metrics"]["value"] = 9.9
+    other.write_text(json.dumps(kept))
+    found = merge(EXAMPLE, "cpu", tmp_path / "here", [other])
+    assert not found.missing()
+    assert found.values("a") == pytest.approx([1.0, 1.1, 1.2])
+    # the other way round, the current one takes the place of the stale one
+    current = path_of(tmp_path / "here", EXAMPLE.name, "cpu")
+    assert merge(EXAMPLE, "cpu", tmp_path / "there", [current]).values("a") == pytest.approx(
+        [1.0, 1.1, 1.2]
+    )
+    other.write_text(whole.replace('"value": 2.1,', '"value": 2.15,'))
+    with pytest.raises(ValueError, match="other numbers for b, seed 1"):
+        merge(EXAMPLE, "cpu", tmp_path / "here", [other])
+
+
+def test_no_verdict_on_what_is_not_a_number_or_has_no_seed_in_common():
+    apart = results(a=[1, 2], b=[2, 3])
+    apart.runs["b"] = {5: apart.runs["b"][0]}
+    assert EXAMPLE.verdict(replace(apart, scale="cpu")) is None
+    lost = replace(results(a=[1, 2], b=[2, math.nan]), scale="cpu")
+    verdict = EXAMPLE.verdict(lost)
+    assert verdict.word == UNTESTED
+    assert "not finite for b" in verdict.why
+
+
+def test_a_margin_is_half_of_the_interval_of_student():
+    """By SciPy's quantiles, to the digits that are kept."""
+    stats = pytest.importorskip("scipy.stats")
+    for n in (2, 3, 5, 11):
+        values = [math.sin(i) for i in range(n)]
+        wide = stats.t.ppf(0.975, n - 1) * stats.sem(values)
+        assert margin(values) == pytest.approx(wide, rel=3e-3)
+    assert margin([1.0]) == margin([1.0, math.nan]) == math.inf
+
+
 def test_runs_are_shared_where_the_configuration_is_the_same(tmp_path):
     run(EXAMPLE, "cpu", folder=tmp_path)
     arms = {"one": {"value": 1.0}, "other": {"value": 7.0}}
@@ -167,9 +210,9 @@ def unknown(results):
     ("rule", "values", "word"),
     [
         (best("b"), {"a": [1, 2, 3], "b": [2, 3, 4]}, HOLDS),
-        (best("b"), {"a": [1, 2, 3], "b": [0.9, 1.9, 3.1]}, DIRECTION),
+        (best("b"), {"a": [1, 2, 3], "b": [0.9, 1.9, 3.1]}, UNTESTED),  # who knows
         (best("b"), {"a": [1, 2, 3], "b": [0, 1, 2]}, FAILS),
-        (best("b"), {"a": [1], "b": [0.99]}, FAILS),  # one seed tells nothing of the spread
+        (best("b"), {"a": [1], "b": [0.99]}, UNTESTED),  # one seed tells nothing of the spread
         (best("b"), {"a": [1, 2], "b": [math.nan, 3]}, FAILS),
         (best("b", better="lower"), {"a": [1, 2], "b": [0, 1]}, HOLDS),
         (gains(["b"], "a"), {"a": [1, 2, 3], "b": [2, 3.1, 4]}, HOLDS),

@@ -83,7 +83,7 @@ def reproduce(
         chosen = _chosen(names, list(catalogue()))
         if engine != "ray":  # whose machines may have others
             check_device(device)
-        wanted = [int(s) for s in seeds.split(",")] if seeds else None
+        wanted = _seeds(seeds) if seeds else None
         options: dict[str, Any] = {
             "device": device, "data": data, "arms": arm or None, "seeds": wanted, "workers": workers,
             "budget": budget, "again": again, "engine": engine, "address": address,
@@ -163,6 +163,13 @@ def _show(experiment: Any, results: Any, verdict: Any) -> None:
         say(f"{len(results.missing())} runs are still to come.")
     else:
         say("It runs; this scale is too small for a verdict.")
+
+
+def _seeds(given: str) -> list[int]:
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise typer.BadParameter(f"--seeds {given}: give whole numbers, such as 0,1,2")
+    return [int(part) for part in parts]
 
 
 def _list(folder: Path, as_json: bool) -> None:

@@ -1,6 +1,7 @@
 """What an experiment is."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,4 +127,8 @@ class Experiment:
             return Verdict(UNTESTED, self.missing) if self.missing else None
         if not self.scale(results.scale).judged:
             return None
+        judged = [arm for arm in results.arms if arm not in results.extra]
+        lost = [arm for arm in judged if any(map(math.isnan, results.values(arm)))]
+        if lost:  # rules compare numbers
+            return Verdict(UNTESTED, f"{self.metric} is not finite for {'; '.join(lost)}")
         return self.judge(results)

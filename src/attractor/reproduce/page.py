@@ -17,11 +17,12 @@ HEAD = """# Results
 Tables and figures of the three papers, run again on real data and judged: what the paper reports beside
 what we measured, under the paper's protocol and under a fair one. *holds*: what the paper says is what
 we see. *holds in direction*: the means go the paper's way, but by far less than it says, or by no more
-than seeds differ, or what should be best is level with the best. *does not hold*: it is not what we see.
-*cannot be tested here*: what it needs is not at hand, or a training of this length cannot tell; the
-command is there. *so far*: seeds or arms are still missing. Without a word: the runs are too small for a
-verdict, or not all there. Numbers are means over seeds, "±" their standard deviation; of errors, which
-differ by factors, the geometric mean, and "×÷" the factor of one standard deviation.
+than seeds differ (half of a 95 % interval: 4.3 standard errors of three seeds). *does not hold*: it is
+not what we see. *cannot be tested here*: what it needs is not at hand, or a training of this length, or
+so few seeds, cannot tell; the command is there. *so far*: seeds or arms are still missing. Without a
+word: the runs are too small for a verdict, or not all there. Numbers are means over seeds, "±" their
+standard deviation; of errors, which differ by factors, the geometric mean, and "×÷" the factor of one
+standard deviation.
 
 This page is made by `attractor reproduce --page docs/results.md` from the files in experiments/results.
 
@@ -68,6 +69,10 @@ def rows(experiment: Experiment, results: Results) -> list[dict[str, Any]]:
     """A row an arm: the paper's number, ours with spread and seeds, and the other metrics' means, NaN of
     those that an arm does not have."""
     has = lambda arm, metric: all(metric in run["metrics"] for run in results.runs[arm].values())
+    factors = lambda arm, metric: experiment.logarithmic and min(results.values(arm, metric)) > 0
+    middle = lambda arm, metric: (
+        results.typical(arm, metric) if factors(arm, metric) else results.mean(arm, metric)
+    )
     return [
         {
             "arm": arm,
@@ -76,7 +81,7 @@ def rows(experiment: Experiment, results: Results) -> list[dict[str, Any]]:
             "spread": results.factor(arm) if experiment.logarithmic else results.spread(arm),
             "told": cell(experiment, results, arm),
             "seeds": len(results.values(arm)),
-            "others": {m: results.mean(arm, m) if has(arm, m) else math.nan for m in experiment.others},
+            "others": {m: middle(arm, m) if has(arm, m) else math.nan for m in experiment.others},
         }
         for arm in results.arms
         if results.runs.get(arm)

@@ -45,8 +45,9 @@ class Results:
 
     @property
     def complete(self) -> bool:
-        """Whether every arm that the claim is about has at least one run."""
-        return all(self.runs.get(arm) for arm in self.arms if arm not in self.extra)
+        """Whether the arms that the claim is about can be compared: some seed is there of all."""
+        own = [set(self.runs.get(arm, ())) for arm in self.arms if arm not in self.extra]
+        return bool(own) and bool(set.intersection(*own))
 
     @property
     def partly(self) -> bool:
@@ -176,12 +177,28 @@ def load(experiment: Any, scale: str, folder: Path | str) -> Results:
     return Results(experiment.name, scale, experiment.metric, arms, seeds, runs, experiment.extra)
 
 
+def _current(experiment: Any, arm: str, scale: str) -> str | None:
+    """The digest that an arm's runs should have; None if there is no such arm."""
+    known = arm in experiment.arms_of(scale)
+    return digest(experiment.task, experiment.config(arm, scale)) if known else None
+
+
+def _contradict(one: Run, other: Run) -> bool:
+    """Whether two runs should have the same numbers, and have not."""
+    made = lambda run: (run["digest"], run["device"], run["versions"])
+    gpu = "NVIDIA" in one["device"]
+    return not gpu and made(one) == made(other) and one["metrics"] != other["metrics"]
+
+
 def merge(experiment: Any, scale: str, folder: Path | str, others: Iterable[Path]) -> Results:
-    """Take runs of other files into the one in the folder; those that are there already stay.
+    """Take runs of other files into the one in the folder.
+
+    Those that are there already stay, unless they were made with another configuration than the
+    experiment has now, and the new ones were not.
 
     Raises:
-        ValueError: a file is of another experiment or scale, or two runs of one arm, seed and
-            configuration gave different numbers on the same device.
+        ValueError: a file is of another experiment or scale, or a run of one arm, seed and configuration
+            gave other numbers on the same CPU. (On a GPU sums have no fixed order.)
     """
     path = path_of(folder, experiment.name, scale)
     runs = read(path, experiment.name, scale)
@@ -191,7 +208,14 @@ def merge(experiment: Any, scale: str, folder: Path | str, others: Iterable[Path
         for arm, seeds in read(Path(other), experiment.name, scale).items():
             for seed, run in seeds.items():
                 known = runs.setdefault(arm, {}).get(seed)
-                if known is None or known["digest"] != run["digest"]:
+                if known is None or (
+                    known["digest"] != run["digest"] == _current(experiment, arm, scale)
+                ):
                     runs[arm][seed] = run
+                elif _contradict(known, run):
+                    raise ValueError(
+                        f"{other} has other numbers for {arm}, seed {seed}, than {path}, though both "
+                        f"were made in the same way on {run['device']}; remove one of them"
+                    )
     write(path, experiment.name, scale, runs)
     return load(experiment, scale, folder)

@@ -1,7 +1,7 @@
 """Whether a claim holds, and rules that say so.
 
 A rule is a function ``results -> Verdict``. Means are over seeds; "by more than seeds differ" is by more
-than twice the standard error of the difference, which needs two seeds at least.
+than `margin`, half of the difference's 95 % interval, which needs two seeds at least.
 """
 
 import math
@@ -47,18 +47,23 @@ def number(x: float) -> str:
     return f"{x:.3g}" if abs(x) < 1e-2 or abs(x) >= 1e4 else f"{x:.4g}"
 
 
-def error_of(differences: Sequence[float]) -> float:
-    """The standard error of their mean; infinite of fewer than two, or where one is not finite."""
+# Student's t, 97.5 %, of 1 to 10 degrees of freedom
+QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+
+
+def margin(differences: Sequence[float]) -> float:
+    """Half of the 95 % interval of their mean; infinite of one, or where one is not finite."""
     if len(differences) < 2 or not all(map(math.isfinite, differences)):
         return math.inf
-    return statistics.stdev(differences) / math.sqrt(len(differences))
+    quantile = QUANTILES[min(len(differences) - 1, len(QUANTILES)) - 1]
+    return quantile * statistics.stdev(differences) / math.sqrt(len(differences))
 
 
 def best(
     arm: str, among: Sequence[str] | None = None, better: str = "higher", metric: str | None = None
 ) -> Rule:
-    """Holds if no other arm has a better mean; in direction if what is better is so by less than twice
-    the standard error."""
+    """Holds if no other arm has a better mean; untested if what is better is so by no more than seeds
+    differ, or there is one seed."""
 
     def judge(results: Results) -> Verdict:
         sign = 1 if better == "higher" else -1
@@ -69,9 +74,8 @@ def best(
         against = f"{number(mine)} against {number(theirs)} ({first})"
         if _worth(sign * mine) >= _worth(sign * theirs):
             return Verdict(HOLDS, f"{arm} is best, {against}")
-        error = error_of(results.paired(arm, first, metric))
-        if math.isfinite(error) and abs(mine - theirs) < 2 * error:
-            return Verdict(DIRECTION, f"{arm} is level with the best, {against}")
+        if abs(mine - theirs) < margin(results.paired(arm, first, metric)):
+            return Verdict(UNTESTED, f"{arm} cannot be told from the best at so few seeds, {against}")
         return Verdict(FAILS, f"{arm} is not best, {against}")
 
     return judge
@@ -96,7 +100,7 @@ def gains(
         for arm in arms:
             gap = sign * (results.mean(arm, metric) - results.mean(over, metric))
             means.append(gap > 0)
-            sure.append(gap > 2 * error_of(results.paired(arm, over, metric)))
+            sure.append(gap > margin(results.paired(arm, over, metric)))
         told = f"{sum(means)} of {len(arms)} are better than {over}"
         if all(sure) or (not clearly and all(means)):
             return Verdict(HOLDS, told)
