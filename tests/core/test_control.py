@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import attractor as at
 
@@ -278,3 +279,107 @@ def test_memory_of_gradients_grows_with_the_wanted_times_only():
     assert solved.stats.steps > 150
     assert sum(kept) < 0.5 * solved.stats.steps * u0.nbytes
     assert torch.isfinite(torch.autograd.grad(solved.u.sum(), u0)[0]).all()
+
+
+def test_a_parameter_hidden_from_sight_has_its_gradient_when_it_comes_into_play():
+    # It does not act at the start, and sits in a dictionary, where a look at the closure ends.
+    held, calls = {"theta": torch.tensor(2.0, **F64, requires_grad=True)}, 0
+
+    def rate(t, y):
+        nonlocal calls
+        calls += 1
+        return -held["theta"] * y if t.max() > 0.5 else -y
+
+    t = torch.tensor([0.0, 0.5, 1.0], **F64)
+    solved = at.evolve(rate, torch.ones(1, 1, **F64), t, "dopri5", rtol=1e-7, atol=1e-9)
+    assert solved.stats.rate_calls == calls
+    (gradient,) = torch.autograd.grad(solved.final.sum(), held["theta"])
+    assert gradient.item() == pytest.approx(-0.5 * math.exp(-1.5), rel=2e-2)
+    y = at.odeint(rate, torch.ones(1, **F64), t)
+    (gradient,) = torch.autograd.grad(y[-1].sum(), held["theta"])
+    assert gradient.item() == pytest.approx(-0.5 * math.exp(-1.5), rel=2e-2)
+    with torch.no_grad():
+        assert not at.odeint(rate, torch.ones(1, **F64), t).requires_grad
+
+
+def decay(p, u0=None, t=(0.0, 1.0)):
+    """exp(-p) from 1, by a rate in which p acts from the start."""
+    u0 = torch.ones(2, 1, **F64) if u0 is None else u0
+    return at.evolve(lambda t, u: -p * u, u0, t, "dopri5", rtol=1e-9, atol=1e-11).final
+
+
+def test_forward_mode_of_a_parameter():
+    p = torch.tensor(0.7, **F64)
+    value, tangent = torch.func.jvp(decay, (p,), (torch.ones_like(p),))
+    torch.testing.assert_close(tangent, -value, rtol=1e-6, atol=0)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(decay(forward_ad.make_dual(p, torch.ones_like(p)))).tangent
+    torch.testing.assert_close(tangent, -value, rtol=1e-6, atol=0)
+
+
+def test_forward_mode_with_plain_duals():
+    one, times = torch.ones(2, 1, **F64), torch.tensor([0.0, 1.0], **F64)
+    with forward_ad.dual_level(), torch.no_grad():  # forward mode does not ask for gradients
+        moved = forward_ad.unpack_dual(decay(1.0, forward_ad.make_dual(one, one)))
+        torch.testing.assert_close(moved.tangent, one * math.exp(-1), rtol=1e-6, atol=0)
+        for direction, sign in (((1.0, 0.0), 1), ((0.0, 1.0), -1)):  # d/dt0 and d/dt1 of e^(t0 - t1)
+            t = forward_ad.make_dual(times, torch.tensor(direction, **F64))
+            moved = forward_ad.unpack_dual(decay(1.0, one, t))
+            torch.testing.assert_close(moved.tangent, sign * one * math.exp(-1), rtol=1e-6, atol=0)
+        grid = forward_ad.make_dual(times, torch.tensor([0.0, 1.0], **F64))  # u (1 - h), one step
+        moved = forward_ad.unpack_dual(at.evolve(lambda t, u: -u, one, grid, "euler").final)
+        torch.testing.assert_close(moved.tangent, -one)
+
+
+def test_forward_mode_of_a_parameter_that_comes_into_play_later():
+    p = torch.tensor(1.0, **F64)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(p, torch.ones_like(p))
+        rate = lambda t, u: -u if t.max() < 0.5 else -dual * u
+        final = at.evolve(rate, torch.ones(1, 1, **F64), [0.0, 1.0], "dopri5", rtol=1e-8).final
+        tangent = forward_ad.unpack_dual(final).tangent
+    assert tangent.item() == pytest.approx(-0.5 * math.exp(-1), rel=2e-2)
+
+
+CASH_KARP = at.Scheme(
+    "cash_karp",
+    a=[
+        [],
+        ["1/5"],
+        ["3/40", "9/40"],
+        ["3/10", "-9/10", "6/5"],
+        ["-11/54", "5/2", "-70/27", "35/27"],
+        ["1631/55296", "175/512", "575/13824", "44275/110592", "253/4096"],
+    ],
+    b=["37/378", 0, "250/621", "125/594", 0, "512/1771"],
+    c=[0, "1/5", "3/10", "3/5", 1, "7/8"],
+    order=5,
+    b_low=["2825/27648", 0, "18575/48384", "13525/55296", "277/14336", "1/4"],
+)
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_wanted_times_are_as_exact_as_steps_without_an_interpolant_of_that_order(back):
+    spring = lambda t, u: torch.stack((u[..., 1], -u[..., 0]), -1)
+    u0, t = torch.tensor([[1.0, 0.0], [0.1, 2.0]], **F64), torch.linspace(0, 10, 31, **F64)
+    t, how = t.flip(0) if back else t, dict(rtol=1e-8, atol=1e-10)
+    at_all = at.evolve(spring, u0, t, CASH_KARP, **how)
+    at_end = at.evolve(spring, u0, t[[0, -1]], CASH_KARP, **how)
+    truth = at.evolve(spring, u0, t, "dopri5", rtol=1e-13, atol=1e-14).u
+    assert (at_all.u - truth).abs().max() < 3 * (at_end.final - truth[-1]).abs().max()
+    assert at_all.stats.steps <= at_end.stats.steps + len(t)
+
+
+def test_a_short_step_to_a_wanted_time_does_not_make_the_next_ones_short():
+    u0, how = torch.tensor([ellipse(0.3)], **F64), dict(rtol=1e-8, atol=1e-10)
+    plain = at.evolve(orbit, u0, [0.0, 3.0, 6.0], CASH_KARP, **how)
+    close = at.evolve(orbit, u0, [0.0, 3.0, 3.0 + 1e-9, 6.0], CASH_KARP, **how)
+    assert close.stats.steps <= plain.stats.steps + 2
+
+
+def test_gradients_where_steps_end_at_wanted_times():
+    u0 = torch.tensor([[0.5, 0.1], [1.5, -0.3]], **F64, requires_grad=True)
+    t = torch.tensor([0.1, 0.7, 1.3], **F64, requires_grad=True)
+    rate = lambda t, u: torch.stack((u[..., 1], -u[..., 0].sin()), -1)
+    solve = lambda u0, t: at.evolve(rate, u0, t, CASH_KARP, rtol=1e-11, atol=1e-12).u
+    assert torch.autograd.gradcheck(solve, (u0, t), rtol=1e-4, atol=1e-5, fast_mode=True)

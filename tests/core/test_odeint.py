@@ -181,3 +181,45 @@ def test_many_steps_and_many_times():
 def test_tolerances_are_numbers():
     with pytest.raises(TypeError, match="rtol is a tuple"):
         at.odeint(lambda t, y: -y, torch.ones(1), T, rtol=(1e-3, 1e-4))
+
+
+def test_a_tuple_may_hold_a_number():
+    y0 = (torch.tensor(1.0, **F64), torch.ones(3, **F64))
+    rate = lambda t, y: (-y[0], y[0] * y[1])
+    for method in ("dopri5", "rk4"):
+        ours, theirs = (library.odeint(rate, y0, T, method=method) for library in (at, torchdiffeq))
+        for a, b in zip(ours, theirs):
+            assert a.shape == b.shape
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_a_norm_of_one_s_own_sees_a_state_without_dimensions():
+    seen = []
+    norm = lambda y: (seen.append(y.shape), y.abs())[1]
+    at.odeint(lambda t, y: -y, torch.tensor(1.0, **F64), T, options={"norm": norm})
+    assert set(seen) == {()}
+
+
+def hybrid_oscillator():
+    torch.manual_seed(0)
+    correction = at.corrections.Linear(2, dtype=torch.float64).requires_grad_(False)
+    for p in correction.parameters():
+        p.mul_(1e-3)
+    return at.HybridSolver(at.systems.HarmonicOscillator(), "rk4", correction, 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_hybrid_solver_takes_the_steps_of_its_own_solve(dtype):
+    solver, y0 = hybrid_oscillator(), torch.rand(3, 2, **F64)
+    t = torch.linspace(0, 50, 26, dtype=dtype)
+    y = at.odeint(solver.rate, y0, t, method=solver)
+    assert torch.equal(y, solver.solve(y0, 50.0, every=20).u)
+
+
+def test_a_hybrid_solver_has_no_gradient_of_times():
+    solver, y0 = hybrid_oscillator(), torch.rand(3, 2, **F64)
+    t = torch.tensor([0.0, 0.5], **F64, requires_grad=True)
+    with pytest.raises(ValueError, match=r"t requires a gradient.*t\.detach\(\)"):
+        at.odeint(solver.rate, y0, t, method=solver)
+    with torch.no_grad():
+        assert at.odeint(solver.rate, y0, t, method=solver).shape == (2, 3, 2)

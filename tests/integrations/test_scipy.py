@@ -84,3 +84,24 @@ def test_odeint_takes_a_solver():
         at.odeint(system, y0, t + torch.tensor([0.0, 0.1, 0.1]), method=solver)
     with pytest.raises(ValueError, match="no options"):
         at.odeint(system, y0, t, method=solver, options={"step_size": 0.1})
+
+
+def exploding(width=8):
+    """u' = u^2 from 4 reaches infinity at 1/4; steps of 1/2 jump over it."""
+    correction = at.corrections.NeurVec(1, width=width, dtype=torch.float64)
+    return hybrid(at.HybridSolver(lambda t, u: u**2, "rk4", correction, 0.5))
+
+
+def test_a_last_step_that_cannot_be_followed_is_no_success():
+    solved = solve_ivp(lambda t, u: u**2, (0, 0.4), [4.0], method=exploding())
+    assert not solved.success
+    assert "followed beyond t = 0.25" in solved.message
+    assert np.isfinite(solved.y).all()
+    assert solved.t[-1] == 0
+
+
+def test_states_between_steps_are_nan_where_they_cannot_be_followed():
+    solved = solve_ivp(lambda t, u: u**2, (0, 0.5), [4.0], method=exploding(), dense_output=True)
+    inside = solved.sol([0.4, 0.1, 0.3])[0]
+    assert np.isnan(inside[[0, 2]]).all()
+    assert inside[1] == pytest.approx(4 / 0.6)

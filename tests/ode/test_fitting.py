@@ -1,11 +1,14 @@
+import inspect
 import math
 
 import pytest
 import torch
 
 import attractor as at
+from attractor.ode.corrections.network import Network
 from attractor.ode.shards import make_trajectories
-from attractor.ode.trajectories import fine_trajectories
+from attractor.ode.trajectories import enough_substeps, fine_trajectories
+from attractor.ode.trust import TrustRegion
 
 F64 = dict(dtype=torch.float64)
 
@@ -310,3 +313,109 @@ def test_solve_takes_whole_steps_forward(chain):
     for end in (0.25, -1.0):
         with pytest.raises(ValueError, match="not a whole number of steps"):
             solver.solve(system.sample(2, dtype=torch.float64), end)
+
+
+def test_whole_steps_are_told_apart_however_small_they_are():
+    solver = at.HybridSolver(
+        lambda t, u: -u, "rk4", at.corrections.Linear(1, dtype=torch.float64), 1e-10
+    )
+    u0 = torch.ones(1, 1, **F64)
+    assert len(solver.solve(u0, 3e-10)) == 4
+    assert len(solver.solve(u0, 1e-6 + 3e-10, t0=1e-6)) == 4  # t_end is rounded
+    for end in (1.5e-10, 3.01e-10):
+        with pytest.raises(ValueError, match="not a whole number of steps"):
+            solver.solve(u0, end)
+
+
+# Every option of Network, with a value that is not the default.
+OTHER = dict(width=24, depth=3, activation="tanh", skip=True, residual=True, body="lstm", period=2.0,
+             precision="float32")  # fmt: skip
+
+
+def test_every_option_of_the_network_is_tried():
+    given = inspect.signature(Network).parameters
+    assert set(OTHER) == set(given) - {"inputs", "outputs", "factory"}
+    assert all(given[name].default != value for name, value in OTHER.items())
+
+
+@pytest.mark.parametrize("kind", ["attns", "attns_m", "neurvec", "csm", "fsnet"])
+@pytest.mark.parametrize("option", OTHER)
+def test_every_option_survives_saving(kind, option, tmp_path):
+    value = not OTHER[option] if (kind, option) == ("csm", "residual") else OTHER[option]
+    options = {"width": 8, "depth": 3, option: value}
+    correction = at.corrections.get_correction(kind)(2, **options, dtype=torch.float64)
+    solver = at.HybridSolver(at.systems.HarmonicOscillator(), "rk4", correction, 0.1)
+    again = at.HybridSolver.load(solver.save(tmp_path / "s"))
+    assert again.correction.config == correction.config
+    assert again.correction.config[option] == value
+    u = torch.rand(3, 2, **F64)
+    assert torch.equal(again.step(u, 0.3), solver.step(u, 0.3))
+
+
+@pytest.mark.parametrize(("kind", "residual"), [("neurvec", False), ("csm", True)])
+def test_folders_from_before_residual_was_written_still_load(kind, residual, tmp_path):
+    correction = at.corrections.get_correction(kind)(2, width=8, depth=3)
+    del correction.config["residual"]
+    solver = at.HybridSolver(at.systems.HarmonicOscillator(), "rk4", correction, 0.1)
+    again = at.HybridSolver.load(solver.save(tmp_path / "s"))
+    assert again.correction.net.body.residual is residual
+    assert torch.equal(again.step(torch.ones(3, 2)), solver.step(torch.ones(3, 2)))
+
+
+def test_only_the_library_s_corrections_can_be_saved(tmp_path):
+    class Mine(torch.nn.Linear):
+        pass
+
+    solver = at.HybridSolver(lambda t, u: -u, "rk4", Mine(2, 2), 0.1)
+    with pytest.raises(TypeError, match=r"a correction of type Mine cannot be saved.*AttNS.*state_dict"):
+        solver.save(tmp_path / "s")
+
+
+def test_a_small_component_decides_about_substeps_as_well():
+    def rate(t, u):  # a slow component of size 1e6 beside a quick one of size 1
+        slow, q, v = u.unbind(-1)
+        return torch.stack((-0.01 * slow, v, -25 * q), -1)
+
+    alone = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.5, 1.0]], **F64)
+    beside = alone * torch.tensor([1e6, 1.0, 1.0], **F64)
+    assert enough_substeps(rate, beside, 0.2, 50) == enough_substeps(rate, alone, 0.2, 50)
+    still = beside * torch.tensor([1.0, 0.0, 0.0], **F64)  # what is zero is settled
+    assert enough_substeps(rate, still, 0.2, 50) == 8
+
+
+def test_a_step_may_be_a_whole_number(tmp_path):
+    how = dict(horizon=4, correction="linear", trajectories=5)
+    system = at.systems.HarmonicOscillator()
+    kept = at.fit(system, dt=1, out=tmp_path / "fit", **how)
+    u0 = system.sample(2, dtype=torch.float64)
+    assert torch.equal(kept.step(u0), at.fit(system, dt=1.0, **how).step(u0))
+
+
+@pytest.mark.parametrize("middle", [0.2, 0.55, 0.9])
+def test_a_pulse_in_time_is_noticed(middle):
+    pulse = lambda t, u: -u + (abs(t - 10 * middle) < 0.25) * 1.0
+    with pytest.raises(ValueError, match="the rate depends on t"):
+        at.fit(pulse, dt=0.1, horizon=10.0, sample=SAMPLE, trajectories=4)
+    with pytest.raises(ValueError, match="does not repeat with period = 25"):
+        at.fit(pulse, dt=0.1, horizon=10.0, sample=SAMPLE, trajectories=4, period=25.0)
+
+
+def test_a_period_known_to_seven_digits_is_good_enough():
+    rate = lambda t, u: torch.stack((u[..., 1], -u[..., 0] + torch.cos(t)), -1)
+    solver = at.fit(rate, dt=0.1, horizon=2.0, sample=SAMPLE, trajectories=8, period=6.2831853,
+                    correction="linear")  # fmt: skip
+    assert solver.correction.config["period"] == 6.2831853
+
+
+@pytest.mark.parametrize("every", [1, 7])
+def test_guarded_steps_are_counted_once(every):
+    # The second trajectory is lost at 1/2, which makes the run be repeated; all are outside throughout.
+    trust = TrustRegion.around(torch.full((50, 1), -100.0, **F64) + 0.1 * torch.rand(50, 1, **F64))
+    correction = at.corrections.Linear(1, dtype=torch.float64)
+    solver = at.HybridSolver(lambda t, u: u**2, "rk4", correction, 0.05, trust)
+    u0 = torch.tensor([[0.1], [2.0], [0.2]], **F64)
+    solved = solver.solve(u0, 2.0, guard=True, every=every)
+    assert solved.ok.tolist() == [True, False, True]
+    followed = round(solved.until[1].item() / 0.05)
+    assert 5 < followed < 20
+    assert solved.stats.guarded.tolist() == [40, followed, 40]

@@ -1,10 +1,10 @@
 """Error control: a step size for every trajectory of the batch.
 
 All trajectories make an attempt in each round, each with its own time and step; those that fail
-their error test try again with a smaller step in the next round, and states at the wanted times are
-interpolated. The rounds keep no graph. If gradients are wanted, the accepted steps are taken once
-more with them: no rejected step is differentiated, step sizes are constants, and `checkpoint` works
-as on a grid.
+their error test try again with a smaller step in the next round. States at the wanted times are
+interpolated; where that would be coarser than the steps are, steps end there. The rounds keep no
+graph. If gradients are wanted, the accepted steps are taken once more with them: no rejected step is
+differentiated, step sizes are constants, and `checkpoint` works as on a grid.
 """
 
 import math
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint as recompute_later
 
 from attractor.core.checks import is_number
@@ -101,20 +102,17 @@ def controlled(
         until = t[-1].detach().expand(u0.shape[:-1])
         states = u0.expand(len(t), *u0.shape)
         return Trajectory(t, states, Stats(0, 0, 0, nobody, nobody), nobody == 0, until)
-    has_weights = _uses_gradients(f)
+    has_weights = torch.is_grad_enabled() and _uses_gradients(f)
     f, k, calls = _fitted_to_time(f, t, u0)
-    wants_grad = _traced(u0) or (
-        torch.is_grad_enabled()
-        and (has_weights or u0.requires_grad or t.requires_grad or k.requires_grad)
-    )
+    wants_grad = has_weights or _differentiable(u0, t, k)
     trajectory, rounds = _forward(
         f, u0.detach(), k.detach(), t.detach(), scheme, control, compile, wants_grad
     )
     stats = trajectory.stats
-    if not wants_grad:
+    if not wants_grad and not rounds:
         return replace(trajectory, stats=replace(stats, rate_calls=stats.rate_calls + calls))
     u = _differentiated(f, u0, k, t, scheme, rounds, compile, checkpoint)
-    calls += stats.rate_calls + len(rounds) * _calls(scheme) + int(t.requires_grad)
+    calls += stats.rate_calls + len(rounds) * _calls(scheme) + _differentiates_start(t)
     return replace(trajectory, u=u, stats=replace(stats, rate_calls=calls))
 
 
@@ -128,14 +126,17 @@ def _forward(
     compile: bool,
     keep: bool,
 ) -> tuple[Trajectory, list[_Round]]:
+    """The states, without gradients, and the rounds if they are to be kept or gradients turn up."""
     attempt = compiled(_attempt, u0.device, f, scheme) if compile else _attempt
     clock = t_out.to(torch.float32 if u0.device.type == "mps" else torch.float64)
     end, last = clock[-1], len(clock) - 1
     sign = 1.0 if last == 0 or end > clock[0] else -1.0
     tiny = torch.finfo(clock.dtype).eps
+    # The error of a cubic is in no estimate, so it must be of an order that the steps do not outdo.
+    lands = scheme.dense is None and scheme.order > 3
 
     batch = u0.shape[:-1]
-    u, t = u0, clock[0].expand(*batch, 1)
+    u, k0, t = u0, k, clock[0].expand(*batch, 1)
     ok = torch.isfinite(u).all(-1) & torch.isfinite(k).all(-1)
     upcoming = torch.ones(batch, dtype=torch.long, device=u.device)  # index of the next wanted time
     accepted = torch.zeros_like(upcoming)
@@ -157,19 +158,26 @@ def _forward(
             ok = ok & ~active
             break
         steps += 1
-        arrives = active[..., None] & ((end - (t + h)) * sign <= 0)
-        size = torch.where(arrives, end - t, (t + h) - t)  # what the clock can tell
+        goal = clock[upcoming.clamp(max=last)][..., None] if lands else end
+        arrives = active[..., None] & ((goal - (t + h)) * sign <= 0)
+        size = torch.where(arrives, goal - t, (t + h) - t)  # what the clock can tell
         size = torch.where(active[..., None], size, 0.0)
         # The lost and the finished stand still; what they evaluate is thrown away.
         u1, k1, stages = attempt(f, scheme, _cast(t, u), _cast(size, u), u, k)
-        u1, k1, stages = u1.detach(), k1.detach(), [k.detach() for k in stages]
         calls += _calls(scheme)
+        if not keep and _differentiable(u1, k1, *stages):
+            # A parameter comes into play only now. Once more from the start, keeping the rounds: to
+            # keep them always, in case this happens, would take memory from all who want no gradients.
+            found, rounds = _forward(f, u0, k0, t_out, scheme, control, compile, True)
+            stats = replace(found.stats, rate_calls=found.stats.rate_calls + calls)
+            return replace(found, stats=stats), rounds
+        u1, k1, stages = u1.detach(), k1.detach(), [k.detach() for k in stages]
         error = control.norm(_scaled_error(scheme, stages, _cast(size, u), u, u1, control, t.dtype))
         finite = (torch.isfinite(u1) & torch.isfinite(k1)).all(-1, keepdim=True)
         error = torch.where(finite, error, torch.nan).to(t.dtype)
         at_least = size.abs() <= control.least
         passed = active[..., None] & finite & ((error <= 1) | at_least)
-        t1 = torch.where(arrives, end, t + size)
+        t1 = torch.where(arrives, goal, t + size)
 
         wanted = []
         while True:  # the wanted times inside this step, one for each trajectory at a time
@@ -192,7 +200,10 @@ def _forward(
         factor = control.safety * error ** (-1 / (min(scheme.order, scheme.order_low) + 1))
         factor = factor.nan_to_num(control.shrink, posinf=control.grow)
         factor = _rounded(factor.clamp(control.shrink, control.grow))
-        h = torch.where(active[..., None], size * factor, h)
+        longer = size * factor
+        if lands:  # a step cut short at a wanted time says little about the next one
+            longer = torch.where(passed & arrives & (longer.abs() < h.abs()), h, longer)
+        h = torch.where(active[..., None], longer, h)
         h = h.abs().clamp(control.least, control.most) * sign
         floor = 4 * tiny * t.abs() + tiny**2 * (end - clock[0]).abs()
         stuck = (h.abs() <= floor) | (at_least & ~passed)
@@ -238,7 +249,7 @@ def _differentiated(
         return values, u, k
 
     u = u0
-    if t_out.requires_grad:
+    if _differentiates_start(t_out):
         # Starting later by s is starting from u0 - s f(t0, u0): this carries the gradient of t[0].
         start = _cast(t_out[:1], u0)
         u = u0 - k.detach() * (start - start.detach())
@@ -411,9 +422,25 @@ def _uses_gradients(f: Rate) -> bool:
     return False
 
 
-def _traced(u: Tensor) -> bool:
+def _differentiable(*tensors: Tensor) -> bool:
+    """Whether a derivative of one of them may be asked for, in reverse or in forward mode."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return True
+    return any(_wrapped(x) or has_tangent(x) for x in tensors)
+
+
+def _differentiates_start(t: Tensor) -> bool:
+    return t.requires_grad or has_tangent(t)
+
+
+def _wrapped(x: Tensor) -> bool:
     """Whether a transform of torch.func, such as jvp, is looking on."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(u)
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Whether x carries a derivative in forward mode."""
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def _cast(time: Tensor, u: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as recompute_later
 
 from attractor.core.checks import check_values, is_whole
 from attractor.core.compiling import compiled, components_first, count_operations
-from attractor.core.control import Control, controlled
+from attractor.core.control import Control, controlled, has_tangent
 from attractor.core.scheme import Rate, moved
 from attractor.core.tableaus import AnyScheme, get_scheme
 from attractor.core.trajectory import Record, Stats, Trajectory
@@ -252,7 +252,7 @@ def on_grid(
         longest = min(longest, COMPILED_OPERATIONS // size + 1)
     length = _run_length(n, every, longest)
     runs = _runs(n, every, length)
-    as_numbers = not (compile or t.requires_grad)  # no device work to read a step size
+    as_numbers = not (compile or t.requires_grad or has_tangent(t))  # no device work to read a step size
     march = _March(
         f=f,
         scheme=scheme,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attractor.core.checks import MOST_STEPS, is_number
-from attractor.core.control import Control, controlled
+from attractor.core.control import Control, controlled, has_tangent
 from attractor.core.evolve import check_problem, on_grid
 from attractor.core.scheme import Rate, Scheme
 from attractor.core.tableaus import AnyScheme, get_scheme
@@ -96,12 +96,19 @@ def odeint(
 def _by_hybrid_solver(func: Any, y0: Any, t: Tensor, solver: Any, options: dict[str, Any]) -> Tensor:
     if options or not isinstance(y0, Tensor):
         raise ValueError("a HybridSolver takes no options, and a single tensor for y0")
-    steps = ((t - t[0]) / solver.dt).round()
-    if bool((steps < 0).any()) or not torch.allclose(
-        t[0] + steps * solver.dt, t, rtol=0, atol=1e-6 * solver.dt
-    ):
+    if (torch.is_grad_enabled() and t.requires_grad) or has_tangent(t):
+        raise ValueError(
+            "t requires a gradient, but a HybridSolver's step is fixed, so its times have none; pass "
+            "t.detach(), or use a Scheme as method"
+        )
+    # The clock of `HybridSolver.solve`, whatever t is given in: float32 would lose what is corrected.
+    clock = t.detach().to(torch.float32 if t.device.type == "mps" else torch.float64)
+    steps = ((clock - clock[0]) / solver.dt).round()
+    apart = (clock[0] + steps * solver.dt - clock).abs().max().item()
+    rounding = 4 * torch.finfo(t.dtype).eps * clock.abs().max().item()
+    if bool((steps < 0).any()) or apart > max(1e-6 * solver.dt, rounding):
         raise ValueError(f"t must be whole steps of the solver's dt = {solver.dt:g} after t[0]")
-    grid = t[0] + torch.arange(int(steps[-1]) + 1, device=t.device) * solver.dt
+    grid = clock[0] + torch.arange(int(steps[-1]) + 1).to(clock) * solver.dt
     return on_grid(func, y0, grid, solver.scheme, solver.correction, watch=False).u[steps.long()]
 
 
@@ -188,7 +195,7 @@ def _flattened(
                 raise ValueError(f"func returned {got} for a state of shape {list(shape)}")
             return du.reshape(-1)
 
-        return rate, y0.reshape(-1), lambda u: u.reshape(*u.shape[:-1], *shape)
+        return rate, y0.reshape(-1), lambda u: u.reshape((*u.shape[:-1], *shape))
 
     if not (isinstance(y0, tuple | list) and y0 and all(isinstance(y, Tensor) for y in y0)):
         raise TypeError("y0 must be a tensor or a tuple of tensors")
@@ -199,7 +206,7 @@ def _flattened(
 
     def unflatten(u: Tensor) -> tuple[Tensor, ...]:
         parts = u.split(sizes, -1)
-        return tuple(part.reshape(*u.shape[:-1], *s) for part, s in zip(parts, shapes))
+        return tuple(part.reshape((*u.shape[:-1], *s)) for part, s in zip(parts, shapes))
 
     def rate_of_parts(t: Tensor, u: Tensor) -> Tensor:
         rates = func(t.reshape(()), unflatten(u))

@@ -33,7 +33,8 @@ class Scheme:
         order: order of convergence, checked against the order conditions.
         b_low: weights of an embedded slope of lower order; with it the scheme can control its error.
         dense: weights d of ``theta^2 (1 - theta)^2 dt sum_i d_i k_i``, which is added to the cubic
-            Hermite interpolant inside a step. None: the cubic alone.
+            Hermite interpolant inside a step. None: the cubic alone, and above order 3, where that is
+            coarser than the steps, steps that end at the wanted times.
 
     Raises:
         ValueError: a row does not add up to its c, the weights do not add up to 1, the scheme is

@@ -15,7 +15,7 @@ def hybrid(solver: HybridSolver) -> type:
     Steps are the solver's own dt, with its own rate; `fun` is not called. A last step shorter than dt,
     states between steps (`t_eval`, `dense_output`) and the roots of events are computed by dopri5 at
     1e-10 from the step's start, since a polynomial through steps this large would lose what the
-    correction won.
+    correction won. Where dopri5 cannot go on, a last step fails and states between steps are NaN.
     """
     if not isinstance(solver, HybridSolver):
         raise TypeError(f"solver is a {type(solver).__name__}; give a HybridSolver, as fit returns")
@@ -23,13 +23,19 @@ def hybrid(solver: HybridSolver) -> type:
 
     dtype = next(solver.correction.parameters()).dtype
 
-    def between(t0: float, y0: np.ndarray, times: np.ndarray) -> np.ndarray:
-        """States [d, n] at increasing times after t0."""
+    def between(t0: float, y0: np.ndarray, times: np.ndarray) -> tuple[np.ndarray, float]:
+        """States [d, n] at increasing times after t0, and until when they could be followed.
+
+        Later states are NaN.
+        """
         u0 = torch.from_numpy(np.ascontiguousarray(y0)).double()
         with torch.no_grad():
             t = torch.from_numpy(np.concatenate(([t0], times)))
             solved = evolve(solver.rate, u0, t, "dopri5", rtol=1e-10, atol=1e-12)
-        return solved.u[1:].T.numpy()
+        states, until = solved.u[1:].T.numpy(), solved.until.item()
+        if not bool(solved.ok):
+            states[:, times > until] = np.nan
+        return states, until
 
     class Inside(DenseOutput):
         def __init__(self, t_old: float, t: float, y_old: np.ndarray) -> None:
@@ -41,7 +47,7 @@ def hybrid(solver: HybridSolver) -> type:
             later = times > self.t_old
             states = np.repeat(self.y_old[:, None], len(times), axis=1)
             if later.any():
-                states[:, later] = between(self.t_old, self.y_old, times[later])
+                states[:, later], _ = between(self.t_old, self.y_old, times[later])
             states = states[:, place.reshape(-1)]
             return states[:, 0] if np.ndim(t) == 0 else states
 
@@ -66,7 +72,10 @@ def hybrid(solver: HybridSolver) -> type:
             self.y_old = self.y
             left = self.t_bound - self.t
             if left < solver.dt * (1 - 1e-9):
-                self.y, self.t = between(self.t, self.y, np.array([self.t_bound]))[:, 0], self.t_bound
+                states, until = between(self.t, self.y, np.array([self.t_bound]))
+                if not np.isfinite(states).all():
+                    return False, f"the state cannot be followed beyond t = {until:g}; is it singular?"
+                self.y, self.t = states[:, 0], self.t_bound
                 return True, None
             with torch.no_grad():
                 u = torch.from_numpy(np.ascontiguousarray(self.y)).to(dtype)

@@ -47,7 +47,7 @@ class Pairs:
     @property
     def hash(self) -> str:
         """SHA-256 of all numbers."""
-        total = hashlib.sha256(self.dt.hex().encode())
+        total = hashlib.sha256(float(self.dt).hex().encode())
         for x in (self.u, self.slope, self.error, self.t):
             total.update(x.cpu().contiguous().numpy().tobytes())
         return total.hexdigest()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -140,7 +141,8 @@ class HybridSolver:
                 f"{MOST_STEPS:g} steps of dt = {self.dt:g}"
             )
         n = round((t_end - t0) / self.dt)
-        if n < 0 or abs(t0 + n * self.dt - t_end) > 1e-9 * max(1.0, abs(t_end), abs(t0)):
+        rounding = 4 * sys.float_info.epsilon * max(abs(t_end), abs(t0))
+        if n < 0 or abs(t0 + n * self.dt - t_end) > 1e-6 * self.dt + rounding:
             raise ValueError(
                 f"t_end = {t_end:g} is not a whole number of steps of dt = {self.dt:g} "
                 f"after t0 = {t0:g}; the nearest is {t0 + max(n, 0) * self.dt:g}"
@@ -154,14 +156,10 @@ class HybridSolver:
             )
         if self.trust is None:
             raise ValueError("guard=True needs a trust region; solvers made by fit have one")
-        guarded = _Guarded(self)
+        guarded = _Guarded(self, t0)
         solved = evolve(self.rate, u0, t, self.scheme, guarded, every=every)
-        count = (
-            guarded.count if guarded.count is not None else torch.zeros_like(solved.ok, dtype=torch.long)
-        )
-        stats = dataclasses.replace(
-            solved.stats, rate_calls=solved.stats.rate_calls + guarded.rate_calls, guarded=count
-        )
+        calls = solved.stats.rate_calls + guarded.rate_calls
+        stats = dataclasses.replace(solved.stats, rate_calls=calls, guarded=guarded.count(solved.until))
         return dataclasses.replace(solved, stats=stats)
 
     def capture(self, u: Tensor, *, steps: int = 1, **options: Any) -> CapturedStep:
@@ -180,8 +178,18 @@ class HybridSolver:
         return self
 
     def save(self, folder: Path | str) -> Path:
-        """Write the solver to a folder: safetensors and JSON, every file under a hash."""
-        name = next(n for n, cls in corrections.BY_NAME.items() if type(self.correction) is cls)
+        """Write the solver to a folder: safetensors and JSON, every file under a hash.
+
+        Raises:
+            TypeError: the correction is none of `attractor.corrections`.
+        """
+        name = next((n for n, cls in corrections.BY_NAME.items() if type(self.correction) is cls), None)
+        if name is None:
+            known = ", ".join(cls.__name__ for cls in corrections.BY_NAME.values())
+            raise TypeError(
+                f"a correction of type {type(self.correction).__name__} cannot be saved, since code is "
+                f"not; those of attractor.corrections can: {known}. Save your own by its state_dict()"
+            )
         options: Any = self.correction.config
         tensors = {f"correction.{k}": v for k, v in self.correction.state_dict().items()}
         if self.trust is not None:
@@ -307,19 +315,31 @@ class _Guarded:
 
     timed = True
 
-    def __init__(self, solver: HybridSolver) -> None:
-        self.solver = solver
-        self.count: Tensor | None = None
+    def __init__(self, solver: HybridSolver, t0: float) -> None:
+        self.solver, self.t0 = solver, t0
+        self.outside: dict[int, Tensor] = {}  # steps in which somebody was, and who [*batch]
         self.rate_calls = 0
+
+    def step_of(self, t: Tensor) -> Tensor:
+        """Which step starts at t."""
+        return ((t.double() - self.t0) / self.solver.dt).round().long()
+
+    def count(self, until: Tensor) -> Tensor:
+        """Steps of each trajectory ``[*batch]`` that were guarded, of those before it was lost."""
+        total, taken = torch.zeros_like(until, dtype=torch.long), self.step_of(until)
+        for step, outside in self.outside.items():
+            total += outside & (step < taken)
+        return total
 
     def __call__(self, u: Tensor, slope: Tensor, dt: Any, t: Any) -> Tensor:
         solver = self.solver
         assert solver.trust is not None
         outside = ~(solver.trust.distance(u.detach()) <= 1)
-        self.count = outside.long() if self.count is None else self.count + outside
         added = call_correction(solver.correction, u, slope, dt, t)
         if not bool(outside.any()):
             return added
+        # Where somebody is lost, steps are repeated with others in their place: the first time counts.
+        self.outside.setdefault(int(self.step_of(t)), outside)
         plain, part = u, dt / SUBSTEPS
         for i in range(SUBSTEPS):
             plain = plain + part * solver.scheme.slope(solver.rate, t + i * part, plain, part)

@@ -15,15 +15,21 @@ class CSM(nn.Module):
 
     Args:
         dim: size of a state.
-        width, depth: of the network. Other options (activation, skip, body, period, device,
-            dtype): see `Network`.
+        width, depth: of the network. residual: False leaves out the residual connections. Other
+            options (activation, skip, body, period, device, dtype): see `Network`.
     """
 
     def __init__(
-        self, dim: int, width: int = 256, depth: int = 4, activation: str = "gelu", **options: Any
+        self,
+        dim: int,
+        width: int = 256,
+        depth: int = 4,
+        activation: str = "gelu",
+        residual: bool = True,
+        **options: Any,
     ) -> None:
         super().__init__()
-        self.net = Network(dim, dim, width, depth, activation=activation, residual=True, **options)
+        self.net = Network(dim, dim, width, depth, activation, residual=residual, **options)
         self.timed = self.net.period is not None
         self.config = {"dim": dim, **self.net.config}
 

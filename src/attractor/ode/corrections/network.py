@@ -145,8 +145,8 @@ class Network(nn.Module):
         if precision not in (None, "float32"):
             raise ValueError(f"precision {precision!r} is neither None, the weights' own, nor 'float32'")
         self.config = {
-            "width": width, "depth": depth, "activation": activation, "skip": skip, "body": body,
-            "period": period, "precision": precision,
+            "width": width, "depth": depth, "activation": activation, "skip": skip,
+            "residual": residual, "body": body, "period": period, "precision": precision,
         }  # fmt: skip
         self.period, self.low = period, precision is not None
         inputs += 2 * (period is not None)
