@@ -230,6 +230,39 @@ def test_learnt_coefficients_and_models():
     close(states, model.states(ids).detach())
 
 
+@pytest.mark.parametrize("pde", [None, "diffusion", "reaction_diffusion"])
+def test_padded_texts_have_the_positions_of_their_real_tokens(pde):
+    torch.manual_seed(0)
+    model = (
+        LanguageModel(11, dim=16, heads=2, layers=2, hidden=16, max_tokens=24, pde=pde).eval().double()
+    )
+    torch.nn.init.normal_(model.embed.positions.weight)
+    ids, real = torch.randint(11, (2, 14)), torch.ones(2, 14, dtype=torch.bool)
+    real[0, :4] = False
+    whole = model.states(ids, real).detach()
+    for cuts in ([9, 5], [2, 12], [6, 1, 1, 6]):
+        caches = [attention.new_cache() for attention in model.stack.attentions()]
+        begin, *pieces = ids.split(cuts, 1)
+        parts = [model.states(begin, real[:, : cuts[0]], caches=caches)]
+        for piece in pieces:
+            where = len(caches[0])
+            padding = real[:, where : where + piece.shape[1]]
+            parts.append(model.states(piece, None if padding.all() else padding, caches=caches))
+        close(torch.cat(parts, 1)[real], whole[real])
+        assert caches[0].real_tokens.tolist() == [[10], [14]]
+
+
+def test_keys_are_scored_in_float32():
+    torch.manual_seed(0)
+    q, k, v = (x.bfloat16() for x in torch.randn(3, 1, 4, 200, 128))
+    cache = PDECache("diffusion", 0)
+    cache.attend(q[:, :, :199], k[:, :, :199], v[:, :, :199])
+    q = 8 * q[:, :, 199:]
+    cache.attend(q, k[:, :, 199:], v[:, :, 199:])
+    truth = (q.double() @ k.double().mT / 128**0.5).softmax(-1)
+    assert (cache._map(q, 199)[0] - truth).abs().max() < 1e-5
+
+
 def test_errors_teach():
     q, k, v = qkv()
     for wrong, message in {

@@ -1,5 +1,6 @@
 """Algorithm 1 against a literal loop and against SDPA; walls, masks, causality, errors."""
 
+import dataclasses
 import math
 import warnings
 
@@ -10,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from attractor.attention import CausalityError, assert_causal, pde_attention, pdes
 from attractor.attention.arguments import _warned
 from attractor.attention.dense import dense
+from attractor.attention.diagnostics import trace
 
 PDES = [pdes.Diffusion(0.2), pdes.Wave(0.4), pdes.ReactionDiffusion(0.2, 0.1),
         pdes.ReactionDiffusion(0.2, 0.1, split=True), pdes.AdvectionDiffusion(0.2, 0.1)]  # fmt: skip
@@ -177,6 +179,34 @@ def test_leaking_walls_warn_once(walls, options):
         pde_attention(*qkv(), pde="diffusion", walls=walls, window=2)  # not causal: nothing to warn of
 
 
+def test_a_finite_bias_that_seems_a_wall_warns_once():
+    _warned.clear()
+    q, k, v = qkv()
+    future = torch.ones(7, 7).triu(1)
+    with pytest.warns(
+        UserWarning, match="finite values down to -1e\\+09, .* Use -inf or a boolean mask"
+    ):
+        pde_attention(q, k, v, -1e9 * future, pde="diffusion")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pde_attention(q, k, v, -1e9 * future, pde="diffusion")
+        _warned.clear()
+        pde_attention(q, k, v, -1e9 * future, pde="diffusion", steps=0)  # nothing flows
+        for wall in (-torch.inf, torch.finfo(torch.float32).min, torch.finfo(torch.float16).min):
+            bias = torch.randn(7, 7).masked_fill(future > 0, wall)
+            pde_attention(q, k, v, bias, pde="diffusion")
+
+
+def test_masks_may_be_mapped_over():
+    q, k, v = qkv()
+    bias = torch.randn(2, 7, 7, dtype=torch.float64)
+
+    def attend(q, k, v, bias):
+        return pde_attention(q, k, v, bias, pde="diffusion", method="dense")
+
+    torch.testing.assert_close(torch.vmap(attend)(q, k, v, bias), attend(q, k, v, bias[:, None]))
+
+
 def test_walls_of_the_sequence_and_none():
     q, k, v = qkv()
     A = (q @ k.mT / 2).softmax(-1)
@@ -294,6 +324,15 @@ def test_half_precision_steps_in_float32(pde, dtype):
     assert (out.double() - truth).abs().max() < 4 * plain.abs().max() + torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scores_are_not_rounded_to_half_precision(dtype):
+    torch.manual_seed(0)
+    q, k, v = (x.to(dtype) for x in (8 * torch.randn(1, 4, 1, 128), *torch.randn(2, 1, 4, 200, 128)))
+    _, A = dense(q, k, v, pde=pdes.Diffusion(), steps=0, dt=1.0)
+    truth = (q.double() @ k.double().mT / 128**0.5).softmax(-1)
+    assert (A - truth).abs().max() < 1e-5
+
+
 @every_pde
 def test_gradients_with_a_bias_and_coefficients_of_heads(pde):
     q, k, v = (x.requires_grad_() for x in qkv(3, batch=1, dim=2))
@@ -333,6 +372,20 @@ def test_fewer_dimensions():
     torch.testing.assert_close(
         pde_attention(q[0, 0], k[0, 0], v[0, 0], is_causal=True, pde="diffusion"), full[0, 0]
     )
+
+
+@every_pde
+def test_a_map_without_heads_keeps_its_dimensions(pde):
+    q, k, v = (x[0, 0] for x in qkv())
+    coefficients = {
+        field.name: torch.full((1, 1, 1), getattr(pde, field.name), dtype=q.dtype)
+        for field in dataclasses.fields(pde)
+        if type(getattr(pde, field.name)) is float
+    }
+    learnt = dataclasses.replace(pde, **coefficients)
+    out = pde_attention(q, k, v, pde=learnt, method="dense")
+    assert torch.equal(out, pde_attention(q, k, v, pde=pde, method="dense"))
+    assert trace(q, k, pde=learnt).maps.shape == (5, 7, 7)
 
 
 class Smoothing:

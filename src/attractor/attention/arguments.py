@@ -14,6 +14,7 @@ from attractor.core.checks import as_int, check_beside, check_tensor, is_number
 
 WALLS = ("mask", "sequence", "periodic")
 METHODS = ("auto", "dense", "stepped", "tiled", "fused")
+FORBIDS = -1e4  # a bias from here on down is meant as a wall
 _warned: set[str] = set()
 
 
@@ -40,6 +41,8 @@ def check(
     check_tensors(query, key, value, enable_gqa)
     check_masks(query, key, attn_mask, key_padding, documents, window)
     check_options(equation, steps, dt, dropout_p, axis, walls, method)
+    if steps and walls == "mask":
+        warn_of_finite_walls(attn_mask)
     check_heads(equation, query.shape[:-2])
     if axis != "key" or walls != "mask":
         check_causality(query, key, attn_mask, is_causal, window, axis, walls)
@@ -49,6 +52,13 @@ def check(
 def with_rows(attn_mask: Tensor | None) -> Tensor | None:
     """A mask of keys alone, or of nothing, as one row ``[1, keys]`` for all queries."""
     return attn_mask if attn_mask is None or attn_mask.ndim > 1 else attn_mask.reshape(1, -1)
+
+
+def with_positive_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
+    """The same scores by a scale above 0: operators multiply what they have masked by it, -inf too."""
+    if scale is None or scale > 0:
+        return query, scale
+    return (-query, -scale) if scale < 0 else (query * 0.0, 1.0)
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
@@ -136,6 +146,26 @@ def check_masks(
                 f"window {window!r} must be a number of tokens or (left, right), each at least 0, "
                 "or -1 for no limit"
             )
+
+
+def warn_of_finite_walls(attn_mask: Tensor | None) -> None:
+    """Warns once, of a bias that seems to forbid and is no wall; looks on a CPU only."""
+    if attn_mask is None or attn_mask.dtype == torch.bool or "bias" in _warned:
+        return
+    if torch.compiler.is_compiling() or attn_mask.device.type != "cpu":
+        return
+    bias = attn_mask.detach()
+    if type(bias) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(bias):
+        return  # fake, or under vmap: without values
+    finite = (bias <= FORBIDS) & ~masks.walls_of_bias(bias)
+    if bool(finite.any()):
+        _warned.add("bias")
+        warnings.warn(
+            f"attn_mask has finite values down to {bias[finite].min():.3g}, which are no walls: weight "
+            "flows through them to keys that they seem to forbid. Use -inf or a boolean mask, False = "
+            "do not attend.",
+            stacklevel=5,
+        )
 
 
 def whole_window(window: Any) -> Any:

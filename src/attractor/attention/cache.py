@@ -15,7 +15,7 @@ from attractor.attention import masks
 from attractor.attention.bands import step_values
 from attractor.attention.pde_attention import pde_attention
 from attractor.attention.pdes import PDE, Line, evolve, get_pde, take_steps
-from attractor.attention.precision import autocast_as_sdpa, wide
+from attractor.attention.precision import autocast_as_sdpa, for_scores, wide
 from attractor.core.checks import (
     as_int,
     check_beside,
@@ -100,6 +100,11 @@ class PDECache:
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def real_tokens(self) -> Tensor | None:
+        """How many tokens of each text are no padding, ``[batch, 1]``; None if none of any text is."""
+        return None if self._real is None else self._real[:, 0, : self._length].sum(1)
 
     @torch.no_grad()
     def attend(
@@ -284,7 +289,8 @@ class PDECache:
         assert self._key is not None
         rows, stop = query.shape[2], first + query.shape[2]
         scale = query.shape[3] ** -0.5 if self.scale is None else self.scale
-        scores = _product(query * scale, self._key[:, :, :stop].mT)
+        own, keys = for_scores(query, self._key[:, :, :stop])
+        scores = _product(own * scale, keys.mT)
         scores = scores.to(wide(scores.dtype))
         allowed = None
         if rows > 1:

@@ -6,6 +6,7 @@ from torch.nn.functional import dropout
 
 from attractor.attention import masks
 from attractor.attention.pdes import PDE, Line, Neighbourhood, Plane, evolve
+from attractor.attention.precision import for_scores, wide
 
 
 def dense(
@@ -41,17 +42,19 @@ def dense(
     )  # fmt: skip
 
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = (query * scale) @ key.transpose(-2, -1)  # scaled before float16 can overflow
-    if scores.dtype in (torch.float16, torch.bfloat16):
-        scores = scores.float()
+    own, keys = for_scores(query, key)
+    scores = (own * scale) @ keys.transpose(-2, -1)  # scaled before float16 can overflow
+    scores = scores.to(wide(scores.dtype))
     if attn_mask is not None and attn_mask.dtype != torch.bool:
-        scores = scores + attn_mask.masked_fill(masks.walls_of_bias(attn_mask), 0.0)
+        bias = attn_mask.masked_fill(masks.walls_of_bias(attn_mask), 0.0)
+        scores = scores + masks.without_offset(bias, masks.row_offset(bias, allowed))
     if allowed is None:
         A = scores.softmax(-1)
     else:  # a finite filling, so that rows without keys have neither values nor gradients that are NaN
         filled = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
         A = filled.softmax(-1).masked_fill(~allowed, 0.0)
     A = evolve(pde, dropout(A, dropout_p), space(allowed, axis, walls), steps, dt)
+    A = A.reshape(scores.shape)  # coefficients of heads are [heads, 1, 1], and a query may have none
     return A.to(value.dtype) @ value, A
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attractor.attention.masks import Scope, part_of
+from attractor.attention.masks import Scope
 from attractor.attention.operators import (
     PLAIN,
     Operator,
@@ -245,7 +245,7 @@ def _strips(query: Tensor, scope: Scope, operator: Operator) -> Iterator[Strip]:
             continue
         allowed = scope.tile(rows, columns, query.device)
         keyless = None if allowed is None else ~allowed.any(-1)
-        bias = None if scope.bias is None else part_of(scope.bias, rows, columns)
+        bias = scope.bias_tile(rows, columns)
         yield Strip(rows, columns, False, allowed, bias, keyless)
 
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 Window = int | tuple[int, int]
+FAR = 1e3  # a bias beyond it costs float32 the fourth digit of the scores
+ROWS = 512  # of a map looked at a few rows at a time
 
 
 def allowed(
@@ -76,6 +78,26 @@ def walls_of_bias(bias: Tensor) -> Tensor:
     return (bias <= lowest) | (bias == torch.finfo(torch.float16).min)
 
 
+def row_offset(bias: Tensor, allowed: Tensor | None) -> Tensor:
+    """What may be taken from a whole row of a bias so that it is small, ``[..., queries, 1]``.
+
+    The largest bias that a row sees, where it is `FAR` from 0, else 0. Scores that are added to it, and
+    the logarithm of their number, would be lost in its rounding; softmax does not see it.
+    """
+    bias = bias.detach()
+    largest = (bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)).amax(-1, True)
+    return _if_far(largest)
+
+
+def without_offset(bias: Tensor, offset: Tensor) -> Tensor:
+    """A bias less the offset of its rows; keys that a row does not see never get a large one."""
+    return torch.where(offset == 0, bias, (bias - offset).clamp(max=0.0))
+
+
+def _if_far(largest: Tensor) -> Tensor:
+    return torch.where((largest.abs() > FAR) & (largest != -torch.inf), largest, 0.0)
+
+
 def open_faces(allowed: Tensor, dim: int = -1) -> Tensor:
     """True where something may flow between neighbours along dim: where both of them are allowed."""
     n = allowed.shape[dim]
@@ -108,6 +130,8 @@ class Scope:
         documents: ids ``[batch, tokens]``, or None.
         mask: bool ``[batch or 1, heads or 1, queries or 1, keys or 1]``: what has no simpler form.
         bias: finite floats of such a shape, added to the scores.
+        offset: ``[batch or 1, heads or 1, queries, 1]``, taken from the bias by `bias_tile`; None for
+            nothing. See `row_offset`.
     """
 
     queries: int
@@ -118,6 +142,7 @@ class Scope:
     documents: Tensor | None = None
     mask: Tensor | None = None
     bias: Tensor | None = None
+    offset: Tensor | None = None
 
     @classmethod
     def of(
@@ -135,11 +160,14 @@ class Scope:
         left, right = (side if side >= 0 else None for side in sides(window))
         if is_causal:
             right = 0
-        real, mask, bias = None, None, None
+        real, mask, bias, far = None, None, None, False
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             walls = walls_of_bias(attn_mask)
             bias = attn_mask.masked_fill(walls, 0.0)
-            attn_mask = None if not torch.compiler.is_compiling() and not walls.any() else ~walls
+            some, far = True, True
+            if not torch.compiler.is_compiling():  # the device is waited for once
+                some, far = torch.stack((walls.any(), (bias.abs() > FAR).any())).tolist()
+            attn_mask = ~walls if some else None
         if attn_mask is not None:
             real, triangle, mask = _simplest(attn_mask, queries, keys)
             right = 0 if triangle else right
@@ -150,7 +178,8 @@ class Scope:
             left = None
         if right is not None and right >= keys - 1:
             right = None
-        return cls(queries, keys, left, right, real, documents, mask, bias)
+        scope = cls(queries, keys, left, right, real, documents, mask, bias)
+        return scope._without_offset() if far else scope
 
     @property
     def banded(self) -> bool:
@@ -223,13 +252,42 @@ class Scope:
             ok = ok & (ids == self.documents[:, :, None])[:, None]
         return ok
 
+    def bias_tile(self, rows: slice, columns: slice) -> Tensor | None:
+        """What is added to the scores of those rows and keys, as `tile`; or None."""
+        if self.bias is None:
+            return None
+        bias = part_of(self.bias, rows, columns)
+        return bias if self.offset is None else without_offset(bias, self.offset[..., rows, :])
+
+    def _without_offset(self) -> "Scope":
+        """The same softmax, with a bias that is small where a row sees the largest of it."""
+        assert self.bias is not None
+        if self.banded or self.documents is not None or self.mask is not None:
+            parts = [self._offset_of(slice(i, i + ROWS)) for i in range(0, self.queries, ROWS)]
+            offset = torch.cat(parts, -2)
+            if self.bias.shape[-2] == 1 or offset.shape[:2] != self.bias.shape[:2]:
+                return replace(self, offset=offset)  # together they would be a larger tensor
+        else:
+            offset = row_offset(self.bias, self.real)
+        return replace(self, bias=without_offset(self.bias, offset))
+
+    def _offset_of(self, rows: slice) -> Tensor:
+        assert self.bias is not None
+        rows = slice(rows.start, min(rows.stop, self.queries))
+        columns = slice(0, self.keys)
+        offset = row_offset(
+            part_of(self.bias, rows, columns), self.tile(rows, columns, self.bias.device)
+        )
+        return offset.expand(*offset.shape[:-2], rows.stop - rows.start, 1)
+
     def bias_diagonals(self, first: int, width: int) -> Tensor | None:
         """What is added to the score of row i and key i + first + m, as `diagonals`; or None."""
         if self.bias is None:
             return None
         row = torch.arange(self.queries, device=self.bias.device)[:, None]
         key = (row + first + torch.arange(width, device=row.device)).clamp(0, self.keys - 1)
-        return self.bias.expand(*self.bias.shape[:-2], self.queries, self.keys)[..., row, key]
+        bias = self.bias.expand(*self.bias.shape[:-2], self.queries, self.keys)[..., row, key]
+        return bias if self.offset is None else without_offset(bias, self.offset)
 
     def columns(self, rows: slice) -> slice:
         """The keys that a band lets some of those rows attend to; possibly none."""

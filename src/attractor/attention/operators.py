@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from attractor.attention.masks import Scope, part_of
+from attractor.attention.masks import Scope
 from attractor.attention.precision import wide
 
 HALF = (torch.float16, torch.bfloat16)
@@ -87,7 +87,8 @@ class Strip:
         return part(query, self.rows), part(key, self.columns), part(value, self.columns)
 
     def additive(self, dtype: torch.dtype) -> Tensor | None:
-        """allowed and bias, as one mask to add."""
+        """allowed and bias, as one mask to add; a bias is not rounded to query's half precision."""
+        dtype = dtype if self.bias is None else wide(dtype)
         if self.allowed is None:
             return None if self.bias is None else self.bias.to(dtype)
         zero = torch.zeros((), dtype=dtype, device=self.allowed.device)
@@ -235,13 +236,14 @@ def in_rows(x: Tensor) -> Tensor:
 def _one_corner(scope: Scope) -> bool:
     """Whether rows see everything, or all but a corner, whatever padding and bias say."""
     corner = scope.left is None and (scope.right is None or scope.right <= 0)
+    corner = corner and scope.offset is None  # which would make a whole map of a row of bias
     return corner and scope.documents is None and scope.mask is None
 
 
 def _corner(scope: Scope) -> Strip:
     rows = slice(first_row(scope), scope.queries)
     columns = scope.columns(rows)
-    bias = None if scope.bias is None else part_of(scope.bias, rows, columns)
+    bias = scope.bias_tile(rows, columns)
     causal = scope.right is not None
     if scope.real is None or rows.start == rows.stop or columns.stop == 0:
         return Strip(rows, columns, causal, None, bias)

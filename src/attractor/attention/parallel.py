@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attractor.attention.arguments import with_positive_scale
 from attractor.attention.bands import band_scores, band_values, step_values
 from attractor.attention.flash import attend, attend_backward
 from attractor.attention.masks import Scope
@@ -108,6 +109,7 @@ def context_parallel_attention(
     _check_parts(parts, processes, query)
     if 0 in shape:
         return query.new_zeros(*shape, value.shape[-1])
+    query, scale = with_positive_scale(query, scale)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     attention = _causal if is_causal else _all_to_all
     out = attention(query, key, value, processes, parts, equation, steps, dt, scale)

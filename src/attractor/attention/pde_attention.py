@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attractor.attention import fused, masks
-from attractor.attention.arguments import check, whole_window, with_rows
+from attractor.attention.arguments import check, whole_window, with_positive_scale, with_rows
 from attractor.attention.dense import dense
 from attractor.attention.masks import Scope
 from attractor.attention.pdes import PDE, Line, take_steps
@@ -103,7 +103,7 @@ def pde_attention(
     )  # fmt: skip
     if axis != "key" and key_padding is not None and query.shape[-2] == key.shape[-2]:
         # Padding is a row as well, and would flow into the rows of real tokens.
-        documents = key_padding.long() if documents is None else 2 * documents + key_padding
+        documents = key_padding.long() if documents is None else 2 * documents.long() + key_padding
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask = attn_mask.to(wide(query.dtype))
     if choice.method == "dense":
@@ -118,6 +118,7 @@ def pde_attention(
             query.shape[-2], key.shape[-2], attn_mask=attn_mask, is_causal=is_causal,
             key_padding=key_padding, documents=documents, window=window,
         )  # fmt: skip
+        query, scale = with_positive_scale(query, scale)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         options: Any = {"pde": equation, "steps": steps, "dt": dt}
         if choice.method == "fused":

@@ -18,6 +18,16 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def for_scores(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the type in which their product is to be computed.
+
+    On a GPU half precision stays, whose products are summed in float32: all keys in float32 would take
+    longer to write than the product takes.
+    """
+    dtype = query.dtype if query.is_cuda else wide(query.dtype)
+    return query.to(dtype), key.to(dtype)
+
+
 def autocast_as_sdpa(attention: Attention) -> Attention:
     """Under autocast: query, key and value in its type, as SDPA takes them, and no autocast inside."""
 

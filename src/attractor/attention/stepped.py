@@ -98,6 +98,11 @@ def softmax_attention(query: Tensor, key: Tensor, value: Tensor, scope: Scope, s
         out, _ = flash.split_softmax(query, key, value, none, scope, scale)
         return _all_rows(out, scope).to(value.dtype)
     bias, real = scope.bias, scope.real
+    if bias is not None and bias.dtype != query.dtype:
+        # What is rounded is the distance from the largest, which is small where weights are large.
+        seen = bias if real is None else bias.masked_fill(~real, -torch.inf)
+        largest = seen.amax(-1, keepdim=True)
+        bias = (bias - largest.masked_fill(largest == -torch.inf, 0.0)).clamp(max=0.0)
     if real is None:
         mask = None if bias is None else bias.to(query.dtype)
         return scaled_dot_product_attention(query, key, value, mask, scale=scale)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attractor.attention import flash
 from attractor.attention.bands import step_values
-from attractor.attention.masks import Scope, open_faces, part_of
+from attractor.attention.masks import Scope, open_faces
 from attractor.attention.pdes import PDE, Line, take_steps
 from attractor.attention.precision import first_derivatives_only, wide
 from attractor.attention.stepped import Others
@@ -57,7 +57,10 @@ def tiled(
     query, key, value = (x.to(wide(dtype)) for x in (query, key, value))
     lse = flash.log_sum_exp(query, key, scope, scale)
     if others is not None:
-        lse = torch.logaddexp(lse, others[0].logsumexp(-1))
+        more = others[0].logsumexp(-1)
+        nothing = (lse == -torch.inf) & (more == -torch.inf)  # logaddexp has no gradient there but NaN
+        lse = torch.logaddexp(lse.masked_fill(nothing, 0.0), more.masked_fill(nothing, 0.0))
+        lse = lse.masked_fill(nothing, -torch.inf)
     stepped = value[..., :0, :]
     if linear_steps(pde) and scope.mask is None and not torch.compiler.is_compiling():
         stepped = step_values(pde, value, scope.open_faces(), steps, dt)
@@ -143,8 +146,9 @@ class _Job:
         """What a tile adds to the output of its rows."""
         pde = replace(self.pde, **dict(zip(self.names, coefficients))) if coefficients else self.pde
         scores = (q * self.scale) @ k.mT
-        if self.scope.bias is not None:
-            scores = scores + part_of(self.scope.bias, tile.rows, tile.keys)
+        bias = self.scope.bias_tile(tile.rows, tile.keys)
+        if bias is not None:
+            scores = scores + bias
         allowed = self.scope.tile(tile.rows, tile.keys, q.device)
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -torch.inf)

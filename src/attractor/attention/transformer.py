@@ -130,6 +130,11 @@ class PDEAttention(nn.Module):
         check_input("x", x, f"[batch, tokens, {width}]", "this attention", weight)
         if x.ndim != 3 or x.shape[2] != width:
             raise ValueError(f"x {list(x.shape)} must be [batch, tokens, {width}]")
+        if cache is not None and documents is not None:
+            raise ValueError(
+                "documents and a cache were both given, but a cache holds one text a row; leave out the "
+                "cache, or give every text a row of its own"
+            )
         batch, tokens, dim = x.shape
         heads = self.project(x).view(batch, tokens, 3, self.heads, dim // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, tokens, dim / heads]
@@ -318,11 +323,23 @@ class Embedding(nn.Module):
         self.tokens, self.positions = nn.Embedding(vocabulary, dim), nn.Embedding(max_tokens, dim)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, ids: Tensor, key_padding: Tensor | None = None, start: int = 0) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        key_padding: Tensor | None = None,
+        start: int = 0,
+        real: Tensor | None = None,
+    ) -> Tensor:
         """Vectors ``[batch, tokens, dim]`` of ids ``[batch, tokens]``.
 
         Positions are counted from `start`, real tokens only, so that padding on the left is like
         padding on the right.
+
+        Args:
+            ids: of the tokens.
+            key_padding: ``[batch, tokens]`` bool, True = a real token.
+            start: how many tokens there were before.
+            real: how many of these were real in each text, ``[batch, 1]``; None if all were.
         """
         most = self.positions.num_embeddings
         check_tensor("ids", ids, "of integers [batch, tokens]", floating=False)
@@ -337,9 +354,11 @@ class Embedding(nn.Module):
         check_padding(key_padding, ids)
         ids = ids if ids.dtype in (torch.int64, torch.int32) else ids.long()
         if key_padding is None:
-            positions = torch.arange(start, start + ids.shape[1], device=ids.device)
+            before = start if real is None else 0
+            positions = torch.arange(before, before + ids.shape[1], device=ids.device)
+            positions = positions if real is None else real + positions
         else:
-            positions = start + (key_padding.cumsum(1) - 1).clamp(min=0)
+            positions = ((start if real is None else real) + key_padding.cumsum(1) - 1).clamp(min=0)
         try:
             tokens = self.tokens(ids)
         except IndexError:  # on a CPU; elsewhere a look would make everybody wait
@@ -474,8 +493,8 @@ class LanguageModel(nn.Module):
 
         With caches, one for each attention of the stack, ids are the tokens after those they hold.
         """
-        start = len(caches[0]) if caches else 0
-        x = self.embed(ids, key_padding, start)
+        start, real = (len(caches[0]), caches[0].real_tokens) if caches else (0, None)
+        x = self.embed(ids, key_padding, start, real)
         return self.stack(x, caches, key_padding=key_padding, documents=documents)
 
     def logits(self, states: Tensor) -> Tensor:

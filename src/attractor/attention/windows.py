@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attractor.attention import flash, fused, masks
-from attractor.attention.arguments import check, whole_window
+from attractor.attention.arguments import check, whole_window, with_positive_scale
 from attractor.attention.bands import step_values
 from attractor.attention.masks import Scope
 from attractor.attention.pde_attention import four_dimensions, pde_attention
@@ -21,7 +21,7 @@ from attractor.attention.pdes import PDE, Diffusion, Line, evolve
 from attractor.attention.precision import autocast_as_sdpa, first_derivatives_only, wide
 from attractor.attention.stepped import Others, stepped
 from attractor.attention.tiled import tiled
-from attractor.core.checks import as_int
+from attractor.core.checks import as_int, check_number
 
 ROWS = 8192  # at a time: what they need for a while then stays small
 PART = 1024  # rows that a gradient of a few keys is summed over at once
@@ -63,6 +63,9 @@ def window_attention(
         key_padding, None, window, "auto",
     )  # fmt: skip
     tokens = query.shape[-2]
+    if scale is not None and not torch.compiler.is_compiling():
+        check_number("scale", scale)
+    query, scale = with_positive_scale(query, scale)
     if not isinstance(global_tokens, int) or global_tokens < 0:
         raise ValueError(f"global_tokens = {global_tokens!r} must be a whole number of at least 0")
     if query.shape[-2] != key.shape[-2]:
@@ -79,6 +82,8 @@ def window_attention(
     }  # fmt: skip
     left, right = masks.sides(window)
     right = 0 if is_causal else right
+    if left < 0 <= right and global_tokens and not is_causal:
+        left = tokens - 1  # no limit either, but the global tokens see beyond `right`
     if left < 0:
         return pde_attention(query, key, value, key_padding=key_padding, window=(left, right), **common)
     count = min(global_tokens, tokens)
