@@ -194,13 +194,13 @@ def trace(
 def _stages(pde: Any, u: Tensor, where: Neighbourhood, steps: int, dt: float) -> Iterator[Tensor]:
     """u and what it is after each step: what `evolve` does, looked at on the way."""
     yield u
-    shape = u.shape  # coefficients of heads are [heads, 1, 1], and a map may have none
+    shape = u.shape  # coefficients of heads are [heads, 1, 1]; with one head a map may have none
     if steps and hasattr(pde, "start"):
         u = pde.start(u, steps * dt)
     velocity = None
     for _ in range(steps):
         u, velocity = pde.step(u, velocity, where, dt)
-        yield u.reshape(shape)
+        yield u.reshape(shape) if u.numel() == shape.numel() else u
 
 
 def hybrid_errors(
