@@ -183,22 +183,14 @@ def _current(experiment: Any, arm: str, scale: str) -> str | None:
     return digest(experiment.task, experiment.config(arm, scale)) if known else None
 
 
-def _contradict(one: Run, other: Run) -> bool:
-    """Whether two runs should have the same numbers, and have not."""
-    made = lambda run: (run["digest"], run["device"], run["versions"])
-    gpu = "NVIDIA" in one["device"]
-    return not gpu and made(one) == made(other) and one["metrics"] != other["metrics"]
-
-
 def merge(experiment: Any, scale: str, folder: Path | str, others: Iterable[Path]) -> Results:
     """Take runs of other files into the one in the folder.
 
-    Those that are there already stay, unless they were made with another configuration than the
-    experiment has now, and the new ones were not.
+    Those that are there already stay, whatever numbers a second run gave, unless they were made with
+    another configuration than the experiment has now, and the new ones were not.
 
     Raises:
-        ValueError: a file is of another experiment or scale, or a run of one arm, seed and configuration
-            gave other numbers on the same CPU. (On a GPU sums have no fixed order.)
+        ValueError: a file is of another experiment or scale.
     """
     path = path_of(folder, experiment.name, scale)
     runs = read(path, experiment.name, scale)
@@ -212,10 +204,5 @@ def merge(experiment: Any, scale: str, folder: Path | str, others: Iterable[Path
                     known["digest"] != run["digest"] == _current(experiment, arm, scale)
                 ):
                     runs[arm][seed] = run
-                elif _contradict(known, run):
-                    raise ValueError(
-                        f"{other} has other numbers for {arm}, seed {seed}, than {path}, though both "
-                        f"were made in the same way on {run['device']}; remove one of them"
-                    )
     write(path, experiment.name, scale, runs)
     return load(experiment, scale, folder)
