@@ -15,11 +15,16 @@ from attractor.core.files import write_text
 from attractor.reproduce import Results, find
 from attractor.reproduce import results as kept
 from attractor.reproduce.page import anchor, told
-from experiments.stepnet_shared import compared
+from experiments.stepnet_shared import STEPS, compared
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+# Arms of StepNet's Table 4, as the page on networks calls them.
+VARIANTS = {
+    "F(x_t)": "stepnet, sees x_t", "F(x_t+1)": "stepnet, sees x_t+1", "F(x_t+1 - x_t)": "stepnet, sees f",
+    **{f"adaptor {a}": f"adaptor {a}" for a in "abcd"},
+}  # fmt: skip
 
 
 def load(name: str, folder: str = "benchmarks") -> dict[str, Any]:
@@ -580,14 +585,13 @@ def gates() -> str:
         )
         for end in ("_initial", "")
     ]
-    what = {"one": "step 1", "gate": "step F", "one_initial": "step 1, before training",
-            "gate_initial": "step F, before training"}  # fmt: skip
+    what = STEPS | {f"{step}_initial": f"{name}, before training" for step, name in STEPS.items()}
     over = {"models": "all trained models", "arms": "means over seeds"}
     found = compared(both)
     correlated = [
-        [f"{what[column]}, {told}", *(f"{c[kind]:+.2f} (p {c[f'{kind}_p']:.2f})" for kind in kinds)]
+        [f"{what[column]}, {models}", *(f"{c[kind]:+.2f} (p {c[f'{kind}_p']:.2f})" for kind in kinds)]
         for kinds in [("kendall", "spearman")]
-        for of, told in over.items()
+        for of, models in over.items()
         for column, c in found[of].correlations.items()
     ]
     return (
@@ -613,13 +617,6 @@ def gates_digits() -> str:
         "training, one core each. Of the 360 test images one is 0.28 %.\n\n"
     )
     return text + table(head, cells)
-
-
-STEPS = ("one", "gate")
-VARIANTS = {
-    "F(x_t)": "stepnet, sees x_t", "F(x_t+1)": "stepnet, sees x_t+1", "F(x_t+1 - x_t)": "stepnet, sees f",
-    **{f"adaptor {a}": f"adaptor {a}" for a in "abcd"},
-}  # fmt: skip
 
 
 def gains_of(results: Results, arm: str) -> list[str]:

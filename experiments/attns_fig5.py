@@ -83,11 +83,11 @@ def judge(results: Results) -> Verdict:
         for s in SHARES
     ]
     default = [name("elastic", label(w, s), "default") for w in PAIR for s in SHARES]
-    spared = "some" if max(x for arm in default for x in results.values(arm, "lost")) else "none"
-    spared = f"{spared} of their trajectories"
+    spared = not any(x > 0 for arm in default for x in results.values(arm, "lost"))
     why = (
         f"AttNS against NeurVec with noise: {', '.join(told)}; at half of the data noise multiplies "
-        f"their errors by {number(change[0])} and {number(change[1])}. Default recipe: {spared} lost, "
+        f"their errors by {number(change[0])} and {number(change[1])}. Default recipe: "
+        f"{'no' if spared else 'some'} trajectories are lost, "
         f"AttNS over NeurVec {number(min(fair))} to {number(max(fair))}"
     )
     if all(1 / SEEN < x < SEEN for x in change):

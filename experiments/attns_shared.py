@@ -124,7 +124,7 @@ def smaller(
             word = HOLDS if gap > doubt else DIRECTION
         else:
             word = UNTESTED if -gap < doubt else FAILS
-            told = f"{told}, which {len(gaps)} seeds cannot tell apart" if -gap < doubt else told
+            told = f"{told}, which so few seeds cannot tell apart" if -gap < doubt else told
         return cautious(results, [arm, first], Verdict(word, told))
 
     return judge

@@ -103,7 +103,7 @@ class PDECache:
 
     @property
     def real_tokens(self) -> Tensor | None:
-        """How many tokens of each text are no padding, ``[batch, 1]``; None if none of any text is."""
+        """How many tokens of each text are real, ``[batch, 1]``; None if no text has padding."""
         return None if self._real is None else self._real[:, 0, : self._length].sum(1)
 
     @torch.no_grad()

@@ -353,12 +353,11 @@ class Embedding(nn.Module):
             )
         check_padding(key_padding, ids)
         ids = ids if ids.dtype in (torch.int64, torch.int32) else ids.long()
+        before = start if real is None else real
         if key_padding is None:
-            before = start if real is None else 0
-            positions = torch.arange(before, before + ids.shape[1], device=ids.device)
-            positions = positions if real is None else real + positions
+            positions = before + torch.arange(ids.shape[1], device=ids.device)
         else:
-            positions = ((start if real is None else real) + key_padding.cumsum(1) - 1).clamp(min=0)
+            positions = (before + key_padding.cumsum(1) - 1).clamp(min=0)
         try:
             tokens = self.tokens(ids)
         except IndexError:  # on a CPU; elsewhere a look would make everybody wait

@@ -66,13 +66,7 @@ def worded(experiment: Experiment, results: Results | None) -> str:
 
 
 def rows(experiment: Experiment, results: Results) -> list[dict[str, Any]]:
-    """A row an arm: the paper's number, ours with spread and seeds, and the other metrics' means, NaN of
-    those that an arm does not have."""
-    has = lambda arm, metric: all(metric in run["metrics"] for run in results.runs[arm].values())
-    factors = lambda arm, metric: experiment.logarithmic and min(results.values(arm, metric)) > 0
-    middle = lambda arm, metric: (
-        results.typical(arm, metric) if factors(arm, metric) else results.mean(arm, metric)
-    )
+    """A row an arm: the paper's number, ours with spread and seeds, and the other metrics' means."""
     return [
         {
             "arm": arm,
@@ -81,7 +75,7 @@ def rows(experiment: Experiment, results: Results) -> list[dict[str, Any]]:
             "spread": results.factor(arm) if experiment.logarithmic else results.spread(arm),
             "told": cell(experiment, results, arm),
             "seeds": len(results.values(arm)),
-            "others": {m: middle(arm, m) if has(arm, m) else math.nan for m in experiment.others},
+            "others": {m: other(experiment, results, arm, m) for m in experiment.others},
         }
         for arm in results.arms
         if results.runs.get(arm)
@@ -98,6 +92,14 @@ def cell(experiment: Experiment, results: Results, arm: str) -> str:
         return "lost" if lost == len(values) else f"lost at {lost} of {len(values)} seeds"
     mean, factor = results.typical(arm), results.factor(arm)
     return number(mean) if factor is None or math.isnan(mean) else f"{number(mean)} ×÷ {factor:.2g}"
+
+
+def other(experiment: Experiment, results: Results, arm: str, metric: str) -> float:
+    """A further metric's mean, as the experiment's own is taken; NaN if the arm does not have it."""
+    if not all(metric in run["metrics"] for run in results.runs[arm].values()):
+        return math.nan
+    factors = experiment.logarithmic and min(results.values(arm, metric)) > 0
+    return results.typical(arm, metric) if factors else results.mean(arm, metric)
 
 
 def known(x: float) -> str:

@@ -26,8 +26,9 @@ A `Recipe` says how, `train` does it, `train_seeds` from several seeds:
 from attractor.train import checkpoint
 from attractor.train.capture import compiled_blocks, repeated_blocks
 from attractor.train.checkpoint import CheckpointError
+from attractor.train.classify import Classify
 from attractor.train.history import DivergedError, History, Progress, Seeds, TerminatedError
-from attractor.train.loop import Classify, evaluate, train, train_seeds
+from attractor.train.loop import evaluate, train, train_seeds
 from attractor.train.recipe import PAPER, SHORT, Recipe
 
 __all__ = [
