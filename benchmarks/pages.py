@@ -544,6 +544,24 @@ def training() -> str:
     return command("training") + text + table(head, rows)
 
 
+def training_gates() -> str:
+    found = load("training_gates")
+    by = {(r["gate"], r["loop"]): r["milliseconds_per_step"] for r in found["rows"]}
+    gates, loops = (list(dict.fromkeys(r[k] for r in found["rows"])) for k in ("gate", "loop"))
+    loops.remove("plain, channels_last")
+    rows = [
+        [gate, *(f"{by[gate, loop]:.1f} ({by[gate, loop] / by['none', loop]:.2f})" for loop in loops)]
+        for gate in gates
+    ]
+    text = (
+        f"`python -m benchmarks.training --depth {found['depth']} --gate {' '.join(gates)} --steps "
+        f"{found['steps']} --rounds {found['rounds']} --out benchmarks/results/training_gates.json`\n\n"
+        f"What a gate costs, ResNet{found['depth']}, batch {found['batch']}, {found['device']}: milliseconds a "
+        "training step, and as a multiple of the same loop's without a gate.\n\n"
+    )
+    return text + table(["gate", *loops], rows)
+
+
 def all_gates() -> Results:
     """The runs of Table 1, and those of Table 4 that are not among them."""
     trained, varied = (reproduced(f"stepnet-table{n}", "gpu") for n in (1, 4))
@@ -600,6 +618,28 @@ def gates() -> str:
         "Rank correlation of TNS with accuracy. p is the part of all orders that correlate as strongly; models "
         "of one gate are not independent, so theirs is too small.\n\n"
         f"{table(['TNS', 'Kendall', 'Spearman'], correlated)}"
+    )
+
+
+def gates_cifar100() -> str:
+    found = reproduced("stepnet-table1-cifar100", "gpu")
+    papers = find("stepnet-table1-cifar100").numbers
+    cells = [
+        [arm, *gains_of(found, arm), paper_gain(papers, arm), *stiffness_of(found, arm)]
+        for arm in found.arms
+    ]
+    head = ["gate", "seeds", "accuracy, %", "gain", "paper's gain", "TNS, step 1", "TNS, step F"]
+    correlations = compared(found)["models"].correlations
+    told = ", ".join(
+        f"{correlations[step]['kendall']:+.2f} (p {correlations[step]['kendall_p']:.2f}) with {name}"
+        for step, name in STEPS.items()
+    )
+    models = sum(len(found.runs[arm]) for arm in found.arms)
+    return (
+        "`attractor reproduce stepnet-table1-cifar100 --scale gpu --device cuda --data FOLDER`\n\n"
+        "CIFAR-100, all else as above.\n\n"
+        f"{table(head, cells)}\nRank correlation (Kendall) of TNS with accuracy over all {models} trained "
+        f"models: {told}.\n"
     )
 
 

@@ -29,13 +29,15 @@ def judge(results: Results) -> Verdict:
 
 
 def picture(results: Results):
-    """With walls, and without."""
+    """With walls, and without; each on its own scale, for with walls they are close."""
     titles = ["causal", "without walls; dashed: left to right"]
-    figure, axes = lm.axes_of(2, titles, "updates", "validation perplexity")
+    figure, axes = lm.axes_of(2, titles, "updates", "validation perplexity", sharey=False)
     for axis, kind in zip(axes, ("causal", "without walls")):
         arms = {"standard": "standard"} | {f"{w}, {kind}": w for w in table.NAMES.values()}
         lm.perplexities(axis, results, arms)
+    axes[0].set_yscale("linear")
     axes[0].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
     return figure
 
 

@@ -1,4 +1,4 @@
-"""Figure 7: does TNS go with accuracy? Rank correlations over the networks of Table 1, CIFAR-10.
+"""Figure 7: does TNS go with accuracy? Rank correlations over the networks of Table 1.
 
 Holds if both correlations over all trained networks are positive beyond chance (5 %), with the paper's
 step, in direction if by 20 %. Those over the gates' means are told beside them, but six points say
@@ -49,7 +49,7 @@ def judge(results: Results) -> Verdict:
 EXPERIMENT = Experiment(
     name="stepnet-fig7",
     paper="stepnet",
-    place="Figure 7",
+    place="Figure 7, CIFAR-10",
     claim="The larger a network's TNS, the higher its accuracy.",
     task=CLASSIFY,
     arms={arm: TABLE1[arm] for arm in SIX},

@@ -5,8 +5,10 @@ blocks of the stage for each input (b). NSI with the gate as the step, |f| / |x|
 is a factor of NSI itself.
 """
 
+import statistics
+
 from attractor.reproduce import DIRECTION, FAILS, HOLDS, Experiment, Results, Scale, Verdict
-from attractor.reproduce.verdict import number
+from attractor.reproduce.verdict import margin, number
 
 from .stepnet_shared import (
     CIFAR100,
@@ -21,9 +23,9 @@ from .stepnet_shared import (
 
 
 def judge(results: Results) -> Verdict:
-    """Holds if both are negative for SE at all seeds, in direction if both means are."""
+    """Holds if both are below 0 for SE by more than seeds differ, in direction if both means are."""
     blocks, paths = (of_seed(results, "se", f"{m}_gate") for m in ("blocks", "paths"))
-    means = [results.mean("se", f"{m}_gate") for m in ("blocks", "paths")]
+    found = [list(values.values()) for values in (blocks, paths)]
     each = ", ".join(f"{number(blocks[s])} and {number(paths[s])}" for s in blocks)
     others = ", ".join(
         f"{arm} {number(results.mean(arm, 'blocks_gate'))} and {number(results.mean(arm, 'paths_gate'))}"
@@ -31,8 +33,9 @@ def judge(results: Results) -> Verdict:
         if arm != "se"
     )
     word = FAILS
-    if all(x < 0 for x in means):
-        word = HOLDS if all(x < 0 for x in (*blocks.values(), *paths.values())) else DIRECTION
+    if all(statistics.fmean(values) < 0 for values in found):
+        sure = all(statistics.fmean(values) < -margin(values) for values in found)
+        word = HOLDS if sure else DIRECTION
     told = f"correlation over inputs and over blocks, SE seed by seed: {each}; others: {others}"
     return Verdict(word, told)
 

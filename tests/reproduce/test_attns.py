@@ -20,7 +20,7 @@ from attractor.reproduce import (
 )
 from attractor.reproduce.page import rows
 from attractor.reproduce.tasks import solver_theory, solvers
-from experiments import attns_shared
+from experiments import attns_shared, attns_table1
 
 NAMES = [name for name, e in catalogue().items() if e.paper == "attns"]
 SMALL = {
@@ -169,6 +169,44 @@ def test_which_error_is_smaller(ours, theirs, epochs, word):
     runs = {arm: dict(enumerate(map(made, xs))) for arm, xs in (("a", ours), ("b", theirs))}
     results = Results("x", "cpu", "mse", ["a", "b"], [0, 1, 2], runs)
     assert attns_shared.smaller("a", ["a", "b"])(results).word == word
+
+
+@pytest.mark.parametrize(
+    ("narrow", "middle", "wide", "word"),
+    [
+        ([3e-6, 4e-6], [2e-6, 1e-6], [1e-7, 2e-7], HOLDS),
+        ([3e-6, 4e-6], [1e-8, 1e-8], [1e-7, 2e-7], DIRECTION),  # not at every step
+        ([1e-7, 1.1e-7], [2e-6, 1e-6], [3e-6, 3.2e-6], FAILS),
+        ([1e-7, 9e-6], [2e-6, 1e-6], [3e-6, 1e-6], UNTESTED),  # seeds differ by more
+        ([1e-7], [2e-6], [3e-6], UNTESTED),
+    ],
+)
+def test_verdicts_on_width(narrow, middle, wide, word):
+    made = lambda x: {
+        "metrics": {"mse": x},
+        "config": {"system": "2-link", "recipe": "paper", "epochs": {"2-link": 500}},
+    }
+    arms = [attns_shared.name("2-link", what, "paper") for what in attns_table1.ENDS]
+    errors = zip(arms, (narrow, middle, wide))
+    runs = {arm: dict(enumerate(map(made, xs))) for arm, xs in errors}
+    results = Results("attns-table1", "gpu", "mse", arms, [0, 1], runs)
+    assert attns_table1.width("2-link")(results).word == word
+
+
+def test_no_ratio_of_errors_where_trajectories_are_lost():
+    runs = {
+        attns_shared.name(s, f"h = {h}, width {w}", "paper"): {
+            0: {
+                "metrics": {"mse": solvers.CEILING if s == "elastic" and h == 3 else 1e-6, "step": h},
+                "config": {"system": s, "recipe": "paper", "epochs": {s: 500}},
+            }
+        }
+        for s in attns_table1.SYSTEMS
+        for h, w in ((2, 512), (2, 1024), (2, 2048), (3, 1024), (4, 1024))
+    }
+    found = attns_table1.depth(Results("attns-table1", "gpu", "mse", list(runs), [0], runs))
+    assert found.word == DIRECTION
+    assert "not known where trajectories are lost (elastic" in found.why
 
 
 def test_curves_are_short_and_keep_their_ends():

@@ -95,7 +95,8 @@ def test_figures_share_the_runs_of_table_1():
         experiment = find(name)
         return {digest(experiment.task, experiment.config(a, "gpu")) for a in experiment.arms_of("gpu")}
 
-    for name in ("stepnet-fig2", "stepnet-fig3", "stepnet-fig6"):
+    more = ("stepnet-fig7-cifar100", "stepnet-initial-cifar100")
+    for name in ("stepnet-fig2", "stepnet-fig3", "stepnet-fig6", *more):
         assert made(name) <= made("stepnet-table1-cifar100")
     for name in ("stepnet-fig7", "stepnet-initial"):
         assert made(name) <= made("stepnet-table1")
@@ -307,18 +308,38 @@ def test_the_best_is_best_at_the_same_seeds():
 
 
 @pytest.mark.parametrize(
-    ("se", "word"), [(1.5, HOLDS), (0.99, FAILS)], ids=["all above", "one a little below"]
+    ("se", "start", "word"),
+    [
+        ([1.5, 1.6, 1.5], 0.9, HOLDS),
+        ([1.2, 1.9, 1.1], 0.9, DIRECTION),  # seeds differ by more
+        ([0.8, 1.2, 0.97], 0.9, UNTESTED),  # a little below, as far as three seeds tell
+        ([0.99, 1.0, 1.01], 0.9, FAILS),  # a little below at every seed
+        ([1.5, 1.6, 1.5], 2.5, FAILS),  # above from the beginning, training lowered it
+    ],
 )
-def test_gates_must_end_above_the_plain_network(se, word):
-    ends = {"none": 1.0, "se": se, "eca": 1.5, "srm": 1.6, "iebn": 0.5, "stepnet": 0.6}
+def test_gates_must_end_above_the_plain_network_and_rise_there(se, start, word):
+    ends = {"none": 1.0, "se": 0.0, "eca": 1.5, "srm": 1.6, "iebn": 0.5, "stepnet": 0.6}
     found = results("stepnet-initial", {arm: [0, 0, 0] for arm in ends})
     for arm, after in ends.items():
         for seed, run_ in found.runs[arm].items():
+            end = se[seed] if arm == "se" else after + seed / 100
+            begin = start if arm == "se" else 0.9 + seed / 100
             run_["metrics"] = {
-                f"tns_{step}{end}": x + seed / 100
-                for step in ("one", "gate") for end, x in (("", after), ("_initial", 0.9))
+                f"tns_{step}{when}": x
+                for step in ("one", "gate") for when, x in (("", end), ("_initial", begin))
             }  # fmt: skip
     assert find("stepnet-initial").judge(found).word == word
+
+
+@pytest.mark.parametrize(
+    ("over_blocks", "word"),
+    [([-0.8, -0.7, -0.75], HOLDS), ([-0.8, -0.007, -0.6], DIRECTION), ([0.1, 0.2, -0.1], FAILS)],
+)
+def test_a_correlation_of_about_nothing_is_none(over_blocks, word):
+    found = results("stepnet-fig9", {"se": over_blocks})
+    for run_, x in zip(found.runs["se"].values(), over_blocks):
+        run_["metrics"] = {"blocks_gate": x / 10 - 0.7, "paths_gate": x}
+    assert find("stepnet-fig9").judge(found).word == word
 
 
 def test_tricks_that_do_not_help_test_nothing():

@@ -31,10 +31,10 @@ This page is made by `attractor reproduce --page docs/results.md` from the files
 FEW = 8  # arms, up to which a sentence names them all
 LOST = 1e39  # errors above are those of solvers that lost a trajectory
 
-FINDINGS = {  # what a reader would quote, and the experiment that shows it
-    "attns-normalised": "AttNS and NeurVec once their inputs are normalised",
-    "pde-leak": "Perplexity once no token sees the future",
-    "stepnet-initial": "TNS once its value before training is shown",
+FINDINGS = {  # what a reader would quote, and the experiments that show it
+    "AttNS and NeurVec once their inputs are normalised": ("attns-normalised",),
+    "Perplexity once no token sees the future": ("pde-leak",),
+    "TNS once its value before training is shown": ("stepnet-initial-cifar100", "stepnet-initial"),
 }
 
 
@@ -195,22 +195,35 @@ def larger(experiment: Experiment, found: Results, folder: Path | str) -> list[s
 def findings(everything: dict[str, Experiment], folder: Path | str, pictures: Path) -> list[str]:
     """The three findings, with their pictures; those that have been run."""
     parts = []
-    for name, title in FINDINGS.items():
-        experiment = everything.get(name)
-        found = None if experiment is None else largest(experiment, folder)
-        verdict = None if experiment is None else experiment.verdict(found)
-        if experiment is None or found is None or verdict is None:
-            continue
-        seeds = max(map(len, found.runs.values()))
-        where = f"{seeds} seeds, scale {found.scale}"
-        text = f"### {title}\n\nThe paper: *{experiment.claim}*\n\nSeen ({where}): "
-        text += f"**{worded(experiment, found)}**. {verdict.why[0].upper()}{verdict.why[1:]}.\n"
-        text += "".join(f"\n{line}" for line in larger(experiment, found, folder))
-        drawn = pictures / f"{name.replace('-', '_')}.png"
-        if drawn.exists():
-            text += f"\n![{title}]({pictures.name}/{drawn.name})\n"
-        parts.append(f"{text}\nNumbers: [{name}](#{anchor(experiment)}).\n")
+    for title, names in FINDINGS.items():
+        shown = [everything[name] for name in names if name in everything]
+        told = [text for e in shown if (text := seen(e, title, folder, pictures, len(shown) > 1))]
+        if told:
+            parts += [f"### {title}\n\nThe paper: *{shown[0].claim}*\n", *told]
     return ["## Three findings\n", *parts] if parts else []
+
+
+def seen(experiment: Experiment, title: str, folder: Path | str, pictures: Path, named: bool) -> str:
+    """What an experiment says on a finding, with its picture; nothing without a verdict.
+
+    Args:
+        named: say on which data, since another experiment stands beside it.
+    """
+    found = largest(experiment, folder)
+    verdict = experiment.verdict(found)
+    if found is None or verdict is None:
+        return ""
+    where = f"{max(map(len, found.runs.values()))} seeds, scale {found.scale}"
+    if named:
+        where = f"{experiment.place.split(', ')[-1]}, {where}"
+    text = (
+        f"Seen ({where}): **{worded(experiment, found)}**. {verdict.why[0].upper()}{verdict.why[1:]}.\n"
+    )
+    text += "".join(f"\n{line}" for line in larger(experiment, found, folder))
+    drawn = pictures / f"{experiment.name.replace('-', '_')}.png"
+    if drawn.exists():
+        text += f"\n![{title}]({pictures.name}/{drawn.name})\n"
+    return f"{text}\nNumbers: [{experiment.name}](#{anchor(experiment)}).\n"
 
 
 def page(folder: Path | str, pictures: Path) -> str:

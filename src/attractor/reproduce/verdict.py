@@ -88,7 +88,8 @@ def gains(
     metric: str | None = None,
     clearly: bool = True,
 ) -> Rule:
-    """Holds if every arm beats `over`, by more than seeds differ; in direction if the means do.
+    """Holds if every arm beats `over`, by more than seeds differ; in direction if the means do; untested
+    if those that do not are behind by no more than that, or at one seed.
 
     Args:
         clearly: False: means are enough.
@@ -96,17 +97,21 @@ def gains(
 
     def judge(results: Results) -> Verdict:
         sign = 1 if better == "higher" else -1
-        means, sure = [], []
+        means, sure, behind = [], [], []
         for arm in arms:
             gap = sign * (results.mean(arm, metric) - results.mean(over, metric))
+            doubt = margin(results.paired(arm, over, metric))
             means.append(gap > 0)
-            sure.append(gap > margin(results.paired(arm, over, metric)))
-        told = f"{sum(means)} of {len(arms)} are better than {over}"
+            sure.append(gap > doubt)
+            behind.append(not gap > -doubt)
+        told = f"{sum(means)} of {len(arms)} are {'above' if sign > 0 else 'below'} {over}"
         if all(sure) or (not clearly and all(means)):
             return Verdict(HOLDS, told)
         if all(means):
             return Verdict(DIRECTION, f"{told}, {sum(sure)} by more than seeds differ")
-        return Verdict(FAILS, told)
+        if any(behind):
+            return Verdict(FAILS, told)
+        return Verdict(UNTESTED, f"{told}, the others not clearly at so few seeds")
 
     return judge
 

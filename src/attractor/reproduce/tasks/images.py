@@ -40,7 +40,7 @@ SHORT: dict[str, Any] = {
 }  # fmt: skip
 RESNET83: dict[str, Any] = {"name": "resnet_cifar", "depth": 83, "width": 16}
 CIFAR10: dict[str, Any] = {"data": "cifar10", "network": RESNET83, "recipe": SHORT, "probed": 256}
-CIFAR100: dict[str, Any] = {**CIFAR10, "data": "cifar100"}
+CIFAR100: dict[str, Any] = {**CIFAR10, "data": "cifar100", "recipe": {**SHORT, "capture": "compile"}}
 DIGITS: dict[str, Any] = {
     "data": "digits",
     "network": {"name": "resnet_cifar", "depth": 47, "width": 8},
