@@ -277,6 +277,9 @@ def test_labels_of_a_test_folder_are_those_of_the_training_folder(folder):
 def test_hidden_names_are_no_classes_and_a_class_without_images_is_told(folder):
     (folder / "train" / ".ipynb_checkpoints").mkdir()
     (folder / "train" / "cat" / "._0.png").write_bytes(b"of another system")
+    (folder / "train" / "cat" / ".ipynb_checkpoints").mkdir()
+    (folder / "train" / "cat" / ".ipynb_checkpoints" / "0-checkpoint.png").write_bytes(b"a copy")
+    (folder / "train" / "dog" / "more.png").mkdir()
     found = ImageFolder(folder / "train")
     assert found.classes == ["cat", "dog"]
     assert len(found) == 4

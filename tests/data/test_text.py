@@ -162,6 +162,16 @@ def test_streams_are_kept(folder):
     assert len(list(kept.iterdir())) == 4
 
 
+def test_what_is_kept_is_of_this_tokenizer_and_these_texts(folder):
+    kept, common = folder / "kept", ["one"] * 100
+    special = ["<pad>", "<unk>", "<eos>", "one"]
+    for words in (["red", "blue"], ["blue", "red"]):
+        tokens, texts = text.Words([*special, *words]), [*common, "red"]
+        assert text.stream(texts, tokens, cache=kept)[-2] == tokens.ids["red"]
+    for texts in ([*common, "red\nblue"], [*common, "red", "blue"]):
+        assert len(text.padded(texts, tokens, 4, cache=kept)[0]) == len(texts)
+
+
 def test_padded(folder):
     ids, real = text.padded(["ab", "", "abcd"], text.Bytes(), max_tokens=3)
     assert ids.tolist() == [[97, 98, 256], [256] * 3, [97, 98, 99]]

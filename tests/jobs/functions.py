@@ -41,6 +41,18 @@ def fails(config, shard):
     return shard
 
 
+def fails_second(config, shard):
+    """After the first has ended, and before the others."""
+    others = shard not in (0, 1)
+    while shard != 0 and not (Path(config["marks"]) / ("1" if others else "0")).exists():
+        time.sleep(0.02)
+    time.sleep(0.2 * others)
+    mark(config, shard)
+    if shard == 1:
+        raise OwnError("this", "that")
+    return shard
+
+
 def sleeps(config, shard):
     mark(config, shard)
     time.sleep(0 if shard == 0 else 60)

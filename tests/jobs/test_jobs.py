@@ -97,6 +97,29 @@ def test_an_exception_is_raised_once_with_the_shard_s_name(engine, tmp_path):
     assert begun(tmp_path)["2"] == 1
 
 
+def test_what_others_have_done_is_kept_before_a_failure_is_raised(tmp_path):
+    """While the caller was busy with the first, one failed and the others ended."""
+    work, engine = job("fails_second", tmp_path), dict(engine="processes", workers=4)
+    kept = jobs.keep(work, range(4), tmp_path / "kept", **engine)
+    assert next(kept).shard == 0
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("?"))) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    with pytest.raises(ValueError, match="this and that"):
+        list(kept)
+    names = sorted(path.name[0] for path in (tmp_path / "kept").glob("?.*.json"))
+    assert names == ["0", "2", "3"]
+
+
+def test_the_order_of_a_configuration_is_no_other_job(tmp_path):
+    (tmp_path / "marks").mkdir()
+    given = {"word": "w", "marks": str(tmp_path / "marks")}
+    for config in (given, dict(reversed(given.items()))):
+        made = jobs.Job(f"{HERE}:noted", config, also=(HERE,))
+        assert len(list(jobs.keep(made, [0], tmp_path / "kept", engine="here"))) == 1
+
+
 def test_threads_are_those_of_the_job(engine):
     before = torch.get_num_threads()
     torch.set_num_threads(2)

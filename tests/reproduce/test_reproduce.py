@@ -27,6 +27,7 @@ from attractor.reproduce import (
     load,
     merge,
     run,
+    runner,
     within,
 )  # fmt: skip
 from attractor.reproduce import page as pages
@@ -124,6 +125,48 @@ def test_an_interrupted_run_goes_on(tmp_path):
     found = run(broken, "cpu", folder=tmp_path, seeds=[0])
     assert found.mean("b", "resumed") == 1.0
     assert not list(tmp_path.rglob("half"))
+
+
+def test_nothing_goes_on_from_a_run_of_another_configuration(tmp_path):
+    """Nor from a run that is to be made again."""
+    arms = {"b": {"value": 2.0, "interrupted": True}}
+    broken = replace(EXAMPLE, arms=arms, numbers={})
+    with pytest.raises(KeyboardInterrupt):
+        run(broken, "cpu", folder=tmp_path, seeds=[0])
+    changed = replace(broken, arms={"new": {"value": 5.0}, "b": {"value": 3.0}})
+    found = run(changed, "cpu", folder=tmp_path, seeds=[0])
+    assert [found.mean(arm, "resumed") for arm in found.arms] == [0.0, 0.0]
+    with pytest.raises(KeyboardInterrupt):  # it is interrupted where it begins
+        run(broken, "cpu", folder=tmp_path, seeds=[0], again=True)
+
+
+def where(config, context):
+    return {"metrics": {"value": float(context.cache.parent == context.scratch.parent)}}
+
+
+def test_a_machine_without_the_folder_keeps_all_in_a_temporary_one(tmp_path):
+    config = {
+        "task": "tests.reproduce.test_reproduce:where", "arms": {"a": {}}, "device": "cpu",
+        "scratch": {"a": str(tmp_path / "not" / "here")}, "cache": "/not/here", "data": None,
+        "tell": None,
+    }  # fmt: skip
+    assert runner.arm(config, ("a", 0))["metrics"]["value"] == 1.0
+
+
+def test_no_verdict_on_seeds_of_different_data(tmp_path):
+    files = replace(EXAMPLE, data=("cifar10",))
+    found = run(files, "cpu", folder=tmp_path)
+    for seed, made in found.runs["a"].items():
+        made["data"] = {"cifar10, train": "a part" if seed else "all"}
+    assert files.verdict(found) == Verdict(UNTESTED, "seeds were run on different data: a")
+    assert EXAMPLE.verdict(found).word == HOLDS  # which draws its data from its seed
+
+
+def test_a_file_that_is_no_result_is_named(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "cpu.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"other/cpu.json is no file of results \(KeyError"):
+        load(EXAMPLE, "cpu", tmp_path)
 
 
 def test_a_budget_begins_nothing_more(tmp_path):

@@ -319,10 +319,121 @@ def test_labels_that_the_model_does_not_know_are_named(labels, told):
         evaluate(model, batches)
 
 
-def test_labels_may_be_left_out():
-    model = nn.Linear(4, 10)
-    found = Classify(wary=True)(model, (torch.zeros(3, 4), torch.tensor([1, -100, 9])))["loss"]
-    assert (found > 0).tolist() == [True, False, True]
+@pytest.mark.parametrize("exact", [False, True])
+def test_labels_may_be_left_out(exact):
+    model, x = nn.Linear(4, 10), torch.randn(6, 4)
+    labels = model(x).argmax(1).tolist()
+    labels = torch.tensor([*labels[:3], -100, -100, 0 if labels[5] else 1])
+    found = Classify(wary=True, exact=exact)(model, (x, labels))
+    torch.testing.assert_close(found["loss"].mean(), cross_entropy(model(x), labels))
+    assert found["accuracy"].double().mean().item() == pytest.approx(3 / 4)
+    assert len(found["loss"]) == (4 if exact else 6)
+    all_out = Classify(exact=exact)(model, (x, torch.full((6,), -100)))
+    assert all_out["loss"].mean().item() == 0  # training goes on
+
+
+def test_labels_that_are_left_out_are_no_part_of_any_mean():
+    model, x = nn.Linear(4, 3), torch.randn(8, 4)
+    labels = model(x).argmax(1)
+    part = torch.where(torch.arange(8) < 5, labels, -100)
+    batches = [(x[:4], part[:4]), (x[4:], part[4:])]
+    assert evaluate(model, batches) == pytest.approx(evaluate(model, [(x[:5], labels[:5])]), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        lambda logits: logits.argmax(1),
+        lambda logits: logits.argmax(1).int(),
+        lambda logits: torch.eye(logits.shape[1])[logits.argmax(1)].movedim(-1, 1),  # probabilities
+    ],
+)
+@pytest.mark.parametrize("shape", [(6, 3), (2, 6, 6), (2, 3, 5, 4)])
+def test_accuracy_has_its_classes_where_the_loss_has_them(shape, labels):
+    logits = torch.randn(shape)
+    found = Classify(wary=True)(nn.Identity(), (logits, labels(logits)))
+    assert found["accuracy"].double().mean() == 1
+    assert found["loss"].shape == (shape[0], *shape[2:])
+
+
+def test_classes_may_be_last():
+    logits = torch.randn(2, 5, 3)
+    found = Classify(wary=True)(nn.Identity(), (logits, logits.argmax(-1)))
+    assert found["accuracy"].double().mean() == 1
+    wanted = cross_entropy(logits.flatten(0, 1), logits.argmax(-1).flatten())
+    torch.testing.assert_close(found["loss"].mean(), wanted)
+
+
+class Longer(list):
+    """Gives more batches than its length says, as a loader of an iterable data set with workers may."""
+
+    def __len__(self):
+        return 2
+
+
+def test_evaluation_takes_all_batches_whatever_the_length():
+    batches = Longer((torch.full((n, 1), float(n)), torch.zeros(n)) for n in (4, 3, 3))
+    found = evaluate(nn.Linear(1, 1), batches, loss=lambda model, batch: batch[0][:, 0])
+    assert found["loss"] == pytest.approx((16 + 9 + 9) / 10)
+    labelled = Longer((x, y.long()) for x, y in batches)
+    with pytest.warns(UserWarning, match="more batches than the 2 that its length says"):
+        train(nn.Linear(1, 2), labelled, None, replace(PLAIN, epochs=1), device="cpu")
+
+
+def test_evaluation_leaves_every_module_in_its_mode():
+    model = small(0.1).train()
+    model[1].eval()
+    evaluate(model, digits(40))
+    assert [m.training for m in model] == [True, False, True, True, True, True]
+
+
+class _StopError(Exception):
+    pass
+
+
+def test_a_loader_with_a_generator_goes_on_as_if_nothing_had_been(tmp_path):
+    data = torch.utils.data.TensorDataset(torch.randn(20, 3), torch.arange(20) % 2)
+
+    def trained(out=None, tell=None):
+        torch.manual_seed(3)
+        model, own = nn.Linear(3, 2), torch.Generator().manual_seed(0)
+        loader = torch.utils.data.DataLoader(data, 6, shuffle=True, generator=own)
+        train(model, loader, None, replace(PLAIN, epochs=3), device="cpu", out=out, tell=tell)
+        return model.weight
+
+    def stop(progress):
+        if progress.row and progress.epoch == 1:
+            raise _StopError
+
+    with pytest.raises(_StopError):
+        trained(tmp_path, stop)
+    assert torch.equal(trained(tmp_path), trained())
+
+
+def test_mistakes_in_data_and_losses_are_named():
+    data = SimpleNamespace(
+        images=torch.zeros(8, 1, 4, 4, dtype=torch.uint8).numpy(),
+        labels=torch.zeros(8),
+        mean=(0,),
+        std=(1,),
+    )
+    with pytest.raises(TypeError, match=r"images and labels are ndarray and Tensor; give tensors"):
+        run(data=data)
+    data.images, data.labels = torch.as_tensor(data.images), torch.zeros(9).long()
+    with pytest.raises(ValueError, match="8 images have 9 labels"):
+        run(data=data)
+    batches = [(torch.zeros(2, 3), torch.zeros(2).long())]
+    number = lambda model, batch: {"loss": model(batch[0]).mean(), "count": 2.0}
+    with pytest.raises(TypeError, match="gave count as float; give tensors"):
+        train(nn.Linear(3, 2), batches, None, PLAIN, loss=number, device="cpu")
+    once = type("Once", (), {"__len__": lambda s: 1, "__iter__": lambda s: iter(())})()
+    with pytest.raises(ValueError, match="no validation batches in epoch 1"):
+        train(nn.Linear(3, 2), batches, once, PLAIN, device="cpu")
+
+
+def test_momentum_may_be_none_at_all():
+    _, history = run(recipe=replace(PLAIN, momentum=0.0, epochs=1))
+    assert math.isfinite(history.final["train_loss"])
 
 
 def test_mixup_is_a_mean_of_two_images_and_of_their_losses():

@@ -136,6 +136,14 @@ def test_a_state_with_weights_that_are_not_finite_is_not_kept(tmp_path):
 # ---- signals
 
 
+@pytest.fixture(autouse=True)
+def as_in_a_fresh_process():
+    """Ray sets a handler of its own, which stays."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize(
     ("number", "error", "name"),
     [(signal.SIGTERM, TerminatedError, "SIGTERM"), (signal.SIGINT, KeyboardInterrupt, "Ctrl-C")],
@@ -172,6 +180,46 @@ def test_signals_in_validation_and_after_the_last_epoch(tmp_path):
         model = network()
         train(model, data, data, replace(RECIPE, epochs=2), device="cpu", out=tmp_path / name)
     assert (tmp_path / "a" / "log.jsonl").read_bytes() == (tmp_path / "b" / "log.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(("batch", "last"), [(3, "epoch-0001-step-000003"), (0, "epoch-0001")])
+def test_a_signal_that_takes_the_loader_s_workers_along_loses_nothing(tmp_path, batch, last):
+    """It reaches the whole group of processes, and torch says first that a worker is gone."""
+    data = images.load("digits", "train").subset(64)
+    whole = [(data.normalised(slice(i, i + 16)), data.labels[i : i + 16]) for i in range(0, 64, 16)]
+
+    class Loader(list):
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            for i, made in enumerate(list.__iter__(self)):
+                if (self.epoch, i) == (1, batch) and self.dies:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    raise RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+                yield made
+
+    def trained(out, dies):
+        model, loader = network(), Loader(whole)
+        loader.dies = dies
+        train(model, loader, None, replace(RECIPE, epochs=3), device="cpu", out=out)
+        return model
+
+    with pytest.raises(TerminatedError, match=f"{last} is written"):
+        trained(tmp_path, True)
+    assert Kept(tmp_path, "training").found()[0].name == last
+    ours, theirs = trained(tmp_path, False), trained(None, False)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters()))
+
+
+def test_a_loader_that_breaks_by_itself_is_no_signal(tmp_path):
+    def broken():
+        yield torch.zeros(4, 1, 8, 8), torch.zeros(4).long()
+        raise RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+
+    loader = type("Loader", (), {"__len__": lambda s: 2, "__iter__": lambda s: broken()})()
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        train(network(), loader, None, RECIPE, device="cpu", out=tmp_path)
 
 
 def test_a_second_signal_does_not_wait(tmp_path):

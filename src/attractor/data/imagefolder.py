@@ -55,7 +55,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             (path, label)
             for label, name in enumerate(self.classes)
             for path in sorted((self.folder / name).rglob("*"))
-            if path.suffix.lower() in ENDINGS and not path.name.startswith(".")
+            if path.suffix.lower() in ENDINGS and not _hidden(path, self.folder) and path.is_file()
         ]
         if not found:
             raise FileNotFoundError(
@@ -102,6 +102,11 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             self, batch, shuffle=self.train, drop_last=self.train, num_workers=workers,
             pin_memory=torch.cuda.is_available(),
         )  # fmt: skip
+
+
+def _hidden(path: Path, folder: Path) -> bool:
+    """Whether it, or a folder that it is in, begins with a dot."""
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def subfolders(folder: Path) -> list[str]:

@@ -346,11 +346,23 @@ def _side_by_side(
 
 def _key(texts: Sequence[str], tokenizer: Tokenizer, *more: str) -> str:
     """A name for what a tokenizer makes of texts."""
-    digest = hashlib.sha256(" ".join((type(tokenizer).__name__, str(tokenizer.size), *more)).encode())
+    special = [getattr(tokenizer, name, None) for name in ("first", "end", "padding")]
+    given = (type(tokenizer).__name__, tokenizer.size, *special, *more)
+    digest = hashlib.sha256(repr(given).encode())
+    digest.update(repr(_vocabulary(tokenizer)).encode())
     digest.update(repr(tokenizer.encode(texts[:100])).encode())
     for text in texts:
-        digest.update(text.encode() + b"\n")
+        own = text.encode()
+        digest.update(f"{len(own)} ".encode() + own)
     return digest.hexdigest()[:32]
+
+
+def _vocabulary(tokenizer: Tokenizer) -> Any:
+    """All that an id may stand for, where a tokenizer has it in a known place."""
+    own = getattr(tokenizer, "tokenizer", None)
+    if own is not None and hasattr(own, "to_str"):
+        return own.to_str()
+    return getattr(tokenizer, "words", None)
 
 
 def _keep(path: Path, array: np.ndarray) -> None:

@@ -23,6 +23,7 @@ Artifacts come back to the caller, who alone writes files: workers need no commo
 artifact is checked against its hash when it arrives, and a name is taken by a whole file or by none.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -103,7 +104,7 @@ def keep(
             raise ValueError(f"shards {wanted[_name(shard)]!r} and {shard!r} have one name")
     now = json_bytes(about or {"function": job.function, "config": job.config})
     there = folder / "job.json"
-    if there.exists() and there.read_bytes() != now:
+    if there.exists() and not _same(there.read_bytes(), now):
         raise ValueError(f"{folder} holds another job, as its job.json says; take another folder")
     write_bytes(there, now)
     for path in sorted(folder.glob("*.*.*")):
@@ -145,6 +146,14 @@ def part_of(text: str) -> tuple[int, int]:
     if not found or not 1 <= int(found[1]) <= int(found[2]):
         raise ValueError(f"part {text!r} must be such as 3/16: the third of sixteen, from 1/16 to 16/16")
     return int(found[1]) - 1, int(found[2])
+
+
+def _same(one: bytes, other: bytes) -> bool:
+    """Whether two files of JSON say the same, in whatever order."""
+    try:
+        return json.loads(one) == json.loads(other)
+    except ValueError:
+        return False
 
 
 def _name(shard: Shard) -> str:

@@ -8,7 +8,17 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from attractor.jobs.job import Artifact, Failure, Job, Shard, attempt, begin_again, settled
+from attractor.jobs.job import (
+    Artifact,
+    Job,
+    Reply,
+    Shard,
+    WorkerDiedError,
+    attempt,
+    begin_again,
+    next_of,
+    settled,
+)
 
 
 def cluster(
@@ -41,9 +51,26 @@ def cluster(
                 "up (ray status), and are RAY_AUTH_MODE and RAY_AUTH_TOKEN set here if it wants a token?"
             ) from None
     queue, again, deaths = iter(shards), list[Shard](), Counter[Shard]()
-    running, ended = dict[Any, Shard](), list[Artifact | Failure]()
+    running, ended = dict[Any, Shard](), list[Reply]()
     lost = ray.exceptions.RayError  # of the cluster: `attempt` itself raises nothing
     fatal = (ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError)
+
+    def receive(seconds: float | None = 0.0) -> None:
+        count = len(running) if seconds is not None else 1
+        for done in ray.wait(list(running), num_returns=count, timeout=seconds)[0] if running else ():
+            shard = running.pop(done)
+            try:
+                ended.append(ray.get(done))
+            except fatal:
+                raise
+            except lost as error:
+                deaths[shard] += 1
+                why = f"{type(error).__name__}: {str(error).split('. ')[0]}"
+                try:
+                    again.append(begin_again(shard, deaths[shard], retries, why))
+                except WorkerDiedError as died:
+                    ended.append(died)
+
     try:
         remote = ray.remote(attempt).options(
             num_cpus=job.threads or 1, num_gpus=job.gpus, max_retries=0, scheduling_strategy="SPREAD"
@@ -56,19 +83,10 @@ def cluster(
                     break
                 running[remote.remote(where, shard)] = shard
             while ended:  # now, while everybody has something to do
-                yield settled(ended.pop())
+                yield settled(next_of(ended, receive))
             if not running:
                 return
-            for done in ray.wait(list(running))[0]:
-                shard = running.pop(done)
-                try:
-                    ended.append(ray.get(done))
-                except fatal:
-                    raise
-                except lost as error:
-                    deaths[shard] += 1
-                    why = f"{type(error).__name__}: {str(error).split('. ')[0]}"
-                    again.append(begin_again(shard, deaths[shard], retries, why))
+            receive(None)
     finally:
         with suppress(Exception):  # the cluster may be what has gone
             for left in running:

@@ -5,7 +5,7 @@ import importlib.util
 import json
 import logging
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -132,11 +132,28 @@ def attempt(job: Job, shard: Shard) -> Artifact | Failure:
         return Failure(shard, kind, told, traceback.format_exc())
 
 
-def settled(reply: Artifact | Failure) -> Artifact:
+Reply = Artifact | Failure | WorkerDiedError
+
+
+def settled(reply: Reply) -> Artifact:
     """A worker's reply, or its exception."""
+    if isinstance(reply, WorkerDiedError):
+        raise reply
     if isinstance(reply, Failure):
         raise reply.error()
     return reply.checked()
+
+
+def next_of(ended: list[Reply], receive: Callable[[], None]) -> Reply:
+    """Take one of these out: artifacts before failures, and before a failure what has come by then.
+
+    Args:
+        receive: adds to them what others have done, without waiting.
+    """
+    if all(not isinstance(reply, Artifact) for reply in ended):
+        receive()
+    good = (i for i, reply in enumerate(ended) if isinstance(reply, Artifact))
+    return ended.pop(next(good, 0))
 
 
 def begin_again(shard: Shard, deaths: int, retries: int, why: str) -> Shard:

@@ -10,7 +10,17 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from attractor.jobs.job import Artifact, Failure, Job, Shard, attempt, begin_again, settled
+from attractor.jobs.job import (
+    Artifact,
+    Job,
+    Reply,
+    Shard,
+    WorkerDiedError,
+    attempt,
+    begin_again,
+    next_of,
+    settled,
+)
 
 GRACE = 5.0  # seconds
 
@@ -19,7 +29,24 @@ def processes(job: Job, shards: Iterable[Shard], workers: int, retries: int) -> 
     """Every artifact as it ends; as many processes as there are shards to begin, `workers` at most."""
     queue, again, deaths = iter(shards), list[Shard](), Counter[Shard]()
     everybody, idle, busy = list[_Worker](), list[_Worker](), dict[Connection, _Worker]()
-    ended = list[Artifact | Failure]()
+    ended = list[Reply]()
+
+    def receive(seconds: float | None = 0.0) -> None:
+        for pipe in wait(list(busy), seconds):
+            worker = busy.pop(pipe)  # type: ignore[call-overload]
+            try:
+                ended.append(worker.pipe.recv())
+            except (EOFError, OSError):
+                everybody.remove(worker)
+                shard, code = worker.shard, worker.end()
+                deaths[shard] += 1
+                why = f"exit code {code} (-9: killed, often for want of memory)"
+                try:
+                    again.append(begin_again(shard, deaths[shard], retries, why))
+                except WorkerDiedError as error:
+                    ended.append(error)
+            else:
+                idle.append(worker)
 
     def end() -> None:
         for worker in idle:
@@ -42,21 +69,10 @@ def processes(job: Job, shards: Iterable[Shard], workers: int, retries: int) -> 
                 worker.begin(shard)
                 busy[worker.pipe] = worker
             while ended:  # now, while everybody has something to do
-                yield settled(ended.pop())
+                yield settled(next_of(ended, receive))
             if not busy:
                 return
-            for pipe in wait(list(busy)):
-                worker = busy.pop(pipe)  # type: ignore[call-overload]
-                try:
-                    ended.append(worker.pipe.recv())
-                except (EOFError, OSError):
-                    everybody.remove(worker)
-                    shard, code = worker.shard, worker.end()
-                    deaths[shard] += 1
-                    why = f"exit code {code} (-9: killed, often for want of memory)"
-                    again.append(begin_again(shard, deaths[shard], retries, why))
-                else:
-                    idle.append(worker)
+            receive(None)
     finally:
         end()
         atexit.unregister(end)

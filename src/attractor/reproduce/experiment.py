@@ -131,4 +131,7 @@ class Experiment:
         lost = [arm for arm in judged if any(map(math.isnan, results.values(arm)))]
         if lost:  # rules compare numbers
             return Verdict(UNTESTED, f"{self.metric} is not finite for {'; '.join(lost)}")
+        mixed = [arm for arm in judged if self.data and len(results.data_of(arm)) > 1]
+        if mixed:
+            return Verdict(UNTESTED, f"seeds were run on different data: {'; '.join(mixed)}")
         return self.judge(results)

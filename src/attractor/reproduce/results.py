@@ -103,6 +103,11 @@ class Results:
         runs = self.runs[arm]
         return runs[next(iter(runs)) if seed is None else seed]["curves"][name]
 
+    def data_of(self, arm: str) -> set[str]:
+        """Hashes of what its seeds were run on, each in one string."""
+        found = self.runs.get(arm, {}).values()
+        return {json.dumps(run["data"], sort_keys=True) for run in found if run.get("data")}
+
     def seconds(self) -> float:
         """All runs together."""
         return sum(run["seconds"] for runs in self.runs.values() for run in runs.values())
@@ -151,8 +156,14 @@ def _by_digest(files: tuple[tuple[Path, int], ...]) -> dict[str, dict[int, Run]]
     """All runs in these files, as they were at these times."""
     found: dict[str, dict[int, Run]] = {}
     for path, _ in files:
-        kept = json.loads(path.read_text())
-        for seeds in read(path, kept["experiment"], kept["scale"]).values():
+        try:
+            kept = json.loads(path.read_text())
+            name, scale = kept["experiment"], kept["scale"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} is no file of results ({type(error).__name__}: {error}); take it out of there"
+            ) from None
+        for seeds in read(path, name, scale).values():
             for seed, run in seeds.items():
                 found.setdefault(run["digest"], {})[seed] = run
     return found

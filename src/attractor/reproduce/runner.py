@@ -73,12 +73,15 @@ def run(
         missing = set(found.missing())
         mine = [(a, s) for s in wanted for a in found.arms if arms is None or a in arms][first::every]
         todo = [job for job in mine if again or job in missing]
-        context = Context(0, device, None if data is None else Path(data), None, tell)
         scratch = path.parent / f".{scale}"
+        context = Context(
+            0, device, None if data is None else Path(data), scratch, tell, place / ".tokens"
+        )
+        if again:  # from the beginning, not from where it was interrupted
+            for arm, seed in todo:
+                shutil.rmtree(f"{_scratch(scratch, experiment, arm, scale)}-{seed}", ignore_errors=True)
         how = {"engine": engine, "workers": workers, "address": address}
-        for (arm, seed), outcome in _outcomes(
-            experiment, scale, todo, context, scratch, budget, threads, how
-        ):
+        for (arm, seed), outcome in _outcomes(experiment, scale, todo, context, budget, threads, how):
             everything = kept.read(path, experiment.name, scale)
             everything.setdefault(arm, {})[seed] = outcome
             order = [*experiment.arms, *(a for a in everything if a not in experiment.arms)]
@@ -96,18 +99,20 @@ def run(
 
 
 def _outcomes(
-    experiment: Experiment, scale: str, wanted: list[Shard], context: Context, scratch: Path,
-    budget: float, threads: int | None, engine: dict[str, Any],
+    experiment: Experiment, scale: str, wanted: list[Shard], context: Context, budget: float,
+    threads: int | None, engine: dict[str, Any],
 ) -> Iterator[tuple[Shard, Run]]:  # fmt: skip
     """Every run as it ends."""
     began = time.perf_counter()
     alone = engine["engine"] == "here"
+    scratch, cache = context.scratch, context.cache
+    assert scratch is not None
+    assert cache is not None
     config = {
         "task": experiment.task,
         "arms": {arm: experiment.config(arm, scale) for arm, _ in wanted},
-        "scratch": {
-            arm: str(scratch.absolute() / str(i)) for i, arm in enumerate(experiment.arms_of(scale))
-        },
+        "scratch": {arm: str(_scratch(scratch.absolute(), experiment, arm, scale)) for arm, _ in wanted},
+        "cache": str(cache.absolute()),
         "device": context.device,
         "data": None if context.folder is None else str(context.folder.absolute()),
         "tell": context.tell if alone else None,
@@ -125,6 +130,11 @@ def _outcomes(
         raise FileNotFoundError(f"{experiment.missing or experiment.name}: {error}") from error
 
 
+def _scratch(folder: Path, experiment: Experiment, arm: str, scale: str) -> Path:
+    """Where an arm keeps its checkpoints, a seed added: no other configuration finds them there."""
+    return folder / digest(experiment.task, experiment.config(arm, scale))
+
+
 def arm(config: Mapping[str, Any], shard: Shard) -> Run:
     """What a job of `run` does for an arm and a seed.
 
@@ -132,15 +142,12 @@ def arm(config: Mapping[str, Any], shard: Shard) -> Run:
     that does not have this folder, to a temporary one.
     """
     which, seed = shard
-    scratch = Path(f"{config['scratch'][which]}-{seed}")
+    scratch, cache = Path(f"{config['scratch'][which]}-{seed}"), Path(config["cache"])
     with tempfile.TemporaryDirectory() as elsewhere:
-        context = Context(
-            seed,
-            config["device"],
-            None if config["data"] is None else Path(config["data"]),
-            scratch if scratch.parent.is_dir() else Path(elsewhere) / "scratch",
-            config["tell"] or _silent,
-        )
+        if not scratch.parent.is_dir():
+            scratch, cache = Path(elsewhere) / "scratch", Path(elsewhere) / "cache"
+        data = None if config["data"] is None else Path(config["data"])
+        context = Context(seed, config["device"], data, scratch, config["tell"] or _silent, cache)
         return one(config["task"], config["arms"][which], context)
 
 

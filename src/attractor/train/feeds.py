@@ -4,6 +4,7 @@ A feed hands out the *inputs* of each step of an epoch, tensors of the same shap
 the batch of them: ``feed.batch(*inputs)`` runs inside the step, on the device, and never waits for it.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, Protocol
@@ -72,6 +73,11 @@ class ImageFeed:
     def __init__(self, data: Any, recipe: Recipe, *, train: bool, like: Tensor, share: Share) -> None:
         self.recipe, self.train, self.share = recipe, train, share
         images: Tensor = data.images
+        if not isinstance(images, Tensor) or not isinstance(data.labels, Tensor):
+            kinds = " and ".join(type(x).__name__ for x in (images, data.labels))
+            raise TypeError(f"images and labels are {kinds}; give tensors (torch.as_tensor makes them)")
+        if len(images) != len(data.labels):
+            raise ValueError(f"{len(images)} images have {len(data.labels)} labels; give each one")
         if images.dtype != torch.uint8 or images.dim() != 4:
             raise ValueError(
                 f"images are {images.dtype} {list(images.shape)}; they must be uint8 [n, channels, "
@@ -214,6 +220,7 @@ class BatchFeed:
             )
         self.batches, self.train, self.device, self.share = batches, train, device, share
         self.recipe = recipe
+        self.total, self.begun = total, False
         self.steps = total // world if train else len(range(rank, total, world))
         self.channels_last = recipe.channels_last
         self.form: TreeSpec | None = None
@@ -234,15 +241,37 @@ class BatchFeed:
         """This process's share of the batches of an epoch, of which so many are gone."""
         rank, world = self.share
         for i, batch in enumerate(batches, done):
-            if i // world >= self.steps:
+            if self.train and i // world >= self.steps:
+                if i >= self.total:
+                    warnings.warn(
+                        f"the data gave more batches than the {self.total} that its length says; an "
+                        "epoch of training has as many as that, and the rest is left",
+                        stacklevel=2,
+                    )
                 break
             if i % world == rank:
                 yield self.apart(batch)
 
     def ordered(self, epoch: int) -> Iterator[Any]:
         """The batches, in an order that depends on the recipe's seed and the epoch alone."""
-        state = torch.get_rng_state()
-        torch.default_generator.manual_seed(self.recipe.stream("batches", epoch))
+        state, seed = torch.get_rng_state(), self.recipe.stream("batches", epoch)
+        if (
+            self.train
+            and epoch
+            and not self.begun
+            and getattr(self.batches, "persistent_workers", False)
+        ):
+            warnings.warn(
+                "the random numbers of persistent workers run on from epoch to epoch, so this resumed "
+                "training draws others than one without a break; persistent_workers=False would not",
+                stacklevel=2,
+            )
+        self.begun = True
+        sampler = getattr(self.batches, "sampler", None)
+        for own in (getattr(self.batches, "generator", None), getattr(sampler, "generator", None)):
+            if self.train and isinstance(own, torch.Generator):
+                own.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         try:  # samplers draw their order when they are asked for the first time
             batches = iter(self.batches)
             first = list(islice(batches, 1))

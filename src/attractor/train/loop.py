@@ -193,16 +193,18 @@ def evaluate(
     like = _example(model)
     place = Place(like.device, precision)
     feed = feed_of(data, Recipe(batch=batch), train=False, like=like)
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     try:
         sums = _Sums(feed.steps, place)
-        look = _Evaluation(model, loss or Classify(wary=True), feed, place, captured=False)
+        loss = loss or Classify(wary=True, exact=True)
+        look = _Evaluation(model, loss, feed, place, captured=False)
         model.eval()
         for inputs in feed.epoch(0):
             sums.add(look(*inputs))
         return sums.means()
     finally:
-        model.train(was_training)
+        for module, training in modes:
+            module.training = training
 
 
 class _Training:
@@ -215,7 +217,8 @@ class _Training:
         for name in ("label_smoothing", "mixup"):
             if loss is not None and getattr(recipe, name):
                 raise ValueError(f"{name} belongs to the default loss; yours has to do it itself")
-        loss = loss or Classify(recipe.label_smoothing, wary=True)
+        on_cpu = place.device.type == "cpu"
+        loss = loss or Classify(recipe.label_smoothing, wary=True, exact=on_cpu)
         graph = _captures(recipe, place)
         self.model, self.recipe, self.place = model, recipe, place
         model.to(place.device)
@@ -229,7 +232,7 @@ class _Training:
         shared, self.finish_sharing = place.shared(model)
         self.loss = loss
         # Where waiting for a step costs nothing, its loss is looked at before weights are changed.
-        self.careful = place.device.type == "cpu" and place.share[1] == 1
+        self.careful = on_cpu and place.share[1] == 1
         step = _Step(shared, model, self.optimiser, self.scaler, loss, self.feed, recipe, place, graph)
         step.careful = self.careful
         self.step: Callable[..., Counted] = Captured(step, step.snapshot) if graph else step
@@ -248,12 +251,11 @@ class _Training:
         sums, watch = _Sums(feed.steps, self.place), _Watch(recipe, epoch, feed, tell)
         rate, first = 0.0, 0
         inputs: tuple[Tensor, ...] = ()
-        steps: Iterator[tuple[Tensor, ...]]
         if begun is None:
-            steps = feed.epoch(epoch)
+            steps = self.inputs(feed, epoch, keeper)
         else:
             rate, first = begun.rate, begun.step
-            steps = feed.epoch(epoch, first) if first < feed.steps else iter(())
+            steps = self.inputs(feed, epoch, keeper, first) if first < feed.steps else iter(())
             self.go_on(begun, sums, watch)
         for i, inputs in enumerate(steps, first):
             rate = recipe.rate(epoch + (i + 0.5) / feed.steps)
@@ -267,6 +269,8 @@ class _Training:
             if keeper.wanted(i + 1):
                 self.check(sums, epoch, inputs)
                 keeper.within_epoch(self.begun(rate, sums, watch))
+        if keeper.stop.signal is not None and sums.done < feed.steps and self.place.share[1] == 1:
+            keeper.cut_short(self.begun(rate, sums, watch) if sums.done else None)
         if not sums.done:
             raise ValueError(f"no batches in epoch {epoch + 1}: the data can only be gone through once")
         self.check(sums, epoch, inputs)
@@ -282,15 +286,47 @@ class _Training:
             # Evaluation is short: code of its own for it would take longer to compile than it saves.
             own = recipe.capture == "compile"
             with torch.compiler.set_stance("force_eager") if own else nullcontext():
-                for inputs in self.valid.epoch(epoch):
+                for inputs in self.inputs(self.valid, epoch, keeper):
                     sums.add(self.look(*inputs))
                     if trained and self.place.share[1] == 1 and keeper.wanted(sums.done):
                         keeper.within_epoch(trained)
+            early = sums.done < self.valid.steps and self.place.share[1] == 1
+            if trained and early and keeper.stop.signal is not None:
+                keeper.cut_short(trained)
+            if not sums.done:
+                raise ValueError(
+                    f"no validation batches in epoch {epoch + 1}: they can only be gone through once"
+                )
             row |= {f"valid_{name}": value for name, value in sums.means().items()}
         per_second = watch.samples * self.place.share[1] / max(seconds, 1e-9)
         row |= {"seconds": seconds, f"{feed.unit}_per_second": per_second}
         row = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
         return row, watch.progress(feed.steps, found["loss"], row)
+
+    def inputs(
+        self, feed: Feed, epoch: int, keeper: "_Keeper", first: int = 0
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """What a feed has for an epoch, up to where a loader has lost its workers because the signal to
+        stop reached them too."""
+
+        def stopped() -> bool:
+            time.sleep(0.05)  # the signal may be here in a moment
+            return keeper.stop.signal is not None and self.place.share[1] == 1
+
+        def up_to_there() -> Iterator[tuple[Tensor, ...]]:
+            try:
+                yield from steps
+            except RuntimeError:  # as a DataLoader has it
+                if not stopped():
+                    raise
+
+        try:
+            steps = feed.epoch(epoch, first)
+        except RuntimeError:
+            if not stopped():
+                raise
+            return iter(())
+        return up_to_there()
 
     def begun(self, rate: float, sums: "_Sums", watch: "_Watch") -> Begun:
         """What has to be kept of an epoch that is not over."""
@@ -430,6 +466,8 @@ class _Sums:
             self.counts = dict.fromkeys(counts, 0)
         if counts.keys() != self.counts.keys():
             raise ValueError(f"the loss named {', '.join(self.counts)} and later {', '.join(counts)}")
+        if self.done == len(self.rows):  # of more batches than there should be, in evaluation
+            self.rows = torch.cat((self.rows, torch.zeros_like(self.rows)))
         self.rows[self.done].copy_(sums)
         for name, count in counts.items():
             self.counts[name] += count
@@ -506,6 +544,14 @@ class _Keeper:
         where = f"after step {begun.step} of {steps} of epoch {len(self.history) + 1} of {epochs}"
         self.stop_if_asked(where)
 
+    def cut_short(self, begun: Begun | None) -> None:
+        """Write one where the data ended too early, because it is asked to stop; and stop."""
+        if begun is not None:
+            self.within_epoch(begun)
+        if len(self.history):
+            self.write(None)
+        self.stop_if_asked(f"before the first step of epoch {len(self.history) + 1}")
+
     def after_epoch(self, whole: bool) -> None:
         """Write one if it is time, and stop if asked to."""
         if self.folder and (self.wanted(0, agree=True) or whole):
@@ -528,7 +574,10 @@ class _Keeper:
             assert self.folder is not None
             main = self.training.place.is_main
             last = self.folder.kept.last if main else self.folder.folder
-            self.stop.now(f"{where}: {last} is written, and the same call goes on from there", main)
+            told = (
+                f"{last} is written, and the same call goes on from there" if last else "nothing is lost"
+            )
+            self.stop.now(f"{where}: {told}", main)
 
 
 class _Watch:
@@ -569,6 +618,9 @@ def _numbers(found: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
     numbers = found if isinstance(found, dict) else {"loss": found}
     if "loss" not in numbers:
         raise ValueError(f"the loss function named {', '.join(numbers)}; one must be called 'loss'")
+    for name, value in numbers.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"the loss function gave {name} as {type(value).__name__}; give tensors")
     return numbers
 
 

@@ -135,9 +135,8 @@ class Recipe:
         fused = True if all(p.is_cuda and p.is_floating_point() for p in parameters) else None
         lr = self.learning_rate if rate is None else rate
         if self.optimiser == "sgd":
-            return torch.optim.SGD(
-                groups, lr, momentum=self.momentum, nesterov=self.nesterov, fused=fused
-            )
+            nesterov = self.nesterov and self.momentum > 0
+            return torch.optim.SGD(groups, lr, momentum=self.momentum, nesterov=nesterov, fused=fused)
         adamw = torch.optim.AdamW(groups, lr, self.betas, fused=fused, capturable=rate is not None)
         adamw._warned_capturable_if_run_uncaptured = True  # the steps before the capture are no mistake
         return adamw

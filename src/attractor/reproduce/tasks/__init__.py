@@ -25,6 +25,7 @@ class Context:
         folder: of the data; None: what ``ATTRACTOR_DATA`` names.
         scratch: a folder for checkpoints, where a task that was interrupted finds its own; None: none.
         tell: called with a line on how far it is.
+        cache: a folder for what takes long to make and is the same for all arms; None: none.
     """
 
     seed: int = 0
@@ -32,6 +33,7 @@ class Context:
     folder: Path | None = None
     scratch: Path | None = None
     tell: Callable[[str], None] = lambda line: None
+    cache: Path | None = None
 
 
 def task_of(name: str) -> Task:

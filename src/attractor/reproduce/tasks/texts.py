@@ -30,6 +30,7 @@ from attractor.core.files import write_json, write_text
 from attractor.data import text
 from attractor.reproduce.tasks import Context, Outcome
 from attractor.train import Classify, DivergedError, Recipe, evaluate, train
+from attractor.train.runs import weights_of
 
 Config = dict[str, Any]
 Rows = list[dict[str, Any]]
@@ -353,7 +354,15 @@ def _train(
     """A row an epoch, with what `look` says, and whether all losses were finite numbers."""
     out = None if context.scratch is None else context.scratch / "training"
     every = max(1, recipe.epochs // 5)
-    rows = [] if context.scratch is None else _begun(context.scratch)
+    rows: Rows = []
+    if context.scratch is not None and out is not None:
+        rows = _begun(context.scratch)
+        done = weights_of(out, model)  # epochs; what came after the last of them may be missing
+        if 0 < done <= len(rows):
+            if look is not None and "left_to_right" not in rows[done - 1]:
+                rows[done - 1] |= look()
+            if patience is not None and _stale(_losses(rows[:done]), patience):
+                return rows[:done], True
 
     def tell(progress: Any) -> None:
         if progress.row is None:
@@ -364,7 +373,7 @@ def _train(
             write_json(context.scratch / "rows.json", rows)
         if progress.epoch % every == 0:
             context.tell(str(progress))
-        if patience is not None and _stale([row["valid_loss"] for row in rows], patience):
+        if patience is not None and _stale(_losses(rows), patience):
             raise _EnoughError
 
     try:
@@ -377,8 +386,6 @@ def _train(
     except DivergedError as error:
         context.tell(str(error))
         return rows, False
-    if look is not None and "left_to_right" not in rows[-1]:
-        rows[-1] |= look()  # it was interrupted after the last epoch
     return rows, True
 
 
@@ -392,6 +399,10 @@ def _begun(scratch: Path) -> Rows:
 
 class _EnoughError(Exception):
     """Ends a training whose validation loss no longer falls."""
+
+
+def _losses(rows: Rows) -> list[float | None]:
+    return [row["valid_loss"] for row in rows]
 
 
 def _stale(losses: list[float | None], patience: int) -> bool:
@@ -447,11 +458,9 @@ def _learnt(model: nn.Module) -> dict[str, float]:
 
 
 def _places(context: Context) -> tuple[Path | None, Path | None]:
-    """Where data are, and where tokens are kept: beside the results, if there are any."""
-    if context.scratch is None:
-        return context.folder, None
-    cache = context.scratch.parents[2] / ".tokens"
-    if not (cache / ".gitignore").exists():
+    """Where data are, and where tokens are kept."""
+    cache = context.cache
+    if cache is not None and not (cache / ".gitignore").exists():
         write_text(cache / ".gitignore", "*\n")  # they are made again, and large
     return context.folder, cache
 
