@@ -1,5 +1,8 @@
 """The hub, without a network: folders here, and a hub that is a folder."""
 
+import copy
+import json
+import pickle
 import shutil
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import torch
 import attractor as at
 from attractor.integrations import hub
 from attractor.ode import pretrained
+from attractor.train.tensors import write_tensors
 
 library = pytest.importorskip("huggingface_hub")
 
@@ -133,6 +137,53 @@ def test_networks_go_to_folders_and_to_the_hub_and_come_back(name, options, make
             assert type(back.net) is type(net.net)
             got = back(x)
             assert torch.equal(got, wanted)
+
+
+def test_a_gate_on_given_weights_starts_at_one_here_too(tmp_path):
+    torch.manual_seed(0)
+    plain, images = at.residual.resnet34(10).eval(), torch.randn(1, 3, 32, 32)
+    write_tensors(tmp_path / "plain.safetensors", dict(plain.state_dict()))
+    options = {"num_classes": 10, "gate": "se", "gate_options": {"reduction": 8}}
+    net = hub.network("resnet34", weights=tmp_path / "plain.safetensors", **options).eval()
+    assert options["gate_options"] == {"reduction": 8}
+    with torch.no_grad():
+        torch.testing.assert_close(net(images), plain(images), rtol=0, atol=1e-6)
+        net.save_pretrained(tmp_path / "net")
+        assert torch.equal(hub.load(tmp_path / "net")(images), net(images))
+    kept = json.loads((tmp_path / "net/config.json").read_text())["options"]["gate_options"]
+    assert kept == {"identity": True, "reduction": 8}
+
+
+def test_older_folders_do_not_tell_how_their_gates_began(tmp_path):
+    net, images = hub.network("resnet_cifar", depth=11, width=4, gate="se"), torch.randn(2, 3, 8, 8)
+    net.eval().save_pretrained(tmp_path)
+    tensors = {k: v for k, v in net.net.state_dict().items() if not k.endswith("doubled")}
+    write_tensors(tmp_path / "model.safetensors", tensors)
+    assert torch.equal(hub.load(tmp_path)(images), net(images))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_networks_come_back_in_the_precision_they_were_saved_in(tmp_path, dtype):
+    torch.manual_seed(0)
+    net = hub.network("resnet_cifar", depth=11, width=4, gate="se").to(dtype).eval()
+    net.net.fc.float()  # a part may have another
+    net.save_pretrained(tmp_path)
+    back = hub.load(tmp_path)
+    for name, value in net.state_dict().items():
+        assert back.state_dict()[name].dtype == value.dtype
+        assert torch.equal(back.state_dict()[name], value)
+    images = torch.randn(2, 3, 8, 8, dtype=dtype)
+    assert torch.equal(back.net.features(images)[-1], net.net.features(images)[-1])
+
+
+def test_networks_can_be_pickled_and_copied(tmp_path):
+    net, images = hub.network("resnet_cifar", depth=11, width=4, gate="dia"), torch.randn(2, 3, 8, 8)
+    net.eval()
+    for again in (pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
+        assert type(again) is type(net)
+        assert torch.equal(again(images), net(images))
+        again.save_pretrained(tmp_path)
+        assert torch.equal(hub.load(tmp_path)(images), net(images))
 
 
 def test_pickled_weights_are_not_loaded(fake):

@@ -105,3 +105,16 @@ def test_states_between_steps_are_nan_where_they_cannot_be_followed():
     inside = solved.sol([0.4, 0.1, 0.3])[0]
     assert np.isnan(inside[[0, 2]]).all()
     assert inside[1] == pytest.approx(4 / 0.6)
+
+
+class Nothing(torch.nn.Module):
+    """A correction without parameters."""
+
+    def forward(self, u, slope, dt):
+        return torch.zeros_like(u)
+
+
+def test_a_correction_needs_no_parameters():
+    solver = at.HybridSolver(lambda t, u: -u, "rk4", Nothing(), 0.1)
+    solved = solve_ivp(None, (0, 1), [1.0, 2.0], method=hybrid(solver))
+    np.testing.assert_allclose(solved.y[:, -1], np.exp(-1) * np.array([1, 2]), rtol=1e-6)

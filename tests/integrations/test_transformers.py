@@ -557,6 +557,32 @@ def test_models_that_bypass_it_say_so():
             pde.add_pde(model)
 
 
+def test_models_that_bypass_it_and_did_not_take_its_name_say_so_too():
+    """transformers writes into its log that it does not set the name, and leaves the old one."""
+    for make in (bloom, reformer):
+        model = build(make, "eager")
+        model.set_attn_implementation("pde_diffusion")
+        assert model.config._attn_implementation == "eager"
+        with pytest.warns(UserWarning, match="computes attention by itself .* stays ordinary attention"):
+            missed = pde.check(model, input_ids=IDS)
+        assert missed
+        assert all("attention" in name for name in missed)
+    with pytest.raises(ValueError, match=r"set_attn_implementation\. If .* did not accept .* add_pde"):
+        pde.check(build(gpt2, "eager"))
+
+
+def test_load_does_not_take_another_attention(tmp_path):
+    model = pde.add_pde(gpt2(), "wave").eval()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"'sdpa', but .* was saved with 'pde_wave'; leave it out"):
+        pde.load(transformers.GPT2LMHeadModel, tmp_path, attn_implementation="sdpa")
+    for name in ("pde_wave", None):
+        again = pde.load(transformers.GPT2LMHeadModel, tmp_path, attn_implementation=name).eval()
+        assert torch.equal(logits(again), logits(model))
+    again.set_attn_implementation("sdpa")
+    assert not torch.equal(logits(again), logits(model))
+
+
 def test_a_model_that_bypasses_it_cannot_leak():
     """Bloom adds the mask itself, and with None, as sdpa's function makes it, it sees the future."""
     AttentionInterface.register("unheard", AttentionInterface()["pde_diffusion"])

@@ -594,6 +594,32 @@ def test_make_gate_takes_names_classes_and_functions():
         make_gate(3, 8)
 
 
+@pytest.mark.parametrize("identity", [False, True])
+@pytest.mark.parametrize("name", gates.BY_NAME)
+def test_a_gate_becomes_what_the_state_it_loads_says(name, identity):
+    saved = stir(make_gate(name, 8, identity=identity)).eval()
+    f, x = pair(dtype=torch.float32)
+    expected = saved(f, x)
+    for state in (saved.state_dict(), dict(saved.state_dict())):  # as safetensors: without metadata
+        other = make_gate(name, 8, identity=not identity).eval()
+        other.load_state_dict(state)
+        assert other.identity is identity
+        assert torch.equal(other(f, x), expected)
+    older = {key: value for key, value in saved.state_dict().items() if key != "doubled"}
+    kept = dict(older)
+    same, other = (make_gate(name, 8, identity=i).eval() for i in (identity, not identity))
+    for gate in (same, other):  # nothing is told: nothing changes
+        gate.load_state_dict(older, strict=True)
+    assert older.keys() == kept.keys()
+    assert torch.equal(same(f, x), expected)
+    assert other.identity is not identity
+    assert gates.gate.with_identity(same, older).keys() == same.state_dict().keys()
+    with torch.device("meta"):
+        shell = make_gate(name, 8, identity=not identity)
+    shell.load_state_dict(saved.state_dict(), assign=True)
+    assert shell.identity is identity
+
+
 def test_kinds_say_where_they_belong():
     kinds = lambda fact: {name for name, cls in gates.BY_NAME.items() if getattr(cls, fact)}
     assert kinds("identity_blocks_only") == kinds("needs_x") == {"stepnet"}

@@ -147,7 +147,7 @@ def test_the_first_day_elsewhere(model, gate, where):
     for name in before:  # statistics too: they moved once
         torch.testing.assert_close(after[name], before[name], rtol=1e-6, atol=1e-6)
     added = after.keys() - before.keys()
-    own = {"scale", "shift"} if gate == "iebn" else set()
+    own = {"scale", "shift", "doubled"} if gate == "iebn" else set()
     assert all(".gate." in name or name.rpartition(".")[2] in own for name in added)
     gated.load_state_dict(before, strict=False)
 
@@ -394,6 +394,111 @@ def test_a_gate_stands_behind_timms_own_attention():
     (f, shortcut), *_ = net[0].gate.given
     assert torch.equal(shortcut, x)
     torch.testing.assert_close(out, (x + 0.5 * f).relu())
+
+
+class Before(nn.Module):
+    """A pre-activation block without a slot for a gate; its projection starts from the activated x."""
+
+    def __init__(self, inputs, outputs, stride=1, order=("bn1", "conv1", "bn2", "conv2")):
+        super().__init__()
+        parts = {
+            "bn1": nn.BatchNorm2d(inputs),
+            "conv1": nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
+            "bn2": nn.BatchNorm2d(outputs),
+            "conv2": nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
+        }
+        for name in order:
+            self.add_module(name, parts[name])
+        projects = stride > 1 or inputs != outputs
+        self.downsample = nn.Conv2d(inputs, outputs, 1, stride, bias=False) if projects else None
+
+    def forward(self, x):
+        activated = self.bn1(x).relu()
+        if self.downsample is not None:
+            x = self.downsample(activated)
+        return x + self.conv2(self.bn2(self.conv1(activated)).relu())
+
+
+@pytest.mark.parametrize("where", ["all", "identity"])
+@pytest.mark.parametrize("gate", GATES)
+def test_preactivation_elsewhere_is_gated_at_its_last_convolution(gate, where):
+    torch.manual_seed(0)
+    net = unsettled(nn.Sequential(Before(3, 8), Before(8, 16, 2), Before(16, 16))).eval()
+    images = torch.randn(2, 3, 8, 8)
+    gated = insert_gates(copy.deepcopy(net), gate, where)
+    if (gate, where) == ("stepnet", "all"):
+        with pytest.raises(RuntimeError, match=r"projects another tensor.*where='identity'"):
+            gated(images)
+        return
+    torch.testing.assert_close(gated(images), net(images), rtol=0, atol=1e-6)
+    spied = insert_gates(nn.Sequential(net[2]), lambda channels: Spy())
+    x = torch.randn(2, 16, 4, 4)
+    out = spied(x)
+    f, shortcut = net[2].gate.given[0]
+    assert torch.equal(shortcut, x)
+    torch.testing.assert_close(out, x + 0.5 * f)
+
+
+def test_where_a_branch_ends_is_read_or_asked_for():
+    ends = lambda block: residual_blocks(nn.Sequential(block))[0].branch
+    first = ("bn1", "bn2", "conv1", "conv2")
+    assert ends(Before(8, 8)) == ends(Before(4, 8, order=first)) == "conv2"  # by order, by channels
+    assert ends(Before(4, 8, order=("conv1", "bn1", "conv2", "bn2"))) == "conv2"
+    with pytest.raises(ValueError, match=r"block 0 has registered bn2 before all .* in which forward"):
+        ends(Before(8, 8, order=first))
+    assert {block.branch for block in residual_blocks(make("own-pre"))} == {"conv3"}
+    assert {block.branch for block in residual_blocks(make("own"))} == {"bn3"}
+
+
+def test_hooks_of_a_shortcut_run_once_and_the_gate_sees_what_they_make():
+    torch.manual_seed(0)
+    net, calls = unsettled(Theirs()).eval(), []
+    for block in (net.layer1[0], net.layer2[0]):
+        block.downsample.register_forward_pre_hook(lambda m, args: (2 * args[0],))
+        block.downsample.register_forward_hook(lambda m, args, out: calls.append(m) or 0.5 * out)
+    images = torch.randn(2, 3, 8, 8)
+    before = net(images)
+    calls.clear()
+    gated = insert_gates(net, "stepnet", "all")
+    torch.testing.assert_close(gated(images), before, rtol=0, atol=1e-6)
+    assert calls == [net.layer1[0].downsample, net.layer2[0].downsample]
+
+
+@pytest.mark.parametrize("gate", ["se", "stepnet", "dia"])
+def test_blocks_may_be_called_by_name(gate):
+    x = torch.randn(2, 8, 4, 4)
+    for plain in (TheirBlock(8, 16, 2), TheirBlock(8, 8)):
+        block = insert_gates(nn.Sequential(plain).eval(), gate, "all")[0]
+        assert torch.equal(block(x=x), block(x))
+
+
+class Flat(nn.Module):
+    """Blocks of several stages side by side."""
+
+    def __init__(self):
+        super().__init__()
+        self.block1, self.block2 = TheirBlock(3, 8), TheirBlock(8, 8)
+        self.block3, self.block4 = TheirBlock(8, 16, 2), TheirBlock(16, 16)
+
+    def forward(self, x):
+        return self.block4(self.block3(self.block2(self.block1(x))))
+
+
+def test_a_shared_gate_needs_no_modules_around_stages():
+    torch.manual_seed(0)
+    images = torch.randn(2, 3, 8, 8)
+    for net in (Flat(), nn.Sequential(*Flat().children())):
+        before = unsettled(net).eval()(images)
+        torch.testing.assert_close(insert_gates(net, "dia")(images), before, rtol=0, atol=1e-6)
+        shared = [isinstance(gate, insert.SharedGate) for gate in gated_blocks(net).values()]
+        assert shared == [False, True, False, True]
+
+
+def test_a_shared_gate_is_not_for_data_parallel():
+    """Its copies would all use the first one's gate."""
+    gated = insert_gates(Theirs(), "dia")
+    with pytest.raises(RuntimeError, match=r"DIA is one gate for several.*DistributedDataParallel"):
+        [module._replicate_for_data_parallel() for module in gated.modules()]
 
 
 def test_torchvision():

@@ -748,7 +748,8 @@ def test_initial_is_probed_on_the_same_inputs():
         (dict(batches=[]), "batches held nothing"),
         (dict(batches=["text"]), "without a tensor"),
         (dict(batches=[()]), "a batch is empty"),
-        (dict(within="nowhere"), "adds nothing in its module 'nowhere'"),
+        (dict(within="stagez"), r"within = 'stagez'; Net has no module of that path, .* did you mean"),
+        (dict(within="stem"), "adds nothing in its module 'stem'"),
         (dict(model=nn.Linear(3, 3)), "Linear adds nothing to what it was made from"),
         (dict(mean="both"), "mean = 'both'"),
     ],
@@ -948,5 +949,160 @@ def test_norms_before_training_take_the_first_batch_and_forget_it():
     with torch.no_grad():
         settled(images[:8])
     torch.testing.assert_close(profile.one, probe(settled, [images]).one, rtol=1e-4, atol=1e-5)
-    alone = [probe(model, [images[:1]], settle=settle).one for settle in (True, False)]
-    assert torch.equal(*alone)  # a single input has no statistics of its own
+
+
+def test_one_image_is_enough_for_norms_of_maps():
+    torch.manual_seed(0)
+    model, images = resnet_cifar(20, gate="se", width=4), torch.randn(4, 3, 16, 16)
+    settled = copy.deepcopy(model).train()
+    for norm in settled.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            norm.momentum = 1.0
+    with torch.no_grad():
+        settled(images[:1])
+    expected = probe(settled, [images]).one
+    one_by_one = list(images.split(1))
+    torch.testing.assert_close(probe(model, one_by_one, settle=True).one, expected)
+    beside = probe(model, one_by_one, initial=copy.deepcopy(model)).initial
+    torch.testing.assert_close(beside.one, expected)
+    pooled = resnet_cifar(20, gate="stepnet", width=4)  # it normalises means over space
+    for options in ({"settle": True}, {"initial": copy.deepcopy(pooled)}):
+        with pytest.raises(ValueError, match=r"first batch has one input.*begin with a larger batch"):
+            probe(pooled, one_by_one, **options)
+
+
+class Encoder(nn.Module):
+    def __init__(self, layers, vocabulary=None, channels=3):
+        super().__init__()
+        self.embed = nn.Linear(channels, 16) if vocabulary is None else nn.Embedding(vocabulary, 16)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(layers)
+        )
+
+    def forward(self, x, mask=None):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x, src_key_padding_mask=None if mask is None else mask == 0)
+        return x
+
+
+class Translator(nn.Module):
+    """An encoder, and a longer decoder, which is the trunk."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = Encoder(2, 50), Encoder(3, 50)
+
+    def forward(
+        self, input_ids, decoder_input_ids=None, attention_mask=None, decoder_attention_mask=None
+    ):
+        about = self.encoder(input_ids, attention_mask).mean()
+        given = input_ids.roll(1, 1) if decoder_input_ids is None else decoder_input_ids
+        return self.decoder(given, decoder_attention_mask) * about
+
+
+class Pair(nn.Module):
+    """A text, and an image of as many tokens, which is the trunk."""
+
+    def __init__(self):
+        super().__init__()
+        self.text, self.vision = Encoder(2, 50), Encoder(3)
+
+    def forward(self, input_ids, pixel_values, attention_mask=None):
+        return self.text(input_ids, attention_mask).mean() + self.vision(pixel_values)
+
+
+def test_a_mask_counts_for_the_tokens_it_is_of_only():
+    torch.manual_seed(0)
+    net, ids, mask = Translator().eval(), torch.randint(50, (2, 8)), torch.ones(2, 8).long()
+    mask[1, 3:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask}
+    both = batch | {"decoder_input_ids": ids.flip(1)}
+    for given in (batch, both):  # the decoder's tokens are all real
+        assert probe(net, [given]).names[0].startswith("decoder")
+        assert torch.equal(probe(net, [given]).nsi, probe(net, [given], padding=False).nsi)
+    own = probe(net, [both | {"decoder_attention_mask": mask}]).nsi
+    alone = probe(net, [{"input_ids": ids[1:], "decoder_input_ids": ids.flip(1)[1:, :3]}]).nsi
+    torch.testing.assert_close(own[1:], alone, rtol=2e-5, atol=0)
+    inside = probe(net, [both], within="encoder").nsi
+    alone = probe(net, [{"input_ids": ids[1:, :3]}], within="encoder").nsi
+    torch.testing.assert_close(inside[1:], alone, rtol=2e-5, atol=0)
+
+    net, images = Pair().eval(), torch.randn(2, 8, 3)
+    seen = probe(net, [batch | {"pixel_values": images}])
+    assert seen.names[0].startswith("vision")
+    assert torch.equal(seen.nsi, probe(net.vision, [images]).nsi)
+
+
+class Steps(nn.Module):
+    """Linear layers over ``[batch, tokens, width]``, or convolutions over ``[batch, width, tokens]``."""
+
+    def __init__(self, width, part):
+        super().__init__()
+        self.layers = nn.ModuleList(part(width, width) for _ in range(3))
+
+    def forward(self, x, attention_mask=None):
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("width", [6, 8])
+def test_tokens_are_found_where_there_are_as_many_channels(width):
+    torch.manual_seed(0)
+    x, mask = torch.randn(2, 6, width), torch.ones(2, 6)
+    mask[1, 2:] = 0
+    net = Steps(width, nn.Linear)
+    found = probe(net, [{"x": x, "attention_mask": mask}]).nsi[1:]
+    torch.testing.assert_close(found, probe(net, [x[1:, :2]]).nsi, rtol=1e-5, atol=0)
+    net, x = Steps(width, lambda a, b: nn.Conv1d(a, b, 1)), x.mT
+    found = probe(net, [{"x": x, "attention_mask": mask}]).nsi[1:]
+    torch.testing.assert_close(found, probe(net, [x[1:, :, :2]]).nsi, rtol=1e-5, atol=0)
+
+
+def test_tokens_that_cannot_be_told_from_channels():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.linear = nn.Conv1d(6, 6, 1), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.linear(self.conv(x.mT).mT)
+
+    net = Steps(6, lambda a, b: Mixed())
+    for tokens in (6, 7):
+        mask = torch.ones(2, tokens)
+        mask[1, 2:] = 0
+        batch = {"x": torch.randn(2, tokens, 6), "attention_mask": mask}
+        if tokens == 6:
+            with pytest.raises(ValueError, match=r"\[2, 6, 6\] have two axes.*to another length"):
+                probe(net, [batch])
+        else:
+            probe(net, [batch])
+
+
+class Conditioned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Steps(8, nn.Linear)
+
+    def forward(self, masked_image, scale=1.0, edges=None):
+        return self.net(masked_image * scale)
+
+
+def test_inputs_are_counted_by_all_that_a_mapping_holds():
+    x, net = torch.randn(4, 8), Conditioned().eval()
+    expected = probe(net, [x]).nsi
+    assert expected.shape == (4, 3)
+    batches = [
+        {"masked_image": x},  # no mask
+        {"scale": torch.ones(1), "masked_image": x},
+        {"scale": torch.tensor(1.0), "masked_image": x, "some_mask": torch.ones(7, 7)},
+    ]
+    for batch in batches:
+        assert torch.equal(probe(net, [batch]).nsi, expected)
+    with pytest.raises(ValueError, match=r"first axes \(masked_image 4, edges 2\); all have as many"):
+        probe(net, [{"masked_image": x, "edges": torch.zeros(2, 9)}])
+    text = Text()
+    ids, places = torch.randint(50, (3, 8)), torch.arange(8)[None]
+    assert probe(text, [{"position_ids": places, "input_ids": ids}]).nsi.shape == (3, 3)

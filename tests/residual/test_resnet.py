@@ -343,6 +343,33 @@ def test_weights_from_a_file(tmp_path):
         resnet34(10, weights="resnet34")
 
 
+def test_files_with_gates_are_read_as_they_were_trained(tmp_path):
+    torch.manual_seed(0)
+    images = torch.rand(1, 3, 32, 32)
+    save_file(resnet34(10).state_dict(), tmp_path / "plain.safetensors")
+    tuned = resnet34(10, "se", weights=tmp_path / "plain.safetensors").eval()
+    again = resnet34(10, "se").eval()
+    again.load_state_dict(tuned.state_dict())
+    assert torch.equal(again(images), tuned(images))
+    scratch = resnet34(10, "se").eval()
+    save_file(scratch.state_dict(), tmp_path / "scratch.safetensors")
+    read = resnet34(10, "se", weights=tmp_path / "scratch.safetensors").eval()
+    assert torch.equal(read(images), scratch(images))
+    older = {key: value for key, value in tuned.state_dict().items() if "doubled" not in key}
+    save_file(older, tmp_path / "older.safetensors")
+    read = resnet34(10, "se", weights=tmp_path / "older.safetensors").eval()
+    assert torch.equal(read(images), tuned(images))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("gate", BY_NAME)
+def test_torch_fx_writes_a_gated_network_down(gate, training):
+    model, images = small(gate).train(training), torch.rand(2, 3, 8, 8)
+    written = torch.fx.symbolic_trace(copy.deepcopy(model))
+    for _ in range(2):
+        assert torch.equal(written(images), model(images))
+
+
 def test_unknown_stem():
     from attractor.residual.resnet import Bottleneck
 

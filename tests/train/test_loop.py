@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import shutil
 import sys
 from dataclasses import replace
 from itertools import product
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from attractor.data import images
+from attractor.residual import resnet_cifar
 from attractor.train import (
     PAPER,
     SHORT,
@@ -24,6 +26,7 @@ from attractor.train import (
     History,
     Recipe,
     Seeds,
+    checkpoint,
     compiled_blocks,
     evaluate,
     repeated_blocks,
@@ -1284,3 +1287,18 @@ def test_compiled_blocks_in_a_graph():
         found[capture] = train(model, digits(300), digits(100, "test"), recipe, device="cuda").final
     assert found["compile"]["train_loss"] == pytest.approx(found["none"]["train_loss"], rel=1e-2)
     assert found["compile"]["valid_loss"] == pytest.approx(found["none"]["valid_loss"], rel=1e-2)
+
+
+def test_checkpoints_of_older_versions_do_not_tell_how_gates_began(tmp_path):
+    make = lambda: resnet_cifar(11, 10, "se", width=4, in_channels=1)
+    torch.manual_seed(0)
+    run(make(), digits(64), recipe=replace(PLAIN, epochs=2), out=tmp_path, save_every=1)
+    last = Kept(tmp_path, "training").found()[0]
+    tensors, config = checkpoint.load(last, "training")
+    kept = {name: value for name, value in tensors.items() if not name.endswith(".doubled")}
+    assert len(kept) < len(tensors)
+    shutil.rmtree(last)
+    checkpoint.save(last, "training", kept, config)
+    model, history = run(make(), digits(64), recipe=replace(PLAIN, epochs=2), out=tmp_path)
+    assert len(history) == 2
+    assert torch.equal(model.conv1.weight, tensors["model.conv1.weight"])

@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from attractor import attention, residual
 from attractor.attention import pdes
 from attractor.core.checks import check_choice
+from attractor.residual.gates.gate import with_identity
 from attractor.train import checkpoint
 from attractor.train.tensors import CheckpointError, read_tensors, write_tensors
 
@@ -39,6 +40,7 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     **{n: getattr(attention, n) for n in ("Classifier", "LanguageModel")},
 }
 EQUATIONS = {cls.__name__: cls for cls in pdes.BY_NAME.values()}
+PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = "model.safetensors"
 NOT_FETCHED = "is no folder here, and could not be fetched from the hub"
 
@@ -49,9 +51,11 @@ def network(name: str, **options: Any) -> Any:
     Args:
         name: one of `NETWORKS`.
         options: its arguments: what JSON can hold, and equations of `attractor.pdes`. ``weights=``
-            fills it, and is not part of its configuration.
+            fills it, and is not part of its configuration; a gate then starts at exactly 1.
     """
     weights = options.pop("weights", None)
+    if weights is not None and "gate" in options:
+        options["gate_options"] = {"identity": True, **(options.get("gate_options") or {})}
     made = _class()(name, _to_json(options))
     if weights is not None:
         made.net.load_state_dict(NETWORKS[name](weights=weights, **options).state_dict())
@@ -59,7 +63,11 @@ def network(name: str, **options: Any) -> Any:
 
 
 def load(name: str | Path, **options: Any) -> Any:
-    """The network in a folder or a repository, in evaluation mode; options are the hub's own.
+    """The network in a folder or a repository, in evaluation mode and the precision it was saved in.
+
+    Args:
+        name: of the folder or the repository.
+        options: the hub's own.
 
     Raises:
         CheckpointError: it cannot be had, or is no network of ours, and why.
@@ -164,13 +172,32 @@ def _class() -> Any:
             tensors = read_tensors(file)
             checkpoint.check_sizes(options, tensors, file, allowed=1_000_000)  # of tokens, say
             with torch.device("meta"):
-                checkpoint.check(cls(network, options).net, tensors, file)
+                shell = _in_precision_of(tensors, cls(network, options).net)
+            tensors = with_identity(shell, tensors)
+            checkpoint.check(shell, tensors, file)
             with torch.random.fork_rng(devices=[]):  # its first weights are thrown away
                 model = cls(network, options)
-            checkpoint.fill(model.net, tensors, file)
+            checkpoint.fill(_in_precision_of(tensors, model.net), tensors, file)
             return model.to(map_location).eval()
 
+        def __reduce__(self) -> tuple[Any, ...]:
+            return _empty, (), self.__dict__.copy()
+
     return Network
+
+
+def _empty() -> Any:
+    """What a pickled network is put into: its class has no name that pickle could find."""
+    return object.__new__(_class())
+
+
+def _in_precision_of(tensors: Mapping[str, Tensor], net: nn.Module) -> nn.Module:
+    """The network, each of its tensors of floats in the precision of the saved one."""
+    for name, own in (*net.named_parameters(), *net.named_buffers()):
+        saved = tensors.get(name)
+        if saved is not None and own.is_floating_point() and saved.dtype in PRECISIONS:
+            own.data = own.data.to(saved.dtype)
+    return net
 
 
 def _weights(name: str, place: dict[str, Any]) -> Path:

@@ -21,7 +21,7 @@ def hybrid(solver: HybridSolver) -> type:
         raise TypeError(f"solver is a {type(solver).__name__}; give a HybridSolver, as fit returns")
     from scipy.integrate import DenseOutput, OdeSolver
 
-    dtype = next(solver.correction.parameters()).dtype
+    dtype = next((p.dtype for p in solver.correction.parameters()), torch.float64)
 
     def between(t0: float, y0: np.ndarray, times: np.ndarray) -> tuple[np.ndarray, float]:
         """States [d, n] at increasing times after t0, and until when they could be followed.

@@ -54,8 +54,7 @@ def register() -> list[str]:
     besides all that a ResNet takes:
 
         identity: the gates start at exactly 1. With ``pretrained=True``, which loads the weights of
-            timm's plain network, it must be given; and given again whenever a checkpoint of such a
-            network is loaded, since identity is part of what a gate computes.
+            timm's plain network, it must be given. Checkpoints of such a network tell it themselves.
         where: which blocks have the gate, see `insert_gates`.
         gate_options: a dict of more arguments of the gate.
 
@@ -152,7 +151,7 @@ def _entrypoint(name: str, backbone: str, gate: str) -> Callable[..., nn.Module]
             if not identity and gates:
                 raise ValueError(
                     f"{name}: these are weights of a network without gates, which must then start at 1; "
-                    "give identity=True, now and whenever a checkpoint of this network is loaded"
+                    "give identity=True"
                 )
             return {**weights, **gates}
 

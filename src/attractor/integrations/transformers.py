@@ -503,7 +503,8 @@ def load(model_class: Any, folder: Any, **options: Any) -> Any:
         options: those of `from_pretrained`.
 
     Raises:
-        ValueError: the model was saved without a PDE, or without its coefficients.
+        ValueError: the model was saved without a PDE or without its coefficients, or another
+            attn_implementation is asked for.
     """
     from transformers import AutoConfig, PreTrainedModel
 
@@ -520,6 +521,12 @@ def load(model_class: Any, folder: Any, **options: Any) -> Any:
         with torch.device("meta"):
             model_class = type(model_class.from_config(config))
     pde, options_of_pde = _from_config(saved)
+    own = _implementation(pde)
+    if (asked := options.pop("attn_implementation", None)) not in (None, own):
+        raise ValueError(
+            f"attn_implementation = {asked!r}, but {folder} was saved with {own!r}; leave it out, and "
+            f"call set_attn_implementation({asked!r}) on what load returns"
+        )
 
     class WithPDE(model_class):
         _keep_in_fp32_modules_strict = (*(model_class._keep_in_fp32_modules_strict or ()), "pde.learned")
@@ -534,10 +541,7 @@ def load(model_class: Any, folder: Any, **options: Any) -> Any:
     WithPDE.__module__ = model_class.__module__
     told = options.pop("output_loading_info", False)
     model, info = WithPDE.from_pretrained(
-        folder,
-        config=config,
-        output_loading_info=True,
-        **{"attn_implementation": _implementation(pde)} | options,
+        folder, config=config, output_loading_info=True, attn_implementation=own, **options
     )
     missing = [name for name in info["missing_keys"] if ".pde.learned." in name]
     if missing:
@@ -592,7 +596,8 @@ def check(model: Any, **inputs: Any) -> list[str]:
     """Run a model once, and warn if some of its attention does not go through PDE attention.
 
     Longformer, BigBird, Reformer, Bloom and other models that compute attention by themselves accept
-    any attn_implementation, and ignore it.
+    any attn_implementation when they are made, and ignore it; `set_attn_implementation` leaves them as
+    they are, with a line in the log.
 
     Args:
         model: a model of transformers whose attn_implementation is one of `register`'s.
@@ -600,9 +605,24 @@ def check(model: Any, **inputs: Any) -> list[str]:
 
     Returns:
         The names of the attention modules that PDE attention does not reach.
+
+    Raises:
+        ValueError: PDE attention could reach the model, which has another attn_implementation.
     """
+    from transformers import AttentionInterface
+
     _check_model(model)
     name = model.config._attn_implementation
+    if not isinstance(AttentionInterface().get(name), _Attention):
+        if _registry_modules(model):
+            raise ValueError(
+                f"the model's attn_implementation is {name!r}, not one of PDE attention; set it with "
+                "model.set_attn_implementation. If that was done, transformers did not accept the name "
+                f"for {type(model).__name__}, and its log says why: add_pde does not ask it"
+            )
+        missed = _outside(model, {}) or [""]
+        _warn(model, "pde_...", missed)
+        return missed
     given = inputs or {k: v.to(model.device) for k, v in model.dummy_inputs.items()}
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -623,8 +643,6 @@ def _listening(name: str) -> Iterator[set[nn.Module]]:
     from transformers import AttentionInterface
 
     function: Any = AttentionInterface().get(name)
-    if not isinstance(function, _Attention):
-        raise ValueError(f"the model's attn_implementation is {name!r}, not one of PDE attention")
     called: set[nn.Module] = set()
 
     def listen(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

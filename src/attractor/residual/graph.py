@@ -71,17 +71,20 @@ class Graph(Counted):
 
     Args:
         calls: the model's stack of calls.
-        inputs: tensors that vary from input to input.
+        inputs: tensors that vary from input to input, with their names.
         size: how many inputs there are.
         within: keep to additions in the module of that path.
     """
 
-    def __init__(self, calls: Calls, inputs: Iterable[Tensor], size: int, within: str = "") -> None:
+    def __init__(
+        self, calls: Calls, inputs: Iterable[tuple[str, Tensor]], size: int, within: str = ""
+    ) -> None:
         super().__init__()
         self.calls, self.size = calls, size
         self.within = tuple(within.split(".")) if within else ()
         self.parents: list[tuple[int, ...]] = []
         self.made_by: list[str] = []
+        self.sources: list[frozenset[str]] = []  # the inputs that a node was made from
         self.where: list[Stack] = []
         self.depth: list[int] = []  # convolutions and products on the longest way here
         self.work: list[int] = []  # the same for all that is neither pointwise nor a move
@@ -95,15 +98,17 @@ class Graph(Counted):
         self._owner: dict[int, int] = {}  # storage -> node
         self._alive: list[StorageWeakRef] = []  # as long as these are here, no storage's number returns
         self._blank: set[int] = set()  # storages that nothing was written to
-        for tensor in inputs:
-            self._own(tensor, self._node("input", set()))
+        for name, tensor in inputs:
+            known = self._of(tensor)  # one tensor may have several names
+            names = {name} if known is None else {name, *self.sources[known]}
+            self._own(tensor, self._node("input", set(), sources=frozenset(names)))
 
     def plan(self, granularity: Granularity) -> Plan | None:
         """The trunk in blocks; None if nothing was added to what it came from."""
         if not self.steps:
             return None
         plan = make_plan(self.steps, granularity, self.calls.model, self.digests, self.written)
-        return replace(plan, end=self.digest)
+        return replace(plan, end=self.digest, sources=self.sources[plan.blocks[0].first.state_node])
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Look at the operands, run the operation, number its outputs."""
@@ -122,7 +127,8 @@ class Graph(Counted):
         node = None
         if varies and not name.endswith("_like") and not name.startswith("new_"):
             parents = {n for n, t in zip(nodes, tensors) if n is not None and is_feature(t)}
-            node = self._node(name, parents, kind.pointwise)
+            sources = frozenset().union(*(self.sources[n] for n in nodes if n is not None))
+            node = self._node(name, parents, kind.pointwise, sources)
         for tensor in tensors_in([out]):
             key = storage_of(tensor)
             if key not in keys:  # new memory
@@ -149,7 +155,8 @@ class Graph(Counted):
             known = [{self._of(t) for t in tensors} - {None} for tensors in self.calls.inputs[::-1]]
             parents = next((found for found in known if found), None)
             if key not in written and parents is not None:
-                self._owner[key] = self._node("unseen", parents)  # type: ignore[arg-type]
+                sources = frozenset().union(*(self.sources[n] for n in parents if n is not None))
+                self._owner[key] = self._node("unseen", parents, sources=sources)  # type: ignore[arg-type]
 
     def _note(
         self, node: int, name: str, out: Any, step: Addition | None, gates: tuple[Gate, ...]
@@ -172,7 +179,13 @@ class Graph(Counted):
         if len(recent) > KEPT:
             del recent[next(iter(recent))]
 
-    def _node(self, name: str, parents: set[int], pointwise: bool = False) -> int:
+    def _node(
+        self,
+        name: str,
+        parents: set[int],
+        pointwise: bool = False,
+        sources: frozenset[str] = frozenset(),
+    ) -> int:
         depth, work, latest = 0, 0, -1
         for p in parents:
             depth, work = max(depth, self.depth[p]), max(work, self.work[p])
@@ -184,6 +197,7 @@ class Graph(Counted):
         self.latest.append(latest)
         self.parents.append(tuple(parents))
         self.made_by.append(name)
+        self.sources.append(sources)
         self.where.append(tuple(self.calls.stack))
         return len(self.parents) - 1
 

@@ -149,21 +149,33 @@ class SharedGate(nn.Module):
         """Let the gate forget what it has seen."""
         self.elsewhere[0].start()
 
+    def _replicate_for_data_parallel(self) -> Any:
+        raise RuntimeError(
+            f"{type(self.elsewhere[0]).__name__} is one gate for several blocks, which the copies of "
+            "nn.DataParallel would share with each other; use DistributedDataParallel"
+        )
+
 
 class EarlyShortcut(nn.Module):
     """What a projected shortcut becomes when a gate needs it: computed before the branch, and once.
 
     `_early` puts this class in front of the shortcut's own. When the block calls its shortcut, it gets
-    the result that waits here, so that batch statistics are updated once.
+    the result that waits here, so that batch statistics are updated once, and hooks run once.
     """
 
-    waiting: Any = None
+    waiting: Any = None  # x, and what was made of it
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The projected x ``[batch, channels, height, width]``."""
         if self.waiting is None:
-            return super().forward(x)
-        early, self.waiting = self.waiting, None
+            return super().__call__(*args, **kwargs)
+        (x, early), self.waiting = self.waiting, None
+        if not any(given is x for given in (*args, *kwargs.values())):
+            raise RuntimeError(
+                "this gate looks at the shortcut, which was projected from the block's input, but the "
+                "block projects another tensor, as pre-activation does; insert it with "
+                "where='identity', or tell by needs_x = False that it does not look at x"
+            )
         return early
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -203,13 +215,41 @@ def _read(name: str, module: nn.Module) -> ResidualBlock | None:
         ][-1]
     elif "conv1" in parts and hasattr(module, "downsample"):  # torchvision, timm, our own
         last = "3" if "conv3" in parts else "2"
-        convolution, branch, shortcut = parts.get(f"conv{last}"), f"bn{last}", "downsample"
+        convolution, shortcut = parts.get(f"conv{last}"), "downsample"
+        branch = _end(name, parts, last)
         if parts.get("se") is not None:  # timm's own attention comes after
             branch = "se"
     if not isinstance(convolution, nn.Conv2d) or branch not in parts:
         return None
     projects = not isinstance(parts.get(shortcut), nn.Identity | None)
     return ResidualBlock(name, module, convolution.out_channels, branch, shortcut if projects else None)
+
+
+def _end(name: str, parts: dict[str, Any], last: str) -> str:
+    """The part that ends a branch: its last norm, or with pre-activation its last convolution.
+
+    A norm has as many channels as what it follows; where that does not tell, parts are taken to be
+    called in the order in which they were registered.
+    """
+    conv, norm, order = f"conv{last}", f"bn{last}", list(parts)
+    first, end = parts["conv1"], parts.get(conv)
+    if norm not in parts or not (isinstance(first, nn.Conv2d) and isinstance(end, nn.Conv2d)):
+        return norm
+    width = lambda part: getattr(parts.get(part), "num_features", None)
+    if first.in_channels != first.out_channels and width("bn1") == first.in_channels:
+        return conv
+    if width(norm) not in (None, end.out_channels):
+        return conv
+    known = first.in_channels != first.out_channels and width("bn1") == first.out_channels
+    if known or order.index(norm) > order.index(conv):
+        return norm
+    if order.index(norm) < order.index(f"conv{int(last) - 1}"):
+        raise ValueError(
+            f"block {name or 'itself'} has registered {norm} before all convolutions, so it cannot be "
+            f"told whether {norm} or {conv} ends its branch; register its parts in the order in which "
+            "forward calls them"
+        )
+    return conv
 
 
 def _choose(blocks: list[ResidualBlock], where: Where) -> list[ResidualBlock]:
@@ -259,9 +299,12 @@ def _accepted(gate: Any, **arguments: Any) -> dict[str, Any]:
 
 
 def _share(gates: list[tuple[ResidualBlock, nn.Module]]) -> list[tuple[ResidualBlock, nn.Module]]:
-    """One gate a stage: it belongs to the first block, starts before it, and forgets after the last."""
+    """One gate a stage: it belongs to the first block, starts before it, and forgets after the last.
+
+    In a flat list of blocks a stage ends where the channels change.
+    """
     shared = []
-    for _, group in groupby(gates, lambda pair: pair[0].stage):
+    for _, group in groupby(gates, lambda pair: (pair[0].stage, pair[0].channels)):
         (first, gate), *others = group
         shared += [(first, gate), *((block, SharedGate(gate)) for block, _ in others)]
         first.module.register_forward_pre_hook(start_gate)
@@ -286,19 +329,27 @@ def _attach(block: ResidualBlock, gate: nn.Module) -> None:
         projection: Any = module.get_submodule(early)
         projection.__class__ = _early(projection.__class__)
     hand_over = partial(
-        _hand_over, branch=block.branch, early=early, projects=block.shortcut is not None
+        _hand_over,
+        name=next(iter(inspect.signature(module.forward).parameters), "x"),
+        branch=block.branch,
+        early=early,
+        projects=block.shortcut is not None,
     )
-    module.register_forward_pre_hook(hand_over)
+    module.register_forward_pre_hook(hand_over, with_kwargs=True)
     module.get_submodule(block.branch).register_forward_hook(_apply)
 
 
-def _hand_over(block: Any, args: Any, *, branch: str, early: str | None, projects: bool) -> None:
+def _hand_over(
+    block: Any, args: Any, kwargs: Any, *, name: str, branch: str, early: str | None, projects: bool
+) -> None:
     """Before a block: its gate, and its shortcut if known, begin to wait at the end of the branch."""
-    x = None if projects else args[0]
+    given = args[0] if args else kwargs.get(name)
+    x = None if projects else given
     if early:
         projection = block.get_submodule(early)
         projection.waiting = None  # of a forward that was broken off
-        x = projection.waiting = projection(args[0])
+        x = projection(given)
+        projection.waiting = (given, x)
     end = block.get_submodule(branch)
     if _apply not in end._forward_hooks.values():  # replaced, as by convert_sync_batchnorm
         end.register_forward_hook(_apply)

@@ -2,13 +2,14 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from attractor.core.checks import nearest
 from attractor.core.stiffness import Mean
 from attractor.residual.dispatch import Calls, Counted
 from attractor.residual.graph import Graph, sample_axis
@@ -21,6 +22,9 @@ Padding: TypeAlias = Callable[[Any], Tensor | None] | Tensor | Literal[False] | 
 SHOWN = 2  # inputs that the graph is read from
 PLANS = 4  # ways through a network that are remembered
 LABELS = ("labels", "label", "decoder_labels")
+TEXT = frozenset({"input_ids", "inputs_embeds"})  # what a mapping's attention_mask belongs to
+DECODED = frozenset({"decoder_input_ids", "decoder_inputs_embeds"})
+MASKS = ("attention_mask", "decoder_attention_mask")
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,13 @@ class Batch:
         given: as it came, on the model's device.
         size: number of inputs.
         real: ``[batch, tokens]``, True for tokens that count, or None.
+        masks: where nobody said what is real, the masks that its mapping has, by name.
     """
 
     given: Any
     size: int
     real: Tensor | None = None
+    masks: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, given: Any, model: nn.Module, padding: Padding) -> "Batch":
@@ -46,42 +52,41 @@ class Batch:
         if like is not None:
             device, dtype = like.device, like.dtype
             given = _map(given, lambda t: t.to(device, dtype if t.is_floating_point() else None))
-        first = next(_tensors_in(given), None)
-        if first is None or first.dim() == 0 or first.shape[0] == 0:
-            raise ValueError(
-                f"a batch is a {type(given).__name__} without a tensor [batch, ...]; give tensors, "
-                "tuples (input, label) or mappings of a model's arguments"
-            )
-        size = first.shape[0]
-        real = None
+        size = _size(given)
+        real, masks = None, {}
         if callable(padding):
             real = padding(given)
         elif isinstance(padding, Tensor):
             real = padding
-        elif padding is None:
-            named = given[0] if isinstance(given, list | tuple) else given
-            real = named.get("attention_mask") if isinstance(named, Mapping) else None
-            real = real if real is not None and real.dim() == 2 else None
-        if real is not None:
-            real = real.to(first.device) > 0
-            if real.dim() != 2 or real.shape[0] != size:
-                raise ValueError(
-                    f"padding has shape {list(real.shape)}; it marks real tokens, [{size}, tokens]"
-                )
-            if not bool(real.any(1).all()):
-                raise ValueError("an input has no real token at all; leave it out of the batch")
-        return cls(given, size, real)
+        elif padding is None and isinstance(named := _argument(given), Mapping):
+            found = {name: named.get(name) for name in MASKS}
+            masks = {k: m for k, m in found.items() if isinstance(m, Tensor) and m.dim() == 2}
+        return cls(given, size, None if real is None else _checked(real, size), masks)
 
     def first(self, n: int) -> "Batch":
         """Its first n inputs."""
         if n >= self.size:
             return self
         cut = lambda t: t[:n] if t.dim() and t.shape[0] == self.size else t
-        return Batch(_map(self.given, cut), n, None if self.real is None else self.real[:n])
+        real = None if self.real is None else self.real[:n]
+        return Batch(_map(self.given, cut), n, real, {k: cut(m) for k, m in self.masks.items()})
 
-    def varying(self) -> Iterator[Tensor]:
-        """Its tensors, without masks."""
-        yield from _tensors_in(self.given, masks=False)
+    def varying(self) -> Iterator[tuple[str, Tensor]]:
+        """Its tensors with their names, without masks."""
+        return ((name, tensor) for name, tensor in _named(self.given) if not _is_mask(name, tensor))
+
+    def real_in(self, plan: Plan) -> Tensor | None:
+        """The tokens of a trunk that count: as was said, or by the mask of what it is made from."""
+        if self.real is not None or not self.masks:
+            return self.real
+        decodes = plan.decodes or (bool(plan.sources) and plan.sources <= DECODED)
+        mask = self.masks.get(MASKS[decodes])
+        if mask is None:
+            return None
+        text = TEXT & {name for name, _ in self.varying()}
+        if not decodes and text and not plan.sources & text:  # a trunk of images beside a text
+            return None
+        return _checked(mask, self.size)
 
 
 class OffPlanError(BaseException):
@@ -94,6 +99,13 @@ class Meter:
     def __init__(
         self, model: nn.Module, granularity: Granularity, within: str, call: Call | None
     ) -> None:
+        names = [_path(name) for name, _ in model.named_modules(remove_duplicate=False)]
+        if within not in names:
+            outer = ", ".join(name for name in names if name and "." not in name)
+            raise ValueError(
+                f"within = {within!r}; {type(model).__name__} has no module of that path, paths begin "
+                f"with {outer or 'nothing'}{nearest(within, names)}"
+            )
         self.model, self.granularity, self.within = model, granularity, within
         self.name = type(getattr(model, "_orig_mod", model)).__name__
         self.call = call or _call
@@ -139,7 +151,7 @@ class Meter:
 
     def _measure(self, plan: Plan, batch: Batch) -> bool:
         """Take the norms of a batch; False if the model did something else than planned."""
-        watch = Watch(plan, Samples(batch))
+        watch = Watch(plan, Samples(batch, batch.real_in(plan)))
         try:
             with watch:
                 self.call(self.model, batch.given)
@@ -203,14 +215,15 @@ class Watch(Counted):
         if gate.scalar:
             self._scale(k, addition, factor)
             return
-        mean = self.samples.mean(factor, gate.axis)
+        side = self.plan.blocks[k].tokens
+        mean = self.samples.mean(factor, gate.axis, side)
         known = self.factors.get((k, addition))
         self.factors[k, addition] = mean if known is None else known * mean
         if not self.plan.blocks[k].direct:
             back = (f - f * factor) * kwargs.get("value", 1)
             self.closed.setdefault(k, []).append((addition, back, gate.layout))
         elif known is None:
-            self.ungated[k] = self.samples.norm(f, gate.axis)
+            self.ungated[k] = self.samples.norm(f, gate.axis, side)
 
     def _scale(self, k: int, addition: int, number: Any) -> None:
         """A constant behind a gate belongs to f."""
@@ -225,27 +238,28 @@ class Watch(Counted):
         block = self.plan.blocks[k]
         state, branch = block.first.state, block.first.branch
         x = args[state]
-        self.state[k] = self.samples.norm(x, block.first.axis)
+        self.state[k] = self.samples.norm(x, block.first.axis, block.tokens)
         if not block.direct or branch is None:
             self.held[k] = x.clone() if block.copied else x
             return
-        self.moved[k] = self.samples.norm(args[branch], block.first.axis)
+        self.moved[k] = self.samples.norm(args[branch], block.first.axis, block.tokens)
         self.ungated.setdefault(k, self.moved[k])
         if "alpha" in kwargs:  # a factor of the second summand
             for kept in (self.state,) if state == 1 else (self.moved, self.ungated):
                 kept[k] = kept[k] * abs(kwargs["alpha"])
 
     def _end(self, k: int, out: Tensor) -> None:
-        turn, axis = self.plan.blocks[k].layout, self.plan.blocks[k].last.axis
+        block = self.plan.blocks[k]
+        turn, axis, side = block.layout, block.last.axis, block.tokens
         x = _laid(self.held.pop(k), turn, out)
         moved = out.to(torch.promote_types(out.dtype, torch.float32)) - x
-        self.moved[k] = self.ungated[k] = self.samples.norm(moved, axis)
+        self.moved[k] = self.ungated[k] = self.samples.norm(moved, axis, side)
         closed = self.closed.pop(k, [])
         for _, back, order in closed:
             moved = moved + _laid(back, order, out)
         if closed:
             known = turn is None and all(order is not None for _, _, order in closed)
-            self.ungated[k] = self.samples.norm(moved, axis) * (1 if known else torch.nan)
+            self.ungated[k] = self.samples.norm(moved, axis, side) * (1 if known else torch.nan)
 
     def table(self) -> Tensor:
         """|x|, |x_{t+1} - x|, the same without gates, and mean gates: ``[4, inputs, blocks]``."""
@@ -258,19 +272,22 @@ class Watch(Counted):
 
 
 class Samples:
-    """Norms and means input by input, over what counts of each; `axis` is where inputs were seen."""
+    """Norms and means input by input, over the tokens that are real.
 
-    def __init__(self, batch: Batch) -> None:
+    `axis` is where inputs were seen, `side` the axis of tokens if that must be told, see `token_side`.
+    """
+
+    def __init__(self, batch: Batch, real: Tensor | None) -> None:
         self.size = batch.size
-        self.real = None if batch.real is None or bool(batch.real.all()) else batch.real
-        self.device = next(_tensors_in(batch.given)).device
+        self.real = None if real is None or bool(real.all()) else real
+        self.device = next(tensor for _, tensor in _named(batch.given)).device
 
-    def norm(self, features: Tensor, axis: int | None = None) -> Tensor:
+    def norm(self, features: Tensor, axis: int | None = None, side: int | None = 1) -> Tensor:
         """``[batch]``, accumulated in float32 at least: norms of pieces, then the norm of those."""
         norm = torch.linalg.vector_norm
         wide = torch.promote_types(features.dtype, torch.float32).to_real()
         if self.real is not None:
-            tokens = self._tokens(features, axis)
+            tokens = self._tokens(features, axis, side)
             pieces = norm(tokens.flatten(2), dim=2, dtype=wide)
             return norm(pieces * self.real.to(pieces.device), dim=1).to(self.device)
         apart = self._apart(features, axis)
@@ -279,9 +296,11 @@ class Samples:
         pieces = norm(flat.unflatten(1, (-1, _piece(flat.shape[1]))), dim=2, dtype=wide)
         return norm(pieces, dim=1).to(self.device)
 
-    def mean(self, factor: Tensor, axis: int | None = None) -> Tensor:
+    def mean(self, factor: Tensor, axis: int | None = None, side: int | None = 1) -> Tensor:
         """``[batch]``."""
         apart = self._apart(factor, axis).to(torch.promote_types(factor.dtype, torch.float32))
+        if apart.dim() > 1:
+            apart = apart.movedim(side or 1, 1)
         if self.real is not None and apart.shape[1] == self.real.shape[1]:
             weight = self.real.to(apart.device) / self.real.sum(1, keepdim=True).to(apart.device)
             return (apart.reshape(*self.real.shape, -1).mean(2) * weight).sum(1).to(self.device)
@@ -293,7 +312,7 @@ class Samples:
         apart = features.unflatten(0, (self.size, -1)) if axis < 0 else features.movedim(axis, 0)
         return torch.view_as_real(apart.resolve_conj()) if apart.is_complex() else apart
 
-    def _tokens(self, features: Tensor, axis: int | None) -> Tensor:
+    def _tokens(self, features: Tensor, axis: int | None, side: int | None) -> Tensor:
         """``[batch, tokens, ...]``; packed tokens are laid out with zeros between."""
         assert self.real is not None
         tokens = self.real.shape[1]
@@ -302,14 +321,22 @@ class Samples:
             laid[self.real.to(features.device)] = features
             return laid
         apart = self._apart(features, axis)
-        at = next((i for i, n in enumerate(apart.shape) if i and n == tokens), None)
-        if apart.dim() < 3 or at is None:
+        fits = [i for i, n in enumerate(apart.shape) if i and n == tokens]
+        if apart.dim() == 3 and len(fits) == 2:
+            if side is None:
+                raise ValueError(
+                    f"features of shape {list(features.shape)} have two axes as long as the {tokens} "
+                    "tokens of the mask, and their block has layers for either; pad the batch to "
+                    "another length, or pass padding=False to count everything"
+                )
+            return apart.movedim(side, 1)
+        if apart.dim() < 3 or not fits:
             raise ValueError(
                 f"features of shape {list(features.shape)} do not have the {tokens} tokens of the "
                 "attention mask; pass padding= a function of the batch that returns a mask of theirs, "
                 "or padding=False to count everything"
             )
-        return apart.movedim(at, 1)
+        return apart.movedim(fits[0], 1)
 
 
 def _laid(x: Tensor, order: tuple[int, ...] | None, like: Tensor) -> Tensor:
@@ -335,6 +362,51 @@ def _call(model: nn.Module, given: Any) -> Any:
     return model(**{k: v for k, v in given.items() if (every or k in taken) and k not in LABELS})
 
 
+def _argument(given: Any) -> Any:
+    """What a model is called with: the first of a tuple."""
+    return _argument(given[0]) if isinstance(given, list | tuple) and given else given
+
+
+def _size(given: Any) -> int:
+    """How many inputs a batch has: the first axis of its tensors, where 1 fits all."""
+    named = [(n, t) for n, t in _named(_argument(given)) if n not in LABELS] or [*_named(given)]
+    sizes = {name: t.shape[0] for name, t in named if t.dim() and not _is_mask(name, t)}
+    text = [size for name, size in sizes.items() if name in TEXT]
+    many = {size for size in sizes.values() if size != 1}
+    if not sizes or 0 in many:
+        raise ValueError(
+            f"a batch is a {type(given).__name__} without a tensor [batch, ...]; give tensors, tuples "
+            "(input, label) or mappings of a model's arguments"
+        )
+    if text:  # images of all texts may come in one pack
+        return text[0]
+    if len(many) > 1:
+        told = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"how many inputs a batch has cannot be told from its tensors' first axes ({told}); all "
+            "have as many entries as there are inputs, or 1"
+        )
+    return max(many, default=1)
+
+
+def _checked(real: Tensor, size: int) -> Tensor:
+    """A mask of real tokens as True and False."""
+    if real.dim() != 2 or real.shape[0] != size:
+        raise ValueError(f"padding has shape {list(real.shape)}; it marks real tokens, [{size}, tokens]")
+    if not bool((real > 0).any(1).all()):
+        raise ValueError("an input has no real token at all; leave it out of the batch")
+    return real > 0
+
+
+def _is_mask(name: str, tensor: Tensor) -> bool:
+    return "mask" in name and (name.endswith("mask") or not tensor.is_floating_point())
+
+
+def _path(name: str) -> str:
+    """A module's path without the parts that compilation adds."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
 def _outline(plan: Plan) -> list[tuple[str, int]]:
     return [(block.name, block.stage) for block in plan.blocks]
 
@@ -350,13 +422,13 @@ def _map(given: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return given
 
 
-def _tensors_in(given: Any, masks: bool = True) -> Iterator[Tensor]:
+def _named(given: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a batch, each with the name it has in the innermost mapping around it."""
     if isinstance(given, Tensor):
-        yield given
+        yield name, given
     elif isinstance(given, Mapping):
-        for name, part in given.items():
-            if masks or "mask" not in name:
-                yield from _tensors_in(part, masks)
+        for key, part in given.items():
+            yield from _named(part, str(key))
     elif isinstance(given, list | tuple):
         for part in given:
-            yield from _tensors_in(part, masks)
+            yield from _named(part, name)

@@ -16,7 +16,9 @@ another way, its graph is looked at anew.
   takes each by itself.
 - *Steps.* ``step="one"`` is the formula as above; ``step="gate"`` takes a gate F for the step size, and
   so the norm of what is multiplied by it, ``|f| / |x|``. Both are recorded in one pass.
-- *Padding.* Tokens that ``attention_mask`` leaves out are left out of all norms.
+- *Padding.* Tokens that ``attention_mask`` leaves out are left out of all norms, where the trunk is made
+  from ``input_ids`` or ``inputs_embeds`` or a mapping has neither; in a decoder beside an encoder it is
+  ``decoder_attention_mask``.
 - *Before training* batch normalisations know no statistics, and in eval mode a network without them is
   not the one that training starts from. For `initial`, and with ``settle=True``, those that have never
   seen a batch work with the first batch's, while the probe lasts.
@@ -97,15 +99,17 @@ def probe(
         limit: so many inputs at most.
         padding: what takes a batch and returns True or 1 for real tokens ``[batch, tokens]``, or such a
             tensor if there is one batch; False counts every token. By default a mapping's
-            ``attention_mask``.
+            ``attention_mask``, where it is the trunk's own (see above).
         within: keep to additions inside the module of that path, such as "encoder".
         call: how the model is called, ``(model, batch)``, where its arguments are unusual.
         mean: what a block's NSI is compared with in TNS, see `attractor.stiffness`.
-        settle: give batch normalisations that have never seen a batch the statistics of the first one.
+        settle: give batch normalisations that have never seen a batch the statistics of the first one;
+            a single image will do, as long as its maps are larger than one pixel.
         progress: told the number of inputs done.
 
     Raises:
-        ValueError: nothing is added to what it came from, or the inputs cannot be told apart.
+        ValueError: nothing is added to what it came from, the inputs cannot be told apart, or there is
+            no module `within`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; probe takes an nn.Module")
@@ -213,15 +217,26 @@ def unseen(model: nn.Module) -> list[_BatchNorm]:
 
 
 def settle_norms(meter: Meter, batch: Batch) -> None:
-    """Give batch normalisations that have never seen a batch the statistics of this one."""
+    """Give batch normalisations that have never seen a batch the statistics of this one.
+
+    Raises:
+        ValueError: it has one input, and that is too little.
+    """
     norms = unseen(meter.model)
-    if not norms or batch.size < 2:
+    if not norms:
         return
     momenta = [norm.momentum for norm in norms]
     try:
         for norm in norms:
             norm.training, norm.momentum = True, 1.0
         meter.call(meter.model, batch.given)
+    except ValueError as error:
+        if batch.size > 1:
+            raise
+        raise ValueError(
+            "the first batch has one input, from which batch normalisations that have never seen any "
+            f"cannot take their statistics ({str(error).split(';')[0]}); begin with a larger batch"
+        ) from None
     finally:
         for norm, momentum in zip(norms, momenta):
             norm.training, norm.momentum = False, momentum

@@ -345,8 +345,9 @@ def resnet50(num_classes: int = 1000, gate: Any = "none", **options: Any) -> Res
         gate: name or class of a gate, or a function from channels to one, see `insert_gates`.
         **options: `where`: which blocks have the gate, see `insert_gates`. `gate_options`: a dict of
             more arguments of the gate. `weights`: a safetensors file, or "torchvision" for what it
-            downloads; the gate then starts at exactly 1 unless gate_options say otherwise, and a
-            classifier of another size keeps its random weights. `in_channels`, `zero_init_residual`,
+            downloads; the gate then starts at exactly 1 unless gate_options say otherwise, a file with
+            gates of its own brings their `identity` too, and a classifier of another size keeps its
+            random weights. `in_channels`, `zero_init_residual`,
             `device` and `dtype` as in `ResNet`.
     """
     return _imagenet("resnet50", Bottleneck, [3, 4, 6, 3], num_classes, gate, **options)

@@ -101,6 +101,7 @@ class Block:
             is the sum at the end less x at the start.
         copied: whether x must be copied to be there at the end, as something writes to it.
         layout: how x's axes change places before the end, or None.
+        tokens: see `token_side`.
     """
 
     name: str
@@ -111,6 +112,7 @@ class Block:
     direct: bool
     copied: bool
     layout: tuple[int, ...] | None
+    tokens: int | None = 1
 
 
 @dataclass(frozen=True)
@@ -131,11 +133,21 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
-    """The blocks of a trunk, what is to be done at which operation, and the hash of the whole pass."""
+    """A trunk.
+
+    Attributes:
+        blocks: its steps.
+        events: what is to be done at which operation.
+        end: the hash of the whole pass.
+        sources: the inputs that its first x was made from, by name.
+        decodes: whether it lies in a decoder that has an encoder beside it.
+    """
 
     blocks: tuple[Block, ...]
     events: dict[int, Event]
     end: int = 0
+    sources: frozenset[str] = frozenset()
+    decodes: bool = False
 
 
 def find_trunk(steps: Mapping[int, Addition]) -> list[Addition]:
@@ -186,8 +198,29 @@ def make_plan(
         turn = next((step.layout for step in part[1:] if step.turned), None)
         direct = len(part) == 1 and first.branch is not None
         gates = tuple(step.gates for step in part)
-        blocks.append(Block(name, stage, first, last, gates, direct, copied, turn))
-    return Plan(tuple(blocks), _events(blocks, digests))
+        side = token_side(_submodule(model, first.home))
+        blocks.append(Block(name, stage, first, last, gates, direct, copied, turn, side))
+    return Plan(tuple(blocks), _events(blocks, digests), decodes=decodes(model, trunk[0].home))
+
+
+def token_side(block: nn.Module | None) -> int | None:
+    """Which axis of ``[batch, ., .]`` is that of tokens: 1; -1 among convolutions; None if both may be.
+
+    Linear layers have channels last, and `nn.Conv1d` has tokens last.
+    """
+    parts = [] if block is None else list(block.modules())
+    if not any(isinstance(part, nn.Conv1d) for part in parts):
+        return 1
+    return None if any(isinstance(part, nn.Linear) for part in parts) else -1
+
+
+def decodes(model: nn.Module, path: Path) -> bool:
+    """Whether a path leads through a decoder that has an encoder beside it."""
+    for n, part in enumerate(path):
+        around = _submodule(model, path[:n])
+        if "decoder" in part and around is not None:
+            return any("encoder" in name for name in around._modules)
+    return False
 
 
 def _events(blocks: list[Block], digests: Mapping[int, int]) -> dict[int, Event]:

@@ -205,7 +205,7 @@ class RunFolder:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{folder} does not describe a training ({error}); {ADVICE}") from None
-        checkpoint.fill(model, _part(tensors, "model."), folder, ADVICE)
+        _fill(model, tensors, folder)
         if trained != _names(model, optimiser):
             raise CheckpointError(f"{folder} was trained with other parameters frozen; {ADVICE}")
         _restore(optimiser, _part(tensors, "optimiser."), self.recipe, folder)
@@ -268,12 +268,19 @@ def weights_of(folder: Path | str, model: nn.Module) -> int:
     if found is None or "begun" in found[2]:
         return 0
     path, tensors, _ = found
-    checkpoint.fill(model, _part(tensors, "model."), path, ADVICE)
+    _fill(model, tensors, path)
     model.eval()
     return tensors["log"].numpy().tobytes().count(b"\n") - 1  # lines, and one more
 
 
 ADVICE = "give another out=, or resume=False to start again"
+
+
+def _fill(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Give a model its weights; those of older versions do not tell how gates began."""
+    from attractor.residual.gates.gate import with_identity  # which reads checkpoints itself
+
+    checkpoint.fill(model, with_identity(model, _part(tensors, "model.")), folder, ADVICE)
 
 
 def _remove(folder: Path) -> None:

@@ -37,7 +37,7 @@ class CBAM(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(channels, identity, dtype)
+        super().__init__(channels, identity, dtype, device)
         kernel_size = as_int(kernel_size)
         if not isinstance(kernel_size, int) or kernel_size < 1 or kernel_size % 2 == 0:
             raise ValueError(f"CBAM(kernel_size={kernel_size}); it is odd, such as 7, to have a middle")

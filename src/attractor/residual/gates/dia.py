@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attractor.residual.gates.excitation import Excitation, narrow
-from attractor.residual.gates.gate import Gate, average, check_branch
+from attractor.residual.gates.gate import Gate, average, check_branch, traced
 
 
 class DIA(Gate):
@@ -43,7 +43,7 @@ class DIA(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(channels, identity, dtype)
+        super().__init__(channels, identity, dtype, device)
         hidden = narrow("DIA", channels, reduction)
         factory: Any = {"zero": identity, "device": device, "dtype": dtype}
         self.read = Excitation(channels, 4 * channels, hidden, **factory)
@@ -63,7 +63,7 @@ class DIA(Gate):
             h = c = torch.zeros_like(mean)
         else:
             h, c = self.memory
-            if h.shape != mean.shape or h.device != mean.device:
+            if not traced(h) and (h.shape != mean.shape or h.device != mean.device):
                 raise ValueError(
                     f"DIA remembers {h.shape[0]} samples on {h.device} and was given {mean.shape[0]} on "
                     f"{mean.device}; call start() before the first block of a stage, in every forward"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attractor.core.checks import as_int
 from attractor.residual.gates.excitation import Excitation, narrow
-from attractor.residual.gates.gate import Gate, check_branch, opened
+from attractor.residual.gates.gate import Gate, check_branch, opened, traced
 
 GRID = 7
 # The 16 best of the 7 x 7 frequencies on ImageNet, the best first: (along height, along width).
@@ -44,7 +44,7 @@ class FCA(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(channels, identity, dtype)
+        super().__init__(channels, identity, dtype, device)
         frequencies = as_int(frequencies)
         if not isinstance(frequencies, int) or not 1 <= frequencies <= len(TOP):
             raise ValueError(f"FCA(frequencies={frequencies}); the paper ranks 16: give 1 to 16")
@@ -71,7 +71,7 @@ class FCA(Gate):
 
         Compiled code makes them anew: a tensor made inside a CUDA graph must not be kept.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or traced(length):
             return cosines(self.frequency[axis], length, dtype)
         key = (axis, length, self.frequency.device, dtype)
         if key not in self.cosines:

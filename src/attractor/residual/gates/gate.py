@@ -1,6 +1,7 @@
 """What a gate is: something that multiplies a residual branch."""
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,8 @@ class Gate(nn.Module):
 
     Args of every member, by keyword: `identity` starts the gate at exactly 1, so that a trained network
     computes the same function on the day a gate is put into it: every sigmoid is doubled (F then lies
-    between 0 and ``2 ** sigmoids``) and its argument starts at 0; `device` and `dtype`.
+    between 0 and ``2 ** sigmoids``) and its argument starts at 0; `device` and `dtype`. States keep
+    `identity`, as the buffer `doubled`, and a gate becomes what the state it loads says.
     """
 
     identity_blocks_only: ClassVar[bool] = False
@@ -29,10 +31,17 @@ class Gate(nn.Module):
     normalisation: ClassVar[bool] = False
     sigmoids: ClassVar[int] = 1
 
-    def __init__(self, channels: int, identity: bool = False, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        channels: int,
+        identity: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__()
         check_channels(type(self).__name__, channels, dtype)
         self.channels, self.identity = channels, identity
+        self.register_buffer("doubled", torch.tensor(bool(identity), device=device))
 
     @abstractmethod
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
@@ -54,6 +63,27 @@ class Gate(nn.Module):
         """The arguments, for ``print(gate)``."""
         return f"{self.channels}, identity=True" if self.identity else f"{self.channels}"
 
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        adopt_identity(self, state, prefix)
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+def adopt_identity(gate: Any, state: dict[str, Any], prefix: str) -> None:
+    """Take `identity` from a state; one that does not tell it, as older ones, leaves the gate's own."""
+    saved = state.setdefault(f"{prefix}doubled", gate.doubled)
+    if not saved.is_meta:
+        gate.identity = bool(saved)
+
+
+def with_identity(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a model, and `doubled` of the gates that they leave out, as older files do."""
+    own: dict[str, Tensor] = {
+        f"{name}.doubled".lstrip("."): torch.tensor(bool(gate.identity))
+        for name, gate in model.named_modules()
+        if "doubled" in gate._buffers
+    }
+    return {**own, **tensors}
+
 
 def check_channels(name: str, channels: Any, dtype: Any = None) -> None:
     """Raise if channels is not a positive integer, or dtype no type of floats."""
@@ -64,6 +94,8 @@ def check_channels(name: str, channels: Any, dtype: Any = None) -> None:
 
 def check_branch(gate: Any, f: Any) -> None:
     """Raise if f is not ``[batch, channels, height, width]`` of floats beside the gate's parameters."""
+    if traced(f):
+        return
     name, channels = type(gate).__name__, gate.channels
     check_tensor("f", f, f"[batch, {channels}, height, width]")
     if f.dim() != 4 or f.shape[1] != channels or not f.shape[2] * f.shape[3]:
@@ -78,11 +110,18 @@ def check_branch(gate: Any, f: Any) -> None:
 
 def check_batch(name: str, norm: nn.Module, values: int) -> None:
     """Raise if a batch normalisation inside a gate would see one value a channel in training."""
-    if norm.training and values < 2 and not isinstance(norm, nn.SyncBatchNorm):
+    if traced(values) or not norm.training or isinstance(norm, nn.SyncBatchNorm):
+        return
+    if values < 2:
         raise ValueError(
             f"{name} normalises over the batch and was given one sample in training, which has no "
             "variance; train with batches of at least 2 (drop_last=True in the loader), or call .eval()"
         )
+
+
+def traced(value: Any) -> bool:
+    """Whether a value is only a name, as torch.fx writes the network down: it cannot be checked."""
+    return isinstance(value, torch.fx.Proxy)
 
 
 def average(f: Tensor, dtype: torch.dtype) -> Tensor:

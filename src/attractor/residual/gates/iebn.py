@@ -5,7 +5,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from attractor.residual.gates.gate import average, check_batch, check_branch, check_channels, opened
+from attractor.residual.gates.gate import (
+    adopt_identity,
+    average,
+    check_batch,
+    check_branch,
+    check_channels,
+    opened,
+    traced,
+)
 
 
 class IEBN(nn.BatchNorm2d):
@@ -20,7 +28,8 @@ class IEBN(nn.BatchNorm2d):
         channels: C.
         eps, momentum, affine, track_running_stats: as in `nn.BatchNorm2d`; without affine, gamma is 1
             and beta 0.
-        identity: start at exactly the batch normalisation: sigma is doubled and its argument is 0.
+        identity: start at exactly the batch normalisation: sigma is doubled and its argument is 0. As a
+            `Gate`, it becomes what the state it loads says.
         device, dtype: of the parameters.
     """
 
@@ -45,6 +54,7 @@ class IEBN(nn.BatchNorm2d):
         check_channels("IEBN", channels, dtype)
         super().__init__(channels, eps, momentum, affine, track_running_stats, device, dtype)
         self.channels, self.identity = channels, identity
+        self.register_buffer("doubled", torch.tensor(bool(identity), device=device))
         self.scale = nn.Parameter(torch.zeros(channels, device=device, dtype=dtype))
         self.shift = nn.Parameter(torch.full_like(self.scale, 0.0 if identity else -1.0))
 
@@ -84,7 +94,8 @@ class IEBN(nn.BatchNorm2d):
         delta = self.weights(f)
         check_batch("IEBN", self, f.numel() // self.channels)
         own, halves = self.scale.dtype, (torch.float16, torch.bfloat16)
-        if f.dtype != own and not (own == torch.float32 and f.dtype in halves):
+        fits = traced(f) or f.dtype == own or (own == torch.float32 and f.dtype in halves)
+        if not fits:
             raise ValueError(
                 f"an IEBN of {own} was given {f.dtype}; use f.to({own}), or the module's .to({f.dtype})"
             )
@@ -97,3 +108,10 @@ class IEBN(nn.BatchNorm2d):
 
     def start(self) -> None:
         """As a gate's: there is nothing to forget."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Nothing: check_branch has looked, and lets torch.fx through."""
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        adopt_identity(self, state, prefix)
+        super()._load_from_state_dict(state, prefix, *args)

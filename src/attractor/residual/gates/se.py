@@ -27,7 +27,7 @@ class SE(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(channels, identity, dtype)
+        super().__init__(channels, identity, dtype, device)
         hidden = narrow("SE", channels, reduction)
         self.excitation = Excitation(
             channels, channels, hidden, zero=identity, device=device, dtype=dtype

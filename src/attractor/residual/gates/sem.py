@@ -37,7 +37,7 @@ class SEM(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(channels, identity, dtype)
+        super().__init__(channels, identity, dtype, device)
         size = adaptive_kernel(channels) if kernel_size is None else kernel_size
         size = as_int(size)
         if not isinstance(size, int) or size < 1 or size % 2 == 0:

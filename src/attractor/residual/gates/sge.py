@@ -32,7 +32,7 @@ class SGE(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(channels, identity, dtype)
+        super().__init__(channels, identity, dtype, device)
         if groups is None:
             groups = max(g for g in range(1, min(channels, 64) + 1) if channels % g == 0)
         groups = as_int(groups)

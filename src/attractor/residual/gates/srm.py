@@ -28,7 +28,7 @@ class SRM(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(channels, identity, dtype)
+        super().__init__(channels, identity, dtype, device)
         self.eps = eps
         self.style = nn.Parameter(torch.zeros(2, channels, device=device, dtype=dtype))
         self.norm = nn.BatchNorm2d(channels, device=device, dtype=dtype)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from attractor.core.checks import check_beside, check_tensor
 from attractor.residual.gates.excitation import Excitation, narrow
-from attractor.residual.gates.gate import Gate, average, check_batch, check_branch, opened
+from attractor.residual.gates.gate import Gate, average, check_batch, check_branch, opened, traced
 from attractor.residual.gates.iebn import IEBN
 
 Inputs: TypeAlias = Literal["pair", "x", "next", "difference"]
@@ -56,7 +56,7 @@ class StepNet(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(channels, identity, dtype)
+        super().__init__(channels, identity, dtype, device)
         check_choice("inputs", inputs, get_args(Inputs))
         check_choice("adaptor", adaptor, get_args(Adaptor))
         check_choice("iebn", iebn, get_args(Reading))
@@ -105,13 +105,8 @@ class StepNet(Gate):
                 "StepNet looks at the shortcut as well: call gate(f, x) with the x that f is added to "
                 "(inputs='difference' needs f only)"
             )
-        check_tensor("x", x, "of f's shape")
-        check_beside("x", x, "f", f)
-        if x.shape != f.shape:
-            raise ValueError(
-                f"StepNet was given f of shape {list(f.shape)} and x of shape {list(x.shape)}; x is "
-                "what f is added to: where the shortcut is projected, give the projection"
-            )
+        if not traced(x):
+            check_shortcut(f, x)
         now = average(x, dtype)
         if self.inputs == "x":
             return [now]
@@ -149,6 +144,17 @@ def make_head(
     if identity:
         nn.init.zeros_(norm.weight)
     return nn.Sequential(norm)
+
+
+def check_shortcut(f: Tensor, x: Any) -> None:
+    """Raise if x is not a tensor of f's shape, dtype and device."""
+    check_tensor("x", x, "of f's shape")
+    check_beside("x", x, "f", f)
+    if x.shape != f.shape:
+        raise ValueError(
+            f"StepNet was given f of shape {list(f.shape)} and x of shape {list(x.shape)}; x is what f "
+            "is added to: where the shortcut is projected, give the projection"
+        )
 
 
 def check_choice(name: str, given: Any, allowed: tuple[str, ...]) -> None:
