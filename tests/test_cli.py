@@ -104,9 +104,18 @@ def test_from_a_file_of_one_s_own_to_a_solver_a_comparison_and_states(tmp_path, 
     assert found["verdict"] in " ".join(compared.output.split())
     assert {p["method"] for p in found["points"]} == {"rk4", "heun"}
 
+    # Several solvers, or workers, are compared as far as each was fitted, too.
+    many = runner.invoke(app, ["compare", *solver, *quick, "--workers", "1", "--json"])
+    assert many.exit_code == 0, many.output
+    assert json.loads(many.stdout)[0]["about"]["horizon"] == found["about"]["horizon"] == 2.0
+
     refused = runner.invoke(app, ["solve", "out/fit/solver"])
     assert refused.exit_code == 2
-    assert "pass it as rate=" in refused.output
+    assert "pass it as rate= (on the command line --rate FILE.py:NAME)" in refused.output
+    (tmp_path / "other.py").write_text(OWN.replace("u**3", "u"))
+    refused = runner.invoke(app, ["solve", "out/fit/solver", "--rate", "other.py:rate"])
+    assert refused.exit_code == 2
+    assert "was fitted to another equation: at u = [" in refused.output
 
 
 @pytest.mark.parametrize(
@@ -122,6 +131,11 @@ def test_from_a_file_of_one_s_own_to_a_solver_a_comparison_and_states(tmp_path, 
         (["own.py:speed"], "has no function 'speed'; it has rate, sample"),
         (["own.py:not_a_rate"], "has no function 'not_a_rate'"),
         (["own.py:rate", "--period", "3"], "does not repeat with period = 3"),
+        (["own.py:rate", "--period", "0"], "period = 0"),
+        (["own.py:rate", "--dt", "0"], "dt = 0.0 must be a positive number"),
+        (["own.py:rate", "--horizon", "0"], "horizon = 0"),
+        (["own.py:rate", "--out", "own.py"], "own.py is a file; give another folder"),
+        (["own.py:rate", "--out", "own.py/fit"], "own.py is a file; give another folder"),
         (["own.py:rate", "--horizon", "2.1"], "not a whole number of steps"),
         (["broken.py:rate"], "broken.py cannot be run: NameError"),
         (["no.such.module:rate"], "cannot be imported"),

@@ -176,6 +176,38 @@ def test_tables_in_pipes_have_no_lines(monkeypatch):
     assert terminal.make_table("a").box is not None
 
 
+def test_the_list_of_experiments_is_whole_in_a_pipe():
+    found = runner.invoke(app, ["reproduce", "--list"])
+    assert found.exit_code == 0
+    assert "…" not in found.output
+    assert "Table 1, all rows" in found.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--u0", "nan,1,0,0"], "is not finite; give a state that a trajectory can begin from"),
+        (["--out", "no folder.txt"], "is a file; give another folder"),
+    ],
+)
+def test_what_cannot_be_solved_or_written_is_told_before_anything_is_computed(
+    arguments, told, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "no folder.txt").write_text("kept")
+    found = runner.invoke(app, ["solve", "pretrained:elastic-pendulum", *arguments])
+    assert found.exit_code == 2
+    assert told in found.output
+    assert (tmp_path / "no folder.txt").read_text() == "kept"
+
+
+def test_a_file_is_no_folder_of_a_solver(tmp_path):
+    (tmp_path / "own.py").write_text("")
+    found = runner.invoke(app, ["solve", str(tmp_path / "own.py")])
+    assert found.exit_code == 2
+    assert "own.py is a file; give the folder that attractor fit has written" in found.output
+
+
 def test_completion_is_there():
     result = runner.invoke(app, ["--help"])
     assert "--install-completion" in result.output

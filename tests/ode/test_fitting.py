@@ -265,6 +265,19 @@ def test_loading_for_another_equation_is_refused(chain, tmp_path):
         again.solve(torch.ones(3, 2), 0.2, guard=True)
 
 
+def test_a_rate_that_is_clearly_another_is_refused(tmp_path):
+    """Code is not saved, but what it gives at some states is; rounding is no other equation."""
+    spring = lambda t, u: torch.stack((u[..., 1], -u[..., 0]), -1)
+    seen = torch.randn(50, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    trust = at.ode.trust.TrustRegion.around(seen)
+    own = at.HybridSolver(spring, "rk4", at.corrections.AttNS(2, width=8), 0.1, trust)
+    folder = own.save(tmp_path / "own")
+    at.HybridSolver.load(folder, rate=lambda t, u: spring(t, u.float()).double())
+    at.HybridSolver.load(folder, rate=lambda t, u: u.missing)  # cannot be asked here
+    with pytest.raises(at.CheckpointError, match=r"another equation: at u = \[.*\] its rate was \["):
+        at.HybridSolver.load(folder, rate=lambda t, u: 1.01 * spring(t, u))
+
+
 def test_a_scheme_of_one_s_own_is_saved(tmp_path):
     heun = at.Scheme("mine", [[], [1]], ["1/2", "1/2"], [0, 1], 2, b_low=[1, 0])
     for scheme in (heun, at.schemes.YOSHIDA4, at.schemes.DOPRI5):

@@ -13,12 +13,14 @@ from attractor.cli.terminal import (
     Seed,
     app,
     check_device,
+    check_out,
     console,
     example,
     need,
     print_json,
     progress_bar,
     say,
+    told_as_usage,
 )
 
 
@@ -39,6 +41,8 @@ def demo(
     check_device(device)
     need("matplotlib", "report")
     need("plotly", "report")
+    with told_as_usage():
+        check_out(out)
     with progress_bar(quiet=as_json) as progress:
         task = progress.add_task("demo", total=100)
         show = lambda what, done: progress.update(task, completed=int(100 * done), description=what)

@@ -15,6 +15,7 @@ from attractor.cli.terminal import (
     Seed,
     app,
     check_device,
+    check_out,
     console,
     example,
     make_table,
@@ -88,6 +89,7 @@ def probe(
 
     started = time.perf_counter()
     with told_as_usage():
+        check_out(out)
         torch.manual_seed(seed)
         with console.status(f"making {name}"):
             found = networks.find(name, _options(option), pretrained, weights)

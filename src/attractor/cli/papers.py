@@ -24,6 +24,8 @@ Names = Annotated[
     typer.Argument(metavar="[NAME]...", help="Of --list; a paper's name stands for all of its own."),
 ]
 
+WIDE = 200  # columns of a table that goes into a file or a pipe
+
 
 @app.command(
     epilog=example(
@@ -187,10 +189,9 @@ def _list(folder: Path, as_json: bool) -> None:
         print_json(found)
         return
     table = make_table("experiment", "of the paper", "runs", "verdict", words=4)
-    rest = 8 + sum(max(len(row[c] or "") for row in found) for c in ("name", "state", "verdict"))
-    table.columns[1].max_width = max(7, console.width - rest)
     for column in table.columns:
-        column.no_wrap = True
+        column.overflow = "fold"
+    table.columns[0].no_wrap = True
     for row in found:
         table.add_row(row["name"], row["place"], row["state"], row["verdict"] or "")
-    console.print(table)
+    console.print(table, width=None if console.is_terminal else WIDE)

@@ -1,6 +1,7 @@
 """Commands of hybrid solvers: trajectories, fit, solve, compare."""
 
 import json
+import math
 import shutil
 import time
 import warnings
@@ -20,6 +21,7 @@ from attractor.cli.terminal import (
     Seed,
     app,
     check_device,
+    check_out,
     console,
     example,
     given_command,
@@ -80,10 +82,11 @@ def trajectories(
     What is in the folder already is not made again.
     """
     with told_as_usage():
+        check_out(out)
         if engine != "ray":  # whose machines may have others
             check_device(device)
         found = equations.find(equation, _pairs(option))
-        dt, horizon = _needed(dt=dt or found.dt, horizon=horizon or found.horizon)
+        dt, horizon = _needed(dt=_or(dt, found.dt), horizon=_or(horizon, found.horizon))
         with progress_bar() as bar:
             task = bar.add_task("starting", total=None)
 
@@ -93,7 +96,7 @@ def trajectories(
 
             made = make_trajectories(
                 found.rate, out, count=count, dt=dt, horizon=horizon, sample=found.sample,
-                fine_dt=fine_dt, period=period or found.period, seed=seed, shard_size=shard_size,
+                fine_dt=fine_dt, period=_or(period, found.period), seed=seed, shard_size=shard_size,
                 device=device, engine=engine, workers=workers, address=address, part=part,
                 progress=progress,
             )  # fmt: skip
@@ -131,7 +134,7 @@ def fit(
     trajectories: Annotated[int, typer.Option(min=1, help="To learn from.")] = 1000,
     period: Annotated[float | None, typer.Option(help="Of a rate that repeats in time.")] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Of the paper's recipe.")] = 500,
-    budget: Annotated[float | None, typer.Option(help="Seconds; then no new candidates.")] = None,
+    budget: Annotated[float | None, typer.Option(min=0, help="Seconds; then no new candidates.")] = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder that attractor trajectories has made, to learn from.")
     ] = None,
@@ -147,14 +150,15 @@ def fit(
 
     started = time.perf_counter()
     with told_as_usage():
+        check_out(out)
         found = equations.find(equation, _pairs(option))
-        dt, horizon = _needed(dt=dt or found.dt, horizon=horizon or found.horizon)
+        dt, horizon = _needed(dt=_or(dt, found.dt), horizon=_or(horizon, found.horizon))
         with console.status("starting") as status, warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", UserWarning)
             solver = fit_solver(
                 found.rate, dt=dt, horizon=horizon, scheme=scheme, correction=correction, recipe=recipe,
                 width=width, precision=precision, trajectories=trajectories, sample=found.sample,
-                period=period or found.period, epochs=epochs, budget=budget, data=data, seed=seed,
+                period=_or(period, found.period), epochs=epochs, budget=budget, data=data, seed=seed,
                 device=device, out=out / "unfinished", progress=status.update,
             )  # fmt: skip
             if Crew.find().rank:  # of several processes the first saves and reports
@@ -221,6 +225,7 @@ def solve(
     from attractor.report import figures
 
     with told_as_usage():
+        check_out(out)
         loaded, found = _load(solver, rate, device)
         like = next(loaded.correction.parameters())
         if u0:
@@ -290,9 +295,11 @@ def compare(
     """
     if len(solver) > 1 or engine or workers or address:
         with told_as_usage():
+            check_out(out)
             folders = {name: _folder(name) for name in solver}
+            fitted = {name: _or(horizon, _load(name, rate, "cpu")[1].horizon) for name in solver}
             many = _compare_many(
-                folders, out, rate=equations.find(rate) if rate else None, horizon=horizon, batch=batch,
+                folders, out, rate=equations.find(rate) if rate else None, horizon=fitted, batch=batch,
                 schemes=scheme or ["rk4", "dopri5"], compile=compile, peers=peers, seed=seed,
                 engine=engine, workers=workers, address=address, threads=threads, device=device,
             )  # fmt: skip
@@ -304,8 +311,9 @@ def compare(
     from attractor.report import figures
 
     with told_as_usage():
+        check_out(out)
         loaded, found = _load(solver[0], rate, device)
-        horizon = horizon or found.horizon or 100 * loaded.dt
+        horizon = _or(horizon, _or(found.horizon, 100 * loaded.dt))
         with console.status("starting") as status:
             result = compare_solver(
                 loaded, horizon=horizon, batch=batch, sample=found.sample,
@@ -340,10 +348,10 @@ def _compare_many(
             found[name] = result
             bar.update(task, advance=1, description=name)
     found = {name: found[name] for name in solvers}
-    table = make_table("solver", "mean square error", "m", "m*", "gain")
+    table = make_table("solver", "t", "mean square error", "m", "m*", "gain")
     for name, result in found.items():
         numbers = (f"{x:.3g}" for x in (result.m, result.m_star, result.gain))
-        table.add_row(name, _number(result.hybrid.error), *numbers)
+        table.add_row(name, f"{result.about['horizon']:g}", _number(result.hybrid.error), *numbers)
     console.print(table)
     for name, result in found.items():
         say(f"{name}: {result.verdict}")
@@ -360,7 +368,9 @@ def _folder(name: str) -> Path:
         return folder
     if (folder / "solver" / "manifest.json").exists():
         raise ValueError(f"{folder} holds a fit; its solver is {folder / 'solver'}")
-    there = "holds no solver" if folder.is_dir() else "does not exist"
+    there = (
+        "holds no solver" if folder.is_dir() else "is a file" if folder.exists() else "does not exist"
+    )
     known = ", ".join(f"pretrained:{n}" for n in pretrained.names())
     raise ValueError(
         f"{folder} {there}; give the folder that attractor fit has written, such as out/fit/solver, or "
@@ -380,6 +390,11 @@ def _load(name: str, rate: str | None, device: str) -> tuple[HybridSolver, equat
         with suppress(ValueError, KeyError, TypeError):
             found = replace(found, horizon=float(json.loads(fitted.read_text())["horizon"]))
     return loaded, found
+
+
+def _or(given: float | None, otherwise: Any) -> Any:
+    """What was given, be it 0, which is then refused where it makes no sense."""
+    return otherwise if given is None else given
 
 
 def _pairs(texts: list[str] | None) -> dict[str, str]:
@@ -409,6 +424,8 @@ def _state(text: str, solver: HybridSolver, sample: Any) -> list[float]:
         state = [float(x) for x in text.split(",")]
     except ValueError:
         raise ValueError(f"--u0 {text!r} must be numbers with commas between, such as 1,0.5") from None
+    if not all(map(math.isfinite, state)):
+        raise ValueError(f"--u0 {text} is not finite; give a state that a trajectory can begin from")
     if solver.dim is not None and len(state) != solver.dim:
         one = initial_states(solver.rate, sample, 1, torch.Generator().manual_seed(0))[0]
         raise ValueError(

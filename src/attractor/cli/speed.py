@@ -12,6 +12,7 @@ from attractor.cli.terminal import (
     Seed,
     app,
     check_device,
+    check_out,
     console,
     example,
     make_table,
@@ -39,8 +40,10 @@ def bench(
     ] = [],  # noqa: B006
     device: Device = "cpu",
     dtype: Annotated[str, typer.Option(help="auto: bfloat16 on a GPU, else float32.")] = "auto",
-    tokens: Annotated[list[int], typer.Option(help="Lengths, instead of those for the device.")] = [],  # noqa: B006
-    steps: Annotated[int, typer.Option(help="Of the PDE.")] = 4,
+    tokens: Annotated[
+        list[int], typer.Option(min=1, help="Lengths, instead of those for the device.")
+    ] = [],  # noqa: B006
+    steps: Annotated[int, typer.Option(min=1, help="Of the PDE.")] = 4,
     seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(help="Write the results here, as JSON.")] = None,
     as_json: AsJson = False,
@@ -63,6 +66,8 @@ def bench(
         dtype = "bfloat16" if torch.device(device).type == "cuda" else "float32"
     torch.manual_seed(seed)
     with told_as_usage():
+        if out is not None:
+            check_out(out.parent)
         wanted = run.cases(what or run.KINDS, device, tokens)
     chosen = getattr(torch, dtype)
     results: dict[str, Any] = {**origin(), **run.header(device, chosen), "rows": []}
@@ -87,7 +92,7 @@ def _show(results: dict[str, Any]) -> None:
     top = results["ceilings"]
     console.print(
         f"{results['device']}, torch {results['torch']}, {results['dtype']}: a copy moves "
-        f"{top['copy_gb_s']:,.0f} GB/s, a product makes {top['matrix_tflop_s']:,.1f} TFLOP/s"
+        f"{top['copy_gb_s']:,.0f} GB/s, a product makes {top['matrix_tflop_s']:,.3g} TFLOP/s"
     )
     attention = [row for row in results["rows"] if "forward" in row]
     if attention:

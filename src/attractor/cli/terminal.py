@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -136,6 +137,15 @@ def told_as_usage() -> Iterator[None]:
     except (ValueError, TypeError, FloatingPointError, ImportError, OSError) as error:
         tell(error)
         raise typer.Exit(2) from None
+
+
+def check_out(folder: Path) -> None:
+    """Raise, before anything is computed, if a folder for results cannot be written to."""
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise ValueError(f"--out {folder}: {there} is a file; give another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"--out {folder}: {there} cannot be written to; give another folder")
 
 
 def check_device(device: str) -> None:

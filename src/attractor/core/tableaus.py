@@ -110,6 +110,6 @@ def get_scheme(name: str | AnyScheme) -> AnyScheme:
         raise TypeError(f"a scheme is a name, a Scheme or a Splitting, not a {type(name).__name__}")
     if name not in ALL:
         near = get_close_matches(name, ALL, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"no scheme is called {name!r}{hint} There are: {', '.join(ALL)}")
+        hint = f"; did you mean {near[0]!r}? There are" if near else "; there are"
+        raise ValueError(f"no scheme is called {name!r}{hint} {', '.join(ALL)}")
     return ALL[name]

@@ -241,7 +241,7 @@ def compare_all(
     solvers: Mapping[str, Path | str],
     folder: Path | str,
     *,
-    horizon: float | None = None,
+    horizon: float | Mapping[str, float | None] | None = None,
     rate: Callable[..., Tensor] | None = None,
     sample: Callable[..., Tensor] | None = None,
     jax_rate: Callable[..., Any] | None = None,
@@ -260,7 +260,7 @@ def compare_all(
     Args:
         solvers: name -> folder. Their files travel to the workers.
         folder: where comparisons are kept, and not made again.
-        horizon: None: a hundred steps of each solver.
+        horizon: one for all, or name -> horizon; None: a hundred steps of each solver.
         rate, sample, jax_rate: of all solvers, if the equation is your own: functions of a module or a
             file.
         engine, workers, address: see `attractor.jobs.each`. threads: of torch, for a comparison.
@@ -271,11 +271,17 @@ def compare_all(
     for key, function in own.items():
         if function is not None and names[key] is None:
             raise TypeError(f"{key} must be a function of a module or a file, for workers to find")
-    about = {"horizon": horizon, "device": device, "options": options, **names}
+    own_horizons = dict(horizon) if isinstance(horizon, Mapping) else {}
+    about = {
+        "horizon": None if own_horizons else horizon, "device": device, "options": options, **names,
+    }  # fmt: skip
     files = {name: _packed(Path(place)) for name, place in solvers.items()}
-    shards = [(name, sha256(json_bytes(packed)).hexdigest()[:16]) for name, packed in files.items()]
+    shards = []
+    for name, packed in files.items():
+        known = packed if own_horizons.get(name) is None else [packed, own_horizons[name]]
+        shards.append((name, sha256(json_bytes(known)).hexdigest()[:16]))
     job = jobs.Job(
-        "attractor.ode.compare:compare_one", {**about, "solvers": files},
+        "attractor.ode.compare:compare_one", {**about, "solvers": files, "horizons": own_horizons},
         threads=threads, gpus=int("cuda" in device),
     )  # fmt: skip
     how = {"engine": engine, "workers": workers, "address": address}
@@ -292,7 +298,8 @@ def compare_one(config: Mapping[str, Any], shard: tuple[str, str]) -> dict[str, 
         for name, content in config["solvers"][shard[0]].items():
             write_bytes(Path(folder) / name, base64.b64decode(content))
         solver = HybridSolver.load(folder, rate).to(config["device"])
-    horizon = config["horizon"] or 100 * solver.dt
+    horizon = config["horizons"].get(shard[0], config["horizon"])
+    horizon = 100 * solver.dt if horizon is None else horizon
     how = {"sample": sample, "jax_rate": jax_rate, **config["options"]}
     return compare(solver, horizon=horizon, **how).to_json()
 

@@ -199,7 +199,7 @@ class HybridSolver:
             "scheme": _scheme_to_json(self.scheme),
             "correction": {"name": name, **options},
             "trust": self.trust is not None,
-            "rate": rate_to_json(self.rate),
+            "rate": {**rate_to_json(self.rate), **_values_of(self.rate, self.trust)},
             "history": self.history,
         }
         return checkpoint.save(folder, KIND, tensors, config)
@@ -212,7 +212,8 @@ class HybridSolver:
             rate: the equation, if it is not one of `attractor.systems`: code is not saved.
 
         Raises:
-            CheckpointError: the folder is damaged, or it was fitted to another equation.
+            CheckpointError: the folder is damaged, or it was fitted to another equation, of which it
+                has some values.
         """
         tensors, config = checkpoint.load(folder, KIND)
         try:
@@ -227,6 +228,7 @@ class HybridSolver:
             trust = _filled(region, tensors, "trust.", folder) if config["trust"] else None
             scheme, dt = _scheme_from_json(config["scheme"]), float.fromhex(config["dt"])
             history = config["history"]
+            values = dict(config["rate"].get("values", {}))
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -234,10 +236,12 @@ class HybridSolver:
         if rate is None and known is None:
             raise CheckpointError(
                 f"{folder} was fitted to {config['rate']['name']!r}, which is not saved with it; "
-                "pass it as rate="
+                "pass it as rate= (on the command line --rate FILE.py:NAME)"
             )
         if rate is not None and known is not None and _is_system(rate) and rate != known:
             raise CheckpointError(f"{folder} was fitted to {known}, not to {rate}")
+        if values and trust is not None and not _is_system(rate):
+            _check_values(values, rate, trust, folder)
         return cls(rate if rate is not None else known, scheme, correction, dt, trust, history)
 
     @classmethod
@@ -360,6 +364,46 @@ def rate_to_json(rate: Any) -> dict[str, Any]:
         options = {f.name: getattr(rate, f.name) for f in dataclasses.fields(rate) if f.init}
         return {"system": type(rate).__name__, "options": options}
     return {"name": getattr(rate, "__qualname__", type(rate).__qualname__)}
+
+
+def _states_of(trust: TrustRegion) -> Tensor:
+    """Some states that a fit has seen ``[3, dim]``."""
+    signs = torch.tensor([1.0, -1.0]).to(trust.mean).repeat(trust.mean.numel())[: trust.mean.numel()]
+    return torch.stack([trust.mean + x * signs * trust.deviation for x in (0.0, 0.4, -0.7)])
+
+
+def _values_of(rate: Any, trust: TrustRegion | None) -> dict[str, Any]:
+    """What a rate of one's own gives at some states: code is not saved, but can be told from other."""
+    if _is_system(rate) or trust is None:
+        return {}
+    try:
+        with torch.no_grad():
+            u = _states_of(trust)
+            found = rate(torch.zeros((), dtype=u.dtype, device=u.device), u).double()
+    except Exception:  # it may want batches of another shape, or a time that is not 0
+        return {}
+    whole = found.shape == u.shape and bool(torch.isfinite(found).all())
+    return {"values": {"rate": found.tolist()}} if whole else {}
+
+
+def _check_values(values: dict[str, Any], rate: Any, trust: TrustRegion, folder: Path | str) -> None:
+    """Raise if a rate is clearly another than the one that was fitted to."""
+    now = _values_of(rate, trust).get("values")
+    try:
+        then = torch.tensor(values["rate"], dtype=torch.float64)
+        if now is None or then.shape != (3, trust.mean.numel()):
+            return
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        return
+    off = (torch.tensor(now["rate"], dtype=torch.float64) - then).abs().amax(1)
+    if bool((off > 1e-3 * then.abs().max()).any()):
+        i = int(off.argmax())
+        told = lambda x: "[" + ", ".join(f"{v:.4g}" for v in x) + "]"
+        at, was = _states_of(trust)[i].tolist(), then[i].tolist()
+        raise CheckpointError(
+            f"{folder} was fitted to another equation: at u = {told(at)} its rate was {told(was)}, and "
+            f"this one gives {told(now['rate'][i])}"
+        )
 
 
 def _rate_from_json(saved: dict[str, Any]) -> Any:

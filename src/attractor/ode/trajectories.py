@@ -211,7 +211,8 @@ def enough_substeps(rate: Rate, u0: Tensor, dt: float, steps: int, tolerance: fl
         before = after
     raise ValueError(
         f"even {SUBSTEPS[-1]} substeps of dt = {dt:g} do not settle the fine solution: the problem is "
-        "too stiff or too chaotic for this dt; use a smaller one, or give fine_dt"
+        "too stiff or too chaotic for this dt; use a smaller one, or say how fine: make_trajectories("
+        "fine_dt=...) (attractor trajectories --fine-dt), and fit with data="
     )
 
 

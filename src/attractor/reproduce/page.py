@@ -159,7 +159,7 @@ def section(experiment: Experiment, folder: Path | str, pictures: Path) -> str:
         others = sorted(
             {r["made_by"] for runs in found.runs.values() for r in runs.values() if "made_by" in r}
         )
-        by = ", ".join(f"`{script}`" for script in others) + ", of earlier versions"
+        by = ", ".join(f"`{script}`" for script in others) + " of an earlier version, since removed"
         taken = f"; some of them made by {by}" if others else ""
         lines.append(f"`{command(experiment, found.scale)}`: {time} of runs on {where}{taken}.\n")
         lines += larger(experiment, found, folder)
