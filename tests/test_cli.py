@@ -70,6 +70,10 @@ def sample(n, generator):
     return torch.rand(n, 1, generator=generator, dtype=torch.float64)
 
 
+def of_one(u):
+    return -u
+
+
 not_a_rate = 3
 """
 
@@ -128,8 +132,9 @@ def test_from_a_file_of_one_s_own_to_a_solver_a_comparison_and_states(tmp_path, 
         (["pendulum-chain", "-o", "links"], "must be KEY=VALUE"),
         (["nowhere.py:rate"], "there is no file nowhere.py"),
         (["own.py"], "write own.py:rate"),
-        (["own.py:speed"], "has no function 'speed'; it has rate, sample"),
+        (["own.py:speed"], "has no function 'speed'; it has rate, sample, of_one"),
         (["own.py:not_a_rate"], "has no function 'not_a_rate'"),
+        (["own.py:of_one"], "a rate is called as rate(t, u); own.py:of_one takes (u)"),
         (["own.py:rate", "--period", "3"], "does not repeat with period = 3"),
         (["own.py:rate", "--period", "0"], "period = 0"),
         (["own.py:rate", "--dt", "0"], "dt = 0.0 must be a positive number"),

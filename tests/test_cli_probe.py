@@ -196,6 +196,17 @@ def test_bad_calls_are_named_without_a_traceback(arguments, message, tmp_path, m
     assert message in " ".join(result.output.split())
 
 
+def test_inputs_that_a_network_cannot_take(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\nmlp = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 16))\n"
+    )
+    result = run("own.py:mlp", "--noise", "4")
+    assert result.exit_code == 2, result.output
+    assert "own.py:mlp cannot take what it was given (mat1 and mat2 shapes" in result.output
+    assert "give --size, or --images, --data or --texts" in result.output
+
+
 @pytest.mark.parametrize("hub", ["timm", "torchvision"])
 def test_hubs(hub, tmp_path):
     pytest.importorskip(hub)

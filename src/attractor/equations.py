@@ -6,6 +6,7 @@ what a fit needs, as `dt`, `horizon` and `period`, and a rate in JAX, `jax_rate`
 
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -92,6 +93,17 @@ def _of_one_s_own(what: str) -> Equation:
         there = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         hint = nearest(name, there)
         raise ValueError(f"{place} has no function {name!r}; it has {', '.join(there) or 'none'}{hint}")
+    try:
+        signature = inspect.signature(rate)
+    except (TypeError, ValueError):  # some that are written in C have none
+        signature = None
+    if signature is not None:
+        try:
+            signature.bind(0.0, None)
+        except TypeError:
+            raise ValueError(
+                f"a rate is called as rate(t, u); {what} takes {signature}: write def {name}(t, u)"
+            ) from None
     number = lambda key: float(value) if (value := getattr(module, key, None)) is not None else None
     return Equation(
         name=f"{Path(place).stem}:{name}",

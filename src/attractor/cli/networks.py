@@ -111,11 +111,20 @@ def probe(
             batches = networks.noise(found, count, batch, seed, side)
         with progress_bar() as progress:
             task = progress.add_task(f"probing {name}", total=count)
-            profile = probe_network(
-                found.model, batches, step, granularity=granularity, device=device, initial=before,  # type: ignore[arg-type]
-                limit=count, within=within, settle=not found.trained,
-                progress=lambda n: progress.update(task, completed=n),
-            )  # fmt: skip
+            try:
+                profile = probe_network(
+                    found.model, batches, step, granularity=granularity, device=device, initial=before,  # type: ignore[arg-type]
+                    limit=count, within=within, settle=not found.trained,
+                    progress=lambda n: progress.update(task, completed=n),
+                )  # fmt: skip
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                told = str(error).splitlines()[0]
+                raise ValueError(
+                    f"{name} cannot take what it was given ({told}); give --size, or --images, --data "
+                    "or --texts that fit it"
+                ) from error
     _show(profile, name)
     if found.trained and before is None:
         say("initial: not known; give --initial NAME, a function that makes it", style="yellow")
