@@ -82,6 +82,7 @@ def test_interrupted_at_random_ten_times_and_resumed(tmp_path, monkeypatch):
     assert make(tmp_path / "torn").hash == whole
 
 
+@pytest.mark.slow
 def test_killed_and_resumed(tmp_path):
     code = (
         "import sys, attractor as at; from attractor.ode import make_trajectories\n"

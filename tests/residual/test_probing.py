@@ -616,6 +616,7 @@ def test_threads_leave_the_process_as_it_was():
     assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_batches():
     net = Net(gate=True).eval()
     features, alive = [], []

@@ -277,10 +277,12 @@ ADVICE = "give another out=, or resume=False to start again"
 
 
 def _fill(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
-    """Give a model its weights; those of older versions do not tell how gates began."""
-    from attractor.residual.gates.gate import with_identity  # which reads checkpoints itself
-
-    checkpoint.fill(model, with_identity(model, _part(tensors, "model.")), folder, ADVICE)
+    """Give a model its weights; older ones may lack what a module can do without, its `may_lack`."""
+    found = _part(tensors, "model.")
+    for name, module in model.named_modules():
+        for key in getattr(module, "may_lack", ()):
+            found.setdefault(f"{name}.{key}".lstrip("."), getattr(module, key).clone())
+    checkpoint.fill(model, found, folder, ADVICE)
 
 
 def _remove(folder: Path) -> None:

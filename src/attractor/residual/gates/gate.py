@@ -30,6 +30,7 @@ class Gate(nn.Module):
     needs_x: ClassVar[bool] = False
     normalisation: ClassVar[bool] = False
     sigmoids: ClassVar[int] = 1
+    may_lack: ClassVar[tuple[str, ...]] = ("doubled",)  # states of older versions do
 
     def __init__(
         self,

@@ -33,6 +33,7 @@ class IEBN(nn.BatchNorm2d):
         device, dtype: of the parameters.
     """
 
+    may_lack: ClassVar[tuple[str, ...]] = ("doubled",)
     identity_blocks_only: ClassVar[bool] = False
     shared: ClassVar[bool] = False
     needs_x: ClassVar[bool] = False
