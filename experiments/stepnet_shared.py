@@ -3,9 +3,20 @@
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from attractor.reproduce import DIRECTION, FAILS, HOLDS, UNTESTED, Results, Scale, Verdict, all_of
+from attractor.reproduce import (
+    DIRECTION,
+    FAILS,
+    HOLDS,
+    UNTESTED,
+    Experiment,
+    Results,
+    Scale,
+    Verdict,
+    all_of,
+)
 from attractor.reproduce.tasks.images import (
     CIFAR10,
     CIFAR100,
@@ -50,6 +61,20 @@ def smoke(*arms: str, **config: Any) -> Scale:
 def digits(*arms: str, time: str) -> Scale:
     """Small networks on the digits: a first look, too small for a verdict."""
     return Scale(DIGITS, seeds=SEEDS, arms=arms or None, judged=False, time=time, note=SMALL)
+
+
+def on_cifar100(experiment: Experiment) -> Experiment:
+    """An experiment of CIFAR-10 with the networks of Table 1 on CIFAR-100."""
+    return replace(
+        experiment,
+        name=f"{experiment.name}-cifar100",
+        place=experiment.place.replace("CIFAR-10", "CIFAR-100"),
+        scales={
+            "smoke": experiment.scales["smoke"],
+            "gpu": Scale(CIFAR100, seeds=SEEDS, time="none beside Table 1's on CIFAR-100"),
+        },
+        data=("cifar100",),
+    )
 
 
 def of_seed(results: Results, arm: str, metric: str) -> dict[int, float]:

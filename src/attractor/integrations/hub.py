@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from attractor import attention, residual
 from attractor.attention import pdes
 from attractor.core.checks import check_choice
-from attractor.residual.gates.gate import with_identity
 from attractor.train import checkpoint
 from attractor.train.tensors import CheckpointError, read_tensors, write_tensors
 
@@ -173,11 +172,11 @@ def _class() -> Any:
             checkpoint.check_sizes(options, tensors, file, allowed=1_000_000)  # of tokens, say
             with torch.device("meta"):
                 shell = _in_precision_of(tensors, cls(network, options).net)
-            tensors = with_identity(shell, tensors)
-            checkpoint.check(shell, tensors, file)
+            checkpoint.check(shell, checkpoint.completed(shell, tensors), file)
             with torch.random.fork_rng(devices=[]):  # its first weights are thrown away
                 model = cls(network, options)
-            checkpoint.fill(_in_precision_of(tensors, model.net), tensors, file)
+            net = _in_precision_of(tensors, model.net)
+            checkpoint.fill(net, checkpoint.completed(net, tensors), file)
             return model.to(map_location).eval()
 
         def __reduce__(self) -> tuple[Any, ...]:

@@ -2,23 +2,12 @@
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from attractor.jobs.job import (
-    Artifact,
-    Job,
-    Reply,
-    Shard,
-    WorkerDiedError,
-    attempt,
-    begin_again,
-    next_of,
-    settled,
-)
+from attractor.jobs.job import Artifact, Job, Ledger, Shard, attempt
 
 
 def cluster(
@@ -50,8 +39,7 @@ def cluster(
                 f"no Ray cluster answers at {address or os.environ.get('RAY_ADDRESS')} ({error}); is it "
                 "up (ray status), and are RAY_AUTH_MODE and RAY_AUTH_TOKEN set here if it wants a token?"
             ) from None
-    queue, again, deaths = iter(shards), list[Shard](), Counter[Shard]()
-    running, ended = dict[Any, Shard](), list[Reply]()
+    ledger, running = Ledger(shards, retries), dict[Any, Shard]()
     lost = ray.exceptions.RayError  # of the cluster: `attempt` itself raises nothing
     fatal = (ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError)
 
@@ -60,16 +48,11 @@ def cluster(
         for done in ray.wait(list(running), num_returns=count, timeout=seconds)[0] if running else ():
             shard = running.pop(done)
             try:
-                ended.append(ray.get(done))
+                ledger.ended.append(ray.get(done))
             except fatal:
                 raise
             except lost as error:
-                deaths[shard] += 1
-                why = f"{type(error).__name__}: {str(error).split('. ')[0]}"
-                try:
-                    again.append(begin_again(shard, deaths[shard], retries, why))
-                except WorkerDiedError as died:
-                    ended.append(died)
+                ledger.died(shard, f"{type(error).__name__}: {str(error).split('. ')[0]}")
 
     try:
         remote = ray.remote(attempt).options(
@@ -78,12 +61,12 @@ def cluster(
         where = ray.put(job)
         while True:
             while len(running) < (workers or _room(ray, job)):
-                shard = again.pop() if again else next(queue, None)
+                shard = ledger.next_shard()
                 if shard is None:
                     break
                 running[remote.remote(where, shard)] = shard
-            while ended:  # now, while everybody has something to do
-                yield settled(next_of(ended, receive))
+            while ledger.ended:  # now, while everybody has something to do
+                yield ledger.take(receive)
             if not running:
                 return
             receive(None)

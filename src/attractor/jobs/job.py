@@ -5,6 +5,7 @@ import importlib.util
 import json
 import logging
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -132,38 +133,47 @@ def attempt(job: Job, shard: Shard) -> Artifact | Failure:
         return Failure(shard, kind, told, traceback.format_exc())
 
 
-Reply = Artifact | Failure | WorkerDiedError
-
-
-def settled(reply: Reply) -> Artifact:
-    """A worker's reply, or its exception."""
-    if isinstance(reply, WorkerDiedError):
-        raise reply
-    if isinstance(reply, Failure):
-        raise reply.error()
-    return reply.checked()
-
-
-def next_of(ended: list[Reply], receive: Callable[[], None]) -> Reply:
-    """Take one of these out: artifacts before failures, and before a failure what has come by then.
+class Ledger:
+    """What workers have still to do, and what came back and is not handed on yet.
 
     Args:
-        receive: adds to them what others have done, without waiting.
+        shards: to do.
+        retries: of a shard whose worker dies.
     """
-    if all(not isinstance(reply, Artifact) for reply in ended):
-        receive()
-    good = (i for i, reply in enumerate(ended) if isinstance(reply, Artifact))
-    return ended.pop(next(good, 0))
 
+    def __init__(self, shards: Iterable[Shard], retries: int) -> None:
+        self.shards, self.retries = iter(shards), retries
+        self.again = list[Shard]()
+        self.deaths = Counter[Shard]()
+        self.ended = list[Artifact | Failure | WorkerDiedError]()
 
-def begin_again(shard: Shard, deaths: int, retries: int, why: str) -> Shard:
-    """A shard whose worker died, if it may be tried once more; a warning says so."""
-    if deaths > retries:
-        raise WorkerDiedError(
-            f"shard {label(shard)}: its worker died {deaths} times, the last time: {why}"
-        )
-    LOG.warning("shard %s is begun again: its worker died: %s", label(shard), why)
-    return shard
+    def next_shard(self) -> Shard | None:
+        """The next to begin; None if there is none."""
+        return self.again.pop() if self.again else next(self.shards, None)
+
+    def died(self, shard: Shard, why: str) -> None:
+        """A shard's worker did: it is begun again, and a warning says so, or was once too often."""
+        self.deaths[shard] += 1
+        if self.deaths[shard] <= self.retries:
+            LOG.warning("shard %s is begun again: its worker died: %s", label(shard), why)
+            self.again.append(shard)
+            return
+        times = f"{self.deaths[shard]} times, the last time: {why}"
+        self.ended.append(WorkerDiedError(f"shard {label(shard)}: its worker died {times}"))
+
+    def take(self, receive: Callable[[], None]) -> Artifact:
+        """An artifact of those that have ended; if there is none, the first failure is raised.
+
+        Args:
+            receive: takes in what others have done meanwhile, which would be lost with the failure.
+        """
+        if not any(isinstance(reply, Artifact) for reply in self.ended):
+            receive()
+        good = (i for i, reply in enumerate(self.ended) if isinstance(reply, Artifact))
+        reply = self.ended.pop(next(good, 0))
+        if isinstance(reply, Artifact):
+            return reply.checked()
+        raise reply.error() if isinstance(reply, Failure) else reply
 
 
 def here(job: Job, shards: Iterable[Shard]) -> Iterator[Artifact]:

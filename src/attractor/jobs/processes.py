@@ -3,48 +3,31 @@
 import atexit
 import multiprocessing
 import signal
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from attractor.jobs.job import (
-    Artifact,
-    Job,
-    Reply,
-    Shard,
-    WorkerDiedError,
-    attempt,
-    begin_again,
-    next_of,
-    settled,
-)
+from attractor.jobs.job import Artifact, Job, Ledger, Shard, attempt
 
 GRACE = 5.0  # seconds
 
 
 def processes(job: Job, shards: Iterable[Shard], workers: int, retries: int) -> Iterator[Artifact]:
     """Every artifact as it ends; as many processes as there are shards to begin, `workers` at most."""
-    queue, again, deaths = iter(shards), list[Shard](), Counter[Shard]()
+    ledger = Ledger(shards, retries)
     everybody, idle, busy = list[_Worker](), list[_Worker](), dict[Connection, _Worker]()
-    ended = list[Reply]()
 
     def receive(seconds: float | None = 0.0) -> None:
         for pipe in wait(list(busy), seconds):
             worker = busy.pop(pipe)  # type: ignore[call-overload]
             try:
-                ended.append(worker.pipe.recv())
+                ledger.ended.append(worker.pipe.recv())
             except (EOFError, OSError):
                 everybody.remove(worker)
-                shard, code = worker.shard, worker.end()
-                deaths[shard] += 1
-                why = f"exit code {code} (-9: killed, often for want of memory)"
-                try:
-                    again.append(begin_again(shard, deaths[shard], retries, why))
-                except WorkerDiedError as error:
-                    ended.append(error)
+                why = f"exit code {worker.end()} (-9: killed, often for want of memory)"
+                ledger.died(worker.shard, why)
             else:
                 idle.append(worker)
 
@@ -58,7 +41,7 @@ def processes(job: Job, shards: Iterable[Shard], workers: int, retries: int) -> 
     try:
         while True:
             while len(busy) < workers:
-                shard = again.pop() if again else next(queue, None)
+                shard = ledger.next_shard()
                 if shard is None:
                     break
                 if not idle:
@@ -68,8 +51,8 @@ def processes(job: Job, shards: Iterable[Shard], workers: int, retries: int) -> 
                 worker = idle.pop()
                 worker.begin(shard)
                 busy[worker.pipe] = worker
-            while ended:  # now, while everybody has something to do
-                yield settled(next_of(ended, receive))
+            while ledger.ended:  # now, while everybody has something to do
+                yield ledger.take(receive)
             if not busy:
                 return
             receive(None)

@@ -199,7 +199,7 @@ class HybridSolver:
             "scheme": _scheme_to_json(self.scheme),
             "correction": {"name": name, **options},
             "trust": self.trust is not None,
-            "rate": {**rate_to_json(self.rate), **_values_of(self.rate, self.trust)},
+            "rate": {**rate_to_json(self.rate), **_values_to_json(self.rate, self.trust)},
             "history": self.history,
         }
         return checkpoint.save(folder, KIND, tensors, config)
@@ -228,7 +228,7 @@ class HybridSolver:
             trust = _filled(region, tensors, "trust.", folder) if config["trust"] else None
             scheme, dt = _scheme_from_json(config["scheme"]), float.fromhex(config["dt"])
             history = config["history"]
-            values = dict(config["rate"].get("values", {}))
+            values = _values_from_json(config["rate"], options["dim"])
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -240,7 +240,7 @@ class HybridSolver:
             )
         if rate is not None and known is not None and _is_system(rate) and rate != known:
             raise CheckpointError(f"{folder} was fitted to {known}, not to {rate}")
-        if values and trust is not None and not _is_system(rate):
+        if values is not None and trust is not None and not _is_system(rate):
             _check_values(values, rate, trust, folder)
         return cls(rate if rate is not None else known, scheme, correction, dt, trust, history)
 
@@ -372,37 +372,45 @@ def _states_of(trust: TrustRegion) -> Tensor:
     return torch.stack([trust.mean + x * signs * trust.deviation for x in (0.0, 0.4, -0.7)])
 
 
-def _values_of(rate: Any, trust: TrustRegion | None) -> dict[str, Any]:
-    """What a rate of one's own gives at some states: code is not saved, but can be told from other."""
-    if _is_system(rate) or trust is None:
-        return {}
+def _values_of(rate: Any, trust: TrustRegion) -> Tensor | None:
+    """What a rate gives there, float64; None if it cannot be asked, since it wants batches of another
+    shape, say, or a time that is not 0."""
     try:
         with torch.no_grad():
             u = _states_of(trust)
-            found = rate(torch.zeros((), dtype=u.dtype, device=u.device), u).double()
-    except Exception:  # it may want batches of another shape, or a time that is not 0
-        return {}
-    whole = found.shape == u.shape and bool(torch.isfinite(found).all())
-    return {"values": {"rate": found.tolist()}} if whole else {}
+            found = rate(torch.zeros((), dtype=u.dtype, device=u.device), u).double().cpu()
+    except Exception:
+        return None
+    return found if found.shape == u.shape and bool(torch.isfinite(found).all()) else None
 
 
-def _check_values(values: dict[str, Any], rate: Any, trust: TrustRegion, folder: Path | str) -> None:
+def _values_to_json(rate: Any, trust: TrustRegion | None) -> dict[str, Any]:
+    """Of a rate of one's own, whose code is not saved, what tells it from others."""
+    found = None if trust is None or _is_system(rate) else _values_of(rate, trust)
+    return {} if found is None else {"values": found.tolist()}
+
+
+def _values_from_json(saved: dict[str, Any], dim: int) -> Tensor | None:
+    if "values" not in saved:  # of older versions
+        return None
+    found = torch.tensor(saved["values"], dtype=torch.float64)
+    if found.shape != (3, dim):
+        raise ValueError(f"values of its rate have shape {list(found.shape)}, not [3, {dim}]")
+    return found
+
+
+def _check_values(then: Tensor, rate: Any, trust: TrustRegion, folder: Path | str) -> None:
     """Raise if a rate is clearly another than the one that was fitted to."""
-    now = _values_of(rate, trust).get("values")
-    try:
-        then = torch.tensor(values["rate"], dtype=torch.float64)
-        if now is None or then.shape != (3, trust.mean.numel()):
-            return
-    except (KeyError, TypeError, ValueError, RuntimeError):
+    now = _values_of(rate, trust)
+    if now is None:
         return
-    off = (torch.tensor(now["rate"], dtype=torch.float64) - then).abs().amax(1)
+    off = (now - then).abs().amax(1)
     if bool((off > 1e-3 * then.abs().max()).any()):
+        told = lambda x: "[" + ", ".join(f"{v:.4g}" for v in x.tolist()) + "]"
         i = int(off.argmax())
-        told = lambda x: "[" + ", ".join(f"{v:.4g}" for v in x) + "]"
-        at, was = _states_of(trust)[i].tolist(), then[i].tolist()
         raise CheckpointError(
-            f"{folder} was fitted to another equation: at u = {told(at)} its rate was {told(was)}, and "
-            f"this one gives {told(now['rate'][i])}"
+            f"{folder} was fitted to another equation: at u = {told(_states_of(trust)[i])} its rate was "
+            f"{told(then[i])}, and this one gives {told(now[i])}"
         )
 
 

@@ -137,6 +137,16 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: Any, advice: 
     module.load_state_dict(dict(tensors))
 
 
+def completed(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors, and the module's own of what states of older versions lack: what its parts name in
+    `may_lack`."""
+    found = dict(tensors)
+    for name, part in module.named_modules():
+        for key in getattr(part, "may_lack", ()):
+            found.setdefault(f"{name}.{key}".lstrip("."), getattr(part, key).clone())
+    return found
+
+
 def check_sizes(
     options: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Any, allowed: int = 0
 ) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from attractor.core.files import write_json
 from attractor.train import generators
 from attractor.train.blame import blame, finite
+from attractor.train.bookkeeping import Counted, Sums, Tell, Watch
 from attractor.train.capture import Blocks, Captured, compiled_blocks
 from attractor.train.checkpoint import CheckpointError
 from attractor.train.classify import Classify
@@ -33,8 +34,6 @@ from attractor.train.stopping import Stop
 # (model, batch) -> the loss, or numbers by name with "loss" among them: a tensor with one entry an item,
 # of which the mean is taken, or a scalar, which counts as one item.
 Loss = Callable[[nn.Module, Any], Tensor | dict[str, Tensor]]
-Counted = tuple[Tensor, dict[str, int]]  # sums [names], and of how many items
-Tell = Callable[[Progress], None]
 
 
 def train(
@@ -195,7 +194,7 @@ def evaluate(
     feed = feed_of(data, Recipe(batch=batch), train=False, like=like)
     modes = [(module, module.training) for module in model.modules()]
     try:
-        sums = _Sums(feed.steps, place)
+        sums = Sums(feed.steps, place)
         loss = loss or Classify(wary=True, exact=True)
         look = _Evaluation(model, loss, feed, place, captured=False)
         model.eval()
@@ -248,7 +247,7 @@ class _Training:
         """One pass over the training data, or the rest of it, and one over the validation data."""
         feed, recipe = self.feed, self.recipe
         self.model.train()
-        sums, watch = _Sums(feed.steps, self.place), _Watch(recipe, epoch, feed, tell)
+        sums, watch = Sums(feed.steps, self.place), Watch(recipe, epoch, feed, tell)
         rate, first = 0.0, 0
         inputs: tuple[Tensor, ...] = ()
         if begun is None:
@@ -282,7 +281,7 @@ class _Training:
         if self.valid is not None:
             trained = self.begun(rate, sums, watch) if keeper.folder else None
             self.model.eval()
-            sums = _Sums(self.valid.steps, self.place)
+            sums = Sums(self.valid.steps, self.place)
             # Evaluation is short: code of its own for it would take longer to compile than it saves.
             own = recipe.capture == "compile"
             with torch.compiler.set_stance("force_eager") if own else nullcontext():
@@ -328,7 +327,7 @@ class _Training:
             return iter(())
         return up_to_there()
 
-    def begun(self, rate: float, sums: "_Sums", watch: "_Watch") -> Begun:
+    def begun(self, rate: float, sums: Sums, watch: Watch) -> Begun:
         """What has to be kept of an epoch that is not over."""
         rank, world = self.place.share
         random = {}
@@ -339,7 +338,7 @@ class _Training:
         rows, counts = sums.totals()
         return Begun(sums.done, rate, rows, counts, random, watch.seconds, watch.samples)
 
-    def go_on(self, begun: Begun, sums: "_Sums", watch: "_Watch") -> None:
+    def go_on(self, begun: Begun, sums: Sums, watch: Watch) -> None:
         """Put sums, times and random numbers back where they were."""
         rank, world = self.place.share
         sums.restore(begun)
@@ -361,7 +360,7 @@ class _Training:
             for group in self.optimiser.param_groups:
                 group["lr"] = rate
 
-    def check(self, sums: "_Sums", epoch: int, inputs: tuple[Tensor, ...]) -> None:
+    def check(self, sums: Sums, epoch: int, inputs: tuple[Tensor, ...]) -> None:
         """Raise if a loss of this epoch is not finite, in whichever process.
 
         Inputs are those of the last step: on a CPU the one whose loss it is, before weights change.
@@ -451,60 +450,6 @@ class _Evaluation:
             return _counted(_numbers(self.loss(self.model, self.feed.batch(*inputs))), self.place)
 
 
-class _Sums:
-    """Numbers of the steps of an epoch, kept on the device."""
-
-    def __init__(self, steps: int, place: Place) -> None:
-        self.steps, self.place, self.done = steps, place, 0
-        self.rows = torch.zeros(0)
-        self.counts: dict[str, int] = {}
-
-    def add(self, counted: Counted) -> None:
-        sums, counts = counted
-        if not self.done:
-            self.rows = sums.new_zeros(self.steps, len(sums))
-            self.counts = dict.fromkeys(counts, 0)
-        if counts.keys() != self.counts.keys():
-            raise ValueError(f"the loss named {', '.join(self.counts)} and later {', '.join(counts)}")
-        if self.done == len(self.rows):  # of more batches than there should be, in evaluation
-            self.rows = torch.cat((self.rows, torch.zeros_like(self.rows)))
-        self.rows[self.done].copy_(sums)
-        for name, count in counts.items():
-            self.counts[name] += count
-        self.done += 1
-
-    def totals(self) -> tuple[Tensor, dict[str, int]]:
-        """The steps so far ``[done, names]``, over all processes, and counts."""
-        counts = self.place.total(torch.tensor(list(self.counts.values())))
-        rows = self.place.total(self.rows[: self.done])
-        return rows.clone(), dict(zip(self.counts, counts.tolist()))
-
-    def restore(self, begun: Begun) -> None:
-        """Put totals back; of several processes the first has them."""
-        self.done = begun.step
-        first = self.place.is_main
-        self.rows = torch.zeros(self.steps, begun.sums.shape[1], dtype=begun.sums.dtype)
-        self.rows[: self.done] = begun.sums if first else 0
-        self.rows = self.rows.to(self.place.device)
-        self.counts = {name: count if first else 0 for name, count in begun.counts.items()}
-
-    def last_is_finite(self) -> bool:
-        """Whether the last step's loss is."""
-        return math.isfinite(self.rows[self.done - 1, list(self.counts).index("loss")])
-
-    def means(self) -> dict[str, float]:
-        """Over all items of all steps and processes so far."""
-        own = torch.tensor(list(self.counts.values()), dtype=self.rows.dtype)
-        sums, counts = self.place.total(torch.stack((self.rows.sum(0).cpu(), own)))
-        return dict(zip(self.counts, (sums / counts).tolist()))
-
-    def first_bad(self) -> int | None:
-        """The first step, from 1, whose loss is not finite in any process."""
-        place = list(self.counts).index("loss")
-        bad = self.place.total((~self.rows[:, place].isfinite()).cpu().double())
-        return int(bad.nonzero()[0]) + 1 if bad.any() else None
-
-
 @dataclass
 class _Keeper:
     """When a checkpoint is written, and whether to stop after it.
@@ -578,40 +523,6 @@ class _Keeper:
                 f"{last} is written, and the same call goes on from there" if last else "nothing is lost"
             )
             self.stop.now(f"{where}: {told}", main)
-
-
-class _Watch:
-    """Time and throughput of an epoch, and when to look up from it."""
-
-    EVERY = 1.0  # seconds
-
-    def __init__(self, recipe: Recipe, epoch: int, feed: Feed, tell: Tell | None) -> None:
-        self.recipe, self.epoch, self.feed, self.tell = recipe, epoch, feed, tell
-        self.began = self.looked = time.perf_counter()
-        self.samples = 0
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.began
-
-    def wants_to_look(self, samples: int) -> bool:
-        self.samples += samples
-        return time.perf_counter() - self.looked > self.EVERY
-
-    def look(self, step: int, loss: float) -> None:
-        self.looked = time.perf_counter()
-        if self.tell:
-            self.tell(self.progress(step, loss))
-
-    def progress(self, step: int, loss: float, row: Row | None = None) -> Progress:
-        spent, steps = self.seconds, self.feed.steps
-        left = (self.recipe.epochs - self.epoch) * steps - step
-        name = f"{self.feed.unit}_per_second"
-        per_second = row[name] if row else self.samples / max(spent, 1e-9)
-        return Progress(
-            self.recipe.seed, self.epoch + 1, self.recipe.epochs, step, steps, per_second,
-            self.feed.unit, spent / step * left, loss, row,
-        )  # fmt: skip
 
 
 def _numbers(found: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:

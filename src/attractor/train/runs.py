@@ -205,7 +205,7 @@ class RunFolder:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{folder} does not describe a training ({error}); {ADVICE}") from None
-        _fill(model, tensors, folder)
+        checkpoint.fill(model, _weights(model, tensors), folder, ADVICE)
         if trained != _names(model, optimiser):
             raise CheckpointError(f"{folder} was trained with other parameters frozen; {ADVICE}")
         _restore(optimiser, _part(tensors, "optimiser."), self.recipe, folder)
@@ -268,21 +268,12 @@ def weights_of(folder: Path | str, model: nn.Module) -> int:
     if found is None or "begun" in found[2]:
         return 0
     path, tensors, _ = found
-    _fill(model, tensors, path)
+    checkpoint.fill(model, _weights(model, tensors), path, ADVICE)
     model.eval()
     return tensors["log"].numpy().tobytes().count(b"\n") - 1  # lines, and one more
 
 
 ADVICE = "give another out=, or resume=False to start again"
-
-
-def _fill(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
-    """Give a model its weights; older ones may lack what a module can do without, its `may_lack`."""
-    found = _part(tensors, "model.")
-    for name, module in model.named_modules():
-        for key in getattr(module, "may_lack", ()):
-            found.setdefault(f"{name}.{key}".lstrip("."), getattr(module, key).clone())
-    checkpoint.fill(model, found, folder, ADVICE)
 
 
 def _remove(folder: Path) -> None:
@@ -298,6 +289,10 @@ def _lines(rows: list[Row]) -> str:
 
 def _timeless(row: Row) -> Row:
     return {k: v for k, v in row.items() if k not in TIMES}
+
+
+def _weights(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return checkpoint.completed(model, _part(tensors, "model."))
 
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

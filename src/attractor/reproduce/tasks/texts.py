@@ -352,12 +352,13 @@ def _train(
     patience: int | None = None, look: Callable[[], dict[str, float]] | None = None,
 ) -> tuple[Rows, bool]:  # fmt: skip
     """A row an epoch, with what `look` says, and whether all losses were finite numbers."""
-    out = None if context.scratch is None else context.scratch / "training"
+    scratch = context.scratch
+    out = None if scratch is None else scratch / "training"
     every = max(1, recipe.epochs // 5)
     rows: Rows = []
-    if context.scratch is not None and out is not None:
-        rows = _begun(context.scratch)
-        done = weights_of(out, model)  # epochs; what came after the last of them may be missing
+    if scratch is not None:
+        rows = _begun(scratch)
+        done = weights_of(scratch / "training", model)  # epochs; rows may miss what came after them
         if 0 < done <= len(rows):
             if look is not None and "left_to_right" not in rows[done - 1]:
                 rows[done - 1] |= look()
@@ -369,8 +370,8 @@ def _train(
             return
         del rows[progress.epoch - 1 :]  # of epochs after the last checkpoint, if it was interrupted
         rows.append({**progress.row, **({} if look is None else look())})
-        if context.scratch is not None:
-            write_json(context.scratch / "rows.json", rows)
+        if scratch is not None:
+            write_json(scratch / "rows.json", rows)
         if progress.epoch % every == 0:
             context.tell(str(progress))
         if patience is not None and _stale(_losses(rows), patience):

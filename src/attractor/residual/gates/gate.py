@@ -1,7 +1,6 @@
 """What a gate is: something that multiplies a residual branch."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -74,16 +73,6 @@ def adopt_identity(gate: Any, state: dict[str, Any], prefix: str) -> None:
     saved = state.setdefault(f"{prefix}doubled", gate.doubled)
     if not saved.is_meta:
         gate.identity = bool(saved)
-
-
-def with_identity(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a model, and `doubled` of the gates that they leave out, as older files do."""
-    own: dict[str, Tensor] = {
-        f"{name}.doubled".lstrip("."): torch.tensor(bool(gate.identity))
-        for name, gate in model.named_modules()
-        if "doubled" in gate._buffers
-    }
-    return {**own, **tensors}
 
 
 def check_channels(name: str, channels: Any, dtype: Any = None) -> None:

@@ -17,7 +17,6 @@ import torch
 
 from attractor.core.shelf import Shelf
 from attractor.residual import resnet
-from attractor.residual.gates.gate import with_identity
 from attractor.train import checkpoint
 from attractor.train.checkpoint import CheckpointError
 
@@ -52,7 +51,7 @@ def load(name: str) -> resnet.ResNet:
         raise CheckpointError(f"{place} holds {config.get('network')!r}, which is not known here")
     with torch.random.fork_rng(devices=[]):  # its first weights are thrown away
         net = _MAKERS[config["network"]](**config["options"])
-    checkpoint.fill(net, with_identity(net, tensors), place)
+    checkpoint.fill(net, checkpoint.completed(net, tensors), place)
     return net.eval()
 
 
