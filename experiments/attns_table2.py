@@ -104,7 +104,7 @@ EXPERIMENT = Experiment(
             note="Here 500 trajectories and 40 epochs in batches of 2,048, 960 updates.",
         ),
         "gpu": Scale(
-            {**GPU, "epochs": LONG}, SEEDS, time="6 min on one H200", arms=(*LEFTS, *SHORTS, *FAIRS),
+            {**GPU, "epochs": LONG}, SEEDS, time="30 min on one H200", arms=(*LEFTS, *SHORTS, *FAIRS),
             note=f"Here {LENGTHS}; LSTM and Transformer, and AttNS beside them, a tenth of that.",
         ),
     },

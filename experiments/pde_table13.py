@@ -33,7 +33,7 @@ EXPERIMENT = Experiment(
     scales={
         "smoke": Scale(lm.SMOKE, arms=(TRIPLES[1][1], TRIPLES[4][2]), judged=False, time="2 s"),
         "cpu": Scale(lm.CPU, arms=FAIR, time="5 min on 2 cores", judged=False, note=lm.ONE),
-        "gpu": Scale(lm.GPU, time="9 runs of 10 to 18 s and 9 of 2 to 15 s on one H200"),
+        "gpu": Scale(lm.GPU, time="6 min on one H200"),
     },
     metric="perplexity",
     better="lower",

@@ -6,7 +6,7 @@ read its answers, with or without a PDE. Here both kinds: causal windows, 256 to
 ones, each with diffusion and without; under the fair recipe and the paper's (Table 9).
 """
 
-from attractor.reproduce import DIRECTION, FAILS, HOLDS, Experiment, Results, Scale, Verdict
+from attractor.reproduce import DIRECTION, FAILS, HOLDS, UNTESTED, Experiment, Results, Scale, Verdict
 from attractor.reproduce.verdict import number
 
 from . import pde_settings as lm
@@ -24,21 +24,26 @@ ARMS = {
     for model, options in MODELS.items()
 }  # fmt: skip
 FAIR = tuple(arm for arm in ARMS if not arm.endswith("recipe"))
-TWO_SIDED = "two-sided"
+TWO_SIDED = list(KINDS)[1]
 
 
 def judge(results: Results) -> Verdict:
-    """Whether the causal Longformer gains by the PDE, and what the two-sided ones are."""
-    plain, moved = (results.mean(f"{model}, causal") for model in MODELS)
-    leaks = [f"{model}, {TWO_SIDED}" for model in MODELS]
-    forced = ", ".join(number(results.mean(arm)) for arm in leaks)
-    alone = ", ".join(number(results.mean(arm, "left_to_right")) for arm in leaks)
-    why = (
-        f"causal windows: {number(moved)} with PDE steps against {number(plain)}; two-sided windows: "
-        f"{forced} without and with, left to right {alone}"
-    )
-    gain = 1 - moved / plain
-    return Verdict(HOLDS if gain > lm.LEVEL else DIRECTION if gain > 0 else FAILS, why)
+    """Whether a Longformer gains by the PDE: in direction if it does where no token sees the future,
+    holds if it does so too where tokens see it, as they must for the paper's numbers."""
+    told, gains = [], []
+    for kind in KINDS:
+        plain, moved = arms = [f"{model}, {kind}" for model in MODELS]
+        before, after = (results.mean(arm) for arm in arms)
+        gains.append(1 - after / before)
+        told.append(f"{kind} windows: {number(after)} with PDE steps against {number(before)}")
+    alone = [number(results.mean(arm, "left_to_right")) for arm in (moved, plain)]
+    why = f"{'; '.join(told)}, from left to right {alone[0]} against {alone[1]}"
+    honest, leaking = gains
+    if honest < -lm.LEVEL:
+        return Verdict(FAILS, why)
+    if honest <= lm.LEVEL:
+        return Verdict(UNTESTED, f"{why}: causal ones are level")
+    return Verdict(HOLDS if leaking > 0 else DIRECTION, why)
 
 
 EXPERIMENT = Experiment(
@@ -52,7 +57,7 @@ EXPERIMENT = Experiment(
     scales={
         "smoke": Scale(lm.SMOKE, arms=(FAIR[1], FAIR[3]), judged=False, time="2 s"),
         "cpu": Scale(lm.CPU, arms=FAIR, time="3 min on 2 cores", judged=False, note=lm.ONE),
-        "gpu": Scale(lm.GPU, time="4 runs of 10 to 20 s and 4 of 10 to 20 s on one H200"),
+        "gpu": Scale(lm.GPU, time="7 min on one H200"),
     },
     metric="perplexity",
     better="lower",
@@ -68,6 +73,7 @@ EXPERIMENT = Experiment(
         "Width, heads and the PDE are not printed for this table: those of Table 8, diffusion, four "
         "steps; one global token for its handful. Half of WikiText-2 stands for the 1 % of "
         "WikiText-103 of the paper's recipe. A perplexity of 1.04 without any PDE may come from "
-        "windows that look ahead, from padding, or from labels that are not shifted."
+        "windows that look ahead, from padding, or from labels that are not shifted. Diffusion "
+        "mixes neighbours, which may be why the very next token, the answer, is harder to read with it."
     ),
 )
