@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attractor.attention import flash
 from attractor.attention.fused import stepped_values
-from attractor.attention.fused.reaction import blocks, walks
+from attractor.attention.fused.reaction import blocks, once, walks
 from attractor.attention.fused.taps import parts_of, power_of_two, wrap_triton
 from attractor.attention.fused.values import by_rows, operator, strides
 from attractor.attention.masks import Scope
@@ -45,7 +45,7 @@ TILES = {
 }
 TURNS = 32  # of a strand of keys, without its halo, that a program of "keys" owns; fewer if keys are few
 PROGRAMS = 264  # about what fills a GPU
-ACROSS = True  # products of dim times keys in "once", see `walks._returned`
+ACROSS = True  # products of dim times keys in "once", see `once._returned`
 BY_OPERATOR = True  # log-sum-exp and mean key from torch's fused operator, where it has them
 
 
@@ -288,7 +288,7 @@ def backward_once(
         parts = lse.new_empty(grid[0], 2)
     if query.dtype == torch.float32 or max(query.shape[-1], value.shape[-1]) > 64 or steps > 4:
         strands = 16  # half as many keys a turn: these take more registers and shared memory
-    wrap_triton(walks.once_kernel)[grid](
+    wrap_triton(once.once_kernel)[grid](
         grad, query, key, value, out, mean, lse, spread.contiguous(), growth.contiguous(),
         *_given(first, last, lse), of_query, rest, of_key, of_value, parts, scale, queries, keys, heads,
         *strides(grad), *strides(query), *strides(key), *strides(value), *strides(out), *strides(mean),
