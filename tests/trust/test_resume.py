@@ -125,7 +125,7 @@ def test_many_breaks_of_one_training(tmp_path):
                 raise Interrupted
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("attractor.train.loop._Watch.EVERY", 0.0)
+            patch.setattr("attractor.train.bookkeeping.Watch.EVERY", 0.0)
             try:
                 model, _ = on_images(out=tmp_path / "torn", save_minutes=0, tell=tell)
                 break
