@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format test-slow test-gpu docs notebooks bench results gates fuzz soak clean
+.PHONY: demo test lint format test-slow test-gpu docs notebooks bench results fuzz soak clean
 
 demo: $(STAMP)
 	$(BIN)/attractor demo --out out/demo

@@ -8,7 +8,7 @@ the last layer. Both corrections under all three recipes, from the same trajecto
 
 from typing import Any
 
-from attractor.reproduce import DIRECTION, FAILS, HOLDS, Experiment, Results, Scale, Verdict
+from attractor.reproduce import DIRECTION, FAILS, HOLDS, UNTESTED, Experiment, Results, Scale, Verdict
 from attractor.reproduce.verdict import number
 
 from .attns_shared import (
@@ -54,7 +54,12 @@ def judge(results: Results) -> Verdict:
             less = f", after {length:g} of {FULL} epochs" if length < FULL else ""
             ratios.append(f"{number(typical(results, ours) / typical(results, theirs))} ({s}{less})")
         told.append(f"{TOLD[r]}: {', '.join(ratios)}")
-    word = FAILS if FAILS in words else HOLDS if set(words) == {HOLDS} else DIRECTION
+    if FAILS in words:
+        word = FAILS
+    elif set(words) == {HOLDS}:
+        word = HOLDS
+    else:
+        word = DIRECTION if HOLDS in words or UNTESTED not in words else UNTESTED
     better = lambda what, s: (
         typical(results, name(s, what, "paper")) / typical(results, name(s, what, "normalised"))
     )

@@ -24,7 +24,8 @@ LEVEL = 0.01  # powers of ten: errors that differ by less, 2 %, are level
 FULL = 500  # epochs of the paper's recipe
 UNPRINTED = (
     "The paper prints no optimiser, batch size or number of epochs; Adam at 1e-3 with a cosine, "
-    "batches of 16,384 and 500 epochs are taken for its recipe."
+    "batches of 16,384 and 500 epochs are taken for its recipe. Nor does it say whether its error is "
+    "that at T or up to T: here the mean over all states up to T, the first, which is exact, included."
 )
 
 SMOKE: dict[str, Any] = {
@@ -85,10 +86,14 @@ def logs(results: Results, arm: str, metric: str = "mse") -> dict[int, float]:
 
 
 def epochs(results: Results, arm: str) -> float:
-    """How long its training was; as long as the paper's if it had none."""
+    """How long its training was, in updates of an epoch of all data; as long as the paper's if it had
+    none. Of a part of the data an epoch has fewer."""
     config = next(iter(results.runs[arm].values()))["config"]
-    given = config.get("epochs", FULL) if config.get("recipe") in ("paper", "normalised") else FULL
-    return given[config["system"]] if isinstance(given, dict) else given
+    if config.get("recipe") not in ("paper", "normalised"):
+        return FULL
+    given = config.get("epochs", FULL)
+    whole = given[config["system"]] if isinstance(given, dict) else given
+    return whole * config.get("share", 1.0)
 
 
 def cautious(results: Results, arms: Sequence[str], verdict: Verdict) -> Verdict:
@@ -97,7 +102,7 @@ def cautious(results: Results, arms: Sequence[str], verdict: Verdict) -> Verdict
     if least >= FULL:
         return verdict
     word = UNTESTED if verdict.word == FAILS else DIRECTION if verdict.word == HOLDS else verdict.word
-    return Verdict(word, f"{verdict.why}, after {least:g} of {FULL} epochs, which cannot tell")
+    return Verdict(word, f"{verdict.why}, after the updates of {least:g} of {FULL} epochs")
 
 
 def smaller(
@@ -119,7 +124,7 @@ def smaller(
         if typical(results, arm, metric) >= CEILING / 10:
             word, told = FAILS, f"{told}, lost"
         elif abs(gap) < LEVEL:
-            word = DIRECTION
+            word, told = DIRECTION, f"{told}, level"
         elif gap > 0:
             word = HOLDS if gap > doubt else DIRECTION
         else:
@@ -179,6 +184,8 @@ def dots(
                 label = arm.split(": ")[-1].split(", ")[0].split(" at ")[0]
                 at = g + 0.7 * ((k + 0.5) / len(members) - 0.5)
                 values = results.values(arm, metric)
+                if not values:
+                    continue
                 color = colors.setdefault(label, plt.get_cmap("tab10")(len(colors)))
                 for v in values:
                     lost = v > top

@@ -60,7 +60,7 @@ EXPERIMENT = Experiment(
     data=("imdb",),
     note=(
         "Not in the paper. Long Range Arena's Text task is this one with up to 4,000 bytes, where a "
-        "larger Transformer, trained for 20,000 steps, has 64.27 %; here 2,048 and five epochs. "
+        "larger Transformer, trained for 20,000 steps, has 64.27 %; at scale gpu 2,048 and five epochs. "
         "Weight moves four keys in four steps, a fifth of a percent of such a text: what far tokens "
         "have to do with each other is still the softmax's."
     ),

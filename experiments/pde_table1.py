@@ -7,8 +7,8 @@ batches of 128, four epochs, with the learning rate of a grid of three that is b
 together on held-out texts. Diffusion stands for PDE attention; the other PDEs are run beside it.
 """
 
-from attractor.reproduce import DIRECTION, FAILS, HOLDS, Experiment, Results, Scale, Verdict
-from attractor.reproduce.verdict import margin, number
+from attractor.reproduce import DIRECTION, FAILS, HOLDS, UNTESTED, Experiment, Results, Scale, Verdict
+from attractor.reproduce.verdict import lead, number
 
 TASK = "attractor.reproduce.tasks.texts:classify"
 SETS = {"imdb": "IMDb", "ag_news": "AG News", "sst2": "SST-2"}
@@ -77,22 +77,25 @@ def chosen(results: Results, data: str) -> str:
 
 
 def judge(results: Results) -> Verdict:
-    """Whether diffusion is better than standard attention on all three sets by the tuned recipe; by the
-    paper's both models stay one function, which is told."""
-    better, sure, told = [], [], []
+    """Whether diffusion gains half of what the paper says, or more, on all three sets by the tuned
+    recipe; in direction if it gains by more than seeds differ, not if half is out of reach. By the
+    paper's recipe both models stay one function, which is told."""
+    found, told = [], []
     for data in SETS:
         words = []
         for recipe in ("paper", chosen(results, data)):
             standard, moved = (name_of(data, m, recipe) for m in ("standard", "diffusion"))
-            gain = results.mean(moved) - results.mean(standard)
             if recipe != "paper":
-                better.append(gain > 0)
-                sure.append(gain > margin(results.paired(moved, standard)))
+                gain, doubt = lead(results, moved, standard)
+                half = (PAPER[data][1] - PAPER[data][0]) / 2
+                if gain > doubt:
+                    found.append(HOLDS if gain >= half else DIRECTION)
+                else:
+                    found.append(FAILS if gain + doubt < half else UNTESTED)
             words.append(f"{number(results.mean(moved))} against {number(results.mean(standard))}")
         told.append(f"{SETS[data]} {words[0]}, tuned ({chosen(results, data)}) {words[1]}")
     why = "diffusion against standard attention: " + "; ".join(told)
-    word = HOLDS if all(sure) else DIRECTION if all(better) else FAILS
-    return Verdict(word, why)
+    return Verdict(max(found, key=[HOLDS, DIRECTION, UNTESTED, FAILS].index), why)
 
 
 EXPERIMENT = Experiment(
@@ -145,7 +148,7 @@ EXPERIMENT = Experiment(
         "2e-5. By such a training maps stay nearly even and alpha where it was, so that with and "
         "without diffusion it is one function to four digits: these rows say nothing about PDE "
         "attention, the tuned ones do. The paper's own training losses (0.46 and 0.48 on SST-2) are "
-        "not reached this way. AG News is a quarter of its training set, 31,600 texts, and its own "
-        "7,600 test texts. Accuracy is that of the last epoch on the test set."
+        "not reached this way. AG News is a quarter of its training set, 31,600 texts, so a quarter of "
+        "the updates, and its own 7,600 test texts. Accuracy is that of the last epoch on the test set."
     ),
 )  # fmt: skip

@@ -37,7 +37,7 @@ def judge(results: Results) -> Verdict:
     )
     if results.runs.get(TRIPLES[-1][0]):
         own = [results.mean(arm) for arm in TRIPLES[-1]]
-        why += f"; by the paper's recipe at 1,024 {each(own)}"
+        why += f"; by the paper's recipe at 1,024 tokens these three have {each(own)}"
     return Verdict(HOLDS if up(standard) and up(causal[::-1]) else FAILS, why)
 
 

@@ -28,8 +28,8 @@ TWO_SIDED = list(KINDS)[1]
 
 
 def judge(results: Results) -> Verdict:
-    """Whether a Longformer gains by the PDE: in direction if it does where no token sees the future,
-    holds if it does so too where tokens see it, as they must for the paper's numbers."""
+    """Whether a Longformer gains by the PDE in both kinds of windows: where no token sees the future,
+    and where they do, as they must for the paper's numbers."""
     told, gains = [], []
     for kind in KINDS:
         plain, moved = arms = [f"{model}, {kind}" for model in MODELS]
@@ -38,12 +38,12 @@ def judge(results: Results) -> Verdict:
         told.append(f"{kind} windows: {number(after)} with PDE steps against {number(before)}")
     alone = [number(results.mean(arm, "left_to_right")) for arm in (moved, plain)]
     why = f"{'; '.join(told)}, from left to right {alone[0]} against {alone[1]}"
-    honest, leaking = gains
-    if honest < -lm.LEVEL:
-        return Verdict(FAILS, why)
-    if honest <= lm.LEVEL:
-        return Verdict(UNTESTED, f"{why}: causal ones are level")
-    return Verdict(HOLDS if leaking > 0 else DIRECTION, why)
+    if min(gains) < -lm.LEVEL:
+        where = "see the future, as they do for the paper's numbers" if gains[0] > gains[1] else "do not"
+        return Verdict(FAILS, f"it loses where tokens {where}: {why}")
+    if max(gains) <= lm.LEVEL:
+        return Verdict(UNTESTED, f"{why}: both are level")
+    return Verdict(HOLDS if min(gains) > lm.LEVEL else DIRECTION, why)
 
 
 EXPERIMENT = Experiment(

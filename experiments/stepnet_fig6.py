@@ -13,8 +13,10 @@ MOST = 10  # per cent
 
 
 def few(results: Results, arm: str, step: str, end: str = "") -> float:
-    """The part of all pairs of thresholds above 0 at which at most a tenth of the blocks are stiff."""
-    return float((table(results.curve(arm, f"share_{step}{end}"))[1:, 1:] <= 10 * MOST).mean())
+    """The part of all pairs of thresholds above 0 at which at most a tenth of the blocks are stiff, at
+    the seed where that is least."""
+    shares = (table(results.curve(arm, f"share_{step}{end}", s))[1:, 1:] for s in results.runs[arm])
+    return min(float((share <= 10 * MOST).mean()) for share in shares)
 
 
 def judge(results: Results) -> Verdict:
@@ -31,8 +33,8 @@ def judge(results: Results) -> Verdict:
     most = max(results.mean(arm, "proportion_gate") for arm in results.arms)
     return Verdict(
         HOLDS if least["gate", ""] > 0.5 else FAILS,
-        f"at most 10 % of the blocks are stiff at this part of the thresholds, in the network with the "
-        f"least: {told}; with both thresholds at 0.5 up to {100 * most:.1f} % are",
+        f"in every network at most 10 % of the blocks are stiff at {told} of all pairs of thresholds, "
+        f"or more; with both at 0.5 up to {100 * most:.1f} % are",
     )
 
 

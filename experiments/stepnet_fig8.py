@@ -29,8 +29,10 @@ def judge(results: Results) -> Verdict:
     better = [t for t in TRICKS if statistics.fmean(gap[t]) > 0]
     if not better:
         return Verdict(UNTESTED, f"no trick made this short training better: {told}")
-    if not all(statistics.fmean(rise[t]) > 0 for t in better):
+    if any(statistics.fmean(rise[t]) < -margin(rise[t]) for t in better):
         return Verdict(FAILS, told)
+    if not all(statistics.fmean(rise[t]) > 0 for t in better):
+        return Verdict(UNTESTED, f"{told}: TNS falls by no more than seeds differ")
     sure = all(statistics.fmean(g[t]) > margin(g[t]) for t in better for g in (gap, rise))
     return Verdict(HOLDS if sure else DIRECTION, told)
 

@@ -7,7 +7,7 @@ is a factor of NSI itself.
 
 import statistics
 
-from attractor.reproduce import DIRECTION, FAILS, HOLDS, Experiment, Results, Scale, Verdict
+from attractor.reproduce import DIRECTION, FAILS, HOLDS, UNTESTED, Experiment, Results, Scale, Verdict
 from attractor.reproduce.verdict import margin, number
 
 from .stepnet_shared import (
@@ -23,7 +23,8 @@ from .stepnet_shared import (
 
 
 def judge(results: Results) -> Verdict:
-    """Holds if both are below 0 for SE by more than seeds differ, in direction if both means are."""
+    """Holds if both are below 0 for SE by more than seeds differ, in direction if both means are; not if
+    one is above 0 by more than that."""
     blocks, paths = (of_seed(results, "se", f"{m}_gate") for m in ("blocks", "paths"))
     found = [list(values.values()) for values in (blocks, paths)]
     each = ", ".join(f"{number(blocks[s])} and {number(paths[s])}" for s in blocks)
@@ -32,7 +33,7 @@ def judge(results: Results) -> Verdict:
         for arm in results.arms
         if arm != "se"
     )
-    word = FAILS
+    word = FAILS if any(statistics.fmean(x) > margin(x) for x in found) else UNTESTED
     if all(statistics.fmean(values) < 0 for values in found):
         sure = all(statistics.fmean(values) < -margin(values) for values in found)
         word = HOLDS if sure else DIRECTION
@@ -57,6 +58,7 @@ EXPERIMENT = Experiment(
     judge=judge,
     others=("paths_gate", "negative_gate", "blocks_one", "paths_one"),
     data=("cifar100",),
-    note=f"{RECIPE} The stage's first block is left out. The paper names no data set.",
+    note=f"{RECIPE} The stage's first block is left out. blocks is over inputs in each block, "
+    "paths over the blocks for each input. The paper names no data set.",
     picture=gate_correlations,
 )

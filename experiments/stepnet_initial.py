@@ -67,7 +67,8 @@ def judge(results: Results) -> Verdict:
         word = HOLDS if all(statistics.fmean(x) > margin(x) for x in both) else DIRECTION
     else:
         word = FAILS if any(-statistics.fmean(x) > margin(x) for x in both) else UNTESTED
-    return Verdict(word, "with " + ". With ".join(told[:2]) + f". {told[2]}")
+    asked = "asked of SE, ECA and SRM, the gates of its Figure 2, with step F"
+    return Verdict(word, f"{asked}. With " + ". With ".join(told[:2]) + f". {told[2]}")
 
 
 def rises_over_plain(results: Results, arm: str, step: str) -> list[float]:

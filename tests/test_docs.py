@@ -320,8 +320,11 @@ def papers():
     skip = {
         s: [parts.typical(f"{s}: {what}, paper") for what in ("with skip", "AttNS")] for s in pendulums
     }
-    yield "it does, {:.1e} instead of {:.1e}".format(*skip["2-link"])
+    yield "does on the 2-link pendulum, {:.1e} instead of {:.1e}".format(*skip["2-link"])
     yield "it helps: {:.1e} instead of {:.1e}".format(*skip["spring-mass"])
+    sizes = reproduced("attns-table1", "gpu")
+    wide = [sizes.typical(f"spring-mass: width {w}, long, paper") for w in (512, 1024, 2048)]
+    yield "{:.1e}, {:.1e} and {:.1e} for widths of 512".format(*wide)
     case = next(r for r in load("theory")["constants"] if r["case"] == "elastic pendulum, rk4, default")
     bound = case["convergence"]["10"]
     yield f"the error is {bound['actual']:.1e} and the bound {bound['theorem']:.1e}"
@@ -330,6 +333,17 @@ def papers():
     yield f"is {rank['one']['kendall']:+.2f} with step 1 and {rank['gate']['kendall']:+.2f} with"
     gain = {arm: f"{statistics.mean(trained.paired(arm, 'none')):+.2f}" for arm in trained.arms}
     yield f"SRM gained {gain['srm']} points over no gate, ECA {gain['eca']}, StepNet {gain['stepnet']}"
+    hundred = reproduced("stepnet-table1-cifar100", "gpu")
+    rank = compared(hundred)["models"].correlations
+    yield f"CIFAR-100 {rank['one']['kendall']:+.2f} and {rank['gate']['kendall']:+.2f}"
+    yield f"(p {rank['gate']['kendall_p']:.2f})"
+    tns = lambda arm, end="": f"{hundred.mean(arm, f'tns_gate{end}'):.2f}"
+    yield f"falls from {tns('none', '_initial')} to {tns('none')}"
+    three = ("se", "eca", "srm")
+    yield "rise from {}, {} and {}".format(*(tns(arm, "_initial") for arm in three))
+    yield "to {}, {} and {}. StepNet ends at {}".format(*map(tns, (*three, "stepnet")))
+    gain = [statistics.mean(hundred.paired(arm, "none")) for arm in ("srm", "eca", "stepnet")]
+    yield "{:+.2f}, {:+.2f} and {:+.2f} on CIFAR-100".format(*gain)
     leak = reproduced("pde-leak", "gpu")
     standard, causal, leaking = (leak.mean(arm, "perplexity") for arm in leak.arms)
     yield f"{leaking:.3f} when it sees the text, and {leak.mean(leak.arms[-1], 'left_to_right'):.1e} when"
@@ -338,6 +352,19 @@ def papers():
     four, eight = (steps.mean(f"PDE, causal, {n} steps") for n in (4, 8))
     assert min(steps.mean(arm, "finite") for arm in steps.arms) == 1
     yield f"perplexity {eight:.1f} with eight, {four:.1f} with four"
+    windows = reproduced("pde-table3", "gpu")
+    ahead, honest = (
+        [f"{m}, {k}" for m in ("Longformer", "PDE-Longformer")] for k in ("two-sided", "causal")
+    )
+    alone = windows.mean(ahead[0], "left_to_right")
+    yield f"{windows.mean(ahead[0]):.3f} without any PDE, and {alone:,.0f} from left to right"
+    yield f"With PDE steps it is {windows.mean(ahead[1]):.3f}"
+    yield "they help, {1:.1f} instead of {0:.1f}".format(*map(windows.mean, honest))
+    few, arm = reproduced("pde-table13", "gpu"), "standard, 0.1 %"
+    yield f"({few.mean(arm):,.0f} after reading 0.1 % of the text 140 times"
+    yield f"with a training loss of {few.mean(arm, 'train_loss'):.2f})"
+    smooth = reproduced("pde-theorem2", "cpu")
+    yield f"it grows to {smooth.mean('reaction-diffusion, causal', 'variance'):.1f} times its start"
     table = reproduced("pde-table1", "gpu")
     gains = [
         table.mean(f"{data}, diffusion, tuned, 1e-3") - table.mean(f"{data}, standard, tuned, 1e-3")

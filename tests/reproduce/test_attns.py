@@ -16,6 +16,7 @@ from attractor.reproduce import (
     Context,
     Results,
     catalogue,
+    find,
     run,
 )
 from attractor.reproduce.page import rows
@@ -162,13 +163,56 @@ def test_theorems_hold_for_a_small_fit():
     ],
 )
 def test_which_error_is_smaller(ours, theirs, epochs, word):
-    made = lambda x: {
-        "metrics": {"mse": x},
-        "config": {"system": "s", "recipe": "paper", "epochs": {"s": epochs}},
-    }
-    runs = {arm: dict(enumerate(map(made, xs))) for arm, xs in (("a", ours), ("b", theirs))}
-    results = Results("x", "cpu", "mse", ["a", "b"], [0, 1, 2], runs)
+    results = pair(ours, theirs, epochs={"s": epochs})
     assert attns_shared.smaller("a", ["a", "b"])(results).word == word
+
+
+def pair(ours, theirs, **config):
+    config = {"system": "s", "recipe": "paper", **config}
+    runs = {
+        arm: {seed: {"metrics": {"mse": x}, "config": config} for seed, x in enumerate(errors)}
+        for arm, errors in (("a", ours), ("b", theirs))
+    }
+    return Results("x", "cpu", "mse", ["a", "b"], [0, 1, 2], runs)
+
+
+def test_half_of_the_data_are_half_of_the_updates():
+    ours, theirs = [1e-4, 1e-4, 3e-4], [1e-6, 2e-6, 1e-6]
+    judge = attns_shared.smaller("a", ["a", "b"])
+    found = judge(pair(ours, theirs, epochs=500, share=0.5))
+    assert found.word == UNTESTED
+    assert found.why.endswith("after the updates of 250 of 500 epochs")
+    assert judge(pair(ours, theirs, epochs=1000, share=0.5)).word == FAILS
+    assert judge(pair(ours, theirs, recipe="default", share=0.5)).word == FAILS
+
+
+@pytest.mark.parametrize(
+    ("ratio", "spread", "word"),
+    [(0.1, 1.1, HOLDS), (1.1, 2.0, UNTESTED), (10, 1.1, FAILS), (0.9, 2.0, DIRECTION)],
+)
+def test_verdicts_on_inputs(ratio, spread, word):
+    runs = {
+        attns_shared.name(s, what, r): {
+            seed: {"metrics": {"mse": x * spread ** (seed * (what == "AttNS"))},
+                   "config": {"system": s, "recipe": r, "epochs": 500}}
+            for seed in range(-1, 2)
+        }
+        for r in ("paper", "normalised", "default")
+        for s in attns_table1.SYSTEMS
+        for what, x in (("AttNS", ratio * 1e-6), ("NeurVec", 1e-6))
+    }  # fmt: skip
+    judge = find("attns-normalised").judge
+    assert judge(Results("attns-normalised", "gpu", "mse", list(runs), [0], runs)).word == word
+
+
+def test_what_goes_around_a_network_may_be_its_input_itself(monkeypatch):
+    made = []
+    taken = solvers.train
+    keep = lambda model, *args, **more: (made.append(model), taken(model, *args, **more))[1]
+    monkeypatch.setattr(solvers, "train", keep)
+    config = {**find("attns-table2").config("2-link: with identity, paper", "smoke"), "train": 4}
+    solvers.solve(config, Context())
+    assert torch.equal(made[0].net.around.weight, torch.eye(4))
 
 
 @pytest.mark.parametrize(
@@ -204,9 +248,10 @@ def test_no_ratio_of_errors_where_trajectories_are_lost():
         for s in attns_table1.SYSTEMS
         for h, w in ((2, 512), (2, 1024), (2, 2048), (3, 1024), (4, 1024))
     }
-    found = attns_table1.depth(Results("attns-table1", "gpu", "mse", list(runs), [0], runs))
-    assert found.word == DIRECTION
-    assert "not known where trajectories are lost (elastic" in found.why
+    made = Results("attns-table1", "gpu", "mse", list(runs), [0], runs)
+    words = {s: attns_table1.depth(s)(made) for s in attns_table1.SYSTEMS}
+    assert [v.word for v in words.values()] == [HOLDS, HOLDS, FAILS]
+    assert "not known, trajectories are lost" in words["elastic"].why
 
 
 def test_curves_are_short_and_keep_their_ends():

@@ -2,12 +2,13 @@
 
 import json
 import math
+import sys
 
 import pytest
 import torch
 
 from attractor.reproduce import DIRECTION, FAILS, HOLDS, UNTESTED, Results, catalogue, find, run
-from attractor.reproduce.tasks import Context, maps, texts
+from attractor.reproduce.tasks import Context, maps, mixed, texts
 
 NAMES = [name for name in catalogue() if name.startswith("pde-")]
 
@@ -44,6 +45,31 @@ def test_only_what_leaks_has_two_perplexities(arm):
     else:
         assert metrics["causal"] == 1
         assert metrics["left_to_right"] == pytest.approx(metrics["sample_forced"], rel=1e-4)
+
+
+@pytest.mark.parametrize("channels", [(), (2, 4)], ids=["a layer", "a channel"])
+def test_mixed_values_are_attention_to_a_convolution(channels):
+    torch.manual_seed(0)
+    attention = mixed.MixedValues(3, *channels).double()
+    torch.nn.init.normal_(attention.weight)
+    query, key, value = torch.randn(3, 2, 2, 7, 4, dtype=torch.float64)
+    weight = attention.weight.expand(3, 2, 1, 4).flatten(1).T[:, None].flip(2)  # [channels, 1, 3]
+    rows = value.transpose(2, 3).flatten(1, 2)  # [batch, channels, tokens]
+    moved = torch.conv1d(torch.nn.functional.pad(rows, (2, 0)), weight, groups=8)
+    moved = moved.view(2, 2, 4, 7).transpose(2, 3)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, moved, is_causal=True)
+    torch.testing.assert_close(attention(query, key, value, is_causal=True), expected)
+    short = (x[..., :2, :] for x in (query, key, value))  # fewer tokens than weights
+    torch.testing.assert_close(attention(*short, is_causal=True), expected[..., :2, :])
+
+
+def test_every_layer_mixes_for_itself():
+    given = config("pde-mixing", "mixed values, a channel")
+    options = {**given["size"], **texts._special(given), "max_tokens": 8}
+    model = texts.LanguageModel(20, **options)
+    found = [m for m in model.modules() if isinstance(m, mixed.MixedValues)]
+    assert [m.weight.shape for m in found] == [(5, 2, 1, 8)] * 2
+    assert found[0].weight is not found[1].weight
 
 
 def test_an_untrained_model_guesses():
@@ -235,7 +261,77 @@ def test_verdicts_on_equations():
     assert of(9096.3, (2.15, 2.27, 2.15, 2.18)) == HOLDS
     assert of(9096.3, (2.27, 2.15, 2.15, 2.18)) == FAILS, "diffusion is not among the best"
     assert of(100.0, (95.0, 97.0, 95.0, 97.0)) == DIRECTION
+    assert of(118.4, (110.5, 113.6, 111.3, 109.1)) == UNTESTED, "too near for one seed"
     assert of(100.0, (100.0,) * 4) == FAILS
+
+
+def test_verdicts_on_longformers():
+    def of(causal, two_sided):
+        kinds = {"causal": causal, "two-sided": two_sided}
+        values = {
+            f"{model}, {kind}": x
+            for kind, pair in kinds.items()
+            for model, x in zip(("Longformer", "PDE-Longformer"), pair)
+        }
+        return verdict("pde-table3", values, left_to_right=9.0)
+
+    assert of((150.0, 140.0), (1.04, 1.02)) == HOLDS
+    assert of((150.0, 140.0), (1.04, 1.03)) == DIRECTION, "level where the paper's numbers come from"
+    assert of((150.0, 140.0), (1.01, 1.28)) == FAILS, "worse there"
+    assert of((150.0, 149.0), (1.04, 1.03)) == UNTESTED, "level"
+    assert of((150.0, 160.0), (1.04, 1.02)) == FAILS
+
+
+def test_verdicts_on_mixtures():
+    arms = ("standard", "PDE, causal", "mixed values, a layer", "mixed values, a channel")
+    of = lambda *numbers: verdict("pde-mixing", dict(zip(arms, numbers)))
+    assert of(106, 102, 104, 103) == DIRECTION, "one seed"
+    assert of(106, 102, 104, 95) == UNTESTED
+    assert of(101, 102, 104, 103) == UNTESTED, "no gain over standard attention"
+
+
+def test_verdicts_on_accuracies():
+    table = sys.modules[find("pde-table1").judge.__module__]
+
+    def of(*gains, doubt=0.1):
+        runs = {
+            table.name_of(data, model, rate): {
+                seed: {
+                    "metrics": {"accuracy": 80 + more + doubt * seed * (more != 0), "valid_accuracy": 80}
+                }
+                for seed in range(-1, 2)
+            }
+            for rate in ("paper", *table.GRID)
+            for data, gain in zip(table.SETS, gains)
+            for model, more in (("standard", 0.0), ("diffusion", gain))
+        }
+        return table.judge(Results("pde-table1", "gpu", "accuracy", list(runs), [0], runs)).word
+
+    assert of(3.0, 11.6, 19.7) == HOLDS
+    assert of(1.0, 1.0, 1.0) == DIRECTION, "by far less than it says"
+    assert of(-0.2, 0.1, 0.2) == FAILS
+    assert of(2.0, 11.6, 19.7, doubt=1.0) == UNTESTED, "seeds of the first differ by more"
+
+
+def test_verdicts_on_theorems():
+    names = [f"{pde}, {kind}" for kind in ("causal", "full") for pde in
+             ("diffusion", "advection-diffusion", "reaction-diffusion", "wave")]  # fmt: skip
+
+    def of(falls, variance):
+        values = {
+            arm: {"falls": falls.get(arm.split(",")[0], 1.0),
+                  "variance": variance.get(arm.split(",")[0], 0.3)}
+            for arm in names
+        }  # fmt: skip
+        return verdict("pde-theorem2", values)
+
+    assert of({}, {}) == HOLDS
+    assert of({"wave": 0.5}, {"wave": 1.1}) == DIRECTION, "the theorem is not about the wave"
+    assert of({"reaction-diffusion": 0.5}, {"reaction-diffusion": 1.4}) == FAILS
+
+    far = lambda **metrics: verdict("pde-theorem-tail", {"diffusion": metrics})
+    assert far(exponent=1.0, reach=20, tail=0.8) == HOLDS
+    assert far(exponent=0.5, reach=4, tail=0.02) == FAILS
 
 
 def test_verdicts_on_coefficients():

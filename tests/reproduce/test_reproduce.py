@@ -254,6 +254,8 @@ def unknown(results):
     ("rule", "values", "word"),
     [
         (best("b"), {"a": [1, 2, 3], "b": [2, 3, 4]}, HOLDS),
+        (best("b"), {"a": [1, 2, 3], "b": [1.1, 2.1, 2.9]}, DIRECTION),  # by no more than seeds differ
+        (best("b"), {"a": [1], "b": [2]}, DIRECTION),
         (best("b"), {"a": [1, 2, 3], "b": [0.9, 1.9, 3.1]}, UNTESTED),  # who knows
         (best("b"), {"a": [1, 2, 3], "b": [0, 1, 2]}, FAILS),
         (best("b"), {"a": [1], "b": [0.99]}, UNTESTED),  # one seed tells nothing of the spread
@@ -264,6 +266,7 @@ def unknown(results):
         (gains(["b", "c"], "a"), {"a": [1, 2], "b": [2, 3.1], "c": [0, 1]}, FAILS),
         (gains(["b", "c"], "a"), {"a": [1, 2], "b": [2, 3.1], "c": [0, 2.9]}, UNTESTED),
         (gains(["b"], "a"), {"a": [2], "b": [1]}, UNTESTED),
+        (gains(["b"], "a"), {"a": [1, 2, 9], "b": [1.1, 2.1]}, HOLDS),  # at the seeds of both
         (gains(["b"], "a", better="lower"), {"a": [2, 3], "b": [1, 2]}, HOLDS),
         (below("a", 2.0), {"a": [1, 2]}, HOLDS),
         (below("a", 1.0), {"a": [1, 2]}, FAILS),
@@ -279,6 +282,11 @@ def test_rules(rule, values, word):
     verdict = rule(results(**values))
     assert verdict.word == word
     assert verdict.why
+
+
+def test_what_decides_is_told_first():
+    found = all_of(below("a", 2.0), unknown)(results(a=[1], b=[2]))
+    assert str(found) == (f"{UNTESTED}: who knows; beside it, {HOLDS}: x of a is 1, 2 is allowed")
 
 
 def test_what_cannot_be_run_says_so(tmp_path):
@@ -307,8 +315,8 @@ def test_mistakes_in_an_experiment():
 
 
 def test_a_verdict_of_few_seeds_is_one_so_far(tmp_path):
-    assert pages.worded(EXAMPLE, run(EXAMPLE, "cpu", folder=tmp_path, seeds=[0])) == HOLDS
-    assert pages.worded(EXAMPLE, load(EXAMPLE, "cpu", tmp_path)) == f"{HOLDS} so far"
+    assert pages.worded(EXAMPLE, run(EXAMPLE, "cpu", folder=tmp_path, seeds=[0])) == DIRECTION
+    assert pages.worded(EXAMPLE, load(EXAMPLE, "cpu", tmp_path)) == f"{DIRECTION} so far"
     assert pages.worded(EXAMPLE, None) == ""
 
 

@@ -333,7 +333,12 @@ def test_gates_must_end_above_the_plain_network_and_rise_there(se, start, word):
 
 @pytest.mark.parametrize(
     ("over_blocks", "word"),
-    [([-0.8, -0.7, -0.75], HOLDS), ([-0.8, -0.007, -0.6], DIRECTION), ([0.1, 0.2, -0.1], FAILS)],
+    [
+        ([-0.8, -0.7, -0.75], HOLDS),
+        ([-0.8, -0.007, -0.6], DIRECTION),
+        ([0.1, 0.2, -0.1], UNTESTED),
+        ([0.5, 0.6, 0.55], FAILS),
+    ],
 )
 def test_a_correlation_of_about_nothing_is_none(over_blocks, word):
     found = results("stepnet-fig9", {"se": over_blocks})

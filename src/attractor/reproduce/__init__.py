@@ -16,7 +16,7 @@ the claim holds; a task of `reproduce.tasks` does one arm with one seed. Experim
 >>> results.mean("two")
 2.0
 >>> print(example.judge(results))
-holds: two is best, 2 against 1 (one)
+holds in direction: two is best, at one seed, 2 against 1 (one)
 
 On the command line: ``attractor reproduce --list``, ``attractor reproduce stepnet-table1 --scale cpu``.
 """

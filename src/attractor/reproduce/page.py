@@ -19,10 +19,11 @@ what we measured, under the paper's protocol and under a fair one. *holds*: what
 we see. *holds in direction*: the means go the paper's way, but by far less than it says, or by no more
 than seeds differ (half of a 95 % interval: 4.3 standard errors of three seeds). *does not hold*: it is
 not what we see. *cannot be tested here*: what it needs is not at hand, or a training of this length, or
-so few seeds, cannot tell; the command is there. *so far*: seeds or arms are still missing. Without a
-word: the runs are too small for a verdict, or not all there. Numbers are means over seeds, "±" their
-standard deviation; of errors, which differ by factors, the geometric mean, and "×÷" the factor of one
-standard deviation.
+so few seeds, cannot tell; the command is there. *so far*: seeds or arms that the verdict waits for are
+still missing. Without a word: the runs are too small for a verdict, or not all there. Numbers are means
+over seeds, "±" their standard deviation; of errors, which differ by factors, the geometric mean, and
+"×÷" the factor of one standard deviation. Where language models have one seed, perplexities within
+1.7 %, twice the deviation between two runs of other seeds, are level.
 
 This page is made by `attractor reproduce --page docs/results.md` from the files in experiments/results.
 
@@ -156,11 +157,11 @@ def section(experiment: Experiment, folder: Path | str, pictures: Path) -> str:
         minutes = found.seconds() / 60
         time = f"{minutes:.0f} min" if minutes >= 2 else f"{found.seconds():.0f} s"
         where = ", ".join(found.devices())
-        others = sorted(
-            {r["made_by"] for runs in found.runs.values() for r in runs.values() if "made_by" in r}
-        )
+        each = [run.get("made_by") for runs in found.runs.values() for run in runs.values()]
+        others = sorted({script for script in each if script})
         by = ", ".join(f"`{script}`" for script in others) + " of an earlier version, since removed"
-        taken = f"; some of them made by {by}" if others else ""
+        part = "all" if all(each) else f"{len(each) - each.count(None)} of {len(each)}"
+        taken = f"; {part} made by {by}" if others else ""
         lines.append(f"`{command(experiment, found.scale)}`: {time} of runs on {where}{taken}.\n")
         lines += larger(experiment, found, folder)
         drawn = pictures / f"{experiment.name.replace('-', '_')}.png"

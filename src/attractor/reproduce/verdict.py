@@ -59,11 +59,23 @@ def margin(differences: Sequence[float]) -> float:
     return quantile * statistics.stdev(differences) / math.sqrt(len(differences))
 
 
+def lead(
+    results: Results, arm: str, other: str, sign: int = 1, metric: str | None = None
+) -> tuple[float, float]:
+    """How far an arm is ahead of another at the seeds of both, and the margin of that.
+
+    Args:
+        sign: -1: smaller is better.
+    """
+    gaps = [sign * x for x in results.paired(arm, other, metric)]
+    return statistics.fmean(gaps), margin(gaps)
+
+
 def best(
     arm: str, among: Sequence[str] | None = None, better: str = "higher", metric: str | None = None
 ) -> Rule:
-    """Holds if no other arm has a better mean; untested if what is better is so by no more than seeds
-    differ, or there is one seed."""
+    """Holds if it is better than all other arms by more than seeds differ, in direction if by less;
+    untested if it is worse than the best of them by no more than that, or at one seed."""
 
     def judge(results: Results) -> Verdict:
         sign = 1 if better == "higher" else -1
@@ -71,10 +83,14 @@ def best(
         mine = results.mean(arm, metric)
         first = max(others, key=lambda a: _worth(sign * results.mean(a, metric)))
         theirs = results.mean(first, metric)
+        gap, doubt = lead(results, arm, first, sign, metric)
         against = f"{number(mine)} against {number(theirs)} ({first})"
-        if _worth(sign * mine) >= _worth(sign * theirs):
+        if gap > doubt:
             return Verdict(HOLDS, f"{arm} is best, {against}")
-        if abs(mine - theirs) < margin(results.paired(arm, first, metric)):
+        if gap > 0:
+            few = "by no more than seeds differ" if math.isfinite(doubt) else "at one seed"
+            return Verdict(DIRECTION, f"{arm} is best, {few}, {against}")
+        if gap > -doubt:
             return Verdict(UNTESTED, f"{arm} cannot be told from the best at so few seeds, {against}")
         return Verdict(FAILS, f"{arm} is not best, {against}")
 
@@ -99,8 +115,7 @@ def gains(
         sign = 1 if better == "higher" else -1
         means, sure, behind = [], [], []
         for arm in arms:
-            gap = sign * (results.mean(arm, metric) - results.mean(over, metric))
-            doubt = margin(results.paired(arm, over, metric))
+            gap, doubt = lead(results, arm, over, sign, metric)
             means.append(gap > 0)
             sure.append(gap > doubt)
             behind.append(not gap > -doubt)
@@ -148,12 +163,16 @@ def within(expected: dict[str, float], factor: float, metric: str | None = None)
 
 
 def all_of(*rules: Rule) -> Rule:
-    """The worst of several verdicts, with all reasons; one that fails outweighs one that is untested."""
+    """The worst of several verdicts, its reasons first, then those of the others with their words; one
+    that fails outweighs one that is untested."""
 
     def judge(results: Results) -> Verdict:
         found = [rule(results) for rule in rules]
         order = [HOLDS, DIRECTION, UNTESTED, FAILS]
-        return Verdict(max((v.word for v in found), key=order.index), "; ".join(v.why for v in found))
+        words = sorted({v.word for v in found}, key=order.index, reverse=True)
+        told = ["; ".join(v.why for v in found if v.word == word) for word in words]
+        rest = [f"beside it, {word}: {why}" for word, why in zip(words[1:], told[1:])]
+        return Verdict(words[0], "; ".join((told[0], *rest)))
 
     return judge
 

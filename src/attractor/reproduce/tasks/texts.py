@@ -29,6 +29,7 @@ from attractor.attention.windows import window_attention
 from attractor.core.files import write_json, write_text
 from attractor.data import text
 from attractor.reproduce.tasks import Context, Outcome
+from attractor.reproduce.tasks.mixed import MixedValues
 from attractor.train import Classify, DivergedError, Recipe, evaluate, train
 from attractor.train.runs import weights_of
 
@@ -423,9 +424,14 @@ def _recipe(given: Config, epochs: int, context: Context) -> Recipe:
 def _special(config: Config) -> Config:
     """Options of a model: pde, steps, walls and layers as they are; of a Longformer also window (tokens
     that a query sees, itself included), global_tokens and two_sided (half of the window is after the
-    query, as in the Longformer that the paper takes, which is no causal model)."""
+    query, as in the Longformer that the paper takes, which is no causal model); of one whose values are
+    mixed, without a PDE, mixed (how many) and perhaps each_channel (not one mixture for a layer)."""
     model = dict(config["model"])
-    window = model.pop("window", None)
+    window, mixed = model.pop("window", None), model.pop("mixed", None)
+    if mixed is not None:
+        heads, dim = (config["size"][name] for name in ("heads", "dim"))
+        channels = (heads, dim // heads) if model.pop("each_channel", False) else ()
+        return {**model, "attention": MixedValues(mixed, *channels)}
     if window is None:
         return model
     two_sided = model.pop("two_sided")

@@ -1,0 +1,38 @@
+"""Attention to mixtures of values: what attention that moves under a PDE is measured against.
+
+Under a linear PDE along keys a moved map times values is the map times moved values: far from walls,
+fixed mixtures of a few neighbours. Here the mixture is learnt, and there is no equation.
+
+>>> import torch
+>>> query, key, value = torch.randn(3, 1, 2, 6, 4)
+>>> attention = MixedValues(3)
+>>> start = attention(query, key, value, is_causal=True)
+>>> torch.equal(start, scaled_dot_product_attention(query, key, value, is_causal=True))
+True
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+
+class MixedValues(nn.Module):
+    """Attention to ``v'[t] = w[0] v[t] + w[1] v[t - 1] + ...``, which is causal if the map is.
+
+    Args:
+        count: values in a mixture, the token's own included. It starts with nothing but that.
+        heads, dim: a mixture for each of `dim` channels of `heads` heads; else one for all.
+    """
+
+    def __init__(self, count: int, heads: int = 1, dim: int = 1) -> None:
+        super().__init__()
+        own = torch.arange(count) == 0
+        self.weight = nn.Parameter(own.float()[:, None, None, None].repeat(1, heads, 1, dim))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **_: Any) -> Tensor:
+        """The output, like `query`; of a PDE and its steps nothing is wanted."""
+        tokens = value.shape[-2]
+        mixed = sum(pad(value, (0, 0, k, 0))[..., :tokens, :] * w for k, w in enumerate(self.weight))
+        return scaled_dot_product_attention(query, key, mixed.to(value.dtype), is_causal=is_causal)
