@@ -32,7 +32,7 @@ EXPERIMENT = Experiment(
     },
     scales={
         "smoke": Scale(lm.SMOKE, arms=(CAUSAL, *MIXED), judged=False, time="2 s"),
-        "cpu": Scale(lm.CPU, seeds=(0, 1, 2), time="5 min on 2 cores"),
+        "cpu": Scale(lm.CPU, seeds=(0, 1, 2, 3, 4, 5), time="7 min on 2 cores"),
         "gpu": Scale(lm.GPU, seeds=(0, 1, 2), time="4 min on one H200"),
     },
     metric="perplexity",
