@@ -696,7 +696,7 @@ def test_gate_can_be_copied_after_use(make):
 
 
 @every_gate
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_gate_can_be_compiled_whole(make, training):
     gate = stirred(make(6)).train(training)
     twin = deepcopy(gate)

@@ -54,7 +54,14 @@ def test_doctests(module):
     assert doctest.testmod(found).failed == 0
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
+LONG = {"causal_text.py"}  # the tutorial of sequences does the same in small
+
+
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(p, marks=pytest.mark.slow) if p.name in LONG else p for p in EXAMPLES],
+    ids=lambda p: p.name,
+)
 def test_examples_run(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [str(example)])

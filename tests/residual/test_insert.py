@@ -179,8 +179,9 @@ def test_copies_states_and_gradients(model, gate):
 
 @pytest.mark.parametrize(
     ("model", "gate"),
-    [("theirs-bottleneck", "stepnet"), ("theirs-basic", "dia"), ("transformers-bottleneck", "stepnet"),
-     ("transformers-basic", "cbam"), ("transformers-basic", "iebn")],
+    [("theirs-bottleneck", "stepnet"), ("theirs-basic", "dia"), ("transformers-basic", "iebn"),
+     pytest.param("transformers-bottleneck", "stepnet", marks=pytest.mark.slow),
+     pytest.param("transformers-basic", "cbam", marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_compiles_whole(model, gate):
     gated = disturb(insert_gates(make(model), gate, "all"))
