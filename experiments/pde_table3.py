@@ -39,7 +39,11 @@ def judge(results: Results) -> Verdict:
     alone = [number(results.mean(arm, "left_to_right")) for arm in (moved, plain)]
     why = f"{'; '.join(told)}, from left to right {alone[0]} against {alone[1]}"
     if min(gains) < -lm.LEVEL:
-        where = "see the future, as they do for the paper's numbers" if gains[0] > gains[1] else "do not"
+        where = (
+            "see the future, as they do for the paper's numbers"
+            if gains[0] > gains[1]
+            else "do not see it"
+        )
         return Verdict(FAILS, f"it loses where tokens {where}: {why}")
     if max(gains) <= lm.LEVEL:
         return Verdict(UNTESTED, f"{why}: both are level")

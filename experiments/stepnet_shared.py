@@ -132,7 +132,8 @@ def compared(results: Results) -> dict[str, Comparison]:
         for arm in results.arms
         for seed, run in results.runs[arm].items()
     ]
-    return {"arms": Comparison.of(means), "models": Comparison.of(models)}
+    whole = [row for row in models if None not in row.values()]  # of others training was lost
+    return {"arms": Comparison.of(means), "models": Comparison.of(whole)}
 
 
 # ---- pictures

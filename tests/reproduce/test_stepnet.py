@@ -347,6 +347,22 @@ def test_a_correlation_of_about_nothing_is_none(over_blocks, word):
     assert find("stepnet-fig9").judge(found).word == word
 
 
+@pytest.mark.parametrize(
+    ("tns", "word"),
+    [((1, 2, 3, 4, 5, 6), HOLDS), ((6, 5, 4, 3, 2, 1), FAILS), ((2, 1, 6, 3, 5, 4), UNTESTED)],
+)
+def test_seeds_are_no_networks_of_their_own(tns, word):
+    found = results("stepnet-fig7", {arm: [0, 0, 0] for arm in find("stepnet-fig7").arms})
+    columns = ("gate", "one", "gate_initial", "one_initial")
+    for i, runs in enumerate(found.runs.values()):
+        for seed, run_ in runs.items():
+            run_["metrics"] = {f"tns_{c}": tns[i] + seed / 10 for c in columns}
+            run_["metrics"]["accuracy"] = 90.0 + i + seed / 10
+    assert find("stepnet-fig7").judge(found).word == word
+    found.runs["none"][0]["metrics"]["accuracy"] = None  # a training that was lost
+    assert "over all 17 networks" in find("stepnet-fig7").judge(found).why
+
+
 def test_tricks_that_do_not_help_test_nothing():
     judge = find("stepnet-fig8").judge
 
