@@ -315,6 +315,27 @@ def hybrid_gpu() -> str:
     return text + table(head, cells)
 
 
+def fine_data() -> str:
+    """What fine data cost, in one kernel and otherwise."""
+    found, who = load("fine_data"), ("loop, compiled", "loop", "diffrax")
+    cells = [
+        [f"{r['case']} pendulum", f"{r['trajectories']:,}", f"{r['seconds']['kernel']:.2f}",
+         *(f"{r['over kernel'][w]:.1f}" for w in who),
+         *(f"{r['first'][w]:.1f}" for w in ("kernel", "loop, compiled", "diffrax"))]
+        for r in found["rows"]
+    ]  # fmt: skip
+    text = (
+        command("fine_data")
+        + f"{found['rows'][0]['steps']} states each, 16 steps of dopri5 between them, float64, {found['device']}: "
+        "seconds by the kernel, and how many times as long the same steps take as a loop compiled by torch, as it "
+        "is, and with diffrax (jit, vmap). A first call compiles; its seconds are the last three columns (the "
+        "kernel's later ones found theirs compiled).\n\n"
+    )
+    head = ["", "trajectories", "kernel, s", "compiled loop", "loop", "diffrax",
+            "first: kernel", "first: compiled", "first: diffrax"]  # fmt: skip
+    return text + table(head, cells)
+
+
 def gradients() -> str:
     """What an update of a correction's weights costs, but for Adam."""
     found = load("gradients")

@@ -7,7 +7,8 @@ of texts once more, with the values of the last five tokens mixed by weights tha
 layer, or five a channel.
 """
 
-from attractor.reproduce import Experiment, Scale, all_of, best, gains
+from attractor.reproduce import DIRECTION, HOLDS, Experiment, Results, Scale, Verdict
+from attractor.reproduce.verdict import all_of, best, gains, number
 
 from . import pde_settings as lm
 from .pde_settings import CAUSAL, STANDARD
@@ -17,6 +18,24 @@ MIXED = {
     "mixed values, a channel": {"pde": None, "mixed": 5, "each_channel": True},
 }
 THREE = lm.three(length=256)
+
+FIRST = all_of(
+    gains([CAUSAL], over=STANDARD, better="lower"),
+    best(CAUSAL, [CAUSAL, *MIXED], better="lower"),
+)
+
+
+def judge(results: Results) -> Verdict:
+    """Whether the PDE gains and is best, each by more than seeds differ; in direction if half of its
+    gain or more comes without an equation."""
+    verdict = FIRST(results)
+    if verdict.word != HOLDS:
+        return verdict
+    standard, gain = results.mean(STANDARD), results.mean(STANDARD) - results.mean(CAUSAL)
+    mixed = max(standard - results.mean(arm) for arm in MIXED)
+    why = f"{verdict.why}. Of the gain of {number(gain)}, {number(mixed)} comes without an equation"
+    return Verdict(DIRECTION if mixed >= gain / 2 else HOLDS, why)
+
 
 EXPERIMENT = Experiment(
     name="pde-mixing",
@@ -39,14 +58,12 @@ EXPERIMENT = Experiment(
     better="lower",
     others=("left_to_right", "causal", "train_loss", "parameters"),
     numbers={},
-    judge=all_of(
-        gains([CAUSAL], over=STANDARD, better="lower"),
-        best(CAUSAL, [CAUSAL, *MIXED], better="lower"),
-    ),
+    judge=judge,
     data=("wikitext2",),
     note=(
         "Not in the paper, which has no arm without an equation. The runs of standard and of causal PDE "
         "attention are those of pde-leak. Mixtures start at the token's own value, which is standard "
-        "attention."
+        "attention. That half of the gain be the PDE's was asked for after the runs at scale gpu were "
+        "seen; by the rule before the claim held. `left_to_right` is of a sample of 2,048 tokens."
     ),
 )

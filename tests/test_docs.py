@@ -273,6 +273,14 @@ def when_not():
     leak = reproduced("pde-leak", "gpu")
     standard, causal, _ = (leak.mean(arm, "perplexity") for arm in leak.arms)
     yield f"from {standard:.1f} to {causal:.1f}"
+    mixed = reproduced("pde-mixing", "gpu").mean("mixed values, a channel")
+    assert round(3 * (standard - mixed) / (standard - causal)) == 2
+    yield f"five a channel, it is {mixed:.1f}"
+    read = reproduced("pde-characters", "gpu")
+    yield f"bytes they have {read.mean('diffusion'):.1f} and {read.mean('standard'):.1f} %"
+    yield f"the wave {read.mean('wave'):.1f}"
+    seeds = read.values("standard")
+    yield f"seeds are {min(seeds):.1f} to {max(seeds):.1f}"
     table = reproduced("pde-table1", "gpu")
     both = {
         data: " and ".join(f"{table.mean(f'{data}, {m}, tuned, 1e-3'):.1f}" for m in ("diffusion", "standard"))
@@ -327,8 +335,11 @@ def papers():
     skip = {
         s: [parts.typical(f"{s}: {what}, paper") for what in ("with skip", "AttNS")] for s in pendulums
     }
+    passed = {s: parts.typical(f"{s}: with identity, paper") for s in pendulums}
     yield "does on the 2-link pendulum, {:.1e} instead of {:.1e}".format(*skip["2-link"])
-    yield "it helps: {:.1e} instead of {:.1e}".format(*skip["spring-mass"])
+    yield f"hands the input on, {passed['2-link']:.1e}"
+    learnt, without = skip["spring-mass"]
+    yield f"both help: {learnt:.1e} and {passed['spring-mass']:.1e} instead of {without:.1e}"
     sizes = reproduced("attns-table1", "gpu")
     wide = [sizes.typical(f"spring-mass: width {w}, long, paper") for w in (512, 1024, 2048)]
     yield "{:.1e}, {:.1e} and {:.1e} for widths of 512".format(*wide)
@@ -355,6 +366,8 @@ def papers():
     standard, causal, leaking = (leak.mean(arm, "perplexity") for arm in leak.arms)
     yield f"{leaking:.3f} when it sees the text, and {leak.mean(leak.arms[-1], 'left_to_right'):.1e} when"
     yield f"transformer {standard:.1f} and causal diffusion {causal:.1f}"
+    mixed = reproduced("pde-mixing", "gpu").mean("mixed values, a channel")
+    yield f"no equation, it is {mixed:.1f}"
     steps = reproduced("pde-table4", "gpu")
     four, eight = (steps.mean(f"PDE, causal, {n} steps") for n in (4, 8))
     assert min(steps.mean(arm, "finite") for arm in steps.arms) == 1
@@ -388,6 +401,11 @@ def papers():
         *(filled.mean(a, "line") for a in filled.arms)
     )
     yield "perplexities of {:.1f}, {:.1f} and {:.1f}".format(*(filled.mean(a) for a in filled.arms))
+    words = reproduced("pde-padding", "gpu")
+    yield (
+        f"standard attention has {words.mean('standard, 256'):.1f} so at 256, and "
+        f"{words.mean('standard, 256', 'real'):.0f} on the words"
+    )
     yield "{:.0f}, {:.0f} and {:.0f}".format(
         *(math.log(x) * n for x, n in ((12.65, 256), (3.74, 512), (1.97, 1024)))
     )

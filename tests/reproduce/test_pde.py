@@ -204,14 +204,18 @@ def test_layers_of_one_step_are_one_layer_of_many():
 
 
 def verdict(name, values, **common):
-    """Of made-up results: an arm's metric, or all its metrics."""
+    """Of made-up results: an arm's metric, or all its metrics; a list has one for each seed."""
     experiment = find(name)
-    metrics = {
-        arm: {**common, **(given if isinstance(given, dict) else {experiment.metric: given})}
+
+    def made(given):
+        return {"metrics": common | (given if isinstance(given, dict) else {experiment.metric: given})}
+
+    runs = {
+        arm: {seed: made(one) for seed, one in enumerate(given if isinstance(given, list) else [given])}
         for arm, given in values.items()
     }
-    runs = {arm: {0: {"metrics": given}} for arm, given in metrics.items()}
-    return experiment.judge(Results(name, "gpu", experiment.metric, list(values), [0], runs)).word
+    seeds = list(next(iter(runs.values())))
+    return experiment.judge(Results(name, "gpu", experiment.metric, list(values), seeds, runs)).word
 
 
 def triples(ends, numbers):
@@ -286,6 +290,10 @@ def test_verdicts_on_mixtures():
     arms = ("standard", "PDE, causal", "mixed values, a layer", "mixed values, a channel")
     of = lambda *numbers: verdict("pde-mixing", dict(zip(arms, numbers)))
     assert of(106, 102, 104, 103) == DIRECTION, "one seed"
+    two = lambda *numbers: of(*([x, x + 0.1] for x in numbers))
+    assert two(106, 102, 105, 104.9) == HOLDS
+    assert two(106, 102, 105, 103) == DIRECTION, "most of it takes no equation"
+    assert two(106, 103, 105, 102) == FAILS
     assert of(106, 102, 104, 95) == UNTESTED
     assert of(101, 102, 104, 103) == UNTESTED, "no gain over standard attention"
 
