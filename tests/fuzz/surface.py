@@ -32,7 +32,6 @@ MODULES = (
 WITHOUT = {
     "attractor.CausalityError": "an exception",
     "attractor.CheckpointError": "an exception",
-    "attractor.integrations.transformers.BypassError": "an exception",
     "attractor.Stats": "what a solve returns",
     "attractor.Trajectory": "what a solve returns",
     "attractor.HybridSolver.about": "takes nothing",
@@ -47,8 +46,6 @@ WITHOUT = {
     "attractor.residual.gates.Gate": "abstract; every gate has its own",
     "attractor.data.text.Bytes": "takes nothing",
     "attractor.data.text.WordPiece": "needs a vocabulary file; tests/data/test_text.py",
-    "attractor.integrations.transformers.Mask": "made by make_mask, read by nobody else",
-    "attractor.integrations.transformers.make_mask": "called by transformers; tests/integrations",
 }
 
 
