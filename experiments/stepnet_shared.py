@@ -59,9 +59,11 @@ def smoke(*arms: str, **config: Any) -> Scale:
     return Scale({**SMOKE, **config}, arms=arms or None, judged=False, time="2 s")
 
 
-def digits(*arms: str, time: str) -> Scale:
+def digits(*arms: str, time: str, **config: Any) -> Scale:
     """Small networks on the digits: a first look, too small for a verdict."""
-    return Scale(DIGITS, seeds=SEEDS, arms=arms or None, judged=False, time=time, note=SMALL)
+    return Scale(
+        {**DIGITS, **config}, seeds=SEEDS, arms=arms or None, judged=False, time=time, note=SMALL
+    )
 
 
 def on_cifar100(experiment: Experiment) -> Experiment:

@@ -6,7 +6,7 @@ Nesterov: the recipe of the paper, in 30 epochs for its 164 and with ResNet83 fo
 
 from attractor.reproduce import Experiment, Scale, all_of, gains
 
-from .stepnet_shared import CIFAR10, CLASSIFY, SEEDS, TABLE1, gains_picture, leads, smoke
+from .stepnet_shared import CIFAR10, CLASSIFY, DIGITS, SEEDS, TABLE1, digits, gains_picture, leads, smoke
 from .stepnet_table1 import NUMBERS
 
 ARMS = ("none", "se", "srm", "stepnet")
@@ -24,6 +24,10 @@ EXPERIMENT = Experiment(
     arms={gate: TABLE1[gate] for gate in ARMS},
     scales={
         "smoke": smoke("none", "se", recipe={**PAPER, "epochs": 1, "batch": 32, "milestones": [0]}),
+        "cpu": digits(
+            time="5 min on 2 cores, on the digits",
+            recipe={**DIGITS["recipe"], **PAPER, "epochs": 10, "batch": 64, "milestones": [5, 7]},
+        ),
         "gpu": Scale({**CIFAR10, "recipe": PAPER}, seeds=SEEDS, time="20 min on one H200"),
     },
     metric="accuracy",
