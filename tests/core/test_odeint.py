@@ -216,6 +216,19 @@ def test_a_hybrid_solver_takes_the_steps_of_its_own_solve(dtype):
     assert torch.equal(y, solver.solve(y0, 50.0, every=20).u)
 
 
+def test_a_hybrid_solver_is_for_one_equation():
+    solver, y0 = hybrid_oscillator(), torch.rand(3, 2, **F64)
+    t = torch.tensor([0.0, 0.5], **F64)
+    same = lambda t, u: solver.rate(t, u)
+    assert torch.equal(
+        at.odeint(same, y0, t, method=solver), at.odeint(solver.rate, y0, t, method=solver)
+    )
+    with pytest.raises(ValueError, match="not the equation that this HybridSolver was fitted to"):
+        at.odeint(lambda t, u: -u, y0, t, method=solver)
+    with pytest.raises(ValueError, match="states of 3 numbers; this solver's have 2"):
+        solver.solve(torch.rand(4, 3, **F64), 1.0)
+
+
 def test_a_hybrid_solver_has_no_gradient_of_times():
     solver, y0 = hybrid_oscillator(), torch.rand(3, 2, **F64)
     t = torch.tensor([0.0, 0.5], **F64, requires_grad=True)

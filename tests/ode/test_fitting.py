@@ -1,5 +1,6 @@
 import inspect
 import math
+import re
 
 import pytest
 import torch
@@ -7,7 +8,12 @@ import torch
 import attractor as at
 from attractor.ode.corrections.network import Network
 from attractor.ode.shards import make_trajectories
-from attractor.ode.trajectories import enough_substeps, fine_trajectories
+from attractor.ode.trajectories import (
+    LostTrajectoriesError,
+    enough_substeps,
+    fine_trajectories,
+    whole_steps,
+)
 from attractor.ode.trust import TrustRegion
 
 F64 = dict(dtype=torch.float64)
@@ -203,6 +209,42 @@ def test_fit_takes_data_made_before(tmp_path):
     assert noisy.history[-1]["rollout"] > 100 * at.fit(system, data=data, **how).history[-1]["rollout"]
     with pytest.raises(ValueError, match=r"a state every 0.5, and dt is 0.25"):
         at.fit(system, data=data, **{**how, "dt": 0.25})
+
+
+def test_data_of_another_equation_are_refused(tmp_path):
+    system, other = at.systems.Logistic(growth=2.0), at.systems.Logistic(growth=2.1)
+    how = dict(dt=0.5, horizon=4.0, width=32, correction="attns")
+    data = make_trajectories(system, tmp_path, count=60, dt=0.5, horizon=4.0)
+    with pytest.raises(ValueError, match="data of another equation"):
+        at.fit(other, data=data, **how)
+    away = lambda t, u: -2 * u
+    with pytest.raises(ValueError, match=r"does not follow this equation: within dt = 0\.5"):
+        at.fit(away, data=data.runs(), sample=system.sample, **how)
+    with pytest.raises(ValueError, match="held out start where sample= says"):
+        at.fit(lambda t, u: 2 * u * (1 - u), data=data, **how)
+    with pytest.raises(TypeError, match=r"a list of its runs\(\)"):
+        at.fit(system, data=[torch.rand(9, 5, 1)], **how)
+    with pytest.raises(ValueError, match="noise = nan"):
+        data.runs(noise=math.nan)
+
+
+def test_what_is_nearest_is_taken():
+    dt = 2 / 7
+    with pytest.raises(ValueError, match="the nearest is") as found:
+        whole_steps(dt, 2.6)
+    near = re.search(r"nearest is ([0-9.]+), 9 of them", str(found.value))
+    assert whole_steps(dt, float(near[1])) == 9
+
+
+def test_solutions_that_end_are_told_from_stiff_ones():
+    sample = lambda n, generator: 1 + torch.rand(n, 2, generator=generator, **F64)
+    with pytest.raises(LostTrajectoriesError, match="if the solution itself does, shorten the horizon"):
+        at.fit(lambda t, u: u * u, dt=0.1, horizon=2.0, sample=sample, trajectories=20, width=8)
+
+
+def test_a_width_of_0_is_no_default():
+    with pytest.raises(ValueError, match="width = 0"):
+        at.fit(at.systems.Logistic(), dt=0.5, horizon=2.0, trajectories=20, width=0)
 
 
 def test_step_and_solve_agree(chain):

@@ -181,8 +181,44 @@ def test_other_data_in_the_folder_are_refused(tmp_path):
     make(tmp_path)
     with pytest.raises(ValueError, match=r"seed was 0, is 5\); take another folder"):
         make(tmp_path, seed=5)
-    with pytest.raises(ValueError, match=r"code was .* rate was"):
+    with pytest.raises(ValueError, match=r"rate was .*; the file of the rate .* was edited since"):
         make_trajectories(at.systems.HenonHeiles(), tmp_path, **LORENZ)
+
+
+def test_what_no_source_tells_is_refused_as_well(tmp_path):
+    """Weights of a module, what closures hold, another sampler of the same file."""
+    decay = lambda k: lambda t, u: -k * u
+    near = lambda low: (
+        lambda n, generator: low + torch.rand(n, 2, generator=generator, dtype=torch.float64)
+    )
+    how = dict(count=10, dt=0.1, horizon=1.0, fine_dt=0.01)
+    data = make_trajectories(decay(1.0), tmp_path, sample=near(1.0), **how)
+    with pytest.raises(ValueError, match=r"at u = \[1\..*\] the rate was \[-1\..*\], and is \[-5\."):
+        make_trajectories(decay(3.0), tmp_path, sample=near(1.0), **how)
+    with pytest.raises(ValueError, match=r"sample gave \[1\..*\] first, and gives \[5\."):
+        make_trajectories(decay(1.0), tmp_path, sample=near(5.0), **how)
+    assert make_trajectories(decay(1.0), tmp_path, sample=near(1.0), **how).hash == data.hash
+    data.check_rate(lambda t, u: -(1 + 1e-9) * u)
+    with pytest.raises(ValueError, match="data of another equation"):
+        data.check_rate(decay(1.1))
+
+
+@pytest.mark.parametrize("d", [shards.WITNESS, shards.WITNESS + 1])
+def test_large_states_have_a_manifest_that_can_be_read(tmp_path, d):
+    sample = lambda n, generator: torch.rand(n, d, generator=generator, dtype=torch.float64) - 0.5
+    how = dict(count=2, dt=0.1, horizon=0.2, fine_dt=0.05, sample=sample)
+    data = make_trajectories(lambda t, u: -u, tmp_path, **how)
+    assert FineData.open(tmp_path).hash == make_trajectories(lambda t, u: -u, tmp_path, **how).hash
+    data.check_rate(lambda t, u: -u)
+    assert (data.manifest["witness"] is None) == (d > shards.WITNESS)
+
+
+def test_data_of_a_version_without_a_witness_go_on(tmp_path):
+    data = make(tmp_path)
+    without = {k: v for k, v in data.manifest.items() if k != "witness"}
+    files.write_json(tmp_path / "manifest.json", without)
+    FineData.open(tmp_path).check_rate(at.systems.Lorenz(sigma=1.0))
+    make(tmp_path)
 
 
 def test_a_rate_s_own_mistake_is_not_taken_for_stiffness(tmp_path):

@@ -10,7 +10,7 @@ from torch import Tensor
 from attractor.core.checks import MOST_STEPS, is_number
 from attractor.core.control import Control, controlled, has_tangent
 from attractor.core.evolve import check_problem, on_grid
-from attractor.core.scheme import Rate, Scheme
+from attractor.core.scheme import Rate, Scheme, call_rate
 from attractor.core.tableaus import AnyScheme, get_scheme
 
 # torchdiffeq's names. Its "rk4" is the 3/8 rule.
@@ -101,6 +101,7 @@ def _by_hybrid_solver(func: Any, y0: Any, t: Tensor, solver: Any, options: dict[
             "t requires a gradient, but a HybridSolver's step is fixed, so its times have none; pass "
             "t.detach(), or use a Scheme as method"
         )
+    _check_same_rate(func, y0, t, solver.rate)
     # The clock of `HybridSolver.solve`, whatever t is given in: float32 would lose what is corrected.
     clock = t.detach().to(torch.float32 if t.device.type == "mps" else torch.float64)
     steps = ((clock - clock[0]) / solver.dt).round()
@@ -110,6 +111,20 @@ def _by_hybrid_solver(func: Any, y0: Any, t: Tensor, solver: Any, options: dict[
         raise ValueError(f"t must be whole steps of the solver's dt = {solver.dt:g} after t[0]")
     grid = clock[0] + torch.arange(int(steps[-1]) + 1).to(clock) * solver.dt
     return on_grid(func, y0, grid, solver.scheme, solver.correction, watch=False).u[steps.long()]
+
+
+def _check_same_rate(func: Any, y0: Tensor, t: Tensor, rate: Any) -> None:
+    """A correction of one equation makes every other one worse."""
+    if func is rate or func == rate or not bool(torch.isfinite(y0.detach()).all()):
+        return
+    with torch.no_grad():
+        start = t[0].detach().to(y0.dtype)
+        ours, theirs = (call_rate(f, start, y0.detach()) for f in (func, rate))
+    if bool(((ours - theirs).abs() > 1e-3 * theirs.abs().max()).any()):
+        raise ValueError(
+            "func is not the equation that this HybridSolver was fitted to: at y0 they differ by "
+            f"{(ours - theirs).abs().max().item():.2g}; fit a solver to func, or use a Scheme as method"
+        )
 
 
 def _method(method: str | AnyScheme | None) -> tuple[AnyScheme, bool]:

@@ -4,7 +4,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from attractor.ode.trajectories import (
     Run,
     Sampler,
     enough_substeps,
+    fine_trajectories,
     initial_states,
     make_run,
     substeps_for,
@@ -109,6 +110,7 @@ def fit(
         seed: of initial states and weights; the same seed gives the same solver.
         budget: seconds after which no further candidate is tried.
         data: fine data made before, by `make_trajectories`: the object, its folder, or runs of it.
+            Held-out trajectories are still made, from `sample`.
         adam_steps: train the hidden weights as well, for so many steps, before the last layer is
             solved; held-out rollouts decide when to stop.
         epochs, loss_scale: of recipe "paper".
@@ -134,6 +136,11 @@ def fit(
     seed = plan.seed
     held_plan = replace(plan, count=held_out, stream="held out",
                         shard_size=math.ceil(held_out / min(4, spread)))  # fmt: skip
+    if data is not None and sample is None and not hasattr(system_or_rate, "sample"):
+        raise ValueError(
+            "data= is what is learnt from; the trajectories that are held out start where sample= says: "
+            "give it as well, a function (n, generator=...) -> states [n, d]"
+        )
     few = initial_states(system_or_rate, sample, 16, plan.generator(0, "trial"), device)
     _check_rate(system_or_rate, few, horizon, period)
 
@@ -146,7 +153,7 @@ def fit(
     if data is None:
         runs = _runs(system_or_rate, sample, replace(plan, substeps=substeps), device)
     else:
-        runs = _given(data, dt, few.shape[-1], device)
+        runs = _given(data, system_or_rate, dt, few.shape[-1], substeps, device)
     progress("errors of plain steps")
     pairs = one_step(system_or_rate, scheme, dt, runs, timed=period is not None)
     trust = TrustRegion.around(pairs.u[:: max(1, len(pairs.u) // 100_000)])
@@ -188,7 +195,12 @@ def fit(
         return HybridSolver(system_or_rate, scheme, model, dt, trust.to(torch.float32), history)
 
     if correction != "linear":
-        shared = {"width": width or 512, "activation": activation or "sine", "skip": True, **shared}
+        shared = {
+            "width": 512 if width is None else width,
+            "activation": activation or "sine",
+            "skip": True,
+            **shared,
+        }
     search = _Search(pairs, judge, seed, shared, adam_steps, unfinished, budget, progress, crew)
     search.take_up()
     crew.wait()  # until all have read what is there
@@ -341,7 +353,7 @@ class _Search:
 
 
 def _warn_if_useless(rollout: float, plain: float) -> None:
-    if not rollout < plain:
+    if not rollout < plain and plain > 0:
         warnings.warn(
             f"the correction makes held-out trajectories worse: mean square error {rollout:.1e}, plain "
             f"{plain:.1e}; give it more trajectories or width, or a smaller dt",
@@ -356,18 +368,42 @@ def _runs(rate: Rate, sample: Sampler | None, plan: Plan, device: Any) -> list[R
     return [make_run(rate, sample, plan, k, device) for k in range(plan.shards)]
 
 
-def _given(data: Any, dt: float, dim: int, device: Any) -> list[Run]:
+def _given(data: Any, rate: Rate, dt: float, dim: int, substeps: int, device: Any) -> list[Run]:
     if isinstance(data, str | Path):
         data = FineData.open(data)
     if isinstance(data, FineData):
         if not math.isclose(data.plan.dt, dt):
             raise ValueError(f"{data.folder} has a state every {data.plan.dt:g}, and dt is {dt:g}")
+        data.check_rate(rate)
         data = data.runs()
+    if not isinstance(data, Sequence) or not all(isinstance(run, Run) for run in data):
+        raise TypeError(
+            "data= takes what make_trajectories returns, its folder, or a list of its runs()"
+        )
     if not data or any(run.u.dim() != 3 or len(run.u) < 2 or run.u.shape[-1] != dim for run in data):
         raise ValueError(
             f"data= must be runs of states [steps + 1, n, {dim}]; {dim} is the size of a sampled state"
         )
-    return [Run(run.t0, run.u.to(device=device, dtype=torch.float64)) for run in data]
+    runs = [Run(run.t0, run.u.to(device=device, dtype=torch.float64)) for run in data]
+    _check_data(rate, runs[0], dt, substeps)
+    return runs
+
+
+def _check_data(rate: Rate, run: Run, dt: float, substeps: int) -> None:
+    """Raise if states do not follow the equation, where they move most; they may be noisy."""
+    u = run.u[:, :64]
+    if not bool(torch.isfinite(u).all()):
+        raise ValueError("data= holds non-finite states")
+    ways = u.diff(dim=0).norm(dim=-1).median(-1).values  # [steps]
+    k = int(ways.argmax())
+    way, size = ways[k].item(), u[k].norm(dim=-1).median().item()
+    found = fine_trajectories(rate, u[k], dt, 1, substeps, run.t0 + k * dt)[-1]
+    off = (found - u[k + 1]).norm(dim=-1).median().item()
+    if off > max(way / 2, 1e-9 * size):
+        raise ValueError(
+            f"data= does not follow this equation: within dt = {dt:g} its states move by {way:.2g}, and "
+            f"they end {off:.2g} from where the rate takes them; give the data of this rate"
+        )
 
 
 def _check_choices(

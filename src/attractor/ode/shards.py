@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
+import math
 import platform
 import sys
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ import torch
 
 from attractor import jobs
 from attractor.core.files import json_bytes, write_bytes, write_json
-from attractor.core.scheme import Rate
+from attractor.core.scheme import Rate, call_rate
 from attractor.jobs.job import name_of, named
 from attractor.ode import systems
 from attractor.ode.solver import rate_to_json
@@ -45,7 +46,8 @@ from attractor.ode.trajectories import (
 from attractor.train.checkpoint import CheckpointError
 from attractor.train.tensors import read_json
 
-MANIFEST = 1 << 16  # bytes that one may have
+MANIFEST = 1 << 20  # bytes that one may have
+WITNESS = 1000  # numbers of a state that are still written into one
 # What the numbers of a shard depend on.
 MODULES = (
     "attractor.core.scheme",
@@ -107,6 +109,22 @@ class FineData:
                 total.update(f"{name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
         return total.hexdigest()
 
+    def check_rate(self, rate: Rate) -> None:
+        """Raise if the data are clearly of another equation.
+
+        Raises:
+            ValueError: it gives other values where the equation of the data was asked.
+        """
+        seen = self.manifest.get("witness")  # data of the first versions have none
+        if seen is None:
+            return
+        now = _slopes(rate, torch.tensor(seen["states"], dtype=torch.float64), seen["times"])
+        if not _is_close(now, seen["slopes"]):
+            raise ValueError(
+                f"{self.folder} holds data of another equation: at u = {_short(seen['states'][0])} its "
+                f"rate was {_short(seen['slopes'][0][0])}, and this one gives {_short(now[0][0])}"
+            )
+
     def runs(
         self, fraction: float = 1.0, noise: float = 0.0, device: torch.device | str | None = None
     ) -> list[Run]:
@@ -116,8 +134,8 @@ class FineData:
         """
         if not 0 < fraction <= 1:
             raise ValueError(f"fraction = {fraction} must be above 0 and at most 1")
-        if noise < 0:
-            raise ValueError(f"noise = {noise} must not be negative")
+        if not 0 <= noise < math.inf:
+            raise ValueError(f"noise = {noise} must be a finite number, and not negative")
         left, found = max(1, round(fraction * self.plan.count)), []
         for k in range(self.plan.shards):
             if left <= 0:
@@ -187,6 +205,7 @@ def make_trajectories(
                 "plan": dataclasses.asdict(plan),
                 "reference": "exact" if hasattr(system_or_rate, "exact") else "dopri5",
                 "code": _code_hash(system_or_rate, sample),
+                "witness": _witness(system_or_rate, sample, plan, device),
             }
         )
     )
@@ -275,10 +294,55 @@ def _begin(folder: Path, manifest: dict[str, Any]) -> None:
         ) from None
     flat = lambda m: {**m.pop("plan", {}), **m}
     old, new = flat(dict(there)), flat(dict(manifest))
+    then, now = (m.pop("witness", None) for m in (old, new))
     differs = sorted(k for k in {*old, *new} if old.get(k) != new.get(k))
-    if differs:
-        what = "; ".join(f"{k} was {old.get(k)!r}, is {new.get(k)!r}" for k in differs)
+    told = [f"{k} was {old.get(k)!r}, is {new.get(k)!r}" for k in differs if k != "code"]
+    if "code" in differs:
+        told.append("the file of the rate or of sample, or attractor itself, was edited since")
+    if then is not None and now is not None and not told:
+        first = _short(then["states"][0])
+        if not _is_close(now["states"], then["states"]):
+            told.append(
+                f"sample gave {first} first, and gives {_short(now['states'][0])}: it is another, or it "
+                "does not draw from its generator"
+            )
+        elif not _is_close(now["slopes"], then["slopes"]):
+            was, is_ = (_short(w["slopes"][0][0]) for w in (then, now))
+            told.append(f"at u = {first} the rate was {was}, and is {is_}")
+    if told:
+        what = "; ".join(told)
         raise ValueError(f"{folder} holds other data ({what}); take another folder, or empty this one")
+
+
+def _witness(rate: Any, sample: Any, plan: Plan, device: Any) -> dict[str, Any] | None:
+    """Some states of the sampler and what the rate gives there: sources do not tell all of it."""
+    u = initial_states(rate, sample, 3, plan.generator(0, "witness"), device)
+    if u.shape[-1] > WITNESS:
+        return None
+    times = [0.0, 0.37 * plan.dt * plan.steps]
+    return {"states": u.tolist(), "times": times, "slopes": _slopes(rate, u, times)}
+
+
+def _slopes(rate: Any, u: torch.Tensor, times: list[float]) -> list[list[list[float]]]:
+    """The rate of states ``[n, d]`` at each time."""
+    with torch.no_grad():
+        return [call_rate(rate, torch.tensor(t).to(u), u).tolist() for t in times]
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    """Equal up to the rounding of another machine."""
+    a, b = (torch.tensor(x, dtype=torch.float64) for x in (one, other))
+    return a.shape == b.shape and torch.allclose(a, b, 1e-6, 1e-9 * _size(b), equal_nan=True)
+
+
+def _short(numbers: list[float]) -> str:
+    """The first of them, for a message."""
+    more = ", ..." if len(numbers) > 4 else ""
+    return f"[{', '.join(f'{x:.6g}' for x in numbers[:4])}{more}]"
+
+
+def _size(x: torch.Tensor) -> float:
+    return float(x[torch.isfinite(x)].abs().max()) if bool(torch.isfinite(x).any()) else 0.0
 
 
 def _read(path: Path, plan: Plan, shard: int) -> Run:

@@ -135,6 +135,10 @@ class HybridSolver:
             ValueError: t_end is not a whole number of steps away, or there is no trust region.
         """
         t_end, t0 = as_number("t_end", t_end), as_number("t0", t0)
+        if isinstance(u0, Tensor) and u0.dim() and self.dim not in (None, u0.shape[-1]):
+            raise ValueError(
+                f"u0 {list(u0.shape)}: states of {u0.shape[-1]} numbers; this solver's have {self.dim}"
+            )
         if not abs(t_end - t0) <= MOST_STEPS * self.dt:
             raise ValueError(
                 f"from t0 = {t0:g} to t_end = {t_end:g} is not a finite time, or more than "
@@ -145,7 +149,7 @@ class HybridSolver:
         if n < 0 or abs(t0 + n * self.dt - t_end) > 1e-6 * self.dt + rounding:
             raise ValueError(
                 f"t_end = {t_end:g} is not a whole number of steps of dt = {self.dt:g} "
-                f"after t0 = {t0:g}; the nearest is {t0 + max(n, 0) * self.dt:g}"
+                f"after t0 = {t0:g}; the nearest is {t0 + max(n, 0) * self.dt!r}"
             )
         t = t0 + torch.arange(n + 1, dtype=torch.float64) * self.dt
         if not guard:

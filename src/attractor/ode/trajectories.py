@@ -209,10 +209,16 @@ def enough_substeps(rate: Rate, u0: Tensor, dt: float, steps: int, tolerance: fl
             if bool(((after - before).abs().amax((0, 1)) <= allowed).all()):
                 return substeps
         before = after
+    if before is None:
+        raise LostTrajectoriesError(
+            f"trajectories become non-finite even with {SUBSTEPS[-1]} substeps of dt = {dt:g}, within "
+            f"{steps * dt:g}: if the solution itself does, shorten the horizon or change sample; if the "
+            "problem is stiff, use a smaller dt or say how fine, fine_dt="
+        )
     raise ValueError(
         f"even {SUBSTEPS[-1]} substeps of dt = {dt:g} do not settle the fine solution: the problem is "
-        "too stiff or too chaotic for this dt; use a smaller one, or say how fine: make_trajectories("
-        "fine_dt=...) (attractor trajectories --fine-dt), and fit with data="
+        "too stiff or too chaotic for this dt; use a smaller one, or say how fine: fine_dt= (on the "
+        "command line --fine-dt)"
     )
 
 
@@ -241,7 +247,7 @@ def whole_steps(dt: float, horizon: float) -> int:
     if steps < 1 or abs(steps * dt - horizon) > 1e-9 * horizon:
         raise ValueError(
             f"horizon = {horizon:g} is not a whole number of steps of dt = {dt:g}; the nearest is "
-            f"{max(steps, 1) * dt:g}"
+            f"{max(steps, 1) * dt!r}, {max(steps, 1):,} of them"
         )
     return steps
 
