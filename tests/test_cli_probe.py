@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 import torch
@@ -108,6 +109,19 @@ def test_a_function_of_one_s_own(tmp_path, monkeypatch):
     profile = StiffnessProfile.load("out/probe/profile")
     assert profile.initial is not None
     assert (profile.step, profile.granularity) == ("gate", "addition")
+
+
+def test_a_network_that_is_made_already_beside_the_file_of_its_blocks(tmp_path, monkeypatch):
+    (tmp_path / "blocks_beside.py").write_text(OWN)
+    file = tmp_path / "main_of_two.py"
+    file.write_text("from blocks_beside import fresh\nnetwork = fresh(width=5)\n")
+    before = list(sys.path)
+    found = networks.find(f"{file}:network")
+    assert found.trained
+    assert found.fresh is None
+    assert sys.path == before
+    with pytest.raises(ValueError, match="is a network, not a function, so it takes no options"):
+        networks.find(f"{file}:network", options={"width": 4})
 
 
 def test_a_folder_of_images(tmp_path):

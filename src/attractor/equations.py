@@ -5,10 +5,8 @@ what a fit needs, as `dt`, `horizon` and `period`, and a rate in JAX, `jax_rate`
 """
 
 import importlib
-import importlib.util
 import inspect
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from attractor.core.checks import nearest
+from attractor.jobs.job import module_of_file
 from attractor.ode import systems
 
 # What the systems of the AttNS paper are solved with in its Table 4; others need --dt and --horizon.
@@ -120,16 +119,10 @@ def module_from_file(path: Path) -> Any:
     """A module from a Python file; its code is run."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}; give FILE.py:FUNCTION with a path that exists")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
     try:
-        spec.loader.exec_module(module)
+        return module_of_file(path, known=True)
     except Exception as error:
         raise ValueError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
-    return module
 
 
 def module_from_package(place: str) -> Any:

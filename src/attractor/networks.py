@@ -171,6 +171,10 @@ def _function(what: str, options: dict[str, Any], asked: bool) -> Network:
         there = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         hint = nearest(name, there)
         raise ValueError(f"{place} has no function {name!r}; it has {', '.join(there) or 'none'}{hint}")
+    if isinstance(make, nn.Module):  # not a function, but what it would return
+        if options:
+            raise ValueError(f"{what} is a network, not a function, so it takes no options")
+        made, make = make, lambda: made
     model = make(**options)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{what} returned a {type(model).__name__}; it must return an nn.Module")

@@ -119,7 +119,8 @@ def test_parts_make_the_whole(tmp_path):
 
 
 def test_functions_of_a_file_and_objects_go_to_processes(tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "beside_own.py").write_text("POWER = 3\n")
+    (tmp_path / "own.py").write_text("from beside_own import POWER\n" + OWN.replace("3", "POWER"))
     own = equations.find(f"{tmp_path}/own.py:rate")
     how = dict(count=6, dt=0.1, horizon=0.2, fine_dt=0.05, shard_size=3)
     one = make_trajectories(own.rate, tmp_path / "one", sample=own.sample, **how)

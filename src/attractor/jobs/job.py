@@ -4,9 +4,11 @@ import builtins
 import importlib.util
 import json
 import logging
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -202,12 +204,29 @@ def named(name: str) -> Any:
     place, _, inside = name.rpartition(":")
     if not place.endswith(".py"):
         return getattr(import_module(place), inside)
-    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    return getattr(module_of_file(Path(place)), inside)
+
+
+def module_of_file(path: Path, known: bool = False) -> Any:
+    """A Python file as a module; while its code is run it finds its neighbours, as by ``python FILE``.
+
+    Args:
+        known: by its name in `sys.modules`, unless there is another of that name.
+    """
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, inside)
+    if known:
+        sys.modules.setdefault(path.stem, module)
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        with suppress(ValueError):  # the file's code has changed it
+            sys.path.remove(folder)
+    return module
 
 
 def name_of(function: Any) -> str | None:
