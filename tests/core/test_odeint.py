@@ -225,6 +225,11 @@ def test_a_hybrid_solver_is_for_one_equation():
     )
     with pytest.raises(ValueError, match="not the equation that this HybridSolver was fitted to"):
         at.odeint(lambda t, u: -u, y0, t, method=solver)
+    near = lambda t, u: solver.rate(t, u) + 1e-17  # where the rate is 0
+    assert torch.isfinite(at.odeint(near, torch.zeros(3, 2, **F64), t, method=solver)).all()
+    assert at.odeint(same, torch.zeros(0, 2, **F64), t, method=solver).shape == (2, 0, 2)
+    batched = torch.func.vmap(lambda y: at.odeint(same, y, t, method=solver))(y0)
+    torch.testing.assert_close(batched, at.odeint(same, y0, t, method=solver).transpose(0, 1))
     with pytest.raises(ValueError, match="states of 3 numbers; this solver's have 2"):
         solver.solve(torch.rand(4, 3, **F64), 1.0)
 

@@ -214,6 +214,15 @@ def test_large_states_have_a_manifest_that_can_be_read(tmp_path, d):
     assert (data.manifest["witness"] is None) == (d > shards.WITNESS)
 
 
+def test_a_rate_that_is_not_finite_somewhere_has_no_witness(tmp_path):
+    sample = lambda n, generator: torch.rand(n, 1, generator=generator, dtype=torch.float64)
+    gap = lambda t, u: torch.where((t - 0.37).abs() < 1e-6, torch.nan, -u)
+    how = dict(count=2, dt=0.1, horizon=1.0, fine_dt=0.05, sample=sample)
+    data = make_trajectories(gap, tmp_path, **how)
+    assert data.manifest["witness"] is None
+    assert make_trajectories(gap, tmp_path, **how).hash == data.hash
+
+
 def test_data_of_a_version_without_a_witness_go_on(tmp_path):
     data = make(tmp_path)
     without = {k: v for k, v in data.manifest.items() if k != "witness"}

@@ -426,14 +426,14 @@ def _differentiable(*tensors: Tensor) -> bool:
     """Whether a derivative of one of them may be asked for, in reverse or in forward mode."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True
-    return any(_wrapped(x) or has_tangent(x) for x in tensors)
+    return any(is_transformed(x) or has_tangent(x) for x in tensors)
 
 
 def _differentiates_start(t: Tensor) -> bool:
     return t.requires_grad or has_tangent(t)
 
 
-def _wrapped(x: Tensor) -> bool:
+def is_transformed(x: Tensor) -> bool:
     """Whether a transform of torch.func, such as jvp, is looking on."""
     return torch._C._functorch.is_functorch_wrapped_tensor(x)
 

@@ -374,7 +374,7 @@ def _given(data: Any, rate: Rate, dt: float, dim: int, substeps: int, device: An
     if isinstance(data, FineData):
         if not math.isclose(data.plan.dt, dt):
             raise ValueError(f"{data.folder} has a state every {data.plan.dt:g}, and dt is {dt:g}")
-        data.check_rate(rate)
+        data.check_rate(rate, device)
         data = data.runs()
     if not isinstance(data, Sequence) or not all(isinstance(run, Run) for run in data):
         raise TypeError(

@@ -109,8 +109,11 @@ class FineData:
                 total.update(f"{name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
         return total.hexdigest()
 
-    def check_rate(self, rate: Rate) -> None:
+    def check_rate(self, rate: Rate, device: torch.device | str | None = None) -> None:
         """Raise if the data are clearly of another equation.
+
+        Args:
+            device: where the rate is asked.
 
         Raises:
             ValueError: it gives other values where the equation of the data was asked.
@@ -118,7 +121,8 @@ class FineData:
         seen = self.manifest.get("witness")  # data of the first versions have none
         if seen is None:
             return
-        now = _slopes(rate, torch.tensor(seen["states"], dtype=torch.float64), seen["times"])
+        states = torch.tensor(seen["states"], dtype=torch.float64, device=device)
+        now = _slopes(rate, states, seen["times"])
         if not _is_close(now, seen["slopes"]):
             raise ValueError(
                 f"{self.folder} holds data of another equation: at u = {_short(seen['states'][0])} its "
@@ -315,12 +319,16 @@ def _begin(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def _witness(rate: Any, sample: Any, plan: Plan, device: Any) -> dict[str, Any] | None:
-    """Some states of the sampler and what the rate gives there: sources do not tell all of it."""
+    """Some states of the sampler and what the rate gives there: sources do not tell all of it.
+
+    None where states are too large to be written, or a rate is not finite.
+    """
     u = initial_states(rate, sample, 3, plan.generator(0, "witness"), device)
-    if u.shape[-1] > WITNESS:
-        return None
     times = [0.0, 0.37 * plan.dt * plan.steps]
-    return {"states": u.tolist(), "times": times, "slopes": _slopes(rate, u, times)}
+    slopes = _slopes(rate, u, times)
+    if u.shape[-1] > WITNESS or not bool(torch.isfinite(torch.tensor(slopes)).all()):
+        return None
+    return {"states": u.tolist(), "times": times, "slopes": slopes}
 
 
 def _slopes(rate: Any, u: torch.Tensor, times: list[float]) -> list[list[list[float]]]:
@@ -332,17 +340,13 @@ def _slopes(rate: Any, u: torch.Tensor, times: list[float]) -> list[list[list[fl
 def _is_close(one: Any, other: Any) -> bool:
     """Equal up to the rounding of another machine."""
     a, b = (torch.tensor(x, dtype=torch.float64) for x in (one, other))
-    return a.shape == b.shape and torch.allclose(a, b, 1e-6, 1e-9 * _size(b), equal_nan=True)
+    return a.shape == b.shape and torch.allclose(a, b, 1e-6, 1e-9 * b.abs().max().item())
 
 
 def _short(numbers: list[float]) -> str:
     """The first of them, for a message."""
     more = ", ..." if len(numbers) > 4 else ""
     return f"[{', '.join(f'{x:.6g}' for x in numbers[:4])}{more}]"
-
-
-def _size(x: torch.Tensor) -> float:
-    return float(x[torch.isfinite(x)].abs().max()) if bool(torch.isfinite(x).any()) else 0.0
 
 
 def _read(path: Path, plan: Plan, shard: int) -> Run:
