@@ -77,7 +77,7 @@ class _Round(NamedTuple):
     t: Tensor
     h: Tensor
     moving: Tensor  # False: finished, rejected or lost in this round
-    wanted: list[tuple[Tensor, Tensor]]  # (index of a wanted time [*batch], which rows [*batch])
+    wanted: tuple[Tensor, Tensor] | None  # trajectories, counted through, and indices of times [pairs]
 
 
 def controlled(
@@ -142,6 +142,7 @@ def _forward(
     accepted = torch.zeros_like(upcoming)
     rejected = torch.zeros_like(upcoming)
     out = u0.expand(last + 1, *u0.shape).clone()
+    flat_out = out.view(last + 1, -1, u0.shape[-1])
     rounds: list[_Round] = []
     calls = steps = 0
     if control.first is None:
@@ -179,17 +180,13 @@ def _forward(
         passed = active[..., None] & finite & ((error <= 1) | at_least)
         t1 = torch.where(arrives, goal, t + size)
 
-        wanted = []
-        while True:  # the wanted times inside this step, one for each trajectory at a time
-            target = clock[upcoming.clamp(max=last)][..., None]
-            due = (passed & (upcoming <= last)[..., None] & ((t1 - target) * sign >= 0))[..., 0]
-            if not bool(due.any()):
-                break
-            theta = _cast((target - t) / torch.where(due[..., None], size, 1.0), u)
-            value = _interpolate(scheme, theta, _cast(size, u), u, u1, stages, k1)
-            _put(out, upcoming, due, value)
-            wanted.append((upcoming, due))
-            upcoming = upcoming + due
+        reached = torch.searchsorted(sign * clock, sign * t1[..., 0], right=True)
+        wanted = _pairs(upcoming, torch.where(passed[..., 0], reached, upcoming))
+        if wanted is not None:
+            rows, index = wanted
+            inside = _interpolant(scheme, _cast(size, u), u, u1, stages, k1)
+            flat_out[index, rows] = _interpolate(inside, rows, _theta(clock, wanted, t, size, u))
+            upcoming = torch.where(passed[..., 0], reached, upcoming)
         if keep and bool(passed.any()):
             rounds.append(_Round(t, torch.where(passed, size, 0.0), passed, wanted))
 
@@ -210,8 +207,9 @@ def _forward(
         ok = ok & ~(active & stuck[..., 0] & (upcoming <= last))
 
     arrived = upcoming > last
-    for i in range(1, last + 1):  # wanted times a lost trajectory did not reach: its last state
-        out[i] = torch.where((upcoming > i)[..., None], out[i], u)
+    if not bool(arrived.all()):  # wanted times a lost trajectory did not reach: its last state
+        times = torch.arange(last + 1, device=u.device).reshape(-1, *[1] * u.dim())
+        out = torch.where(times < upcoming[..., None], out, u)
     stats = Stats(calls, 0, steps, accepted, rejected)
     until = torch.where(arrived, end, t[..., 0]).to(t_out.dtype)
     return Trajectory(t_out, out, stats, ok & arrived, until), rounds
@@ -240,11 +238,9 @@ def _differentiated(
             first = torch.where(moving, k, k.detach()[donor])
             when = torch.where(moving, t, t[donor])
             u1, k1, stages = attempt(f, scheme, _cast(when, u), _cast(h, u), here, first, moving)
-            for index, due in wanted:
-                size = torch.where(due[..., None], h, 1.0)
-                theta = _cast((t_out[index.clamp(max=len(t_out) - 1)][..., None] - t) / size, u)
-                theta = torch.where(due[..., None], theta, 0.0)
-                values.append(_interpolate(scheme, theta, _cast(h, u), here, u1, stages, k1))
+            if wanted is not None:
+                inside = _interpolant(scheme, _cast(h, u), here, u1, stages, k1)
+                values.append(_interpolate(inside, wanted[0], _theta(t_out, wanted, t, h, u)))
             u, k = torch.where(moving, u1, u), torch.where(moving, k1, k)
         return values, u, k
 
@@ -256,36 +252,42 @@ def _differentiated(
         k = call_rate(f, start.detach().expand(*u0.shape[:-1], 1), u)
     k = torch.where(torch.isfinite(k.detach()).all(-1, keepdim=True), k, 0.0)
 
-    out: list[Tensor | None] = [u0, *[None] * (len(t_out) - 1)]
     if checkpoint is True:
         checkpoint = math.isqrt(len(rounds)) + 1
     spacing = checkpoint or max(len(rounds), 1)
-    reached = torch.zeros(len(t_out), *u0.shape[:-1], dtype=torch.bool, device=u0.device)
+    values = []
     for i in range(0, len(rounds), spacing):
         part = rounds[i : i + spacing]
         if checkpoint:
             new, u, k = recompute_later(replay, part, u, k, use_reentrant=False)
         else:
             new, u, k = replay(part, u, k)
-        events = [event for r in part for event in r.wanted]
-        for value, (index, due) in zip(new, events):
-            for i in index[due].unique().tolist():
-                here, before = (due & (index == i))[..., None], out[i]
-                # Rows that reach this time in another round are filled in then.
-                out[i] = torch.where(here, value, torch.zeros_like(value) if before is None else before)
-                reached[i] |= here[..., 0]
-    for i in range(1, len(t_out)):  # the last state where a wanted time was not reached
-        value = out[i]
-        out[i] = u if value is None else torch.where(reached[i, ..., None], value, u)
-    return torch.stack([value for value in out if value is not None])
+        values += new
+    # The last state where a wanted time was not reached.
+    out = torch.cat((u0[None], u.expand(len(t_out) - 1, *u.shape)))
+    pairs = [r.wanted for r in rounds if r.wanted is not None]
+    if pairs:
+        rows, index = map(torch.cat, zip(*pairs))
+        out = out.flatten(1, -2) if u.dim() > 1 else out[:, None]
+        out = out.index_put((index, rows), torch.cat(values)).reshape(len(t_out), *u.shape)
+    return out
 
 
-def _put(table: Tensor, index: Tensor, due: Tensor, value: Tensor) -> None:
-    """``table[index[row], row] = value[row]`` for the rows that are due."""
-    rows = due.reshape(-1).nonzero()[:, 0]
-    flat = due.dim()
-    table = table.reshape(len(table), -1, *value.shape[flat:])
-    table[index.reshape(-1)[rows], rows] = value.reshape(-1, *value.shape[flat:])[rows]
+def _pairs(first: Tensor, stop: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Trajectories and times ``first[i] <= index < stop[i]``, all pairs in a row; None of none."""
+    first, count = first.reshape(-1), (stop - first).reshape(-1)
+    total = int(count.sum())
+    if not total:
+        return None
+    rows = torch.arange(len(count), device=count.device).repeat_interleave(count, output_size=total)
+    before = count.cumsum(0) - count
+    return rows, torch.arange(total, device=count.device) - before[rows] + first[rows]
+
+
+def _theta(times: Tensor, wanted: tuple[Tensor, Tensor], t: Tensor, h: Tensor, u: Tensor) -> Tensor:
+    """Where in their steps, of size h from t [*batch, 1], the wanted times are [pairs, 1]."""
+    rows, index = wanted
+    return _cast((times[index, None] - t.reshape(-1, 1)[rows]) / h.reshape(-1, 1)[rows], u)
 
 
 def _attempt(
@@ -323,22 +325,24 @@ def _over(x: Tensor, scale: Tensor) -> Tensor:
     return torch.where(x == 0, 0.0, x / scale)
 
 
-def _interpolate(
-    scheme: Scheme,
-    theta: Tensor,
-    h: Tensor,
-    u: Tensor,
-    u1: Tensor,
-    stages: list[Tensor],
-    k1: Tensor,
-) -> Tensor:
-    """The state at t + theta h: cubic Hermite, plus the scheme's quartic term if it has one."""
+def _interpolant(
+    scheme: Scheme, h: Tensor, u: Tensor, u1: Tensor, stages: list[Tensor], k1: Tensor
+) -> list[Tensor]:
+    """Coefficients of a step's cubic Hermite, and of the scheme's quartic term if it has one."""
     rise, k0 = u1 - u, stages[0]
-    inner = (h * k0 - rise) + theta * (2 * rise - h * (k0 + k1))
+    inside = [u, u1, rise, h * k0 - rise, 2 * rise - h * (k0 + k1)]
     if scheme.dense is not None:
-        quartic = h * weighted_sum(scheme.dense_weights, stages)
-        inner = inner + theta * (1 - theta) * quartic
-    value = u + theta * (rise + (1 - theta) * inner)
+        inside.append(h * weighted_sum(scheme.dense_weights, stages))
+    return [x.reshape(-1, x.shape[-1]) for x in inside]
+
+
+def _interpolate(inside: list[Tensor], rows: Tensor, theta: Tensor) -> Tensor:
+    """The states [pairs, d] of the trajectories in rows at theta [pairs, 1] of their steps."""
+    u, u1, rise, *inner = (x[rows] for x in inside)
+    bend = inner[0] + theta * inner[1]
+    if len(inner) == 3:
+        bend = bend + theta * (1 - theta) * inner[2]
+    value = u + theta * (rise + (1 - theta) * bend)
     # Near the largest number of a type a cubic between two finite states may not be finite.
     return torch.where(torch.isfinite(value.detach()), value, (1 - theta) * u + theta * u1)
 
