@@ -25,6 +25,7 @@ from attractor.core import (
     evolve,
     get_scheme,
     odeint,
+    odeint_adjoint,
     stiffness,
 )
 from attractor.core import tableaus as schemes
@@ -67,6 +68,7 @@ __all__ = [
     "make_trajectories",
     "ode",
     "odeint",
+    "odeint_adjoint",
     "pde_attention",
     "pdes",
     "probe",

@@ -5,6 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 import attractor as at
+from attractor.core.compiling import count_operations
 
 F64 = dict(dtype=torch.float64)
 
@@ -383,3 +384,32 @@ def test_gradients_where_steps_end_at_wanted_times():
     rate = lambda t, u: torch.stack((u[..., 1], -u[..., 0].sin()), -1)
     solve = lambda u0, t: at.evolve(rate, u0, t, CASH_KARP, rtol=1e-11, atol=1e-12).u
     assert torch.autograd.gradcheck(solve, (u0, t), rtol=1e-4, atol=1e-5, fast_mode=True)
+
+
+def test_wanted_times_inside_a_step_cost_no_operations_of_their_own():
+    u0 = torch.tensor([ellipse(0.3), ellipse(0.6), ellipse(0.1)], **F64)
+    times = lambda n: torch.linspace(0, 6, n, **F64)
+    solve = lambda n, u0=u0: at.evolve(orbit, u0, times(n), "dopri5", rtol=1e-6).u
+    counted = lambda n: count_operations(lambda: solve(n))
+    assert counted(2001) < 1.2 * counted(101)
+    u = u0.clone().requires_grad_()
+    counted = lambda n: count_operations(lambda: solve(n, u)[-1].sum().backward())
+    assert counted(2001) < 1.2 * counted(101)
+    torch.testing.assert_close(solve(2001)[::20], solve(101), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(solve(2001, u), solve(2001))
+
+
+@pytest.mark.parametrize(
+    "rate",
+    [
+        lambda t, u: -u * float(t),
+        lambda t, u: u * math.cos(t),
+        lambda t, u: -u if t < 0.5 else u,
+        lambda t, u: u * t.item(),
+    ],
+)
+def test_a_rate_that_takes_time_for_one_number_is_told_so(rate):
+    t, u0 = torch.linspace(0, 1, 3), torch.ones(3, 2)
+    assert at.evolve(rate, u0, t).ok.all()  # on a grid it is one
+    with pytest.raises(ValueError, match=r"takes t for one number .* t is \[3, 1\]. Use torch.cos"):
+        at.evolve(rate, u0, t, "dopri5", rtol=1e-4)

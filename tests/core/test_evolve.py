@@ -430,3 +430,37 @@ def test_trajectories_compare_by_identity():
     solved = at.evolve(spring, torch.ones(3, 2), [0.0, 0.1])
     assert solved == solved
     assert solved != at.evolve(spring, torch.ones(3, 2), [0.0, 0.1])
+
+
+HOW = [{}, {"scheme": "euler"}, {"scheme": "dopri5", "rtol": 1e-4}, {"compile": True}]
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_a_rate_that_writes_into_its_state_is_refused(how):
+    u0, t = torch.ones(3, 2), torch.linspace(0, 1, 5)
+    with pytest.raises(ValueError, match=r"writes into the state .* u = u.clone\(\) first"):
+        at.evolve(lambda t, u: u.neg_(), u0, t, **how)
+    assert at.evolve(lambda t, u: u.clone().neg_(), torch.ones(3, 2), t, **how).ok.all()
+
+
+@pytest.mark.parametrize("how", [{}, {"scheme": "heun"}, {"scheme": "dopri5", "rtol": 1e-4}], ids=str)
+def test_a_rate_that_fills_one_buffer_again_and_again_is_refused(how):
+    buffer, t = torch.empty(3, 2), torch.linspace(0, 1, 5)
+    filled = lambda t, u: torch.neg(u, out=buffer)
+    with pytest.raises(ValueError, match="the same tensor every time and writes into it"):
+        at.evolve(filled, torch.ones(3, 2), t, **how)
+    with pytest.raises(ValueError, match="the same tensor every time"):
+        at.odeint(filled, torch.ones(3, 2), t)
+    constant = torch.full((3, 2), 2.0)  # one tensor, too, but nobody writes into it
+    torch.testing.assert_close(
+        at.evolve(lambda t, u: constant, torch.ones(3, 2), t, **how).final, 1 + constant
+    )
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_a_network_in_another_type_is_told_what_to_do(how):
+    network, t = torch.nn.Linear(2, 2), torch.linspace(0, 1, 5)
+    with pytest.raises(ValueError, match=r"a state in torch.float64.*network.double\(\)"):
+        at.evolve(lambda t, u: network(u), torch.ones(3, 2, **F64), t, **how)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):  # other errors stay as they are
+        at.evolve(lambda t, u: network(u), torch.ones(3, 4), t, **how)

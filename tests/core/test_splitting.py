@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -119,3 +121,32 @@ def test_order_and_strings():
     for order in (0, -3, 1.5, True):
         with pytest.raises(ValueError, match="is not an order"):
             at.Splitting("x", kick=(0.5, 0.5), drift=(1.0,), order=order)
+
+
+BOTH = [
+    at.schemes.LEAPFROG,
+    at.get_scheme("yoshida4"),
+    at.Splitting("drift first", kick=(0, 1), drift=(0.5, 0.5), order=2),
+    at.Splitting("one sided", kick=(1,), drift=(1,), order=1),
+]
+
+
+@pytest.mark.parametrize("scheme", BOTH, ids=lambda s: s.name)
+@pytest.mark.parametrize("how", [{}, {"every": 7}, {"checkpoint": True}], ids=str)
+def test_what_a_step_knows_of_the_rate_is_carried_to_the_next(scheme, how):
+    calls = 0
+
+    def rate(t, u):
+        nonlocal calls
+        calls += 1
+        q, p = u.chunk(2, -1)
+        return torch.cat((p * (1 + t), -q.sin() * (1 + t**2)), -1)
+
+    u0, t = torch.rand(5, 4, dtype=torch.float64), torch.linspace(0, 4, 41, dtype=torch.float64)
+    solved = at.evolve(rate, u0, t, scheme, **how)
+    assert solved.stats.rate_calls == calls - 6  # which look whether it is separable
+    assert calls <= 40 * (scheme.rate_calls - 0.8 * scheme.saved_calls) + 6
+    u = u0
+    for now, after in itertools.pairwise(t):
+        u = u + (after - now) * scheme.slope(rate, now, u, after - now)
+    torch.testing.assert_close(solved.final, u, rtol=1e-13, atol=1e-13)

@@ -86,7 +86,7 @@ def trajectories(
         if engine != "ray":  # whose machines may have others
             check_device(device)
         found = equations.find(equation, _pairs(option))
-        dt, horizon = _needed(dt=_or(dt, found.dt), horizon=_or(horizon, found.horizon))
+        dt, horizon = _needed(equation, dt=_or(dt, found.dt), horizon=_or(horizon, found.horizon))
         with progress_bar() as bar:
             task = bar.add_task("starting", total=None)
 
@@ -152,7 +152,7 @@ def fit(
     with told_as_usage():
         check_out(out)
         found = equations.find(equation, _pairs(option))
-        dt, horizon = _needed(dt=_or(dt, found.dt), horizon=_or(horizon, found.horizon))
+        dt, horizon = _needed(equation, dt=_or(dt, found.dt), horizon=_or(horizon, found.horizon))
         with console.status("starting") as status, warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", UserWarning)
             solver = fit_solver(
@@ -407,14 +407,15 @@ def _pairs(texts: list[str] | None) -> dict[str, str]:
     return found
 
 
-def _needed(**given: float | None) -> list[float]:
+def _needed(equation: str, **given: float | None) -> list[float]:
     missing = [name for name, value in given.items() if value is None]
     if missing:
         meaning = {"dt": "--dt 0.1, the big step", "horizon": "--horizon 10, how far trajectories go"}
         asked = ", and ".join(meaning[name] for name in missing)
+        beside = f"; or write {' and '.join(f'{name} = ...' for name in missing)} beside the rate"
         raise ValueError(
-            f"this equation suggests no {' and no '.join(missing)}; add for example {asked}; or write "
-            f"{' and '.join(f'{name} = ...' for name in missing)} beside the rate"
+            f"{equation} suggests no {' and no '.join(missing)}; add for example {asked}"
+            f"{beside if ':' in equation else ''}"
         )
     return [value for value in given.values() if value is not None]
 

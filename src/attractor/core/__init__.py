@@ -15,7 +15,7 @@ This folder knows torch and nothing else of the library.
 
 from attractor.core import stiffness, tableaus
 from attractor.core.evolve import evolve
-from attractor.core.odeint import odeint
+from attractor.core.odeint import odeint, odeint_adjoint
 from attractor.core.scheme import Scheme
 from attractor.core.splitting import Splitting
 from attractor.core.tableaus import get_scheme
@@ -29,6 +29,7 @@ __all__ = [
     "evolve",
     "get_scheme",
     "odeint",
+    "odeint_adjoint",
     "stiffness",
     "tableaus",
 ]

@@ -8,6 +8,7 @@ differentiated, step sizes are constants, and `checkpoint` works as on a grid.
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -19,9 +20,19 @@ from torch.utils.checkpoint import checkpoint as recompute_later
 
 from attractor.core.checks import is_number
 from attractor.core.compiling import compiled
-from attractor.core.scheme import Rate, Scheme, call_rate, weighted_sum
+from attractor.core.scheme import (
+    Rate,
+    Scheme,
+    call_rate,
+    check_unwritten,
+    version,
+    weighted_sum,
+)
 from attractor.core.tableaus import ALL, AnyScheme
 from attractor.core.trajectory import Stats, Trajectory
+
+# How torch says that a tensor of several numbers is not one.
+_ONE_NUMBER = re.compile("one element tensors|converted to Scalar|more than one value is ambiguous")
 
 
 def root_mean_square(x: Tensor) -> Tensor:
@@ -102,8 +113,9 @@ def controlled(
         until = t[-1].detach().expand(u0.shape[:-1])
         states = u0.expand(len(t), *u0.shape)
         return Trajectory(t, states, Stats(0, 0, 0, nobody, nobody), nobody == 0, until)
-    has_weights = torch.is_grad_enabled() and _uses_gradients(f)
+    has_weights, written = torch.is_grad_enabled() and _uses_gradients(f), version(u0)
     f, k, calls = _fitted_to_time(f, t, u0)
+    check_unwritten(u0, written)
     wants_grad = has_weights or _differentiable(u0, t, k)
     trajectory, rounds = _forward(
         f, u0.detach(), k.detach(), t.detach(), scheme, control, compile, wants_grad
@@ -399,7 +411,13 @@ def _fitted_to_time(f: Rate, t: Tensor, u0: Tensor) -> tuple[Rate, Tensor, int]:
             f = _OfComponents(f)
             k = call_rate(f, start, u0)
         except (RuntimeError, ValueError):
-            raise error from None
+            if not _ONE_NUMBER.search(str(error)):
+                raise error from None
+            raise ValueError(
+                f"the rate takes t for one number ({error}), but under error control every trajectory "
+                f"has its own time: t is {list(start.shape)}. Use torch.cos(t), torch.where(t < 1, ...) "
+                "and the like; or a grid of times, without rtol and atol, where t is one number"
+            ) from None
     if start.numel() == 1 or len(t) == 1:
         return f, k, 1
     later = start.detach().clone().reshape(-1, 1)

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint as recompute_later
 from attractor.core.checks import check_values, is_whole
 from attractor.core.compiling import compiled, components_first, count_operations
 from attractor.core.control import Control, controlled, has_tangent
-from attractor.core.scheme import Rate, moved
+from attractor.core.scheme import Rate, check_unwritten, moved, version
+from attractor.core.splitting import Halves, Splitting
 from attractor.core.tableaus import AnyScheme, get_scheme
 from attractor.core.trajectory import Record, Stats, Trajectory
 
@@ -179,31 +180,31 @@ class _March:
 
     def guarded(
         self, first: int, stop: int, u: Tensor, survivors: _Survivors | None
-    ) -> tuple[list[Tensor], _Survivors | None, int]:
-        """A run; its states to keep and the last, who survived it, and the steps it took."""
+    ) -> tuple[list[Tensor], _Survivors | None, list[int]]:
+        """A run; its states to keep and the last, who survived it, and the lengths of runs it took."""
         keep = tuple(i - first for i in range(first + 1, stop + 1) if i in self.saved or i == stop)
         states = _of_living(survivors, self.run(first, keep, u, survivors), [u] * len(keep))
         if not self.watch or _all_finite(states[-1]):
-            return states, survivors, keep[-1]
+            return states, survivors, [keep[-1]]
 
         # Somebody was lost. Step by step: who, when, and where were they last?
-        before, survivors, steps = self.step_by_step(first, keep, u, survivors)
+        before, survivors, single = self.step_by_step(first, keep, u, survivors)
         if not bool(survivors.alive.any()):
-            return before, survivors, steps + keep[-1]
+            return before, survivors, [keep[-1], *single]
         # The survivors again by the same run as ever, so that they get the same bits.
         states = _of_living(survivors, self.run(first, keep, u, survivors), before)
-        return states, survivors, steps + 2 * keep[-1]
+        return states, survivors, [keep[-1], *single, keep[-1]]
 
     def step_by_step(
         self, first: int, keep: tuple[int, ...], u: Tensor, survivors: _Survivors | None
-    ) -> tuple[list[Tensor], _Survivors, int]:
+    ) -> tuple[list[Tensor], _Survivors, list[int]]:
         """The same run one step at a time: whoever is lost stays where it was before."""
-        states, steps = [], 0
+        states, took = list[Tensor](), list[int]()
         alive, until = survivors or _everybody(u, self.t)
         for i in range(first, first + keep[-1]):
             while bool(alive.any()):
                 (new,) = self.run(i, (1,), u, _Survivors(alive, until))
-                steps += 1
+                took.append(1)
                 lost = alive & ~torch.isfinite(new).all(-1)
                 if not bool(lost.any()):
                     u = torch.where(alive[..., None], new, u)
@@ -211,18 +212,18 @@ class _March:
                 alive, until = alive & ~lost, torch.where(lost, self.t[i].detach(), until)
             if i + 1 - first in keep:
                 states.append(u)
-        return states, _Survivors(alive, until), steps
+        return states, _Survivors(alive, until), took
 
     def segment(
         self, runs: list[tuple[int, int]], u: Tensor, survivors: _Survivors | None
-    ) -> tuple[list[Tensor], Tensor, _Survivors | None, int]:
-        """Several runs: the states to keep, the last one, who survived, and the steps taken."""
-        states, steps = [], 0
+    ) -> tuple[list[Tensor], Tensor, _Survivors | None, list[int]]:
+        """Several runs: the states to keep, the last one, who survived, and the lengths of all runs."""
+        states, took = list[Tensor](), list[int]()
         for first, stop in runs:
-            new, survivors, took = self.guarded(first, stop, u, survivors)
-            u, steps = new[-1], steps + took
+            new, survivors, lengths = self.guarded(first, stop, u, survivors)
+            u, took = new[-1], took + lengths
             states += new if stop in self.saved else new[:-1]
-        return states, u, survivors, steps
+        return states, u, survivors, took
 
 
 def on_grid(
@@ -238,7 +239,7 @@ def on_grid(
     watch: bool = True,
 ) -> Trajectory:
     """`evolve` without error control. watch=False: non-finite states stay and spread as they may."""
-    n, saved = len(t) - 1, _saved(len(t) - 1, every)
+    n, saved, written = len(t) - 1, _saved(len(t) - 1, every), version(u0)
     real = u0.real.dtype if u0.is_complex() else u0.dtype
     times, dt = t.to(real), t.diff().to(real)
     for when in (times[0], times[-1]):
@@ -249,6 +250,7 @@ def on_grid(
     if compile and n:
         # Compilers slow down on very long functions, and gcc 12 breaks down.
         size = count_operations(lambda: _run(f, scheme, correction, (1,), times, dt, u0))
+        check_unwritten(u0, written)
         longest = min(longest, COMPILED_OPERATIONS // size + 1)
     length = _run_length(n, every, longest)
     runs = _runs(n, every, length)
@@ -265,7 +267,7 @@ def on_grid(
         watch=watch,
     )
 
-    u, steps = u0, 0
+    u, lengths = u0, list[int]()
     survivors = None if not watch or _all_finite(u0) else _everybody(u0, t)
     record = Record(u0, len(saved))
     record.put(u0)
@@ -277,15 +279,21 @@ def on_grid(
             result = recompute_later(march.segment, group, u, survivors, use_reentrant=False)
         else:
             result = march.segment(group, u, survivors)
+        if not lengths:
+            check_unwritten(u0, written)
         states, u, survivors, took = result
-        steps += took
+        lengths += took
         for state in states:
             record.put(state)
     while len(record) < len(saved):  # nobody left: the last finite states stay
         record.put(u)
 
     alive, until = survivors or _everybody(u0, t)
-    stats = Stats(steps * scheme.rate_calls, steps * (correction is not None), steps)
+    steps = sum(lengths)
+    calls = steps * scheme.rate_calls
+    if isinstance(scheme, Splitting) and correction is None:
+        calls -= scheme.saved_calls * (steps - len(lengths))
+    stats = Stats(calls, steps * (correction is not None), steps)
     return Trajectory(t[saved], record.finish(), stats, alive, until)
 
 
@@ -305,9 +313,14 @@ def _run(
     of later stages, and so out of the gradients of parameters that all share.
     """
     rate = f if alive is None else lambda t, u: torch.where(alive[..., None], f(t, u), 0.0)
-    states = []
+    states: list[Tensor] = []
+    known: Halves = (None, None)
     for i in range(keep[-1]):
-        u = _step(rate, scheme, correction, t[i], dt[i], u)
+        if isinstance(scheme, Splitting) and correction is None:
+            slope, known = scheme.slope_after(rate, t[i], u, dt[i], known)
+            u = moved(u, dt[i], (1.0,), (slope,))
+        else:
+            u = _step(rate, scheme, correction, t[i], dt[i], u)
         if i + 1 in keep:
             states.append(u)
     return states

@@ -1,6 +1,7 @@
 """Explicit Runge-Kutta schemes: a tableau as the textbook prints it, and the slope it defines."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -15,6 +16,8 @@ from attractor.core.trees import defect
 
 Rate: TypeAlias = Callable[[Any, Tensor], Tensor]
 Coefficient: TypeAlias = int | str | float | Fraction
+
+_OTHER_TYPE = re.compile("same dtype|scalar type|Input type")  # how torch says that types differ
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,8 @@ class Scheme:
         k = [call_rate(f, t, u) if first is None else first]
         for row, c in zip(self._a[1:count], self._c[1:count]):
             k.append(call_rate(f, t + c * dt, moved(u, dt, row, k)))
+            if not torch.compiler.is_compiling() and _owner(k[-1]) is _owner(k[-2]):
+                _check_kept(f, t, u, k[-1])
         return k
 
     def check_rate(self, f: Rate, t: Any, u: Tensor) -> None:
@@ -216,7 +221,15 @@ def moved(u: Tensor, dt: Any, weights: Sequence[float], terms: Sequence[Tensor])
 
 def call_rate(f: Rate, t: Any, u: Tensor) -> Tensor:
     """``f(t, u)``, with a clear error when it is not a rate of u."""
-    du = f(t, u)
+    try:
+        du = f(t, u)
+    except RuntimeError as error:
+        if not _OTHER_TYPE.search(str(error)):
+            raise
+        raise ValueError(
+            f"the rate failed for a state in {u.dtype}: {error}. If it holds weights or constants of "
+            "another type, use rate.to(u.dtype), such as network.double(), or give states of its type"
+        ) from error
     if not isinstance(du, Tensor):
         raise TypeError(f"the rate returned a {type(du).__name__}; it must return a tensor like u")
     if du.shape != u.shape:
@@ -230,6 +243,37 @@ def call_rate(f: Rate, t: Any, u: Tensor) -> Tensor:
             "state, for example with .to(u)"
         )
     return du
+
+
+def version(u: Tensor) -> int:
+    """How often u was written to; 0 where torch does not count."""
+    return 0 if u.is_inference() else u._version
+
+
+def check_unwritten(u: Tensor, before: int) -> None:
+    """Raise if a rate has written into the state it was given."""
+    if version(u) != before:
+        raise ValueError(
+            "the rate writes into the state it is given (u0 has been overwritten as well), so that "
+            "later stages start from another one; let it return a new tensor: -u instead of u.neg_(), "
+            "or u = u.clone() first"
+        )
+
+
+def _owner(x: Tensor) -> Tensor:
+    """The tensor that x is a view of, or x."""
+    return x if x._base is None else x._base
+
+
+def _check_kept(f: Rate, t: Any, u: Tensor, du: Tensor) -> None:
+    """Two rates are one tensor: a constant may be, a buffer that every call fills may not."""
+    before = version(du)
+    f(t, u)
+    if version(du) != before:
+        raise ValueError(
+            "the rate returns the same tensor every time and writes into it, so that a step's rates are "
+            "all the last one; return a new tensor, or .clone() of the buffer"
+        )
 
 
 def as_fractions(name: str, values: Sequence[Coefficient]) -> tuple[Fraction, ...]:

@@ -2,14 +2,24 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from attractor.core.checks import check_values
-from attractor.core.scheme import Coefficient, Rate, as_fractions, call_rate, check_state, checked_order
+from attractor.core.scheme import (
+    Coefficient,
+    Rate,
+    as_fractions,
+    call_rate,
+    check_state,
+    checked_order,
+    moved,
+)
 from attractor.core.trees import defect
+
+Halves: TypeAlias = tuple[Tensor | None, Tensor | None]  # q' and p', where they are known
 
 
 @dataclass(frozen=True)
@@ -75,22 +85,45 @@ class Splitting:
         """Calls of the whole rate a step (a call gives both halves; one of them is used)."""
         return sum(map(bool, (*self.kick, *self.drift)))
 
+    @property
+    def saved_calls(self) -> int:
+        """Calls that a step is spared by the step before it: 1 if it begins as that one ends."""
+        order = [i % 2 for i, x in enumerate(_alternating(self.kick, self.drift)) if x]
+        return int(order[0] == order[-1])
+
     def slope(self, f: Rate, t: Any, u: Tensor, dt: Any) -> Tensor:
         """S, so that ``u + dt * S`` is the symplectic step. Arguments as in `Scheme.slope`."""
+        return self.slope_after(f, t, u, dt)[0]
+
+    def slope_after(
+        self, f: Rate, t: Any, u: Tensor, dt: Any, known: Halves = (None, None)
+    ) -> tuple[Tensor, Halves]:
+        """The slope, and the halves of the rate that hold for the next step, if u moves by it alone.
+
+        Where a step ends as the next one begins, with a kick or with a drift, both have the same
+        rate: `known` from the step before saves a call.
+        """
         half = _half(self.name, u, t, dt)
-        q, p = u[..., :half], u[..., half:]
-        moved_q = moved_p = torch.zeros_like(q)
+        q, p = q0, p0 = u[..., :half], u[..., half:]
+        moved_q = moved_p = None
+        velocity, force = known
         kicked = drifted = 0.0  # parts of the step done so far; time runs with the other half's
         for kick, drift in zip(self.kick, (*self.drift, 0.0)):
             if kick:
-                du = call_rate(f, t + drifted * dt, torch.cat((q + dt * moved_q, p + dt * moved_p), -1))
-                moved_p = moved_p + kick * du[..., half:]
+                if force is None:
+                    force = call_rate(f, t + drifted * dt, torch.cat((q, p), -1))[..., half:]
+                moved_p = kick * force if moved_p is None else moved_p.add(force, alpha=kick)
+                p, velocity = moved(p0, dt, (1.0,), (moved_p,)), None
             kicked += kick
             if drift:
-                du = call_rate(f, t + kicked * dt, torch.cat((q + dt * moved_q, p + dt * moved_p), -1))
-                moved_q = moved_q + drift * du[..., :half]
+                if velocity is None:
+                    velocity = call_rate(f, t + kicked * dt, torch.cat((q, p), -1))[..., :half]
+                moved_q = drift * velocity if moved_q is None else moved_q.add(velocity, alpha=drift)
+                q, force = moved(q0, dt, (1.0,), (moved_q,)), None
             drifted += drift
-        return torch.cat((moved_q, moved_p), -1)
+        assert moved_q is not None, "drifts add up to 1"
+        assert moved_p is not None, "kicks add up to 1"
+        return torch.cat((moved_q, moved_p), -1), (velocity, force)
 
     def check_rate(self, f: Rate, t: Any, u: Tensor) -> None:
         """Raise ValueError if q' depends on q, or p' on p: then kicks and drifts are not exact."""
@@ -103,15 +136,19 @@ class Splitting:
         for what, part in (("q'", slice(None, half)), ("p'", slice(half, None))):
             nudged = u.clone()
             nudged[..., part] += nudge[..., part]
-            moved = call_rate(f, t, nudged).detach()
-            change = (moved - rate)[..., part].abs()
-            scale = (moved.abs() + rate.abs()).amax(-1, keepdim=True) + u.abs().amax(-1, keepdim=True)
+            other = call_rate(f, t, nudged).detach()
+            change = (other - rate)[..., part].abs()
+            scale = (other.abs() + rate.abs()).amax(-1, keepdim=True) + u.abs().amax(-1, keepdim=True)
             if bool((change > rounding * scale).any()):  # never where something is NaN
                 raise ValueError(
                     f"{self.name} needs a separable rate (q' a function of p alone, p' of q "
                     f"alone, u = (q, p)), but {what} changed with {what[0]}; use a Runge-Kutta "
                     "scheme such as 'rk4', or coordinates in which the system is separable"
                 )
+
+
+def _alternating(kick: Sequence[float], drift: Sequence[float]) -> list[float]:
+    return [x for pair in zip(kick, (*drift, 0.0)) for x in pair]
 
 
 def _half(name: str, u: Tensor, t: Any = 0.0, dt: Any = 0.0) -> int:
