@@ -516,6 +516,67 @@ def test_folders_without_coefficients(tmp_path):
         pde.load(transformers.GPT2LMHeadModel, tmp_path / "part")
 
 
+def test_options_of_from_pretrained_mean_what_they_mean_there(tmp_path):
+    model = pde.add_pde(build(gpt2, "sdpa"), "wave", steps=2)
+    with torch.no_grad():
+        model.transformer.h[1].attn.pde.learned.c_logit.fill_(0.0)
+    model.save_pretrained(tmp_path)
+    for kind in (
+        transformers.GPT2ForSequenceClassification,
+        transformers.AutoModelForSequenceClassification,
+    ):
+        given = {"num_labels": 3, "use_cache": False, "attn_pdrop": 0.25, "dtype": torch.float32}
+        again = pde.load(kind, tmp_path, **given)
+        plain = kind.from_pretrained(tmp_path, **given)
+        assert type(again) is type(plain) is transformers.GPT2ForSequenceClassification
+        assert again.config.to_dict() == plain.config.to_dict()
+        assert again.score.weight.shape == (3, 16)
+        assert again.transformer.h[0].attn.attn_dropout.p == 0.25
+        assert again.dtype == torch.float32
+        found, want = (m.transformer.h[1].attn.pde().c for m in (again, model))
+        assert torch.equal(found, want.float())
+    placed = pde.load(transformers.GPT2LMHeadModel, tmp_path, device_map="cpu", dtype="auto")
+    assert torch.equal(logits(placed), logits(model))
+    more = {**model.config.pde_attention, "steps": 7}
+    stepped = pde.load(transformers.GPT2LMHeadModel, tmp_path, pde_attention=more)
+    assert stepped.transformer.h[0].attn.pde.setting.steps == 7
+
+
+@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "AutoModelForCausalLM"])
+def test_a_config_of_ones_own(kind, tmp_path):
+    """An object or a folder; one that says nothing of a PDE leaves the saved one as it is."""
+    model = pde.add_pde(build(gpt2, "sdpa"), "wave", steps=2)
+    model.save_pretrained(tmp_path / "model")
+    told = transformers.AutoConfig.from_pretrained(tmp_path / "model", use_cache=False)
+    plain = gpt2(use_cache=False).config
+    for name, config in {"told": told, "plain": plain}.items():
+        config.save_pretrained(tmp_path / name)
+        for given in (config, tmp_path / name, str(tmp_path / name)):
+            again = pde.load(getattr(transformers, kind), tmp_path / "model", config=given)
+            assert again.config.use_cache is False
+            assert torch.equal(logits(again), logits(model))
+    assert not hasattr(plain, pde.SETTING)  # it is the caller's
+
+
+def test_options_and_classes_that_do_not_exist(tmp_path):
+    pde.add_pde(build(gpt2, "sdpa")).save_pretrained(tmp_path)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'num_lables'"):
+        pde.load(transformers.GPT2LMHeadModel, tmp_path, num_lables=3)
+    with pytest.raises(
+        TypeError, match=r"is 'LlamaModel'; give a class .* transformers\.LlamaModel, and"
+    ):
+        pde.load("LlamaModel", tmp_path)
+    no_models = ("text-classification", tmp_path, transformers.GPT2Config, transformers.PreTrainedModel,
+                 nn.Linear, gpt2(), None)  # fmt: skip
+    for given in no_models:
+        with pytest.raises(
+            TypeError, match=r"model_class is .*; give a class .* AutoModelForCausalLM, and"
+        ):
+            pde.load(given, tmp_path)
+    with pytest.raises(ValueError, match="Model type should be one of"):
+        pde.load(transformers.AutoModelForImageClassification, tmp_path)
+
+
 # Models that are not reached
 
 

@@ -29,6 +29,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
+from os import PathLike
 from typing import Any
 
 import torch
@@ -346,28 +347,37 @@ def load(model_class: Any, folder: Any, **options: Any) -> Any:
     Args:
         model_class: a class of transformers, such as ``GPT2LMHeadModel`` or ``AutoModelForCausalLM``.
         folder: what `save_pretrained` wrote, or its name on the hub.
-        options: those of `from_pretrained`.
+        options: those of `from_pretrained`, with their meaning there: ``dtype``, ``device_map``,
+            ``config`` (an object or a folder), entries of the config such as ``num_labels=3``.
 
     Raises:
+        TypeError: model_class is no such class, or there is an option that neither `from_pretrained`
+            nor the model's config or class knows.
         ValueError: the model was saved without a PDE or without its coefficients, or another
             attn_implementation is asked for.
     """
-    from transformers import AutoConfig, PreTrainedModel
+    from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-    hub = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token",
-           "trust_remote_code")  # fmt: skip
+    _check_class(model_class)
+    hub = ("cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision",
+           "subfolder", "token", "trust_remote_code")  # fmt: skip
     chosen = {name: options[name] for name in hub if name in options}
-    config = options.pop("config", None) or AutoConfig.from_pretrained(folder, **chosen)
-    saved = getattr(config, SETTING, None)
+    code = {name: chosen[name] for name in ("code_revision", "trust_remote_code") if name in chosen}
+    options.pop("code_revision", None)  # from_pretrained knows it in auto classes only
+    config = given = options.get("config")
+    if not isinstance(config, PreTrainedConfig):
+        config = AutoConfig.from_pretrained(folder if given is None else given, **chosen)
+    saved: Any = getattr(config, SETTING, None)
+    if saved is None and given is not None:
+        saved = getattr(AutoConfig.from_pretrained(folder, **chosen), SETTING, None)
     if saved is None:
         raise ValueError(
             f"{folder} was saved without a PDE: use {model_class.__name__}.from_pretrained, then add_pde"
         )
-    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
+    if not issubclass(model_class, PreTrainedModel):
         with torch.device("meta"):
-            model_class = type(model_class.from_config(config))
-    pde, options_of_pde = _from_config(saved)
-    own = _implementation(pde)
+            model_class = type(model_class.from_config(config, **code))
+    own = _implementation(_from_config(saved)[0])
     if (asked := options.pop("attn_implementation", None)) not in (None, own):
         raise ValueError(
             f"attn_implementation = {asked!r}, but {folder} was saved with {own!r}; leave it out, and "
@@ -380,6 +390,7 @@ def load(model_class: Any, folder: Any, **options: Any) -> Any:
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
             with torch.device("cpu"):  # from_pretrained makes modules without numbers
+                pde, options_of_pde = _from_config(getattr(config, SETTING, saved))
                 add_pde(self, pde, **options_of_pde)
 
     # transformers looks classes up by these
@@ -387,7 +398,7 @@ def load(model_class: Any, folder: Any, **options: Any) -> Any:
     WithPDE.__module__ = model_class.__module__
     told = options.pop("output_loading_info", False)
     model, info = WithPDE.from_pretrained(
-        folder, config=config, output_loading_info=True, attn_implementation=own, **options
+        folder, output_loading_info=True, attn_implementation=own, **options
     )
     missing = [name for name in info["missing_keys"] if ".pde.learned." in name]
     if missing:
@@ -396,6 +407,25 @@ def load(model_class: Any, folder: Any, **options: Any) -> Any:
         )
     model.__class__ = model_class
     return (model, info) if told else model
+
+
+def _check_class(model_class: Any) -> None:
+    import transformers
+
+    if isinstance(model_class, type):
+        is_model = issubclass(model_class, transformers.PreTrainedModel)
+        if getattr(model_class, "config_class" if is_model else "from_config", None):
+            return
+        given = model_class.__name__
+    else:
+        is_text = isinstance(model_class, (str, PathLike))
+        given = repr(model_class) if is_text else f"a {type(model_class).__name__}"
+    known = isinstance(model_class, str) and hasattr(transformers, model_class)
+    allowed = f"transformers.{model_class}" if known else "GPT2LMHeadModel or AutoModelForCausalLM"
+    raise TypeError(
+        f"model_class is {given}; give a class of transformers' models itself, such as {allowed}, and "
+        "then the folder"
+    )
 
 
 def _from_config(saved: Mapping[str, Any]) -> tuple[PDE, dict[str, Any]]:
