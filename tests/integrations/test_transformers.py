@@ -110,9 +110,9 @@ def test_no_steps_and_no_flow_are_sdpa(make):
     close(logits(build(make, "pde_still")), plain)
 
 
-def by_hand(q, k, v, allowed, alpha, steps):
+def by_hand(q, k, v, allowed, alpha, steps, bend=lambda scores: scores):
     """Diffusion as a matrix for every row: the path of its allowed keys."""
-    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~allowed, -torch.inf)
+    scores = bend(q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~allowed, -torch.inf)
     A = scores.softmax(-1).nan_to_num(0.0)
     allowed = allowed.expand(A.shape)
     out = torch.zeros_like(A)
@@ -654,6 +654,65 @@ def test_a_model_that_bypasses_it_cannot_leak():
         logits(build(bloom, "pde_diffusion"))
 
 
+def test_a_model_that_stops_half_way_is_not_called_good():
+    model = build(llama, "pde_diffusion")
+    read = lambda module, args, given: given["attention_mask"][0]
+    model.model.layers[1].register_forward_pre_hook(read, with_kwargs=True)
+    with pytest.warns(UserWarning, match=r"\(model\.layers\.1\.self_attn\)"):
+        assert pde.check(model) == ["model.layers.1.self_attn"]
+
+
+def gpt_oss(**more):  # attention sinks
+    config = transformers.GptOssConfig(
+        **SIZES | {"max_position_embeddings": 131072}, **TOKENS, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=4, num_local_experts=2, num_experts_per_tok=1, **more,
+    )  # fmt: skip
+    return transformers.GptOssForCausalLM(config)
+
+
+def deepseek_v32(**more):  # an indexer that picks keys
+    config = transformers.DeepseekV32Config(
+        **SIZES, **TOKENS, num_attention_heads=4, num_key_value_heads=4, moe_intermediate_size=8,
+        n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1, first_k_dense_replace=2,
+        q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4,
+        index_head_dim=8, index_n_heads=2, index_topk=4, **more,
+    )  # fmt: skip
+    return transformers.DeepseekV32ForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "needs"),
+    [
+        (gpt_oss, r"s_aux \(attention sinks\)"),
+        (deepseek_v32, r"indices \(an indexer's choice of keys\)"),
+    ],
+)
+def test_attention_that_does_more_is_refused_before_it_runs(make, needs):
+    model = make()
+    before, parameters = model.config.to_dict(), [n for n, _ in model.named_parameters()]
+    name = model.config._attn_implementation
+    of = rf"attention needs {needs}, which PDE .* \(model\.layers\.0\.self_attn and 1 more\)"
+    with pytest.raises(ValueError, match=rf"{of}: use another attn_implementation for this model"):
+        pde.add_pde(model)
+    assert model.config.to_dict() == before  # nothing was changed
+    assert model.config._attn_implementation == name
+    assert [n for n, _ in model.named_parameters()] == parameters
+    model.config._attn_implementation = "pde_diffusion"
+    with pytest.warns(UserWarning, match=f"{of}: running it raises"):
+        missed = pde.check(model, input_ids=IDS)
+    assert missed == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+
+
+def test_sinks_that_a_module_does_not_have_are_no_need():
+    model = gpt_oss()
+    for layer in model.model.layers:
+        layer.self_attn.sinks = None
+    assert pde.check(pde.add_pde(model), input_ids=IDS) == []
+    model.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(4))
+    with pytest.raises(ValueError, match=r"\(model\.layers\.1\.self_attn\): use another"):
+        pde.add_pde(model)
+
+
 class Both(nn.Module):
     """A model with attention of its own beside a model of transformers."""
 
@@ -687,7 +746,7 @@ def attend(queries=6, keys=6, mask=None, causal=True, name="pde_diffusion", head
 @pytest.mark.parametrize("argument", pde.UNKNOWN)
 def test_what_it_does_not_know_raises(argument):
     attend(**{argument: None})
-    with pytest.raises(ValueError, match=f"'pde_diffusion' does not know {argument}, which"):
+    with pytest.raises(ValueError, match=rf"'pde_diffusion' does not know {argument} \(.*\), which"):
         attend(**{argument: 30.0})
 
 
@@ -727,6 +786,52 @@ def test_a_bias_of_positions():
     close(found, want)
     for mask in (below, lowest):
         close(attend(position_bias=bias, mask=mask, causal=False)[0], want)
+
+
+def test_capped_scores_by_hand():
+    bend = lambda scores: 0.7 * torch.tanh(scores / 0.7)
+    below = torch.ones(1, 1, 6, 6).bool().tril()
+    lowest = torch.zeros(1, 1, 6, 6).double().masked_fill(~below, torch.finfo(torch.float64).min)
+    for heads in (2, 4):
+        found, (q, k, v) = attend(softcap=0.7, heads=heads)
+        k, v = (x.repeat_interleave(heads // 2, 1) for x in (k, v))
+        want = by_hand(q, k, v, below, 0.1, 4, bend).transpose(1, 2)
+        close(found, want)
+        assert (found - attend(heads=heads)[0]).abs().max() > 1e-2
+        for mask in (below, lowest):
+            close(attend(softcap=0.7, heads=heads, mask=mask, causal=False)[0], want)
+    close(attend(softcap=1e9)[0], attend()[0])
+
+
+def gemma2(**more):  # capped scores, one layer with a window
+    config = transformers.Gemma2Config(
+        **SIZES, **TOKENS, num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=5,
+        query_pre_attn_scalar=8, **{"attn_logit_softcapping": 0.5, **more},
+    )  # fmt: skip
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def test_gemma_2_and_its_capped_scores():
+    pde.register(names={"pde_still": pdes.Diffusion(0.0)})
+    eager = logits(build(gemma2, "eager"))
+    # whose softmax is in float32
+    torch.testing.assert_close(logits(build(gemma2, "pde_still")), eager, rtol=1e-4, atol=1e-5)
+    assert (logits(build(gemma2, "pde_still", attn_logit_softcapping=None)) - eager).abs().max() > 1e-2
+    model = pde.add_pde(build(gemma2, "eager"))
+    assert pde.check(model) == []
+    assert_causal(model, IDS)
+    given = padded("left")
+    with torch.no_grad():
+        found = model(**given).logits
+    for b in range(2):
+        real = given["attention_mask"][b].bool()
+        close(found[b][real], logits(model, given["input_ids"][b : b + 1, real])[0])
+    options = {"max_new_tokens": 6, "do_sample": False}
+    cached = model.generate(IDS, **options)
+    assert torch.equal(cached, model.generate(IDS, **options, use_cache=False))
+    model(IDS).logits.square().sum().backward()
+    attention = model.model.layers[0].self_attn
+    assert all(p.grad.abs().max() > 0 for p in (attention.q_proj.weight, *attention.pde.parameters()))
 
 
 def test_dropout_and_scaling_are_passed_on():

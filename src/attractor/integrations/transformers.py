@@ -23,7 +23,6 @@ Padding, packed texts, sliding windows and every kind of cache are walls: nothin
 and cached generation gives what the whole text at once gives.
 """
 
-import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -39,7 +38,16 @@ from torch.nn.functional import pad
 from attractor.attention import masks, pde_attention
 from attractor.attention.dense import dense
 from attractor.attention.pdes import BY_NAME, PDE, LearnedPDE, get_pde
+from attractor.attention.precision import for_scores, wide
 from attractor.integrations.transformers_masks import BypassError, Mask, make_mask
+from attractor.integrations.transformers_modules import (
+    UNKNOWN,
+    asking,
+    in_words,
+    needing,
+    outside,
+    which,
+)
 
 if find_spec("transformers") is None:
     raise ImportError(
@@ -48,8 +56,6 @@ if find_spec("transformers") is None:
 
 NAMES = {f"pde_{name}": name for name in BY_NAME}
 SETTING = "pde_attention"  # the entry of a model's config that says what add_pde added
-# Arguments of other attention functions that change their numbers, and that this one does not know.
-UNKNOWN = ("softcap", "s_aux", "sinks", "head_mask", "indices", "block_indices", "score_mod", "cache")
 
 
 def register(
@@ -164,11 +170,13 @@ class _Attention:
         is_causal: bool | None = None,
         sliding_window: int | None = None,
         position_bias: Tensor | None = None,
+        softcap: float | None = None,
         **more: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """The output ``[batch, queries, heads, dim]``, and the map A(Nt) where it is asked for.
 
-        query is ``[batch, heads, queries, dim]``; key and value may have fewer heads.
+        query is ``[batch, heads, queries, dim]``; key and value may have fewer heads. With `softcap`
+        the scores are a matrix for every head, whatever the method.
         """
         self._refuse(more, attention_mask)
         setting, pde = self._setting(module)
@@ -183,6 +191,9 @@ class _Attention:
             key, value, where = _unmasked(query, key, value, bool(causal), sliding_window)
         if position_bias is not None:
             where["attn_mask"] = _biased(position_bias[..., : key.shape[-2]], where.get("attn_mask"))
+        if softcap:
+            where["attn_mask"] = _biased(_capped(query, key, scaling, softcap), where.get("attn_mask"))
+            query, scaling = torch.zeros_like(query), 1.0  # all of the scores are in the bias
 
         options = setting.options() | {"pde": pde}
         if not self._is_map_wanted(more):
@@ -224,7 +235,7 @@ class _Attention:
         unknown = [name for name in UNKNOWN if more.get(name) is not None]
         if unknown:
             raise ValueError(
-                f"{self.name!r} does not know {', '.join(unknown)}, which this model's attention needs; "
+                f"{self.name!r} does not know {in_words(unknown)}, which this model's attention needs; "
                 "use another attn_implementation for it"
             )
         bounds = more.get("cu_seq_lens_q")
@@ -282,6 +293,15 @@ def _biased(bias: Tensor, mask: Tensor | None) -> Tensor:
     return (bias + mask.masked_fill(walls, 0.0)).masked_fill(walls, -torch.inf)
 
 
+def _capped(query: Tensor, key: Tensor, scale: float | None, softcap: float) -> Tensor:
+    """Scores ``[batch, heads, queries, keys]`` bent to stay within +-softcap, as Gemma 2 does it."""
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    with torch.autocast(query.device.type, enabled=False):
+        query, key = for_scores(query, key)
+        scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.mT
+    return softcap * torch.tanh(scores.to(wide(scores.dtype)) / softcap)
+
+
 # Learned coefficients
 
 
@@ -313,17 +333,21 @@ def add_pde(
         The model.
 
     Raises:
-        ValueError: nothing in the model goes through transformers' AttentionInterface, or the PDE is
-            unstable. Where only a part of it does, a warning says which.
+        ValueError: nothing in the model goes through transformers' AttentionInterface, its attention
+            does more than PDE attention can (sinks, an indexer), or the PDE is unstable. Where only a
+            part of it goes through there, a warning says which does not.
     """
     equation = get_pde(pde)() if isinstance(pde, str) else pde
     name = _implementation(equation)
     setting = Setting(equation, steps, dt, walls)
     _check_model(model)
-    found = _registry_modules(model)
+    found = asking(model)
     if not found:
         raise ValueError(f"{type(model).__name__} has no attention that PDE attention could reach: "
                          "none of its modules calls transformers' AttentionInterface")  # fmt: skip
+    if needs := needing(found):
+        raise ValueError(f"{_say_needs(model, needs)}: use another attn_implementation for this model, "
+                         "or give add_pde a part of it that does without")  # fmt: skip
     for module in found.values():
         module.pde = Refinement(setting, _heads(module) if per_head else None, learn)
         here = next(module.parameters(), None)
@@ -337,7 +361,7 @@ def add_pde(
     }  # fmt: skip
     setattr(model.config, SETTING, setting_of_config)
     _use(model, name)
-    _warn(model, name, _outside(model, found))
+    _warn_of_outside(model, name, outside(model, found))
     return model
 
 
@@ -473,14 +497,16 @@ def check(model: Any, **inputs: Any) -> list[str]:
 
     Longformer, BigBird, Reformer, Bloom and other models that compute attention by themselves accept
     any attn_implementation when they are made, and ignore it; `set_attn_implementation` leaves them as
-    they are, with a line in the log.
+    they are, with a line in the log. GPT-OSS, with its attention sinks, asks for more than PDE attention
+    can, and raises when it runs.
 
     Args:
         model: a model of transformers whose attn_implementation is one of `register`'s.
         inputs: for its forward; its `dummy_inputs` if there are none.
 
     Returns:
-        The names of the attention modules that PDE attention does not reach.
+        The names of the attention modules that PDE attention does not reach; "", the model itself, if
+        nothing in it is called attention.
 
     Raises:
         ValueError: PDE attention could reach the model, which has another attn_implementation.
@@ -489,79 +515,75 @@ def check(model: Any, **inputs: Any) -> list[str]:
 
     _check_model(model)
     name = model.config._attn_implementation
+    candidates = asking(model)
     if not isinstance(AttentionInterface().get(name), _Attention):
-        if _registry_modules(model):
+        if candidates:
             raise ValueError(
                 f"the model's attn_implementation is {name!r}, not one of PDE attention; set it with "
                 "model.set_attn_implementation. If that was done, transformers did not accept the name "
                 f"for {type(model).__name__}, and its log says why: add_pde does not ask it"
             )
-        missed = _outside(model, {}) or [""]
-        _warn(model, "pde_...", missed)
+        missed = outside(model, {}) or [""]
+        _warn_of_outside(model, "pde_...", missed)
         return missed
     given = inputs or {k: v.to(model.device) for k, v in model.dummy_inputs.items()}
     modes = [(module, module.training) for module in model.modules()]
+    is_whole = False
     try:
-        with _listening(name) as called, torch.no_grad(), suppress(BypassError):
+        with _listening(name) as (called, refused), torch.no_grad(), suppress(BypassError):
             model.eval()(**given)
+            is_whole = True
     finally:
         for module, mode in modes:
             module.training = mode
     reached = {n: m for n, m in model.named_modules() if m in called}
-    missed = _outside(model, reached | _registry_modules(model)) or ([] if reached else [""])
-    _warn(model, name, missed)
-    return missed
+    needs = needing(candidates) | {n: refused[m] for n, m in model.named_modules() if m in refused}
+    bypassing = outside(model, reached | candidates)
+    if not (needs or bypassing or (reached and is_whole)):
+        bypassing = [n for n in candidates if n not in reached] or [""]
+    _warn_of_outside(model, name, bypassing)
+    if needs:
+        warnings.warn(f"{_say_needs(model, needs)}: running it raises", stacklevel=2)
+    return [n for n, _ in model.named_modules() if n in {*bypassing, *needs}]
 
 
 @contextmanager
-def _listening(name: str) -> Iterator[set[nn.Module]]:
-    """The modules that call PDE attention, while this lasts."""
+def _listening(name: str) -> Iterator[tuple[set[nn.Module], dict[nn.Module, list[str]]]]:
+    """The modules that call PDE attention, and what others ask that it does not know, meanwhile."""
     from transformers import AttentionInterface
 
     function: Any = AttentionInterface().get(name)
     called: set[nn.Module] = set()
+    refused: dict[nn.Module, list[str]] = {}
 
-    def listen(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def listen(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **more: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if needs := [argument for argument in UNKNOWN if more.get(argument) is not None]:
+            refused[module] = needs
+            return query.new_zeros(*query.transpose(1, 2).shape[:-1], value.shape[-1]), None
         called.add(module)
-        return function(module, *args, **kwargs)
+        return function(module, query, key, value, *args, **more)
 
     AttentionInterface.register(name, listen)
     try:
-        yield called
+        yield called, refused
     finally:
         AttentionInterface.register(name, function)
 
 
-def _registry_modules(model: nn.Module) -> dict[str, Any]:
-    """The modules whose own code asks transformers' AttentionInterface for a function."""
-    return {name: m for name, m in model.named_modules() if _asks_registry(type(m))}
+def _say_needs(model: nn.Module, needs: Mapping[str, list[str]]) -> str:
+    arguments = dict.fromkeys(argument for of_module in needs.values() for argument in of_module)
+    return (
+        f"{type(model).__name__}'s attention needs {in_words(arguments)}, which PDE attention does not "
+        f"know ({which([*needs])})"
+    )
 
 
-def _asks_registry(kind: type) -> bool:
-    functions = [inspect.unwrap(f) for f in vars(kind).values() if callable(f)]
-    if any("ALL_ATTENTION_FUNCTIONS" in getattr(f, "__code__", _none).co_names for f in functions):
-        return True
-    return "forward" not in vars(kind) and any(map(_asks_registry, kind.__bases__))
-
-
-_none: Any = (lambda: None).__code__
-
-
-def _outside(model: nn.Module, reached: Mapping[str, nn.Module]) -> list[str]:
-    """Modules called attention that neither are, nor contain, nor belong to those that are reached."""
-    related = lambda a, b: f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.")
-    names = [n for n, m in model.named_modules() if "attention" in type(m).__name__.lower()]
-    outside = [n for n in names if not any(related(n, r) for r in reached)]
-    return [n for n in outside if not any(n.startswith(f"{o}.") for o in outside)]
-
-
-def _warn(model: nn.Module, name: str, missed: list[str]) -> None:
-    if missed:
-        which = f"{missed[0] or 'anywhere'}" + (
-            f" and {len(missed) - 1} more" if len(missed) > 1 else ""
-        )
+def _warn_of_outside(model: nn.Module, name: str, outside: list[str]) -> None:
+    if outside:
         warnings.warn(
-            f"{type(model).__name__} computes attention by itself ({which}): attn_implementation="
-            f"{name!r} does not reach it, it stays ordinary attention",
+            f"{type(model).__name__} computes attention by itself ({which(outside)}): "
+            f"attn_implementation={name!r} does not reach it, it stays ordinary attention",
             stacklevel=3,
         )
