@@ -577,6 +577,86 @@ def test_options_and_classes_that_do_not_exist(tmp_path):
         pde.load(transformers.AutoModelForImageClassification, tmp_path)
 
 
+# Models made from parts
+
+
+def two_berts():
+    torch.manual_seed(1)
+    sizes = {**SIZES, **TOKENS, "num_attention_heads": 2}
+    decoder = transformers.BertConfig(**sizes, is_decoder=True, add_cross_attention=True)
+    return transformers.EncoderDecoderModel(
+        encoder=transformers.BertModel(transformers.BertConfig(**sizes)),
+        decoder=transformers.BertLMHeadModel(decoder),
+    ), {"input_ids": IDS, "decoder_input_ids": IDS[:, :5]}
+
+
+def vit_and_gpt2():
+    torch.manual_seed(1)
+    sizes = {n: SIZES[n] for n in ("hidden_size", "num_hidden_layers", "intermediate_size")}
+    config = transformers.ViTConfig(
+        **sizes, num_attention_heads=2, image_size=16, patch_size=4, initializer_range=0.4
+    )
+    return transformers.VisionEncoderDecoderModel(
+        encoder=transformers.ViTModel(config), decoder=gpt2(add_cross_attention=True)
+    ), {"pixel_values": torch.randn(2, 3, 16, 16).double(), "decoder_input_ids": IDS}
+
+
+from_parts = pytest.mark.parametrize("make", [two_berts, vit_and_gpt2])
+
+
+@from_parts
+def test_every_part_is_reached(make):
+    model, given = make()
+    model.double().eval()
+    with torch.no_grad():
+        plain = model(**given).logits
+        pde.add_pde(model, "diffusion", learn=False)
+        asked = pde.asking(model)
+        assert {name.split(".")[0] for name in asked} == {"encoder", "decoder"}
+        assert {m.config._attn_implementation for m in asked.values()} == {"pde_diffusion"}
+        with pde._listening("pde_diffusion") as (called, _):
+            found = model(**given).logits
+        assert called == {*asked.values()}
+        assert (found - plain).abs().max() > 1e-4
+        assert pde.check(model, **given) == []
+        # of one part alone, which is another model
+        model.encoder.set_attn_implementation("sdpa")
+        assert (model(**given).logits - found).abs().max() > 1e-6
+        model.set_attn_implementation("sdpa")
+        close(model(**given).logits, plain)
+
+
+@from_parts
+def test_a_name_that_does_not_arrive_in_a_part_is_told(make):
+    """set_attn_implementation sets a part's config, while its modules keep the one they were made with."""
+    model, given = make()
+    model.double().set_attn_implementation("pde_diffusion")
+    missed = [n for n, m in pde.asking(model).items() if m.config._attn_implementation == "sdpa"]
+    assert missed
+    assert all(name.startswith("encoder.") for name in missed)
+    with pytest.warns(
+        UserWarning, match=rf"is not 'pde_diffusion' \({missed[0]} and 1 more\).* add_pde"
+    ):
+        assert pde.check(model, **given) == missed
+    if make is two_berts:  # the other has no mask that could be read
+        with pytest.raises(
+            pde.BypassError, match=r"did not get its attn_implementation.*check\(model\)"
+        ):
+            model(**given)
+
+
+def test_a_model_made_from_parts_is_saved_and_loaded(tmp_path):
+    model, given = two_berts()
+    model.eval()
+    pde.add_pde(model, "wave", steps=2)
+    with torch.no_grad():
+        model.encoder.encoder.layer[1].attention.self.pde.learned.c_logit += 1
+    model.save_pretrained(tmp_path)
+    again = pde.load(transformers.EncoderDecoderModel, tmp_path)
+    assert torch.equal(again(**given).logits, model(**given).logits)
+    assert pde.check(again) == []
+
+
 # Models that are not reached
 
 

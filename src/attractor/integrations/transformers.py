@@ -360,7 +360,7 @@ def add_pde(
         "per_head": per_head, "learn": learn, "walls": walls,
     }  # fmt: skip
     setattr(model.config, SETTING, setting_of_config)
-    _use(model, name)
+    _use(model, name, found)
     _warn_of_outside(model, name, outside(model, found))
     return model
 
@@ -469,14 +469,38 @@ def _implementation(equation: PDE) -> str:
     )
 
 
-def _use(model: Any, name: str) -> None:
+def _use(model: Any, name: str, found: Mapping[str, nn.Module]) -> None:
     from transformers import AttentionInterface
 
     if name not in AttentionInterface():
         register(names={name: NAMES[name]})
     model.set_attn_implementation(name)
-    if model.config._attn_implementation != name:  # transformers guesses from source; we have looked
-        model.config._attn_implementation = name
+    for path in found:
+        _set_along(model, path, name)
+
+
+def _set_along(model: Any, path: str, name: str) -> None:
+    """Let every config between a model and one of its attention modules have the name.
+
+    transformers leaves some out. It guesses from source which models can take a name; and a model made
+    from parts gives each part a new config, while the part's modules keep the old one, where nothing
+    that is set later would arrive: those get the new one too.
+    """
+    from transformers import PreTrainedModel
+
+    parts = path.split(".") if path else []
+    of_part = model.config
+    for depth in range(len(parts) + 1):
+        holder = model.get_submodule(".".join(parts[:depth]))
+        config: Any = getattr(holder, "config", None)
+        if not hasattr(config, "_attn_implementation"):
+            continue
+        if isinstance(holder, PreTrainedModel):
+            of_part = config
+        elif type(config) is type(of_part) and config.to_dict() == of_part.to_dict():
+            holder.config = config = of_part
+        if config._attn_implementation != name:
+            config._attn_implementation = name
 
 
 def _heads(module: Any) -> int:
@@ -497,8 +521,9 @@ def check(model: Any, **inputs: Any) -> list[str]:
 
     Longformer, BigBird, Reformer, Bloom and other models that compute attention by themselves accept
     any attn_implementation when they are made, and ignore it; `set_attn_implementation` leaves them as
-    they are, with a line in the log. GPT-OSS, with its attention sinks, asks for more than PDE attention
-    can, and raises when it runs.
+    they are, with a line in the log. It does not reach every module of an EncoderDecoderModel that was
+    made from two models, either; `add_pde` does. GPT-OSS, with its attention sinks, asks for more than
+    PDE attention can, and raises when it runs.
 
     Args:
         model: a model of transformers whose attn_implementation is one of `register`'s.
@@ -526,7 +551,7 @@ def check(model: Any, **inputs: Any) -> list[str]:
         missed = outside(model, {}) or [""]
         _warn_of_outside(model, "pde_...", missed)
         return missed
-    given = inputs or {k: v.to(model.device) for k, v in model.dummy_inputs.items()}
+    given = inputs or _dummy_inputs(model)
     modes = [(module, module.training) for module in model.modules()]
     is_whole = False
     try:
@@ -538,13 +563,27 @@ def check(model: Any, **inputs: Any) -> list[str]:
             module.training = mode
     reached = {n: m for n, m in model.named_modules() if m in called}
     needs = needing(candidates) | {n: refused[m] for n, m in model.named_modules() if m in refused}
+    astray = [n for n, module in candidates.items() if not _has_pde_name(module)]
     bypassing = outside(model, reached | candidates)
-    if not (needs or bypassing or (reached and is_whole)):
+    if not (needs or astray or bypassing or (reached and is_whole)):
         bypassing = [n for n in candidates if n not in reached] or [""]
     _warn_of_outside(model, name, bypassing)
+    if astray:
+        warnings.warn(
+            f"{type(model).__name__} has modules with a config of their own, where attn_implementation "
+            f"is not {name!r} ({which(astray)}): they stay as they are. add_pde sets it there, too",
+            stacklevel=2,
+        )
     if needs:
         warnings.warn(f"{_say_needs(model, needs)}: running it raises", stacklevel=2)
-    return [n for n, _ in model.named_modules() if n in {*bypassing, *needs}]
+    return [n for n, _ in model.named_modules() if n in {*bypassing, *astray, *needs}]
+
+
+def _dummy_inputs(model: Any) -> dict[str, Any]:
+    inputs = {k: v.to(model.device) for k, v in model.dummy_inputs.items()}
+    if getattr(model.config, "is_encoder_decoder", False) and "input_ids" in inputs:
+        inputs.setdefault("decoder_input_ids", inputs["input_ids"])
+    return inputs
 
 
 @contextmanager
@@ -570,6 +609,13 @@ def _listening(name: str) -> Iterator[tuple[set[nn.Module], dict[nn.Module, list
         yield called, refused
     finally:
         AttentionInterface.register(name, function)
+
+
+def _has_pde_name(module: Any) -> bool:
+    from transformers import AttentionInterface
+
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return isinstance(AttentionInterface().get(name), _Attention)
 
 
 def _say_needs(model: nn.Module, needs: Mapping[str, list[str]]) -> str:

@@ -66,8 +66,10 @@ class Mask:
 
 def _bypassed() -> BypassError:
     return BypassError(
-        "this model computes its attention itself, outside of transformers' AttentionInterface, so PDE "
-        "attention does not reach it; use attn_implementation='eager' or 'sdpa' for it"
+        "this model computes its attention itself, outside of transformers' AttentionInterface, or has "
+        "modules that did not get its attn_implementation, so PDE attention does not reach it: "
+        "attractor.integrations.transformers.check(model) names them. Where add_pde does not help, use "
+        "attn_implementation='eager' or 'sdpa'"
     )
 
 
