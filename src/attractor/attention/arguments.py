@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,6 +50,56 @@ def check(
     return equation
 
 
+def broadcast(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All three with the same dimensions before their tokens, where they broadcast, as in SDPA.
+
+    With enable_gqa key and value may keep fewer heads than query, both as many. What does not fit is
+    handed back as it is, for `check` to refuse.
+    """
+    given = query, key, value
+    if not all(isinstance(x, Tensor) and x.ndim >= 2 for x in given):
+        return given
+    if query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
+        return given
+    if not enable_gqa:
+        shape = _common(*(x.shape[:-2] for x in given))
+        return given if shape is None else _expanded(shape, *given)
+    ndim = max(3, *(x.ndim for x in given))
+    q, k, v = (x[(None,) * (ndim - x.ndim)] for x in given)
+    heads, few = q.shape[-3], (k.shape[-3], v.shape[-3])
+    shape = _common(*(x.shape[:-3] for x in (q, k, v)))
+    if shape is None or any(not n or heads % n for n in few):
+        return given
+    if few[0] != few[1]:
+        k, v = (x.repeat_interleave(heads // n, dim=-3) for x, n in zip((k, v), few))
+    (q,), (k, v) = _expanded((*shape, heads), q), _expanded((*shape, k.shape[-3]), k, v)
+    return q, k, v
+
+
+def _common(*shapes: Sequence[int]) -> tuple[int, ...] | None:
+    """What they broadcast to, or None."""
+    ndim, common = max(map(len, shapes)), []
+    for sizes in zip(*((*(1,) * (ndim - len(shape)), *shape) for shape in shapes)):
+        others = [n for n in sizes if n != 1]
+        if any(n != others[0] for n in others):
+            return None
+        common.append(others[0] if others else 1)
+    return tuple(common)
+
+
+def _expanded(shape: Sequence[int], *given: Tensor) -> tuple[Any, ...]:
+    """With these dimensions before the last two; not touched where they are so."""
+    shape = tuple(shape)
+    return tuple(x if x.shape[:-2] == shape else x.expand(*shape, *x.shape[-2:]) for x in given)
+
+
+def for_every_text(ids: Tensor | None, query: Tensor) -> Tensor | None:
+    """key_padding or documents ``[batch or 1, tokens]``, a row for each text of query."""
+    return ids if ids is None or ids.shape[0] == query.shape[0] else ids.expand(query.shape[0], -1)
+
+
 def with_rows(attn_mask: Tensor | None) -> Tensor | None:
     """A mask of keys alone, or of nothing, as one row ``[1, keys]`` for all queries."""
     return attn_mask if attn_mask is None or attn_mask.ndim > 1 else attn_mask.reshape(1, -1)
@@ -74,17 +125,20 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
     if key.shape[-2] != value.shape[-2]:
         raise ValueError(f"{shapes}: key and value must have the same number of tokens")
     if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        raise ValueError(f"{shapes}: the dimensions before the heads must be the same")
+        raise ValueError(
+            f"{shapes}: the dimensions before the heads must be the same, or 1 where they broadcast"
+        )
     if query.ndim > 2:
         heads, key_heads, value_heads = query.shape[-3], key.shape[-3], value.shape[-3]
         if not enable_gqa and not heads == key_heads == value_heads:
             raise ValueError(
-                f"{shapes}: the numbers of heads differ; pass enable_gqa=True to share heads"
+                f"{shapes}: the numbers of heads differ; pass enable_gqa=True to share heads, or give "
+                "one head to broadcast"
             )
-        if key_heads != value_heads or heads % max(key_heads, 1):
-            raise ValueError(
-                f"{shapes}: key and value must have the same number of heads, and it must divide query's"
-            )
+        if heads % max(key_heads, 1) or heads % max(value_heads, 1):
+            raise ValueError(f"{shapes}: the numbers of heads of key and value must divide query's")
+        if key_heads != value_heads:
+            raise ValueError(f"{shapes}: key and value must have the same number of heads")
     if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
         raise ValueError(
             f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; "
@@ -126,8 +180,11 @@ def check_masks(
                 f"{name} needs a query of [batch, heads, tokens, dim], not {list(query.shape)}; "
                 "use unsqueeze for the dimensions that are missing"
             )
-        if tuple(given.shape) != (query.shape[0], key.shape[-2]):
-            raise ValueError(f"{name} {list(given.shape)} must be {[query.shape[0], key.shape[-2]]}")
+        texts, keys = query.shape[0], key.shape[-2]
+        if given.ndim != 2 or given.shape[0] not in (1, texts) or given.shape[1] != keys:
+            raise ValueError(
+                f"{name} {list(given.shape)} must be {[texts, keys]}, or {[1, keys]} for all texts"
+            )
     if key_padding is not None and key_padding.dtype != torch.bool:
         raise ValueError(f"key_padding is {key_padding.dtype}; give bools, True = a real token")
     if documents is not None:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from attractor.attention import masks
 from attractor.attention.arguments import (
+    broadcast,
     check_masks,
     check_options,
     check_tensors,
@@ -163,6 +164,7 @@ def trace(
     """
     equation: Any = get_pde(pde)() if isinstance(pde, str) else pde
     steps, window = as_int(steps), whole_window(window)
+    query, key, _ = broadcast(query, key, key, enable_gqa=True)
     check_tensors(query, key, key, enable_gqa=True)
     check_masks(query, key, attn_mask, key_padding, documents, window)
     check_options(equation, steps, dt, 0.0, axis, walls, "dense")

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from attractor.attention import fused, masks
-from attractor.attention.arguments import check, whole_window, with_positive_scale, with_rows
+from attractor.attention.arguments import (
+    broadcast,
+    check,
+    for_every_text,
+    whole_window,
+    with_positive_scale,
+    with_rows,
+)
 from attractor.attention.dense import dense
 from attractor.attention.masks import Scope
 from attractor.attention.pdes import PDE, Line, take_steps
@@ -53,7 +60,8 @@ def pde_attention(
 
     The first eight arguments are those of `torch.nn.functional.scaled_dot_product_attention`, in its
     order and meaning, except that `is_causal` may be combined with masks; with ``steps=0`` it is that
-    function. A query that may attend to nothing has zero output.
+    function. A query that may attend to nothing has zero output. Dimensions before the tokens broadcast
+    as they do there.
 
     Args:
         query: ``[*batch, heads, queries, dim]``.
@@ -73,8 +81,8 @@ def pde_attention(
         walls: where flow ends: ``"mask"``, at the edges of what a query may attend to;
             ``"sequence"`` and ``"periodic"`` ignore the mask and exist for comparison: a causal
             model sees its future through them.
-        key_padding: ``[batch, keys]`` bool, True = a real token.
-        documents: ``[batch, tokens]`` integer ids of packed texts that do not see each other.
+        key_padding: ``[batch or 1, keys]`` bool, True = a real token.
+        documents: ``[batch or 1, tokens]`` integer ids of packed texts that do not see each other.
         window: (left, right), how far a query sees on either side, its own position always included,
             -1 for no limit; a single number stands for both.
         renormalise: divides every row of A(Nt) by its sum, which reaction and dropout change.
@@ -86,6 +94,7 @@ def pde_attention(
         ``[*batch, heads, queries, value dim]``, in query's dtype.
     """
     steps, window = as_int(steps), whole_window(window)
+    query, key, value = broadcast(query, key, value, enable_gqa)
     equation = check(
         query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, pde, steps, dt, axis, walls,
         key_padding, documents, window, method,
@@ -95,6 +104,7 @@ def pde_attention(
     if 0 in (*query.shape[:-1], key.shape[-2]):
         return query.new_zeros(*query.shape[:-1], value.shape[-1])
     attn_mask = with_rows(attn_mask)
+    key_padding, documents = for_every_text(key_padding, query), for_every_text(documents, query)
     if renormalise:
         value = torch.cat((value, torch.ones_like(value[..., :1])), -1)
     choice, within = _choose(
@@ -160,11 +170,13 @@ def explain(
 ) -> Choice:
     """Which engine `pde_attention` takes for these arguments, and why; raises where it would."""
     steps, window = as_int(steps), whole_window(window)
+    query, key, value = broadcast(query, key, value, enable_gqa)
     equation = check(
         query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, pde, steps, dt, axis, walls,
         key_padding, documents, window, method,
     )  # fmt: skip
     attn_mask = with_rows(attn_mask)
+    key_padding, documents = for_every_text(key_padding, query), for_every_text(documents, query)
     if renormalise:
         value = torch.cat((value, value[..., :1]), -1)
     choice, _ = _choose(

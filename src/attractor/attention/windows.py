@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from attractor.attention import flash, fused, masks
-from attractor.attention.arguments import check, whole_window, with_positive_scale
+from attractor.attention.arguments import (
+    broadcast,
+    check,
+    for_every_text,
+    whole_window,
+    with_positive_scale,
+)
 from attractor.attention.bands import step_values
 from attractor.attention.masks import Scope
 from attractor.attention.pde_attention import four_dimensions, pde_attention
@@ -51,13 +57,14 @@ def window_attention(
         window: (left, right), how far a query sees on either side; a single number stands for both.
         global_tokens: how many tokens at the start attend to, and are attended to by, all others.
         is_causal: a query, global ones too, attends to nothing after itself.
-        key_padding: ``[batch, tokens]`` bool, True = a real token.
+        key_padding: ``[batch or 1, tokens]`` bool, True = a real token.
         pde: None for windows without a PDE.
 
     The other arguments are those of `pde_attention`.
     """
     steps, pde = (0, "diffusion") if pde is None else (as_int(steps), pde)
     window, global_tokens = whole_window(window), as_int(global_tokens)
+    query, key, value = broadcast(query, key, value, enable_gqa)
     equation = check(
         query, key, value, None, dropout_p, is_causal, enable_gqa, pde, steps, dt, "key", "mask",
         key_padding, None, window, "auto",
@@ -74,6 +81,7 @@ def window_attention(
         )
     if query.ndim != 4:
         raise ValueError(f"query {list(query.shape)} must be [batch, heads, tokens, dim]")
+    key_padding = for_every_text(key_padding, query)
     if 0 in query.shape[:-1]:
         return query.new_zeros(*query.shape[:-1], value.shape[-1])
     common: Any = {
