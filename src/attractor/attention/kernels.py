@@ -23,7 +23,7 @@ from attractor.attention.bands import band_values, step_values
 from attractor.attention.dense import space
 from attractor.attention.pdes import PDE, Line, evolve, get_pde, take_steps
 from attractor.attention.pdes.pde import check_heads
-from attractor.attention.precision import autocast_as_sdpa, wide
+from attractor.attention.precision import autocast_as_sdpa, refuse_transforms, wide
 from attractor.core.checks import check_beside, check_number, check_tensor, check_whole, is_whole
 
 
@@ -151,6 +151,7 @@ def performer_attention(
     check_whole("chunk", chunk, 1)
     log_q, log_k, values = _log_features(query, key, value, features, scale, enable_gqa, key_padding)
     if equation is not None:
+        refuse_transforms("performer_attention with a PDE", "performer_dense")
         check_heads(equation, query.shape[:-2])
     real = None if key_padding is None else key_padding[:, None, None, :]
     open = None if real is None else masks.open_faces(real)

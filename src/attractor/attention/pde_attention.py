@@ -18,7 +18,7 @@ from attractor.attention.arguments import (
 from attractor.attention.dense import dense
 from attractor.attention.masks import Scope
 from attractor.attention.pdes import PDE, Line, take_steps
-from attractor.attention.precision import autocast_as_sdpa, wide
+from attractor.attention.precision import autocast_as_sdpa, only_plain_torch, wide
 from attractor.attention.stepped import softmax_attention, stepped
 from attractor.attention.tiled import tiled
 from attractor.core.checks import as_int, check_number
@@ -214,6 +214,11 @@ def _choose(
 
     With it the documents as "fused" wants them, or None: to know whether it can it has to look at them.
     """
+    only_dense = only_plain_torch()
+    if only_dense and method == "auto":
+        return Choice("dense", only_dense), None
+    if only_dense and method != "dense":
+        raise ValueError(f"method {method!r} cannot do this: {only_dense}; use 'dense'")
     masked = any(x is not None for x in (attn_mask, key_padding, window))
     plain = axis == "key" and walls == "mask" and not masked and not dropout_p
     not_fused = _not_fused(query, key, value, is_causal, plain, documents, pde, steps)

@@ -6,6 +6,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from attractor.core.checks import autocast
@@ -48,6 +49,28 @@ def autocast_as_sdpa(attention: Attention) -> Attention:
 def _cast(x: Any, dtype: torch.dtype) -> Any:
     """Floats in another type; what is none is left to be refused."""
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def only_plain_torch() -> str:
+    """Why nothing but plain operations of torch will do here; empty where anything does.
+
+    Transforms of `torch.func` and derivatives in forward mode see through those alone: the other engines
+    have gradients written by hand. `torch.compile` sees through these itself.
+    """
+    if torch.compiler.is_compiling():
+        return ""
+    if torch._C._are_functorch_transforms_active():
+        return "a transform of torch.func sees through plain operations only"
+    if forward_ad._current_level >= 0:
+        return "derivatives in forward mode go through plain operations only"
+    return ""
+
+
+def refuse_transforms(what: str, instead: str) -> None:
+    """Raise within a transform of `torch.func`, or where derivatives are taken in forward mode."""
+    why = only_plain_torch()
+    if why:
+        raise ValueError(f"{what} cannot do this: {why}; use {instead}")
 
 
 def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:

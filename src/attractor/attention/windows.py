@@ -24,7 +24,12 @@ from attractor.attention.bands import step_values
 from attractor.attention.masks import Scope
 from attractor.attention.pde_attention import four_dimensions, pde_attention
 from attractor.attention.pdes import PDE, Diffusion, Line, evolve
-from attractor.attention.precision import autocast_as_sdpa, first_derivatives_only, wide
+from attractor.attention.precision import (
+    autocast_as_sdpa,
+    first_derivatives_only,
+    refuse_transforms,
+    wide,
+)
 from attractor.attention.stepped import Others, stepped
 from attractor.attention.tiled import tiled
 from attractor.core.checks import as_int, check_number
@@ -62,6 +67,7 @@ def window_attention(
 
     The other arguments are those of `pde_attention`.
     """
+    refuse_transforms("window_attention", "pde_attention with window= and method='dense'")
     steps, pde = (0, "diffusion") if pde is None else (as_int(steps), pde)
     window, global_tokens = whole_window(window), as_int(global_tokens)
     query, key, value = broadcast(query, key, value, enable_gqa)
