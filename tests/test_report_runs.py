@@ -131,6 +131,14 @@ def test_a_page_shows_configuration_versions_tables_pictures_and_commands(out, p
         assert "Versions" in seen
 
 
+def test_a_page_says_what_tns_is_silent_of(out, tmp_path):
+    assert "TNS says nothing" not in text(kept.page(kept.find(out / "probe")).html())
+    two_a_stage = ["-o", "depth=20", "-o", "width=4", "--size", "8", "--inputs", "6"]
+    told = printed("probe", "attractor:resnet_cifar", *two_a_stage, "--out", tmp_path / "probe")
+    assert told["tns"]["one"]["trained"] == 0 < told["tns_with_first"]["one"]["trained"]
+    assert told["note"] in text(kept.page(kept.find(tmp_path / "probe")).html())
+
+
 def test_runs_stand_side_by_side_and_differences_come_first(out, tmp_path):
     shutil.copytree(out / "fit", tmp_path / "narrow")
     config = tmp_path / "narrow/solver/config.json"

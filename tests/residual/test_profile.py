@@ -61,9 +61,57 @@ def test_one_block_a_stage_has_no_tns_but_a_summary():
     )
     assert alone.totals() == {s: {"trained": None, "initial": None} for s in ("one", "gate")}
     assert "TNS, step one: –" in alone.summary()
-    with pytest.raises(ValueError, match="set drop_first=False"):
+    with pytest.raises(ValueError, match=r"look at \.nsi, .*\.total\(drop_first=False\)"):
         _ = alone.tns
     assert alone.total(drop_first=False) == 0
+    assert ".total(" not in alone.note  # which would say as little
+
+
+def of_stages(*blocks, mean="input", seed=0):
+    """A profile with so many blocks a stage."""
+    stage = torch.repeat_interleave(torch.arange(len(blocks)), torch.tensor(blocks))
+    nsi = torch.rand(5, len(stage), generator=torch.Generator().manual_seed(seed)) + 0.1
+    names = tuple(f"layer{s}.{b}" for s, n in enumerate(blocks, 1) for b in range(n))
+    return StiffnessProfile(nsi, nsi, torch.full_like(nsi, math.nan), stage, names, mean=mean)
+
+
+@pytest.mark.parametrize("mean", ["input", "stage"])
+@pytest.mark.parametrize("blocks", [(2, 2, 2, 2), (3, 2, 4), (1, 3), (1, 2), (3, 4)])
+@pytest.mark.parametrize("drop_first", [True, False])
+def test_what_tns_says_nothing_of_does_not_move_it(blocks, mean, drop_first):
+    """And what it speaks of does: a silent stage is one whose NSI may be anything."""
+    found = of_stages(*blocks, mean=mean)
+    silent = stiffness.silent_stages(found.stage, drop_first, mean)
+    tns = lambda nsi: stiffness.total_neural_stiffness(nsi, found.stage, drop_first, mean)
+    for stage in range(len(blocks)):
+        last = (found.stage == stage).nonzero()[-1]
+        louder = found.nsi.clone()
+        louder[2, last] *= 50
+        assert torch.equal(tns(louder), tns(found.nsi)) == (stage in silent)
+    assert bool(found.note) == bool(stiffness.silent_stages(found.stage, mean=mean))
+
+
+def test_a_note_says_what_tns_is_silent_of_wherever_it_is_shown():
+    """A ResNet18's TNS is 0 by construction, which is no measurement."""
+    found = of_stages(2, 2, 2, 2)
+    assert found.tns == 0
+    assert found.total(drop_first=False) > 0
+    assert found.note.startswith("TNS says nothing of any stage: it leaves out a stage's first block")
+    assert ".total(drop_first=False)" in found.note
+    assert found.note in str(found)
+    assert "TNS says nothing of 4 stages, see .note" in repr(found)
+    assert "TNS says nothing of any stage" in found._repr_html_()
+    assert found.numbers()["note"] == found.note
+    assert found.numbers()["tns_with_first"]["one"]["trained"] == pytest.approx(
+        found.total(False).item()
+    )
+    assert f"a: {found.note}" in repr(compare_profiles({"a": found}))
+    some = of_stages(3, 2, 1)
+    assert "TNS says nothing of the stages that begin at layer2.0, layer3.0:" in some.note
+    assert "of 1 with one block in all there is nothing else" in some.note
+    for silent_of_none in (of_stages(3, 4), of_stages(2, 2, mean="stage")):
+        assert silent_of_none.note == ""
+        assert "says nothing" not in repr(silent_of_none) + str(silent_of_none)
 
 
 @pytest.mark.parametrize("initial", [True, False])

@@ -165,6 +165,12 @@ def _show(profile: StiffnessProfile, name: str) -> None:
     console.print(table)
     for step, pair in profile.totals().items():
         say(f"TNS, step {step}: {_cell(pair['trained'])}, initial {_cell(pair['initial'])}")
+    if profile.note:
+        say(profile.note, style="yellow")
+    if profile.note and len(profile.names) > len(profile.stages()):
+        for step, pair in profile.totals(drop_first=False).items():
+            told = f"{_cell(pair['trained'])}, initial {_cell(pair['initial'])}"
+            say(f"TNS with first blocks, step {step}: {told}")
 
 
 def _draw(profile: StiffnessProfile, kind: str, out: Path) -> None:

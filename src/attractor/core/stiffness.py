@@ -151,6 +151,8 @@ def total_neural_stiffness(
     the largest NSI covers the others, so there is one rectangle a stage; sorted by a from the
     widest, a running maximum of b makes the union a staircase.
 
+    A stage with one block left has no a to speak of and adds nothing, see `silent_stages`.
+
     Args:
         nsi: ``[inputs, blocks]``.
         stage: the stage of every block ``[blocks]``, any labels.
@@ -165,6 +167,21 @@ def total_neural_stiffness(
     height = b.gather(1, order).cummax(dim=1).values
     width = a - torch.cat((a[:, 1:], torch.zeros_like(a[:, :1])), dim=1)
     return (width * height).sum(dim=1).mean()
+
+
+def silent_stages(stage: Tensor, drop_first: bool = True, mean: Mean = "input") -> list[int]:
+    """The labels of the stages that TNS says nothing of, whatever their NSI.
+
+    One block alone is as stiff as the mean of its stage, over an "input"; over the "stage" it can still
+    be stiffer on one input than on another.
+
+    >>> import torch
+    >>> silent_stages(torch.tensor([0, 0, 1, 1, 1])), silent_stages(torch.tensor([0, 0, 1]), False)
+    ([0], [1])
+    """
+    check_tensor("stage", stage, "[blocks]", floating=False)
+    needed = (2 if mean == "input" else 1) + int(drop_first)
+    return [s for s in stage.unique().tolist() if int((stage == s).sum()) < needed]
 
 
 def stiffness_surface(

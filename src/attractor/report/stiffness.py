@@ -256,7 +256,8 @@ def _surface(axis: Any, profile: StiffnessProfile, limits: tuple[float, float], 
         100 * profile.surface(m1, m2).T.numpy(), origin="lower", aspect="auto", cmap="Blues",
         extent=(0, limits[0], 0, limits[1]), interpolation="nearest", vmin=0, vmax=100,
     )  # fmt: skip
-    axis.set_title(f"{title}: TNS {profile.tns.item():.3g}", color=figures.INK, fontsize=10)
+    unsaid = ", see .note" if profile.note else ""  # of stages that TNS says nothing of
+    axis.set_title(f"{title}: TNS {profile.tns.item():.3g}{unsaid}", color=figures.INK, fontsize=10)
     axis.set_xlabel("m1")
     axis.set_ylabel("m2")
     axis.spines[:].set_color(figures.GRID)

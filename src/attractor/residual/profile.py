@@ -83,8 +83,40 @@ class StiffnessProfile:
 
     @property
     def tns(self) -> Tensor:
-        """Total neural stiffness, every stage's first block left out."""
+        """Total neural stiffness, every stage's first block left out; `note` says of what it is silent.
+
+        Raises:
+            ValueError: nothing is left, as every stage has one block only.
+        """
+        if len(self.stage.unique()) == len(self.stage):
+            raise ValueError(
+                f"all {len(self.stage)} stages have one block only, and .tns leaves that out; "
+                "look at .nsi, block by block (.total(drop_first=False) counts it too, but with "
+                "mean='input' a block alone is as stiff as its mean, and adds 0)"
+            )
         return self.total()
+
+    @property
+    def note(self) -> str:
+        """Of which stages TNS says nothing, why, and what to use instead; empty if of none."""
+        silent = stiffness.silent_stages(self.stage, mean=self.mean)
+        if not silent:
+            return ""
+        lonely = stiffness.silent_stages(self.stage, drop_first=False, mean=self.mean)
+        starts = [self.names[int((self.stage == s).nonzero()[0])] for s in silent]
+        every = len(silent) == len(self.stage.unique())
+        more = f" and {len(starts) - 4} more" if len(starts) > 4 else ""
+        which = "any stage" if every else f"the stages that begin at {', '.join(starts[:4])}{more}"
+        left = "one block at most is" if self.mean == "input" else "no block is"
+        use = ["NSI block by block (.nsi)"]
+        if lonely != silent:
+            use.insert(0, ".total(drop_first=False), which counts first blocks too")
+        if lonely:
+            use[-1] += f"; of {len(lonely)} with one block in all there is nothing else"
+        return (
+            f"TNS says nothing of {which}: it leaves out a stage's first block and compares the others "
+            f"with their mean, and {left} left. Use {', or '.join(use)}."
+        )
 
     @property
     def gated(self) -> bool:
@@ -159,12 +191,12 @@ class StiffnessProfile:
             )
         return rows
 
-    def totals(self) -> dict[str, dict[str, float | None]]:
+    def totals(self, drop_first: bool = True) -> dict[str, dict[str, float | None]]:
         """TNS by step, of the network and of its beginning; None where it is not defined."""
         return {
             step: {
-                "trained": _total(self, step),
-                "initial": _total(self.initial, step) if self.initial is not None else None,
+                "trained": _total(self, step, drop_first),
+                "initial": _total(self.initial, step, drop_first) if self.initial is not None else None,
             }
             for step in STEPS
         }
@@ -180,6 +212,8 @@ class StiffnessProfile:
             lines.append(f"{row['stage']:>5} {row['blocks']:>6} {numbers}  {row['first']}")
         for step, pair in self.totals().items():
             lines.append(f"TNS, step {step}: {_text(pair['trained'])}, initial {_text(pair['initial'])}")
+        if self.note:
+            lines.append(self.note)
         if self.initial is None:
             lines.append(
                 "initial: not given; NSI depends on it, so pass probe(..., initial=a fresh model)"
@@ -191,9 +225,14 @@ class StiffnessProfile:
     def __repr__(self) -> str:
         shape = f"{self.nsi.shape[0]} inputs, {len(self.names)} {self.granularity}s"
         beside = "" if self.initial is None else ", beside its initial value"
+        stages, silent = (
+            len(self.stage.unique()),
+            len(stiffness.silent_stages(self.stage, mean=self.mean)),
+        )
+        unsaid = f"; TNS says nothing of {silent} stages, see .note" if silent else ""
         return (
-            f"StiffnessProfile({self.model}: {shape} in {len(self.stage.unique())} stages, step "
-            f"{self.step}, mean NSI {self.nsi.mean().item():.3g}{beside})"
+            f"StiffnessProfile({self.model}: {shape} in {stages} stages, step "
+            f"{self.step}, mean NSI {self.nsi.mean().item():.3g}{beside}{unsaid})"
         )
 
     def __str__(self) -> str:
@@ -208,7 +247,8 @@ class StiffnessProfile:
             f"TNS, step {step}: {_text(pair['trained'])}, initial {_text(pair['initial'])}"
             for step, pair in self.totals().items()
         ]
-        return html_table(head, rows, f"{self!r}. {'. '.join(totals)}.")
+        told = ". ".join((repr(self), *totals)) + f". {self.note}"
+        return html_table(head, rows, told.rstrip())
 
     def to_pandas(self) -> Any:
         """A row an input and block: input, block, name, stage, NSI with both steps, the gate's value.
@@ -247,6 +287,8 @@ class StiffnessProfile:
             "inputs": self.nsi.shape[0],
             "mean": self.mean,
             "tns": self.totals(),
+            "tns_with_first": self.totals(drop_first=False),
+            "note": self.note,
             "stages": self.stages(),
         }
         found["blocks"] = [
@@ -299,7 +341,8 @@ class Comparison:
     """Several networks' TNS, and how it goes with their accuracy.
 
     Attributes:
-        rows: a dict a network: "name", "one", "gate", "one_initial", "gate_initial", and "accuracy".
+        rows: a dict a network: "name", "one", "gate", "one_initial", "gate_initial", and "accuracy"; of
+            profiles also "note", what their TNS is silent of.
         correlations: for each of those four columns "kendall" and "spearman" with the accuracy, and the
             "p" of each: the part of all orders of the accuracies that correlate as strongly. Empty
             without accuracies.
@@ -336,6 +379,7 @@ class Comparison:
             f"TNS {column} and accuracy: {tell(found, 'kendall')}, {tell(found, 'spearman')}"
             for column, found in self.correlations.items()
         ]
+        lines += [f"{row['name']}: {row['note']}" for row in self.rows if row.get("note")]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -380,6 +424,7 @@ def compare_profiles(
     for name, profile in profiles.items():
         totals = profile.totals()
         row: dict[str, Any] = {"name": name, "blocks": len(profile.names), "model": profile.model}
+        row["note"] = profile.note
         for step in STEPS:
             row |= {step: totals[step]["trained"], f"{step}_initial": totals[step]["initial"]}
         rows.append({**row, "accuracy": accuracy[name] if accuracy is not None else None})
@@ -391,9 +436,9 @@ def _pictures() -> Any:
     return pictures("stiffness")
 
 
-def _total(profile: StiffnessProfile, step: Step) -> float | None:
+def _total(profile: StiffnessProfile, step: Step, drop_first: bool) -> float | None:
     try:
-        return profile.with_step(step).tns.item()
+        return profile.with_step(step).total(drop_first).item()
     except ValueError:  # one block a stage, or a feature that is zero
         return None
 

@@ -86,8 +86,16 @@ def show(page: Page, runs: Sequence[Run]) -> None:
     ]
     page.table([*(["run"] if len(runs) > 1 else []), *columns], rows)
     for run in runs:
+        if note := _note(run):
+            page.text(f"{run.name}: {note}" if len(runs) > 1 else note)
         if run.content["profile"] is not None:
             _surface(page, run)
+
+
+def _note(run: Run) -> str:
+    """What TNS is silent of; probe.json of older versions does not say it, but their profile does."""
+    profile = run.content["profile"]
+    return profile.note if profile is not None else run.content["told"].get("note", "")
 
 
 def _surface(page: Page, run: Run) -> None:
