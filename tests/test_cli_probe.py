@@ -80,6 +80,12 @@ def trained(width=4):
     return resnet_cifar(20, width=width)
 
 
+def even(width=4):
+    if width % 2:
+        raise ValueError(f"width = {width} is odd")
+    return fresh(width)
+
+
 def number():
     return 3
 """
@@ -185,6 +191,16 @@ def test_a_folder_of_transformers_on_texts(tmp_path):
         (["attractor:resnet_cifar", "-o", "depth=21"], "is not 9 n + 2"),
         (["attractor:resnet_cifar", "-o", "depth"], "must be KEY=VALUE"),
         (["attractor:resnet_cifar", "-o", "deep=2"], "unexpected keyword argument 'deep'"),
+        (["attractor:resnet_cifar", "-o", "deep=2"], "its options are depth, num_classes"),
+        (["attractor:resnet_cifar", "-o", "width=x"], "width = 'x' must be a whole number"),
+        (["own.py:fresh", "-o", "width=x"], "width is a number, such as -o width=4"),
+        (
+            ["own.py:even", "-o", "width=x"],
+            "own.py:even cannot be made with width = 'x' (TypeError: not",
+        ),
+        (["own.py:even", "-o", "width=x"], "width is a number, such as -o width=4"),
+        (["own.py:even", "-o", "width=3"], "width = 3 is odd"),
+        (["own.py:even", "-o", "widht=4"], "its options are width; did you mean 'width'?"),
         (["attractor:resnet_cifar", "--pretrained"], "no hub offers weights"),
         (["attractor:resnet_cifar", "--images", "nowhere"], "there is no folder nowhere"),
         (["attractor:resnet_cifar", "--images", "."], "holds no image files"),
@@ -198,7 +214,10 @@ def test_a_folder_of_transformers_on_texts(tmp_path):
         (["attractor:resnet_cifar", "--weights", "w.safetensors"], "there is no file w.safetensors"),
         (["attractor:resnet_cifar", "--step", "two"], "step = 'two'"),
         (["own.py:number"], "returned a int; it must return an nn.Module"),
-        (["own.py:missing"], "has no function 'missing'; it has resnet_cifar, fresh, trained, number"),
+        (
+            ["own.py:missing"],
+            "has no function 'missing'; it has resnet_cifar, fresh, trained, even, number",
+        ),
         (["elsewhere.py:net"], "there is no file elsewhere.py"),
     ],
 )
@@ -218,7 +237,103 @@ def test_inputs_that_a_network_cannot_take(tmp_path, monkeypatch):
     result = run("own.py:mlp", "--noise", "4")
     assert result.exit_code == 2, result.output
     assert "own.py:mlp cannot take what it was given (mat1 and mat2 shapes" in result.output
-    assert "give --size, or --images, --data or --texts" in result.output
+    assert "give --size, or --images or --data that fit it, or write into own.py" in result.output
+    result = run("attractor:resnet_cifar", "-o", "in_channels=5", "--data", "digits", "--inputs", 4)
+    assert result.exit_code == 2, result.output
+    assert "give --size, or --images, --data or --texts that fit it" in result.output
+
+
+TEXT = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x):
+        return x + self.f(x)
+
+
+class Text(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(11, 8), nn.Embedding(LENGTH, 8)
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+
+    def forward(self, ids):
+        if ids.is_floating_point():
+            raise ValueError("ids must be integers")
+        return self.blocks(self.words(ids) + self.places(torch.arange(ids.shape[1])))
+
+
+def net():
+    return Text()
+"""
+INPUTS = {
+    "a function": "def inputs(n, generator):\n    return torch.randint(11, (n, 7), generator=generator)",
+    "a tensor": "inputs = torch.arange(7 * 300).view(300, 7) % 11",
+    "a mapping": "inputs = {'ids': torch.arange(7 * 300).view(300, 7) % 11}",
+    "batches": "inputs = [torch.zeros(5, 7).long(), torch.ones(4, 6).long()]",
+    "made batches": "def inputs(n, generator):\n    yield from [torch.zeros(5, 7).long()] * 2",
+}
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_a_text_network_of_one_s_own_is_probed_on_inputs_beside_it(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.py").write_text(TEXT.replace("LENGTH", "7") + "\n\n" + INPUTS[kind])
+    result = run("text.py:net", "--inputs", 9, "--batch", 4)
+    assert result.exit_code == 0, result.output
+    numbers = json.loads((tmp_path / "out/probe/probe.json").read_text())
+    assert (numbers["inputs"], numbers["source"]) == (9, "inputs of text.py")
+    torch.manual_seed(0)
+    found = networks.find("text.py:net")
+    batches = list(networks.own_inputs(found, 9, 4, 0))
+    assert [len(batch["ids"] if kind == "a mapping" else batch) for batch in batches] == (
+        [4, 4, 1] if "batches" not in kind else [5, 4] if kind == "batches" else [5, 5]
+    )
+    profile = StiffnessProfile.load("out/probe/profile")
+    torch.testing.assert_close(profile.nsi, probe(found.model, batches, limit=9).nsi)
+
+
+def test_a_text_network_without_inputs_gets_random_tokens_or_is_told_what_to_write(
+    tmp_path, monkeypatch
+):
+    """No message sends to an option whose message sends back."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "long.py").write_text(TEXT.replace("LENGTH", "100"))
+    result = run("long.py:net", "--inputs", 5)
+    assert result.exit_code == 0, result.output
+    (tmp_path / "text.py").write_text(TEXT.replace("LENGTH", "7"))  # fewer places than random texts have
+    (tmp_path / "lines.txt").write_text("a text")
+    wanted = "write def inputs(n, generator) into text.py", "beside it, def inputs(n, generator), which"
+    for source in ([], ["--noise", 4], ["--data", "digits"], ["--texts", "lines.txt"]):
+        result = run("text.py:net", *source)
+        assert result.exit_code == 2, result.output
+        assert any(words in result.output for words in wanted)
+    (tmp_path / "text.py").write_text(TEXT.replace("LENGTH", "7") + "\n\n" + INPUTS["a function"])
+    assert run("text.py:net", "--inputs", 5).exit_code == 0
+    told = run("text.py:net", "--data", "digits").output
+    assert "(ids must be integers); leave --data out, and it gets inputs in text.py" in told
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ("inputs = 3", "inputs in text.py is a int; give a tensor [n, ...]"),
+        ("def inputs(batch):\n    return batch", "is called as inputs(n, generator), but takes (batch)"),
+        ("inputs = torch.rand(4, 7)", "(ids must be integers); inputs in text.py must be what it takes"),
+    ],
+)
+def test_inputs_that_are_none(inputs, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.py").write_text(TEXT.replace("LENGTH", "7") + "\n\n" + inputs)
+    result = run("text.py:net")
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("hub", ["timm", "torchvision"])

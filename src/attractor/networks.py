@@ -2,11 +2,14 @@
 
 ``timm:resnet50``, ``torchvision:resnet50``, ``transformers:google/vit-base-patch16-224`` (or a kind of
 model with its options, ``transformers:bert``), ``attractor:resnet_cifar``, or a function of one's own
-that returns a module, ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``.
+that returns a module, ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``. Beside that function there may be
+`inputs`, what the network is probed on: a batch, a list of batches, or a function ``inputs(n,
+generator)`` that returns either.
 """
 
+import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +24,7 @@ from attractor import equations
 from attractor.core.checks import nearest
 from attractor.data import images
 from attractor.data.imagefolder import ENDINGS, centre_box, decoded
+from attractor.residual.meter import Batch
 
 HUBS = ("timm", "torchvision", "transformers", "attractor")
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -40,6 +44,8 @@ class Network:
         mean, std: of the channels of the images that it was trained on.
         tokenizer: name of its tokenizer, or None.
         vocabulary: number of tokens that it knows, or None if it takes images.
+        place: the file or module of one's own that it is from, or None.
+        inputs: what stands beside it there under that name, or None.
     """
 
     name: str
@@ -51,6 +57,8 @@ class Network:
     std: tuple[float, ...] = IMAGENET[1]
     tokenizer: str | None = None
     vocabulary: int | None = None
+    place: str | None = None
+    inputs: Any = None
 
 
 def find(
@@ -105,7 +113,9 @@ def _timm(what: str, name: str, options: dict[str, Any], pretrained: bool | None
         near = ", ".join(timm.list_models(f"*{name.split('.')[0][:6]}*")[:8])
         raise ValueError(f"timm has no model {name!r}" + (f"; it has {near} ..." if near else ""))
     trained = bool(timm.models.is_model_pretrained(name)) if pretrained is None else pretrained
-    fresh = lambda: timm.create_model(name, pretrained=False, **options)
+    fresh = lambda: _made(
+        what, lambda: timm.create_model(name, pretrained=False, **options), options, {}
+    )
     make = lambda: timm.create_model(name, pretrained=trained, **options)
     model = _fetched(make, what) if trained else fresh()
     config = model.default_cfg
@@ -118,7 +128,7 @@ def _torchvision(what: str, name: str, options: dict[str, Any], pretrained: bool
         near = ", ".join(n for n in models.list_models() if name[:6] in n)
         raise ValueError(f"torchvision has no model {name!r}" + (f"; it has {near}" if near else ""))
     trained = pretrained is not False
-    fresh = lambda: models.get_model(name, weights=None, **options)
+    fresh = lambda: _made(what, lambda: models.get_model(name, weights=None, **options), options, {})
     make = lambda: models.get_model(name, weights="DEFAULT", **options)
     return Network(what, _fetched(make, what) if trained else fresh(), trained, fresh)
 
@@ -130,8 +140,9 @@ def _transformers(what: str, name: str, options: dict[str, Any], pretrained: boo
     if known and pretrained:
         raise ValueError(f"{name} is a kind of model, not one with weights; name one, such as a/b")
     auto = library.AutoConfig
+    defaults = vars(auto.for_model(name)) if known and options else {}
     config = (
-        auto.for_model(name, **options)
+        _made(what, lambda: auto.for_model(name, **options), options, defaults)
         if known
         else _fetched(
             lambda: auto.from_pretrained(name, **options),
@@ -139,7 +150,7 @@ def _transformers(what: str, name: str, options: dict[str, Any], pretrained: boo
             "a folder, or a kind with its options as transformers:bert, needs no network",
         )
     )
-    fresh = lambda: library.AutoModel.from_config(config)
+    fresh = lambda: _made(what, lambda: library.AutoModel.from_config(config), options, defaults)
     trained = pretrained is not False and not known
     make = lambda: library.AutoModel.from_pretrained(name, config=config)
     size = getattr(config, "image_size", None) or 224
@@ -175,16 +186,60 @@ def _function(what: str, options: dict[str, Any], asked: bool) -> Network:
         if options:
             raise ValueError(f"{what} is a network, not a function, so it takes no options")
         made, make = make, lambda: made
-    model = make(**options)
+    fresh = lambda: _made(what, lambda: make(**options), options, _defaults(make))
+    model = fresh()
     if not isinstance(model, nn.Module):
         raise TypeError(f"{what} returned a {type(model).__name__}; it must return an nn.Module")
     # What a function of one's own returns may be trained already, and made anew would be so again.
-    fresh = lambda: make(**options)
     asked = asked and own
     pairs = zip(model.parameters(), fresh().parameters() if asked else ())
     same = asked and all(torch.equal(old, new) for old, new in pairs)
     small = not own and (name == "resnet_cifar" or not name.startswith("resnet"))
-    return Network(what, model, trained=same, fresh=None if same else fresh, size=32 if small else 224)
+    return Network(
+        what,
+        model,
+        trained=same,
+        fresh=None if same else fresh,
+        size=32 if small else 224,
+        vocabulary=tokens_of(model),
+        place=place if own else None,
+        inputs=getattr(module, "inputs", None) if own else None,
+    )
+
+
+def _made(
+    what: str, make: Callable[[], Any], options: dict[str, Any], defaults: Mapping[str, Any]
+) -> Any:
+    """What `make` returns. Where it fails on an option's value, as ``width % 4`` does on text, the error
+    says which value was given, and what the option is by default; a ValueError of its own is left as it
+    is, if all values are of the kind that they are by default.
+    """
+    try:
+        return make()
+    except Exception as error:
+        number = lambda value: isinstance(value, int | float)  # as True and False are
+        wrong = [k for k, v in options.items() if number(defaults.get(k)) and not number(v)]
+        if not options or (
+            isinstance(error, ValueError) and (not wrong or what.startswith("attractor:"))
+        ):
+            raise
+        unasked = "unexpected keyword" in str(error)
+        unknown = [k for k in options if unasked and defaults and k not in defaults]
+        given = ", ".join(f"{k} = {options[k]!r}" for k in wrong or unknown or options)
+        told = [f"{k} is a number, such as -o {k}={json.dumps(defaults[k])}" for k in wrong]
+        if unknown:
+            told.append(f"its options are {', '.join(defaults)}{nearest(unknown[0], list(defaults))}")
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        advised = "; ".join(told) or "numbers are written as they are, lists as [1,2], all else is text"
+        raise ValueError(f"{what} cannot be made with {given} ({reason}); {advised}") from error
+
+
+def _defaults(make: Callable[..., Any]) -> dict[str, Any]:
+    """The options of a function, with the value that each has if it is not given."""
+    try:
+        return {name: p.default for name, p in inspect.signature(make).parameters.items()}
+    except (TypeError, ValueError):  # some that are written in C have none
+        return {}
 
 
 def _load(model: nn.Module, path: Path) -> None:
@@ -228,9 +283,64 @@ def noise(network: Network, n: int, batch: int, seed: int, size: int) -> Iterato
         if network.vocabulary is not None:
             shape = (count, TOKENS)
             ids = torch.randint(network.vocabulary, shape, generator=generator)
-            yield {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            named = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            yield named if network.name.startswith("transformers:") else ids
         else:
             yield torch.randn(count, channels, size, size, generator=generator)
+
+
+def own_inputs(network: Network, n: int, batch: int, seed: int) -> Iterator[Any]:
+    """Batches of what stands beside a network of one's own as `inputs`.
+
+    A tensor, a mapping or a tuple is one batch, and is cut into such as are asked for; a list or an
+    iterator holds batches, which stay as they are.
+    """
+    given, where = network.inputs, f"inputs in {network.place}"
+    if callable(given) and not isinstance(given, Mapping):
+        generator = torch.Generator().manual_seed(seed)
+        try:
+            inspect.signature(given).bind(n, generator)
+        except TypeError:
+            raise ValueError(
+                f"{where} is called as inputs(n, generator), but takes {inspect.signature(given)}; "
+                "write def inputs(n, generator), which returns n inputs"
+            ) from None
+        given = given(n, generator)
+    if isinstance(given, Tensor | Mapping | tuple):
+        size = Batch.of(given, network.model, None).size
+        last = min(n, size)
+        for start in range(0, last, batch):
+            yield _cut(given, slice(start, min(start + batch, last)), size)
+    elif isinstance(given, Iterable) and not isinstance(given, str):
+        yield from given
+    else:
+        raise TypeError(
+            f"{where} is a {type(given).__name__}; give a tensor [n, ...], a tuple (input, label), "
+            "a mapping of the network's arguments, a list of these, or a function (n, generator) to them"
+        )
+
+
+def _cut(given: Any, part: slice, size: int) -> Any:
+    """Some of the inputs of a batch; what has no axis for them stays whole."""
+    if isinstance(given, Mapping):
+        return {key: _cut(value, part, size) for key, value in given.items()}
+    if isinstance(given, list | tuple):
+        return tuple(_cut(value, part, size) for value in given)
+    return given[part] if isinstance(given, Tensor) and given.shape[:1] == (size,) else given
+
+
+def advice(network: Network, source: str = "") -> str:
+    """What to give to a network that could not take what it was given, by an option or by itself."""
+    if network.place is None:
+        return "give --size, or --images, --data or --texts that fit it"
+    if network.inputs is not None:
+        own = f"inputs in {network.place}"
+        return f"leave {source} out, and it gets {own}" if source else f"{own} must be what it takes"
+    ids = f"torch.randint({network.vocabulary or 1000}, (n, 64), generator=generator)"
+    return (
+        f"give --size, or --images or --data that fit it, or write into {network.place}, beside it, def "
+        f"inputs(n, generator), which returns n inputs: of a text network token ids, such as {ids}"
+    )
 
 
 def data_set(
@@ -274,7 +384,13 @@ def folder_of_images(network: Network, folder: Path, n: int, batch: int, size: i
 def texts(network: Network, path: Path, n: int, batch: int) -> Iterator[Any]:
     """Batches of the lines of a file, tokenized and padded."""
     if network.tokenizer is None:
-        raise ValueError(f"{network.name} has no tokenizer, so --texts cannot be read; leave it out")
+        otherwise = (
+            "leave it out"
+            if network.place is None
+            else f"write def inputs(n, generator) into {network.place}, which returns n texts as the "
+            "token ids that the network takes"
+        )
+        raise ValueError(f"{network.name} has no tokenizer, so --texts cannot be read; {otherwise}")
     if not path.is_file():
         raise ValueError(f"there is no file {path}; --texts takes one with a text a line")
     name = network.tokenizer
@@ -291,3 +407,12 @@ def channels_of(model: nn.Module) -> int:
     """Channels of a network's images: those of its first convolution."""
     convolutions = (m for m in model.modules() if isinstance(m, nn.Conv2d))
     return next((c.in_channels for c in convolutions), 3)
+
+
+def tokens_of(model: nn.Module) -> int | None:
+    """How many tokens a network knows: its first embedding's. None if it has none, or convolutions."""
+    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    if any(isinstance(m, convolutions) for m in model.modules()):
+        return None
+    embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding))
+    return next((e.num_embeddings for e in embeddings), None)

@@ -1,12 +1,14 @@
 """Commands of residual networks: probe."""
 
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from torch import nn
 
 from attractor import networks
 from attractor.cli.terminal import (
@@ -81,7 +83,9 @@ def probe(
     """How stiff a residual network is, block by block.
 
     A network with trained weights is shown beside its random initialisation,
-    on which NSI depends.
+    on which NSI depends. Without a source of inputs a network of your own is
+    probed on what its file holds as inputs, a batch or a function
+    inputs(n, generator); else on noise.
     """
     check_device(device)
     need("matplotlib", "report")
@@ -107,6 +111,8 @@ def probe(
             batches = networks.data_set(found, data, folder, count, batch, seed, size)
         elif texts is not None:
             batches = networks.texts(found, texts, count, batch)
+        elif noise is None and found.inputs is not None:
+            batches = networks.own_inputs(found, count, batch, seed)
         else:
             batches = networks.noise(found, count, batch, seed, side)
         with progress_bar() as progress:
@@ -119,18 +125,21 @@ def probe(
                 )  # fmt: skip
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as error:
-                told = str(error).splitlines()[0]
+            except Exception as error:
+                if not isinstance(error, RuntimeError) and not _in_a_module(error):
+                    raise
+                told = (str(error).splitlines() or [type(error).__name__])[0]
                 raise ValueError(
-                    f"{name} cannot take what it was given ({told}); give --size, or --images, --data "
-                    "or --texts that fit it"
+                    f"{name} cannot take what it was given ({told}); "
+                    f"{networks.advice(found, ''.join(given))}"
                 ) from error
     _show(profile, name)
     if found.trained and before is None:
         say("initial: not known; give --initial NAME, a function that makes it", style="yellow")
     if not found.trained:
         say("The weights are random: these are the values at initialisation.")
-    source = next((f"{k} {sources[k]}" for k in given), f"--noise {count}")
+    unasked = f"--noise {count}" if found.inputs is None else f"inputs of {found.place}"
+    source = next((f"{k} {sources[k]}" for k in given), unasked)
     numbers = {**origin(), "network": name, "source": source, "trained": found.trained}
     write_json(out / "probe.json", {**numbers, **profile.numbers()})
     profile.save(out / "profile")
@@ -153,6 +162,12 @@ def _before(
     if initial is not None:
         return networks.find(initial, _options(option), pretrained=False).model
     return found.fresh() if found.trained and found.fresh is not None else None
+
+
+def _in_a_module(error: BaseException) -> bool:
+    """Whether an error was raised while a module was called."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__") == nn.Module.__module__ for frame, _ in frames)
 
 
 def _show(profile: StiffnessProfile, name: str) -> None:
