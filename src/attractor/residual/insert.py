@@ -13,23 +13,31 @@ starts at exactly 1: no output changes on the day it is inserted.
 >>> list(gated_blocks(model)), bool((model(images) - before).abs().max() < 1e-6)
 (['layer3.1', 'layer4.2'], True)
 
-A block is recognised by its parts, not by its class. Our own blocks have a slot for a gate and call it
-themselves. The blocks of torchvision, timm and transformers get it by two hooks: one before the block
-hands gate and shortcut to the end of the branch, one there applies them. Hooks are plain functions that
-reach everything through the module they are called with, so that a copy of a model is whole. What waits
-between the two hooks waits in the model: threads that run it at the same time need copies of it.
+A block is recognised by what it does, not by its class: it adds what a part of it returns, f, to x. The
+names of torchvision, timm and transformers are looked for first, and each such block is tried by itself
+(see `branch`); where none is found, every module is. What adds nothing, or concatenates, gets no gate.
+
+Our own blocks have a slot for a gate and call it themselves. Others get it by two hooks: one before the
+block hands gate and shortcut to the end of the branch, one there applies them. Hooks are plain functions
+that reach everything through the module they are called with, so that a copy of a model is whole. What
+waits between the two hooks waits in the model: threads that run it at the same time need copies of it.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
-from attractor.residual.gates import get_gate, make_gate
+from attractor.residual.branch import Given, NoBranchError, read_branch
+from attractor.residual.gates import BY_NAME, Gate, get_gate, make_gate
+from attractor.residual.meter import Batch, call_model
 
 Model = TypeVar("Model", bound=nn.Module)
 Norm = tuple[nn.Module, str, nn.Module]  # what holds it, its name there, itself
@@ -44,7 +52,10 @@ class ResidualBlock:
     module: nn.Module
     channels: int  # of f
     branch: str  # the part whose output is f
-    shortcut: str | None  # the part that projects x; None where x itself is added
+    shortcut: str | None  # the part that projects x; None where x itself is added, or no part makes it
+    identity: bool = True  # whether x itself is added
+    axes: int = 4  # of f, [batch, channels, ...]
+    untried: str = ""  # why it could not be tried, so that only its parts' names tell what it does
 
     @property
     def stage(self) -> str:
@@ -63,37 +74,47 @@ class ResidualBlock:
         return _norms(self.module, without=(parts.get(self.shortcut or ""), parts.get("gate")))
 
 
-def residual_blocks(model: nn.Module) -> list[ResidualBlock]:
-    """The residual blocks of a ResNet of this library, torchvision, timm or transformers, in order.
+def residual_blocks(model: nn.Module, example: Any = None) -> list[ResidualBlock]:
+    """The residual blocks of a network of convolutions, in order.
+
+    Those with the names of torchvision, timm, transformers and this library; if there are none, all
+    modules that add what one of their parts returns.
+
+    Args:
+        model: a network.
+        example: a batch for it, as `probe` takes one, where blocks cannot be tried by themselves.
 
     Raises:
         ValueError: if there are none.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; give a network, an nn.Module")
-    blocks = [block for name, module in model.named_modules() if (block := _read(name, module))]
-    if not blocks:
-        raise ValueError(
-            f"{type(model).__name__} has no residual blocks of convolutions; looked for modules with "
-            "conv1, bn1, ..., conv3, bn3 (or up to conv2, bn2) and downsample, as in torchvision and "
-            "timm, or with layer and shortcut, as in transformers"
-        )
-    return blocks
+    return _find(model, example)[0]
 
 
-def gated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The gates of a model by the names of their blocks, in order."""
-    gates = {block.name: block.gate() for block in residual_blocks(model)}
+def gated_blocks(model: nn.Module, example: Any = None) -> dict[str, nn.Module]:
+    """The gates of a model by the names of their blocks, in order; `example` as in `residual_blocks`."""
+    return _gates_in(residual_blocks(model, example))
+
+
+def _gates_in(blocks: list[ResidualBlock]) -> dict[str, nn.Module]:
+    gates = {block.name: block.gate() for block in blocks}
     return {name: gate for name, gate in gates.items() if gate is not None}
 
 
 def insert_gates(
-    model: Model, gate: Any, where: Where = "default", *, identity: bool = True, **options: Any
+    model: Model,
+    gate: Any,
+    where: Where = "default",
+    *,
+    identity: bool = True,
+    example: Any = None,
+    **options: Any,
 ) -> Model:
     """Put a gate into the residual blocks of a model, in place; the model is returned.
 
     Args:
-        model: a ResNet of this library, torchvision, timm or transformers.
+        model: a ResNet of this library, torchvision, timm or transformers, or another network of
+            convolutions whose blocks add what a part of theirs returns. Convolutions of one or three
+            axes will do: a gate of this library then takes all places as one axis.
         gate: a name such as "stepnet", a class of `gates`, or a function from the number of channels to
             a module called ``(f, x)``; identity, device and dtype are passed on if it takes them. IEBN
             takes the place of batch normalisations: of every one in the chosen blocks but the
@@ -102,13 +123,19 @@ def insert_gates(
             for these alone (StepNet); "all"; "identity"; a list of indices or names of blocks, as
             `residual_blocks` gives them; or a function ``(name, block) -> bool``.
         identity: start at exactly 1, so that the model computes what it did before.
+        example: a batch for the model, as `probe` takes one, if a block cannot be tried by itself, as
+            where it takes more than x.
         **options: of the gate.
 
     Raises:
-        ValueError: if there are no blocks, where chooses none of them, or there are gates already.
+        ValueError: if there are no blocks, where chooses none of them or one that adds nothing, the
+            gate does not fit one, or there are gates already.
+
+    Warns:
+        UserWarning: of blocks that have a residual block's names but add nothing; they get no gate.
     """
-    blocks = residual_blocks(model)
-    if there := gated_blocks(model):
+    blocks, refused = _find(model, example)
+    if there := _gates_in(blocks):
         raise ValueError(
             f"{len(there)} blocks have a gate already, {next(iter(there))} is the first; insert all "
             "gates with one call into a model that has none"
@@ -120,7 +147,15 @@ def insert_gates(
     kind: Any = next((made for made in kinds if made is not None), None)
     if isinstance(where, str) and where == "default":
         where = "identity" if getattr(kind, "identity_blocks_only", False) else "all"
-    chosen = _choose(blocks, where)
+    chosen = _choose(blocks, where, refused)
+    for block in chosen:
+        _check(block, kind)
+    if refused and (isinstance(where, str) or callable(where)):
+        told = "; ".join(f"{name} {reason}" for name, reason in list(refused.items())[:3])
+        warnings.warn(
+            f"{len(refused)} modules get no gate, though they look like residual blocks: {told}",
+            stacklevel=2,
+        )
     if getattr(kind, "normalisation", False):
         stem = _stem_norms(model, blocks[0]) if len(chosen) == len(blocks) else []
         norms = [*stem, *(norm for block in chosen for norm in block.norms())]
@@ -204,14 +239,149 @@ def _empty(shortcut: Any) -> nn.Module:
     return _early(shortcut).__new__(_early(shortcut))
 
 
+def _find(model: nn.Module, example: Any) -> tuple[list[ResidualBlock], dict[str, str]]:
+    """The blocks, and those that only look like some, with the reason why they are none."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give a network, an nn.Module")
+    given = _inputs(model, example) if example is not None else None
+    named = [block for name, module in model.named_modules() if (block := _read(name, module))]
+    blocks, refused = [], {}
+    for block in named:
+        try:
+            blocks.append(_tried(block, given))
+        except NoBranchError as error:
+            refused[block.name] = str(error)
+    if blocks:
+        return blocks, refused
+    unknown: dict[str, str] = {}
+    adding: dict[str, str] = {}
+    for name, module in reversed(list(model.named_modules())):  # what is inside comes first
+        inside = any(not name or block.name.startswith(f"{name}.") for block in blocks)
+        if inside or name in refused or "gate" in name.split(".") or not _may_be_block(module):
+            continue
+        try:
+            blocks.append(_tried(ResidualBlock(name, module, 0, "", None), given))
+        except NoBranchError as error:
+            refused[name] = str(error)
+            adding |= {name: str(error)} if error.adds else {}
+        if blocks and blocks[-1].untried:
+            unknown[name] = f"could not be tried ({blocks.pop().untried})"
+    if blocks:
+        around = {n for n in unknown if any(not n or b.name.startswith(f"{n}.") for b in blocks)}
+        found = {**adding, **{k: f"{v}: give example=" for k, v in unknown.items() if k not in around}}
+        return blocks[::-1], {name: found[name] for name, _ in model.named_modules() if name in found}
+    convolutions = lambda name: sum(isinstance(m, _ConvNd) for m in model.get_submodule(name).modules())
+    names = [
+        name
+        for name, _ in model.named_modules()
+        if name in refused and "its part" not in refused[name] and convolutions(name) > 1
+    ]
+    told = [f"{n or 'the network itself'} {refused[n]}" for n in names if n or len(names) == 1]
+    untried = [f"{n or 'the network itself'} {unknown[n]}" for n in list(unknown)[::-1]]
+    raise ValueError(
+        f"{type(model).__name__} has no residual blocks of convolutions; looked for modules with "
+        f"convolutions that add what one of their parts returns to x, and found {_some(told) or 'none'}"
+        + (f"; {_some(untried)}: give example=, a batch for the network" if untried else "")
+    )
+
+
+def _some(told: list[str]) -> str:
+    more = f", and {len(told) - 3} more" if len(told) > 3 else ""
+    return "; ".join(told[:3]) + more
+
+
+def _called(block: ResidualBlock) -> str:
+    return f"block {block.name}" if block.name else "the network itself"
+
+
+def _may_be_block(module: nn.Module) -> bool:
+    """Whether a module has parts, convolutions among them, and a forward of its own."""
+    kind: Any = type(module)
+    plain = kind.forward in (nn.Sequential.forward, nn.Module.forward)
+    return not plain and any(isinstance(m, _ConvNd) for m in module.modules() if m is not module)
+
+
+def _tried(block: ResidualBlock, given: dict[str, Given] | None) -> ResidualBlock:
+    """A block as a run shows it. Our own are known; what has a gate was tried when it got it."""
+    if type(block.module).__module__.startswith("attractor.") or (block.branch and block.gate()):
+        return block
+    for hook in block.module._forward_pre_hooks.values():
+        if isinstance(hook, partial) and hook.func is _hand_over:
+            told, gate = hook.keywords, block.gate()
+            channels, identity = getattr(gate, "channels", block.channels), not told["projects"]
+            return replace(
+                block,
+                channels=channels,
+                branch=told["branch"],
+                shortcut=told["early"],
+                identity=identity,
+            )
+    if given is not None and block.name not in given:
+        return replace(block, untried="the network does not call it on the example")
+    try:
+        found = read_branch(block.module, given[block.name] if given else None, block.branch)
+    except NoBranchError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+        return replace(block, untried=reason)
+    return ResidualBlock(
+        block.name, block.module, found.channels, found.end, found.shortcut, found.identity, found.axes
+    )
+
+
+def _inputs(model: nn.Module, example: Any) -> dict[str, Given]:
+    """What each module that may be a block is called with on an example, without its numbers."""
+    given: dict[str, Given] = {}
+
+    def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        bare = lambda v: v.detach().to("meta") if isinstance(v, Tensor) else v
+        given.setdefault(name, (tuple(map(bare, args)), {k: bare(v) for k, v in kwargs.items()}))
+
+    modes = [(module, module.training) for module in model.modules()]
+    parts = [(n, m) for n, m in model.named_modules() if _may_be_block(m)]
+    hooks = [m.register_forward_pre_hook(partial(note, n), with_kwargs=True) for n, m in parts]
+    try:
+        with torch.no_grad():
+            call_model(model.eval(), Batch.of(example, model, False).given)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, training in modes:
+            module.training = training
+    return given
+
+
+def _check(block: ResidualBlock, gate: Any) -> None:
+    """Raise if a gate of that kind cannot go into a block."""
+    kind = type(gate).__name__
+    if block.untried:
+        raise ValueError(
+            f"{_called(block)} could not be tried by itself ({block.untried}), so it is not known if it "
+            "adds its branch to x; give example=, a batch for the network, as probe takes one"
+        )
+    if block.axes != 4 and getattr(gate, "needs_image", False):
+        others = [name for name, each in BY_NAME.items() if not getattr(each, "needs_image", False)]
+        raise ValueError(
+            f"{kind} is for images, [batch, channels, height, width], but {_called(block)} has "
+            f"{block.axes - 2} axes behind its channels; take one of {', '.join(others)}"
+        )
+    if not block.identity and block.shortcut is None and getattr(gate, "needs_x", True):
+        raise ValueError(
+            f"{kind} looks at x, which {_called(block)} makes in its own forward, where no hook reaches;"
+            " insert it with where='identity', take a gate that looks at f alone, such as 'se', or tell "
+            "by needs_x = False that yours does"
+        )
+
+
 def _read(name: str, module: nn.Module) -> ResidualBlock | None:
-    """The block that a module is, if it is one."""
+    """The block that a module is by the names of its parts, if it is one."""
     parts: dict[str, Any] = module._modules
     convolution, branch, shortcut = None, "layer", "shortcut"  # transformers
     if isinstance(parts.get("layer"), nn.Sequential) and "shortcut" in parts:
         convolution = [
             None,
-            *(part for part in parts["layer"].modules() if isinstance(part, nn.Conv2d)),
+            *(part for part in parts["layer"].modules() if isinstance(part, _ConvNd)),
         ][-1]
     elif "conv1" in parts and hasattr(module, "downsample"):  # torchvision, timm, our own
         last = "3" if "conv3" in parts else "2"
@@ -219,10 +389,18 @@ def _read(name: str, module: nn.Module) -> ResidualBlock | None:
         branch = _end(name, parts, last)
         if parts.get("se") is not None:  # timm's own attention comes after
             branch = "se"
-    if not isinstance(convolution, nn.Conv2d) or branch not in parts:
+    if not isinstance(convolution, _ConvNd) or branch not in parts:
         return None
     projects = not isinstance(parts.get(shortcut), nn.Identity | None)
-    return ResidualBlock(name, module, convolution.out_channels, branch, shortcut if projects else None)
+    return ResidualBlock(
+        name,
+        module,
+        convolution.out_channels,
+        branch,
+        shortcut if projects else None,
+        not projects,
+        2 + len(convolution.kernel_size),
+    )
 
 
 def _end(name: str, parts: dict[str, Any], last: str) -> str:
@@ -233,7 +411,7 @@ def _end(name: str, parts: dict[str, Any], last: str) -> str:
     """
     conv, norm, order = f"conv{last}", f"bn{last}", list(parts)
     first, end = parts["conv1"], parts.get(conv)
-    if norm not in parts or not (isinstance(first, nn.Conv2d) and isinstance(end, nn.Conv2d)):
+    if norm not in parts or not (isinstance(first, _ConvNd) and isinstance(end, _ConvNd)):
         return norm
     width = lambda part: getattr(parts.get(part), "num_features", None)
     if first.in_channels != first.out_channels and width("bn1") == first.in_channels:
@@ -252,7 +430,7 @@ def _end(name: str, parts: dict[str, Any], last: str) -> str:
     return conv
 
 
-def _choose(blocks: list[ResidualBlock], where: Where) -> list[ResidualBlock]:
+def _choose(blocks: list[ResidualBlock], where: Where, refused: dict[str, str]) -> list[ResidualBlock]:
     """Those of the blocks that where means, in the model's order."""
     if callable(where):
         chosen = [block for block in blocks if where(block.name, block.module)]
@@ -261,10 +439,14 @@ def _choose(blocks: list[ResidualBlock], where: Where) -> list[ResidualBlock]:
             raise ValueError(
                 f"where {where!r} is not one of default, all, identity; one block is a list of one"
             )
-        chosen = [block for block in blocks if where == "all" or block.shortcut is None]
+        chosen = [block for block in blocks if where == "all" or block.identity]
     else:
         if not isinstance(where, Iterable):
             raise TypeError(f"where = {where!r}; give a word, a list of blocks, or a function")
+        where = list(where)
+        for item in where:
+            if isinstance(item, str) and item in refused:
+                raise ValueError(f"block {item} {refused[item]}; it can have no gate")
         wanted = {_index(blocks, item) for item in where}
         chosen = [block for i, block in enumerate(blocks) if i in wanted]
     if not chosen:
@@ -333,7 +515,7 @@ def _attach(block: ResidualBlock, gate: nn.Module) -> None:
         name=next(iter(inspect.signature(module.forward).parameters), "x"),
         branch=block.branch,
         early=early,
-        projects=block.shortcut is not None,
+        projects=not block.identity,
     )
     module.register_forward_pre_hook(hand_over, with_kwargs=True)
     module.get_submodule(block.branch).register_forward_hook(_apply)
@@ -365,7 +547,16 @@ def _apply(end: Any, args: Any, f: Tensor) -> Tensor:
             "the block as a whole"
         )
     end.waiting = None
-    return waiting.gate(f, waiting.x)
+    return _gated(waiting.gate, f, waiting.x)
+
+
+def _gated(gate: nn.Module, f: Tensor, x: Tensor | None) -> Tensor:
+    """The gated f. Gates of this library take images: other axes than an image's become one."""
+    own = gate.elsewhere[0] if isinstance(gate, SharedGate) else gate
+    if not isinstance(f, Tensor) or f.dim() == 4 or not isinstance(own, Gate):
+        return gate(f, x)
+    flat = lambda t: t if t is None else t.flatten(2)[..., None]
+    return gate(flat(f), flat(x)).reshape(f.shape)
 
 
 def _norms(module: nn.Module, without: Iterable[nn.Module | None] = ()) -> list[Norm]:

@@ -108,7 +108,7 @@ class Meter:
             )
         self.model, self.granularity, self.within = model, granularity, within
         self.name = type(getattr(model, "_orig_mod", model)).__name__
-        self.call = call or _call
+        self.call = call or call_model
         self.plans: list[Plan] = []
         self.rows: list[Tensor] = []
 
@@ -351,10 +351,10 @@ def _piece(n: int) -> int:
     return longest if longest >= 64 else n
 
 
-def _call(model: nn.Module, given: Any) -> Any:
+def call_model(model: nn.Module, given: Any) -> Any:
     """A tensor as it is, the first of a tuple, a mapping by name without what forward does not take."""
     if isinstance(given, list | tuple):
-        return _call(model, given[0])
+        return call_model(model, given[0])
     if not isinstance(given, Mapping):
         return model(given)
     taken = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters

@@ -26,6 +26,7 @@ class CBAM(Gate):
     """
 
     sigmoids: ClassVar[int] = 2
+    needs_image: ClassVar[bool] = True
 
     def __init__(
         self,

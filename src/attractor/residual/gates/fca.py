@@ -1,7 +1,7 @@
 """FCA: "FcaNet: Frequency Channel Attention Networks" (Qin et al., ICCV 2021)."""
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ class FCA(Gate):
         identity, device, dtype: see `Gate`; with identity the second layer starts at 0.
     """
 
+    needs_image: ClassVar[bool] = True
     frequency: Tensor  # [2, channels], along height and along width
 
     def __init__(

@@ -14,7 +14,8 @@ class Gate(nn.Module):
 
     Members are made with the number of channels first. Facts about a kind of gate are told by its class:
     whether it belongs on blocks with an identity shortcut only, whether all blocks of a stage share one,
-    whether it looks at the shortcut, whether it is a normalisation (and takes the place of a block's
+    whether it looks at the shortcut, whether it needs height and width (to others `insert_gates` gives
+    any axes behind the channels as one), whether it is a normalisation (and takes the place of a block's
     batch normalisations instead of following the last), and how many sigmoids are multiplied in F, which
     lies between 0 and 1.
 
@@ -27,6 +28,7 @@ class Gate(nn.Module):
     identity_blocks_only: ClassVar[bool] = False
     shared: ClassVar[bool] = False
     needs_x: ClassVar[bool] = False
+    needs_image: ClassVar[bool] = False
     normalisation: ClassVar[bool] = False
     sigmoids: ClassVar[int] = 1
     may_lack: ClassVar[tuple[str, ...]] = ("doubled",)  # states of older versions do

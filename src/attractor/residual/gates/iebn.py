@@ -38,6 +38,7 @@ class IEBN(nn.BatchNorm2d):
     shared: ClassVar[bool] = False
     needs_x: ClassVar[bool] = False
     normalisation: ClassVar[bool] = True
+    needs_image: ClassVar[bool] = True
     sigmoids: ClassVar[int] = 1
 
     def __init__(

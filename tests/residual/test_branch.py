@@ -1,0 +1,467 @@
+"""Which blocks a gate goes into: those that add what a part of them returns, whatever their names."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import pad, relu, silu
+
+from attractor.residual import probe
+from attractor.residual.gates import BY_NAME
+from attractor.residual.insert import gated_blocks, insert_gates, residual_blocks
+
+CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+ANY_AXES = [name for name, kind in BY_NAME.items() if not kind.needs_image]
+
+
+class Named(nn.Module):
+    """Parts with torchvision's names: what forward does with them is for heirs to say."""
+
+    def __init__(self, inputs=8, outputs=8, stride=1, axes=2, shortcut="downsample"):
+        super().__init__()
+        conv, norm = CONV[axes], NORM[axes]
+        self.conv1, self.bn1 = conv(inputs, outputs, 3, stride, 1, bias=False), norm(outputs)
+        self.conv2, self.bn2 = conv(outputs, outputs, 3, 1, 1, bias=False), norm(outputs)
+        projects = stride > 1 or inputs != outputs
+        self.called = shortcut
+        setattr(self, shortcut, conv(inputs, outputs, 1, stride) if projects else None)
+
+    def f(self, x):
+        return self.bn2(self.conv2(relu(self.bn1(self.conv1(x)))))
+
+    def x(self, x):
+        shortcut = getattr(self, self.called)
+        return x if shortcut is None else shortcut(x)
+
+    def forward(self, x):
+        return relu(self.x(x) + self.f(x))
+
+
+class Twice(nn.Module):
+    """A gate of 2."""
+
+    needs_x = False
+
+    def forward(self, f, x=None):
+        return 2 * f
+
+
+# Residual blocks under other names, and of other makes
+
+
+class Kuangliu(nn.Module):
+    """As in the repository pytorch-cifar: an empty shortcut is the identity."""
+
+    def __init__(self, inputs, outputs, stride=1):
+        super().__init__()
+        self.conv1, self.bn1 = (
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.conv2, self.bn2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Sequential()
+        if stride > 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
+
+    def f(self, x):
+        return self.bn2(self.conv2(relu(self.bn1(self.conv1(x)))))
+
+    def x(self, x):
+        return self.shortcut(x)
+
+    def forward(self, x):
+        out = self.f(x)
+        out += self.x(x)
+        return relu(out)
+
+
+class Padded(Named):
+    """Option A of the first ResNet: the shortcut is cut and padded in forward."""
+
+    def x(self, x):
+        more = self.conv1.out_channels - x.shape[1]
+        return x if not more else pad(x[:, :, ::2, ::2], (0, 0, 0, 0, more // 2, more // 2))
+
+
+class Strided(Named):
+    """A view of the input, but not the input."""
+
+    def __init__(self):
+        super().__init__(8, 8, 2)
+
+    def x(self, x):
+        return x[:, :, ::2, ::2]
+
+
+class Pooled(Named):
+    """The shortcut is a pooling."""
+
+    def __init__(self):
+        super().__init__(8, 8, 2)
+        self.downsample = nn.MaxPool2d(2)
+
+
+class Inverted(nn.Module):
+    """As MobileNetV2's: the branch is one part, and nothing follows the sum."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(width, 2 * width, 1),
+            nn.ReLU6(),
+            nn.Conv2d(2 * width, width, 1),
+            nn.BatchNorm2d(width),
+        )
+
+    def f(self, x):
+        return self.body(x)
+
+    def x(self, x):
+        return x
+
+    def forward(self, x):
+        return self.x(x) + self.f(x)
+
+
+class Activated(Named):
+    """An activation ends the branch."""
+
+    def __init__(self):
+        super().__init__()
+        self.act = nn.SiLU()
+
+    def f(self, x):
+        return self.act(super().f(x))
+
+
+class Scaled(Named):
+    """As with layer scale; its factor is learnt."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((8, 1, 1), 0.3))
+
+    def f(self, x):
+        return self.scale * super().f(x)
+
+
+class Slot(Named):
+    """Which calls a gate by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = None
+
+    def forward(self, x):
+        f = self.f(x)
+        return relu(self.x(x) + (f if self.gate is None else self.gate(f, x)))
+
+
+class Lines(nn.Module):
+    """Only what it does tells what it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+    def f(self, x):
+        return self.second(silu(self.first(x)))
+
+    def x(self, x):
+        return x
+
+    def forward(self, x):
+        return self.f(x) + self.x(x)
+
+
+RESIDUAL = {
+    "torchvision": Named,
+    "torchvision, projected": lambda: Named(8, 16, 2),
+    "kuangliu": lambda: Kuangliu(8, 8),
+    "kuangliu, projected": lambda: Kuangliu(8, 16, 2),
+    "another name": lambda: Named(8, 16, 2, shortcut="match"),
+    "padded": lambda: Padded(8, 16, 2),
+    "strided": Strided,
+    "pooled": Pooled,
+    "inverted": Inverted,
+    "activated": Activated,
+    "scaled": Scaled,
+    "slot": Slot,
+    "lines": Lines,
+    "one axis": lambda: Named(axes=1),
+    "one axis, projected": lambda: Named(8, 16, 2, axes=1),
+    "three axes": lambda: Named(axes=3),
+    "three axes, projected": lambda: Named(8, 16, 2, axes=3, shortcut="skip"),
+}
+IDENTITY = {"torchvision", "kuangliu", "inverted", "activated", "scaled", "slot", "lines", "one axis",
+            "three axes"}  # fmt: skip
+
+
+def made(kind):
+    """A network of that block alone, its norms as of a trained one, and an input."""
+    torch.manual_seed(3)
+    block = RESIDUAL[kind]().eval()
+    for norm in (m for m in block.modules() if isinstance(m, tuple(NORM.values()))):
+        nn.init.normal_(norm.running_mean, 0, 0.2)
+        nn.init.uniform_(norm.weight, 0.3, 1.0)
+    axes = 1 if "one axis" in kind else 3 if "three" in kind else 2
+    return nn.Sequential(block), torch.randn(2, 8, *[8] * axes)
+
+
+@pytest.mark.parametrize("kind", RESIDUAL)
+def test_a_gate_of_two_makes_x_and_twice_f(kind):
+    net, x = made(kind)
+    block = net[0]
+    f, shortcut = block.f(x), block.x(x)
+    after = nn.Identity() if kind in ("inverted", "lines") else relu
+    torch.testing.assert_close(net(x), after(shortcut + f))
+    (found,) = residual_blocks(net)
+    assert (found.name, found.channels, found.axes) == ("0", f.shape[1], f.dim())
+    assert found.identity == (kind in IDENTITY)
+    insert_gates(net, lambda channels: Twice(), "all")
+    torch.testing.assert_close(net(x), after(shortcut + 2 * f))
+    assert list(gated_blocks(net)) == ["0"]
+
+
+@pytest.mark.parametrize("gate", BY_NAME)
+@pytest.mark.parametrize("kind", RESIDUAL)
+def test_nothing_changes_on_the_first_day_to_the_bit(kind, gate):
+    net, x = made(kind)
+    before, state = net(x), copy.deepcopy(net.state_dict())
+    (block,) = residual_blocks(net)
+    fits = block.axes == 4 or gate in ANY_AXES
+    lacks_x = gate == "stepnet" and not block.identity and block.shortcut is None
+    if not fits or lacks_x or (gate == "iebn" and kind == "lines"):
+        reason = "is for images" if not fits else "looks at x" if lacks_x else "takes the place of"
+        with pytest.raises(ValueError, match=reason):
+            insert_gates(net, gate, "all")
+        assert list(net.state_dict()) == list(state)
+        return
+    insert_gates(net, gate, "all")
+    assert list(gated_blocks(net)) == ["0"]
+    if gate == "iebn":  # computes its normalisation in another order
+        torch.testing.assert_close(net(x), before, rtol=0, atol=1e-6)
+    else:
+        assert torch.equal(net(x), before)
+    assert all(torch.equal(net.state_dict()[name], value) for name, value in state.items())
+    fresh = insert_gates(made(kind)[0], gate, "all", identity=False)
+    assert not torch.equal(fresh(x), before)
+
+
+@pytest.mark.parametrize("gate", ANY_AXES)
+def test_places_are_one_axis_whatever_their_number(gate):
+    """A volume that is flat in one direction is gated as the image is."""
+    torch.manual_seed(0)
+    image, volume = Named(), Named(axes=3)
+    with torch.no_grad():
+        for flat, deep in zip(image.parameters(), volume.parameters()):
+            deep.zero_()
+            (deep[:, :, 1] if deep.dim() == 5 else deep).copy_(flat)
+    nets = [
+        insert_gates(nn.Sequential(block), gate, "all", identity=False).eval()
+        for block in (image, volume)
+    ]
+    nets[1][0].gate.load_state_dict(nets[0][0].gate.state_dict())
+    x = torch.randn(2, 8, 6, 6)
+    torch.testing.assert_close(nets[1](x[:, :, None])[:, :, 0], nets[0](x))
+
+
+def test_a_whole_network_under_other_names():
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.Sequential(Kuangliu(8, 8), Kuangliu(8, 8)),
+        nn.Sequential(Kuangliu(8, 16, 2), Kuangliu(16, 16)),
+    ).eval()
+    assert [b.name for b in residual_blocks(net)] == ["1.0", "1.1", "2.0", "2.1"]
+    insert_gates(net, "stepnet")
+    assert list(gated_blocks(net)) == ["1.0", "1.1", "2.1"]
+    with pytest.raises(ValueError, match="3 blocks have a gate already"):
+        insert_gates(net, "se")
+    found = probe(net, [torch.randn(4, 3, 16, 16)])
+    assert found.gates.isnan().all(0).tolist() == [False, False, True, False]
+
+
+# What is none
+
+
+class Plain(Named):
+    def forward(self, x):
+        return relu(self.f(x))
+
+
+class Dense(Named):
+    def forward(self, x):
+        return torch.cat((x, self.f(x)), 1)
+
+
+class Encoder(Named):
+    """A U-Net's: the part called downsample pools what the convolutions made."""
+
+    def __init__(self):
+        super().__init__()
+        self.downsample = nn.MaxPool2d(2)
+
+    def forward(self, x):
+        return self.downsample(self.f(x))
+
+
+class Squeezed(Named):
+    """Its own attention is multiplied in forward: a gate on bn2 would come before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 8, 1), nn.Sigmoid())
+
+    def forward(self, x):
+        f = self.f(x)
+        return x + f * self.attention(f)
+
+
+class Curved(Named):
+    """A function that is no module, and does not let a factor through, ends the branch."""
+
+    def forward(self, x):
+        return x + silu(self.f(x))
+
+
+class Unasked(Named):
+    """It has the attribute that a gate goes into, but means another thing."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = None
+
+
+NONE = {
+    "plain": (Plain, "adds nothing to what it was given"),
+    "dense": (Dense, "concatenates what it has made with its input"),
+    "encoder": (Encoder, "adds nothing to what it was given"),
+    "squeezed": (Squeezed, "ends its branch by mul in its own forward, where no hook reaches"),
+    "curved": (Curved, "ends its branch by silu in its own forward"),
+    "unasked": (Unasked, "has an attribute gate, None, but calls it 0 times"),
+}
+
+
+@pytest.mark.parametrize("kind", NONE)
+def test_what_is_no_residual_block_is_refused_and_left_as_it_was(kind):
+    make, reason = NONE[kind]
+    net, x = nn.Sequential(make(), make()).eval(), torch.randn(2, 8, 8, 8)
+    if kind == "dense":
+        net = net[:1]
+    before = net(x)
+    with pytest.raises(ValueError, match=f"Sequential has no residual blocks of .* found 0 {reason}"):
+        insert_gates(net, "se")
+    assert torch.equal(net(x), before)
+    assert not any("gate" in name for name in net.state_dict())
+
+
+@pytest.mark.parametrize("kind", NONE)
+def test_among_others_it_gets_no_gate_and_a_warning_or_an_error_says_so(kind):
+    make, reason = NONE[kind]
+    net = nn.Sequential(Named(), make())
+    with pytest.warns(UserWarning, match=f"1 modules get no gate, though they look .*: 1 {reason}"):
+        insert_gates(net, "se")
+    assert list(gated_blocks(net)) == ["0"]
+    net = nn.Sequential(Named(), make())
+    with pytest.raises(ValueError, match=f"block 1 {reason}.*; it can have no gate"):
+        insert_gates(net, "se", ["1"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        insert_gates(net, "se", ["0"])
+
+
+class Timed(Named):
+    """As in a diffusion model: it takes the time as well."""
+
+    def forward(self, x, time):
+        return x + self.f(x + time[:, None, None, None])
+
+
+class Diffusion(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.stem, self.blocks = nn.Conv2d(3, 8, 1), nn.ModuleList([block(), block()])
+
+    def forward(self, x, time):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, time)
+        return x
+
+
+def test_a_block_that_cannot_be_tried_by_itself_needs_an_example():
+    net, batch = Diffusion(Timed).train(), {"x": torch.randn(3, 3, 8, 8), "time": torch.rand(3)}
+    with pytest.raises(ValueError, match=r"block blocks.0 could not be tried.*time.*; give example="):
+        insert_gates(net, "se")
+    state = copy.deepcopy(net.state_dict())
+    before = copy.deepcopy(net).eval()(**batch)
+    insert_gates(net, "se", example=batch)
+    assert net.training
+    assert all(torch.equal(net.state_dict()[name], value) for name, value in state.items())
+    assert list(gated_blocks(net)) == ["blocks.0", "blocks.1"]
+    assert torch.equal(net.eval()(**batch), before)
+
+    class Late(Timed):
+        def forward(self, x, time):
+            return self.f(x + time[:, None, None, None])
+
+    with pytest.raises(ValueError, match=r"found blocks.0 adds nothing to what it was given"):
+        insert_gates(Diffusion(Late), "se", example=batch)
+
+
+def test_other_modules_that_cannot_be_tried_are_named():
+    class Odd(Lines):
+        def forward(self, x, time):
+            return x + self.f(x + time[:, None, None, None])
+
+    net = Diffusion(Odd)
+    with pytest.raises(ValueError, match=r"; blocks.0 could not be tried .*: give example=, a batch"):
+        insert_gates(net, "se")
+    batch = {"x": torch.randn(3, 3, 8, 8), "time": torch.rand(3)}
+    before = net(**batch)
+    insert_gates(net, "se", ["blocks.1"], example=batch)
+    for again in (net, copy.deepcopy(net)):
+        assert list(gated_blocks(again)) == ["blocks.1"]  # known without an example
+        assert torch.equal(again(**batch), before)
+
+
+def test_looking_at_a_block_leaves_no_trace():
+    """Its statistics, its hooks, and random numbers are as they were."""
+    seen = []
+    net = nn.Sequential(Named(), Named(8, 16, 2)).train()
+    net[0].conv1.register_forward_hook(lambda *_: seen.append(1))
+    state, hooks = copy.deepcopy(net.state_dict()), len(net[0].conv1._forward_hooks)
+    torch.manual_seed(1)
+    residual_blocks(net)
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(1)))
+    assert not seen
+    assert net.training
+    assert len(net[0].conv1._forward_hooks) == hooks
+    assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
+
+
+def test_a_block_that_needs_numbers_is_tried_with_some():
+    class Looking(Named):
+        def forward(self, x):
+            return self.x(x) + (self.f(x) if float(x.abs().max()) >= 0 else x)
+
+    (found,) = residual_blocks(nn.Sequential(Looking()))
+    assert (found.branch, found.identity, found.untried) == ("bn2", True, "")
+
+
+def test_among_blocks_of_other_names_what_a_gate_cannot_reach_is_told():
+    class Squeezing(Lines):
+        def forward(self, x):
+            f = self.f(x)
+            return x + f * f.mean((2, 3), keepdim=True).sigmoid()
+
+    net = nn.Sequential(Lines(), Squeezing(), nn.Conv2d(8, 8, 1), Lines())
+    with pytest.warns(
+        UserWarning, match=r"1 modules get no gate.*: 1 ends its branch by mul in its own"
+    ):
+        insert_gates(net, "se")
+    assert list(gated_blocks(net)) == ["0", "3"]
