@@ -40,7 +40,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help=WHAT)]
 
 @app.command(
     epilog=example(
-        "attractor probe attractor:resnet_cifar -o depth=20 --data digits",
+        "attractor probe attractor:resnet_cifar -o depth=29 --data digits",
         "attractor probe timm:resnet50 --images photos --out out/resnet50",
     )
 )
@@ -48,7 +48,7 @@ def probe(
     name: Name,
     option: Annotated[
         list[str] | None,
-        typer.Option("--option", "-o", metavar="KEY=VALUE", help="Of the network: -o depth=20."),
+        typer.Option("--option", "-o", metavar="KEY=VALUE", help="Of the network: -o depth=29."),
     ] = None,
     pretrained: Annotated[
         bool | None,
@@ -200,7 +200,7 @@ def _options(texts: list[str] | None) -> dict[str, Any]:
     for text in texts or []:
         key, equals, value = text.partition("=")
         if not equals:
-            raise ValueError(f"--option {text!r} must be KEY=VALUE, such as depth=20")
+            raise ValueError(f"--option {text!r} must be KEY=VALUE, such as depth=29")
         found[key] = networks.parse(value)
     return found
 

@@ -30,7 +30,7 @@ START = """attractor: attention as time stepping. What to try first:
 
   attractor bench --what causal --tokens 1024          "I have a transformer"
 
-  attractor probe attractor:resnet_cifar -o depth=20   "Is my ResNet stiff?"
+  attractor probe attractor:resnet_cifar -o depth=29   "Is my ResNet stiff?"
 
 All commands: attractor --help. One: attractor fit --help.
 In trouble: attractor doctor."""
