@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attractor.attention.lengths import always, first_of, surely, whole_blocks
 from attractor.attention.masks import run_of
 from attractor.attention.pdes import PDE, Line, take_steps
 from attractor.attention.precision import first_derivatives_only
@@ -126,7 +127,8 @@ def step_values(pde: PDE, value: Tensor, open: Tensor | None, steps: int, dt: fl
     Args:
         open: bool ``[..., 1, keys - 1]``, False at walls; None: only the ends are walls.
     """
-    if open is None and steps and value.shape[-2] >= 2 * max(BLOCK, 2 * steps * pde.reach):
+    enough = 2 * max(BLOCK, 2 * steps * pde.reach)  # as `Stencil.fits` says
+    if open is None and steps and always(value.shape[-2] >= enough):
         return Stencil.of(pde, steps, dt, value).step(value)
     line = Line(-2, None if open is None else open.mT).adjoint
     return take_steps(pde, value, line, steps, dt)
@@ -134,20 +136,22 @@ def step_values(pde: PDE, value: Tensor, open: Tensor | None, steps: int, dt: fl
 
 def _blocks(x: Tensor, block: int) -> Tensor:
     """``[..., rows, n]`` as ``[..., blocks, block, n]``, without a copy if the rows fill them."""
-    missing = -x.shape[-2] % block
-    return (pad(x, (0, 0, 0, missing)) if missing else x).unflatten(-2, (-1, block))
+    whole = whole_blocks(x.shape[-2], block)
+    if not surely(whole == x.shape[-2]):
+        x = pad(x, (0, 0, 0, whole - x.shape[-2]))
+    return x.unflatten(-2, (whole // block, block))
 
 
 def _head(x: Tensor, rows: int) -> Tensor:
-    return x if x.shape[-2] == rows else x[..., :rows, :]
+    return x if surely(x.shape[-2] == rows) else first_of(x, rows)
 
 
 def _beside(x: Tensor, first: int, width: int, block: int, rows: int) -> tuple[Tensor, int]:
     """Keys in the blocks that the rows meet, and the first of a band when counted from there."""
-    blocks = -(-rows // block)
+    whole = whole_blocks(rows, block)
     shift = 0 if first <= 0 <= first + width - 1 else first
-    if shift or x.shape[-2] != blocks * block:
-        x = run_of(x, shift, blocks * block + width, -2)
+    if shift or not surely(x.shape[-2] == whole):
+        x = run_of(x, shift, whole + width, -2)
     return _blocks(x, block), first - shift
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attractor.attention.lengths import strips
 from attractor.attention.masks import Scope
 from attractor.attention.operators import (
     PLAIN,
@@ -23,6 +24,7 @@ from attractor.attention.operators import (
     in_rows,
     may_sync,
     part,
+    span,
 )
 from attractor.attention.precision import first_derivatives_only, wide
 
@@ -236,8 +238,8 @@ def _strips(query: Tensor, scope: Scope, operator: Operator) -> Iterator[Strip]:
     if operator is PLAIN:
         height = _plain_height(scope, HELD // max(1, query.shape[0] * query.shape[1]))
     ranges = _document_columns(scope, height) if may_sync(query.device) else None
-    for n, start in enumerate(range(first_row(scope), scope.queries, height)):
-        rows = slice(start, min(start + height, scope.queries))
+    for n, (start, stop) in enumerate(strips(first_row(scope), scope.queries, height)):
+        rows = slice(start, stop)
         columns = scope.columns(rows)
         if ranges is not None:
             columns = slice(max(columns.start, ranges[0][n]), min(columns.stop, ranges[1][n]))
@@ -246,7 +248,7 @@ def _strips(query: Tensor, scope: Scope, operator: Operator) -> Iterator[Strip]:
         allowed = scope.tile(rows, columns, query.device)
         keyless = None if allowed is None else ~allowed.any(-1)
         bias = scope.bias_tile(rows, columns)
-        yield Strip(rows, columns, False, allowed, bias, keyless)
+        yield Strip(span(rows), span(columns), False, allowed, bias, keyless)
 
 
 def _plain_height(scope: Scope, held: int) -> int:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attractor.attention.lengths import always, larger, smaller
+
 Window = int | tuple[int, int]
 FAR = 1e3  # a bias beyond it costs float32 the fourth digit of the scores
 ROWS = 512  # of a map looked at a few rows at a time
@@ -174,9 +176,9 @@ class Scope:
         if key_padding is not None:
             padding = key_padding[:, None, None, :]
             real = padding if real is None else real & padding
-        if left is not None and left >= queries - 1:
+        if left is not None and always(left >= queries - 1):
             left = None
-        if right is not None and right >= keys - 1:
+        if right is not None and always(right >= keys - 1):
             right = None
         scope = cls(queries, keys, left, right, real, documents, mask, bias)
         return scope._without_offset() if far else scope
@@ -291,9 +293,12 @@ class Scope:
 
     def columns(self, rows: slice) -> slice:
         """The keys that a band lets some of those rows attend to; possibly none."""
-        start = 0 if self.left is None else min(max(rows.start - self.left, 0), self.keys)
-        stop = self.keys if self.right is None else min(max(rows.stop + self.right, 0), self.keys)
-        return slice(start, max(start, stop))
+        start, stop = 0, self.keys
+        if self.left is not None:
+            start = smaller(larger(rows.start - self.left, 0), self.keys)
+        if self.right is not None:
+            stop = smaller(larger(rows.stop + self.right, 0), self.keys)
+        return slice(start, larger(start, stop))
 
     def document_ranges(self) -> tuple[Tensor, Tensor] | None:
         """For every row the first key of its document, and one past the last, ``[batch, tokens]``."""
@@ -312,9 +317,9 @@ def along(x: Tensor, first: int, width: int, rows: int) -> Tensor:
 
 def run_of(x: Tensor, first: int, count: int, dim: int) -> Tensor:
     """So many entries along dim (-1 or -2) from `first` on, 0 beyond the ends; these may be all."""
-    before, size = min(max(-first, 0), count), x.shape[dim]
-    start = min(max(first, 0), size)
-    x = x.narrow(dim, start, min(size - start, count - before))
+    before, size = smaller(larger(-first, 0), count), x.shape[dim]
+    start = smaller(larger(first, 0), size)
+    x = x.narrow(dim, start, smaller(size - start, count - before))
     sides = before, count - before - x.shape[dim]
     return pad(x, sides if dim == -1 else (0, 0, *sides))
 

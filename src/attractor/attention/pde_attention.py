@@ -1,5 +1,6 @@
 """The one entrance to PDE attention: checks what it is given, and picks an engine."""
 
+import math
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from attractor.attention.arguments import (
     with_rows,
 )
 from attractor.attention.dense import dense
+from attractor.attention.lengths import always, free, surely
 from attractor.attention.masks import Scope
 from attractor.attention.pdes import PDE, Line, take_steps
 from attractor.attention.precision import autocast_as_sdpa, only_plain_torch, wide
@@ -140,7 +142,8 @@ def pde_attention(
                 output = tiled(query, key, value, scope, scale, dropout_p=dropout_p, **options)
         else:
             output = _unwalled(query, key, value, scope, scale, axis, walls, **options)
-        output = output.reshape(*rows, output.shape[-1])
+        if len(rows) != 3:
+            output = output.reshape(*rows, output.shape[-1])
     if renormalise:
         mass = output[..., -1:]
         output = output[..., :-1] / mass.masked_fill(mass == 0, 1.0)
@@ -231,6 +234,11 @@ def _choose(
         "tiled": _not_tiled(attn_mask, pde, axis, walls),
         "dense": "",
     }
+    if method == "auto" and free(query.shape[-2], key.shape[-2]) and (is_causal or window is not None):
+        alone = is_causal and not masked and documents is None
+        if not alone or not surely(query.shape[-2] == key.shape[-2]):
+            reason = "a program exported for all lengths has no moving walls beside other masks"
+            return Choice("dense", reason), None
     if method != "auto":
         if why_not[method]:
             able = " or ".join(repr(name) for name, reason in why_not.items() if not reason)
@@ -249,11 +257,11 @@ def _without_kernels(
     """The quickest of the other engines that can."""
     name = type(pde).__name__
     queries, keys, dim = query.shape[-2], key.shape[-2], value.shape[-1]
-    if queries <= dim and not (steps == 0 and not why_not["stepped"]):
+    if always(queries <= dim) and not (steps == 0 and not why_not["stepped"]):
         return Choice("dense", f"{queries} rows of a map are less than values of {dim} dimensions")
     if not why_not["stepped"]:
         return Choice("stepped", f"{name} is linear")
-    if query.shape[:-1].numel() * keys <= SMALL:
+    if not always(math.prod(query.shape[:-1]) * keys > SMALL):
         return Choice("dense", f"{why_not['stepped']}, and the map is small")
     if not why_not["tiled"]:
         return Choice("tiled", f"{why_not['stepped']}, and a map of {queries} rows is built in tiles")

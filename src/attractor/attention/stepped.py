@@ -21,6 +21,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from attractor.attention import flash, fused
 from attractor.attention.bands import Stencil, band_scores, band_values, step_values
+from attractor.attention.lengths import always, larger, smaller
 from attractor.attention.masks import Scope, along
 from attractor.attention.pdes import PDE, Line, take_steps
 from attractor.attention.precision import wide
@@ -56,13 +57,15 @@ def stepped(
     stencil = None
     if open is None and steps and (bands or not kernels):
         stencil = Stencil.of(pde, steps, dt, value.to(dtype))
-    if stencil is not None and others is None and scope.just_causal and stencil.fits(scope.keys):
+    simple = others is None and scope.just_causal
+    compiled = torch.compiler.is_compiling()
+    if stencil is not None and simple and (compiled or stencil.fits(scope.keys)):
         return causal(query, key, value, stencil, scale)
     if not steps:
         far_values = value
     elif kernels:
         far_values = fused.stepped_values(pde, value, open, steps, dt)
-    elif stencil is not None and stencil.fits(scope.keys):
+    elif stencil is not None and always(stencil.fits(scope.keys)):
         far_values = stencil.step(value.to(dtype)).to(value.dtype)
     else:
         far_values = step_values(pde, value.to(dtype), open, steps, dt).to(value.dtype)
@@ -172,8 +175,8 @@ def _spread(
         patch = pad(near[..., part, :], sides)
         return take_steps(pde, patch, Line(-1, faces), steps, dt)
 
-    top = min(max(-first, 0), rows)
-    bottom = max(min(scope.keys - first - width + 1, rows), top)
+    top = smaller(larger(-first, 0), rows)
+    bottom = larger(smaller(scope.keys - first - width + 1, rows), top)
     if stencil is None or top >= bottom:
         return step(slice(0, rows))
     if width > entries:

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attractor.attention import bands, flash
+from attractor.attention.lengths import first_of, surely, whole_blocks
 from attractor.attention.masks import Scope
 from attractor.attention.precision import first_derivatives_only, wide
 
@@ -28,9 +30,19 @@ def causal(
     Args:
         query, key, value: ``[batch, heads, tokens, dim]``, as many heads and tokens each.
         stencil: all steps of the PDE, as matrices.
+
+    Compiled code may have any number of tokens: no row sees what is put after the last, so that one
+    program serves all lengths.
     """
     matrices = stencil.matrix, stencil.top, stencil.bottom, stencil.first
-    return _Causal.apply(query, key, value, *matrices, scale)
+    if not torch.compiler.is_compiling():
+        return _Causal.apply(query, key, value, *matrices, scale)
+    tokens, block = query.shape[-2], stencil.matrix.shape[-2]
+    if surely(tokens % block == 0) and surely(stencil.fits(tokens)):
+        return _Causal.apply(query, key, value, *matrices, scale)
+    missing = whole_blocks(tokens, block, least=3) - tokens  # two, but for one, is a case of its own
+    query, key, value = (pad(x, (0, 0, 0, missing)) for x in (query, key, value))
+    return first_of(_Causal.apply(query, key, value, *matrices, scale), tokens)
 
 
 class _Causal(torch.autograd.Function):
