@@ -171,3 +171,45 @@ def test_shapes_that_attention_takes(everywhere):
         assert explain(query, key, value, **common).method == "fused"
         ours, dense = (pde_attention(query, key, value, method=m, **common) for m in ("auto", "dense"))
         torch.testing.assert_close(ours, dense, rtol=1e-4, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["diffusion", "reaction_diffusion"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_inputs_broadcast(name, causal, everywhere):
+    alone, heads = tensors(1, 2, 40, 16), tensors(2, 1, 40, 16)
+    for given in (
+        (tensors(2, 2, 40, 16)[0], alone[1], alone[2]),
+        (alone[0], heads[1], heads[2]),
+    ):
+        options = {"pde": name, "is_causal": causal, "steps": 2, "method": "fused"}
+        whole = [x.expand(2, 2, -1, -1) for x in given]
+        grad = torch.randn(2, 2, 40, 16, device=DEVICE)
+        found, truth = (
+            (out, *torch.autograd.grad(out, given, grad))
+            for out in (pde_attention(*given, **options), pde_attention(*whole, **options))
+        )
+        torch.testing.assert_close(found, truth)
+
+
+@needs_kernels
+def test_one_row_of_documents_serves_all_texts(everywhere):
+    given = tensors(2, 2, 40, 16)
+    options = {"pde": "diffusion", "is_causal": True, "steps": 2, "method": "fused"}
+    row = torch.arange(40, device=DEVICE).div(9, rounding_mode="floor")[None]
+    found, truth = (pde_attention(*given, documents=x, **options) for x in (row, row.repeat(2, 1)))
+    torch.testing.assert_close(found, truth)
+
+
+@needs_kernels
+def test_exported_programs_have_none(everywhere):
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return pde_attention(q, k, v, pde="diffusion", is_causal=True)
+
+    given = [x.detach() for x in tensors(2, 2, 40, 16)]
+    sizes = {0: torch.export.Dim("batch", min=1), 2: torch.export.Dim("tokens", min=3)}
+    program = torch.export.export(Attention(), tuple(given), dynamic_shapes=[sizes] * 3)
+    assert not any("attractor" in str(node.target) for node in program.graph.nodes)
+    given = [x.detach() for x in tensors(3, 2, 70, 16)]
+    torch.testing.assert_close(program.module()(*given), Attention()(*given), rtol=1e-4, atol=1e-5)

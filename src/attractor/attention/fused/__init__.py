@@ -39,6 +39,8 @@ def why_not(query: Tensor, value: Tensor, pde: PDE, steps: int) -> str:
         return f"kernels are for {' and '.join(DEVICES)}, not {query.device.type}"
     if not TRITON:
         return "Triton is missing"
+    if torch.compiler.is_exporting():
+        return "exported programs run without attractor, and so without its kernels"
     reach = steps * getattr(pde, "reach", 0)
     heads = query.shape[-3] if query.ndim > 2 else 1
     if not is_dataclass(pde) or not (pde.linear or type(pde) is ReactionDiffusion):
