@@ -1,9 +1,7 @@
-"""One program for many lengths: compiled ones are few, and an exported one is the module at each length."""
+"""One program for many lengths: an exported one is the module at each of them."""
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
-from torch._dynamo.utils import counters
 from torch.export import Dim, export
 
 from attractor.attention import (
@@ -11,12 +9,8 @@ from attractor.attention import (
     LanguageModel,
     PDEAttention,
     lengths,
-    pde_attention,
-    pdes,
     window_attention,
 )
-
-LENGTHS = (40, 56, 72, 96, 100, 131, 200)  # of less than two blocks, of whole ones, and others
 
 
 def masks(kind, batch, tokens):
@@ -26,87 +20,6 @@ def masks(kind, batch, tokens):
     if "documents" in kind:
         return {"documents": position.div(7, rounding_mode="floor").expand(batch, -1).contiguous()}
     return {}
-
-
-# What is compiled at most, for all these lengths: two where a length of whole blocks is a case of its
-# own, or a length that two blocks fill; three where both are.
-COMPILED = {
-    "full": ({}, 2),
-    "causal": ({"is_causal": True}, 1),
-    "causal, stepped": ({"is_causal": True, "method": "stepped"}, 1),
-    "causal, wave": ({"is_causal": True, "pde": "wave"}, 1),
-    "causal, advection-diffusion": ({"is_causal": True, "pde": "advection_diffusion"}, 1),
-    "tiled": ({"method": "tiled"}, 1),
-    "causal, tiled": ({"method": "tiled", "is_causal": True}, 1),
-    "causal reaction, tiled": (
-        {"method": "tiled", "is_causal": True, "pde": "reaction_diffusion"},
-        1,
-    ),
-    "dense": ({"method": "dense", "is_causal": True}, 1),
-    "padding": ({}, 1),
-    "documents": ({}, 1),
-    "causal padding": ({"is_causal": True}, 2),
-    "causal documents": ({"is_causal": True}, 2),
-}
-
-
-SLOW = ("causal padding", "causal documents", "causal, advection-diffusion")
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for kind in COMPILED]
-)
-def test_few_programs_serve_many_lengths(kind):
-    options, most = COMPILED[kind]
-    options = {"pde": "diffusion", **options}
-    counter = CompileCounter()
-
-    def attend(q, k, v, given):
-        return pde_attention(q, k, v, **given, **options)
-
-    compiled = torch.compile(attend, dynamic=True, fullgraph=True, backend=counter)
-    torch.manual_seed(0)
-    for tokens in LENGTHS:
-        given = masks(kind, 2, tokens)
-        q, k, v = torch.randn(3, 2, 4, tokens, 8)
-        torch.testing.assert_close(compiled(q, k, v, given), attend(q, k, v, given))
-    assert counter.frame_count <= most
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["stepped", "tiled"])
-def test_gradients_of_many_lengths_by_two_programs(method):
-    counters.clear()
-    alpha = torch.tensor([0.1, 0.2], dtype=torch.float64).view(2, 1, 1).requires_grad_()
-
-    def attend(q, k, v, alpha):
-        return pde_attention(q, k, v, is_causal=True, pde=pdes.Diffusion(alpha), method=method)
-
-    compiled = torch.compile(attend, dynamic=True, fullgraph=True, backend="aot_eager")
-    torch.manual_seed(0)
-    for tokens in (40, 72, 96, 131, 192):
-        given = [torch.randn(3, 2, tokens, 8).double().requires_grad_() for _ in range(3)]
-        grad = torch.randn(3, 2, tokens, 8).double()
-        found, truth = (
-            torch.autograd.grad(f(*given, alpha), (*given, alpha), grad) for f in (compiled, attend)
-        )
-        torch.testing.assert_close(found, truth)
-    assert counters["stats"]["unique_graphs"] <= 2  # whole blocks are a case of their own
-
-
-@pytest.mark.slow
-def test_windows_of_many_lengths_take_few_programs():
-    counter = CompileCounter()
-
-    def attend(q, k, v):
-        return pde_attention(q, k, v, window=(9, 3), pde="diffusion")
-
-    compiled = torch.compile(attend, dynamic=True, fullgraph=True, backend=counter)
-    torch.manual_seed(0)
-    for tokens in (70, 81, 99, 110, 120, 127):
-        q, k, v = torch.randn(3, 2, 2, tokens, 8)
-        torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
-    assert counter.frame_count == 1
 
 
 def test_strips_are_all_rows_once():

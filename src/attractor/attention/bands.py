@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attractor.attention.lengths import always, first_of, surely, whole_blocks
+from attractor.attention.lengths import first_of, surely, whole_blocks
 from attractor.attention.masks import run_of
 from attractor.attention.pdes import PDE, Line, take_steps
 from attractor.attention.precision import first_derivatives_only
@@ -128,7 +128,7 @@ def step_values(pde: PDE, value: Tensor, open: Tensor | None, steps: int, dt: fl
         open: bool ``[..., 1, keys - 1]``, False at walls; None: only the ends are walls.
     """
     enough = 2 * max(BLOCK, 2 * steps * pde.reach)  # as `Stencil.fits` says
-    if open is None and steps and always(value.shape[-2] >= enough):
+    if open is None and steps and surely(value.shape[-2] >= enough):
         return Stencil.of(pde, steps, dt, value).step(value)
     line = Line(-2, None if open is None else open.mT).adjoint
     return take_steps(pde, value, line, steps, dt)

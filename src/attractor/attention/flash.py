@@ -24,7 +24,6 @@ from attractor.attention.operators import (
     in_rows,
     may_sync,
     part,
-    span,
 )
 from attractor.attention.precision import first_derivatives_only, wide
 
@@ -248,7 +247,7 @@ def _strips(query: Tensor, scope: Scope, operator: Operator) -> Iterator[Strip]:
         allowed = scope.tile(rows, columns, query.device)
         keyless = None if allowed is None else ~allowed.any(-1)
         bias = scope.bias_tile(rows, columns)
-        yield Strip(span(rows), span(columns), False, allowed, bias, keyless)
+        yield Strip(rows, columns, False, allowed, bias, keyless)
 
 
 def _plain_height(scope: Scope, held: int) -> int:

@@ -1,8 +1,9 @@
-"""Lengths that are not known while a program is made: compiled for many of them, or exported.
+"""Lengths that are not known while a program is made: one that is exported for all of them.
 
 A question about such a length is answered for the one that is there, and the answer becomes a condition
-of the program: each other answer needs another program, and an exported one has no other. So questions
-that only save some work are asked by `surely`.
+of the program, which an exported one cannot have. So questions that only save some work are asked by
+`surely`. Code that is compiled asks plainly: for lengths that differ it is compiled again, because one
+program for all would take Inductor minutes to make.
 """
 
 import torch
@@ -10,17 +11,12 @@ from torch import Tensor
 
 
 def surely(condition: bool) -> bool:
-    """Whether it holds for all lengths that a program is made for; without one, whether it holds."""
-    if not torch.compiler.is_compiling():
+    """Whether it holds for all lengths that a program is exported for; without one, whether it holds."""
+    if not torch.compiler.is_exporting():
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes a while
 
     return bool(statically_known_true(condition))
-
-
-def always(condition: bool) -> bool:
-    """`surely` in a program to be exported, which has to serve all lengths; else whether it holds."""
-    return surely(condition) if torch.compiler.is_exporting() else condition
 
 
 def free(*lengths: int) -> bool:
@@ -43,27 +39,20 @@ def first_of(x: Tensor, tokens: int) -> Tensor:
 
 def smaller(a: int, b: int) -> int:
     """The smaller of the two, without a question of which that is."""
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_exporting():
         return min(a, b)
     return a if surely(a <= b) else b if surely(b <= a) else torch.sym_min(a, b)
 
 
 def larger(a: int, b: int) -> int:
     """The larger of the two, likewise."""
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_exporting():
         return max(a, b)
     return a if surely(a >= b) else b if surely(b >= a) else torch.sym_max(a, b)
 
 
 def strips(first: int, last: int, height: int) -> list[tuple[int, int]]:
-    """Rows from `first` on, before `last`, as (from, to) of at most so many.
-
-    In compiled code a power of two of them, equally high: so a program serves lengths up to twice as
-    long. In one to be exported, which has to serve all, one.
-    """
-    if not torch.compiler.is_compiling():
-        return [(start, min(start + height, last)) for start in range(first, last, height)]
-    rows, count = last - first, 1
-    while not torch.compiler.is_exporting() and rows > height * count:
-        count *= 2
-    return [(first + rows * n // count, first + rows * (n + 1) // count) for n in range(count)]
+    """Rows from `first` on, before `last`, as (from, to) of at most so many; one if exported."""
+    if torch.compiler.is_exporting():
+        return [(first, last)]
+    return [(start, min(start + height, last)) for start in range(first, last, height)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attractor.attention.lengths import always, larger, smaller
+from attractor.attention.lengths import larger, smaller, surely
 
 Window = int | tuple[int, int]
 FAR = 1e3  # a bias beyond it costs float32 the fourth digit of the scores
@@ -176,9 +176,9 @@ class Scope:
         if key_padding is not None:
             padding = key_padding[:, None, None, :]
             real = padding if real is None else real & padding
-        if left is not None and always(left >= queries - 1):
+        if left is not None and surely(left >= queries - 1):
             left = None
-        if right is not None and always(right >= keys - 1):
+        if right is not None and surely(right >= keys - 1):
             right = None
         scope = cls(queries, keys, left, right, real, documents, mask, bias)
         return scope._without_offset() if far else scope

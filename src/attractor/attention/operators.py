@@ -64,7 +64,6 @@ class Strip:
     """Some rows, the keys they meet, and which of these they may attend to.
 
     Attributes:
-        row_range, key_range: (from, to); not slices, which torch.compile would take for constants.
         causal: row i may attend to keys up to i, both counted within the strip.
         allowed: bool, or None for all.
         bias: added to the scores, or None.
@@ -74,8 +73,8 @@ class Strip:
         runs: the documents of the keys, and of the rows that are not keyless; None for one.
     """
 
-    row_range: tuple[int, int]
-    key_range: tuple[int, int]
+    rows: slice
+    columns: slice
     causal: bool = False
     allowed: Tensor | None = None
     bias: Tensor | None = None
@@ -83,16 +82,6 @@ class Strip:
     left: int | None = None
     right: int | None = None
     runs: Runs | None = None
-
-    @property
-    def rows(self) -> slice:
-        """As a slice of the queries."""
-        return slice(*self.row_range)
-
-    @property
-    def columns(self) -> slice:
-        """As a slice of the keys."""
-        return slice(*self.key_range)
 
     def cut(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The strip's part of all three."""
@@ -223,11 +212,6 @@ def first_row(scope: Scope) -> int:
     return 0 if scope.right is None else smaller(larger(-scope.right, 0), scope.queries)
 
 
-def span(where: slice) -> tuple[int, int]:
-    """Where it starts, and where it stops."""
-    return where.start, where.stop
-
-
 def part(x: Tensor, where: slice) -> Tensor:
     """Some tokens of x ``[..., tokens, dim]``; x itself if these are all."""
     return x if where.start == 0 and where.stop == x.shape[-2] else x[..., where, :]
@@ -263,14 +247,14 @@ def _corner(scope: Scope) -> Strip:
     bias = scope.bias_tile(rows, columns)
     causal = scope.right is not None
     if scope.real is None or rows.start == rows.stop or columns.stop == 0:
-        return Strip(span(rows), span(columns), causal, None, bias)
+        return Strip(rows, columns, causal, None, bias)
     real = scope.real[..., columns]
     if not causal:
-        return Strip(span(rows), span(columns), False, real, bias, ~real.any(-1))
+        return Strip(rows, columns, False, real, bias, ~real.any(-1))
     so_far = real.long().cumsum(-1)[..., 0, :] > 0  # row i has a key if there is a real one up to i
     beyond = (rows.stop - rows.start) - so_far.shape[-1]
     so_far = torch.cat((so_far, so_far[..., -1:].expand(*so_far.shape[:-1], beyond)), -1)
-    return Strip(span(rows), span(columns), True, real, bias, ~so_far)
+    return Strip(rows, columns, True, real, bias, ~so_far)
 
 
 def _band(scope: Scope) -> Strip | None:
@@ -281,7 +265,7 @@ def _band(scope: Scope) -> Strip | None:
     """
     left, right = scope.left, scope.right
     if left is not None and right is not None and left + right < 0:
-        return Strip((0, 0), (0, 0))
+        return Strip(slice(0, 0), slice(0, 0))
     top, bottom = first_row(scope), scope.queries
     if left is not None:
         bottom = min(bottom, max(scope.keys + left, top))
@@ -291,8 +275,8 @@ def _band(scope: Scope) -> Strip | None:
     if columns.stop - columns.start < bottom - top:
         return None
     return Strip(
-        span(rows),
-        span(columns),
+        rows,
+        columns,
         left=None if left is None else left - ahead,
         right=None if right is None else right + ahead,
     )
@@ -340,13 +324,13 @@ def torn(documents: Tensor) -> bool:
 def _pack(scope: Scope, documents: Tensor) -> Strip | None:
     left, right, tokens = scope.left, scope.right, scope.keys
     if left is not None and right is not None and left + right < 0:
-        return Strip((0, 0), (0, 0))
+        return Strip(slice(0, 0), slice(0, 0))
     down = max(0, -right) if right is not None else 0
     along = max(0, -left) if left is not None else 0
     size = max(tokens - down - along, 0)
     rows, columns = slice(down, down + size), slice(along, along + size)
     if not size:
-        return Strip(span(rows), span(columns))
+        return Strip(rows, columns)
     own = documents[:, columns]
     begins = pad(own[:, 1:] != own[:, :-1], (1, 0), value=True).flatten()
     most = min(own.numel(), GRID)
@@ -358,8 +342,8 @@ def _pack(scope: Scope, documents: Tensor) -> Strip | None:
     shift = down - along
     keyless = (documents[:, rows] != own)[:, None] if shift else None
     return Strip(
-        span(rows),
-        span(columns),
+        rows,
+        columns,
         keyless=keyless,
         left=None if left is None else left - shift,
         right=None if right is None else right + shift,

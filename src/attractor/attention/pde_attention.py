@@ -17,7 +17,7 @@ from attractor.attention.arguments import (
     with_rows,
 )
 from attractor.attention.dense import dense
-from attractor.attention.lengths import always, free, surely
+from attractor.attention.lengths import free, surely
 from attractor.attention.masks import Scope
 from attractor.attention.pdes import PDE, Line, take_steps
 from attractor.attention.precision import autocast_as_sdpa, only_plain_torch, wide
@@ -257,11 +257,11 @@ def _without_kernels(
     """The quickest of the other engines that can."""
     name = type(pde).__name__
     queries, keys, dim = query.shape[-2], key.shape[-2], value.shape[-1]
-    if always(queries <= dim) and not (steps == 0 and not why_not["stepped"]):
+    if surely(queries <= dim) and not (steps == 0 and not why_not["stepped"]):
         return Choice("dense", f"{queries} rows of a map are less than values of {dim} dimensions")
     if not why_not["stepped"]:
         return Choice("stepped", f"{name} is linear")
-    if not always(math.prod(query.shape[:-1]) * keys > SMALL):
+    if not surely(math.prod(query.shape[:-1]) * keys > SMALL):
         return Choice("dense", f"{why_not['stepped']}, and the map is small")
     if not why_not["tiled"]:
         return Choice("tiled", f"{why_not['stepped']}, and a map of {queries} rows is built in tiles")

@@ -21,7 +21,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from attractor.attention import flash, fused
 from attractor.attention.bands import Stencil, band_scores, band_values, step_values
-from attractor.attention.lengths import always, larger, smaller
+from attractor.attention.lengths import larger, smaller, surely
 from attractor.attention.masks import Scope, along
 from attractor.attention.pdes import PDE, Line, take_steps
 from attractor.attention.precision import wide
@@ -58,14 +58,14 @@ def stepped(
     if open is None and steps and (bands or not kernels):
         stencil = Stencil.of(pde, steps, dt, value.to(dtype))
     simple = others is None and scope.just_causal
-    compiled = torch.compiler.is_compiling()
-    if stencil is not None and simple and (compiled or stencil.fits(scope.keys)):
+    exported = torch.compiler.is_exporting()  # for lengths that it has to fit
+    if stencil is not None and simple and (exported or stencil.fits(scope.keys)):
         return causal(query, key, value, stencil, scale)
     if not steps:
         far_values = value
     elif kernels:
         far_values = fused.stepped_values(pde, value, open, steps, dt)
-    elif stencil is not None and always(stencil.fits(scope.keys)):
+    elif stencil is not None and surely(stencil.fits(scope.keys)):
         far_values = stencil.step(value.to(dtype)).to(value.dtype)
     else:
         far_values = step_values(pde, value.to(dtype), open, steps, dt).to(value.dtype)

@@ -24,7 +24,6 @@ from attractor.attention import flash
 from attractor.attention.bands import step_values
 from attractor.attention.lengths import larger, strips
 from attractor.attention.masks import Scope, open_faces
-from attractor.attention.operators import span
 from attractor.attention.pdes import PDE, Line, take_steps
 from attractor.attention.precision import first_derivatives_only, wide
 from attractor.attention.stepped import Others
@@ -127,8 +126,7 @@ class _Job:
                 keep = None
                 if kept is not None:
                     keep = kept[..., keys.start - columns.start : keys.stop - columns.start]
-                met = span(inner if far else values)
-                yield _Tile(span(rows), span(keys), met, by_source, far, keep)
+                yield _Tile(rows, keys, inner if far else values, by_source, far, keep)
 
     def _far(self, rows: slice, columns: slice) -> bool:
         left, right = self.scope.left, self.scope.right
@@ -176,24 +174,12 @@ class _Job:
 
 @dataclass(frozen=True, eq=False)
 class _Tile:
-    row_range: tuple[int, int]
-    key_range: tuple[int, int]  # whose weights are made
-    value_range: tuple[int, int]  # which the stepped weights meet
+    rows: slice
+    keys: slice  # whose weights are made
+    values: slice  # which the stepped weights meet
     by_source: bool
     far: bool  # from all moving walls: stepped values serve
     kept: Tensor | None
-
-    @property
-    def rows(self) -> slice:
-        return slice(*self.row_range)
-
-    @property
-    def keys(self) -> slice:
-        return slice(*self.key_range)
-
-    @property
-    def values(self) -> slice:
-        return slice(*self.value_range)
 
 
 class _Tiled(torch.autograd.Function):
@@ -247,7 +233,7 @@ def _compiled(query: Tensor, key: Tensor, value: Tensor, lse: Tensor, job: _Job)
     for start, stop in strips(0, job.scope.queries, height):
         rows = slice(start, stop)
         columns = job.scope.columns(rows)
-        tile = _Tile(span(rows), span(columns), span(columns), False, False, None)
+        tile = _Tile(rows, columns, columns, False, False, None)
         inputs = _cut(tile, query, key, value, value, lse)
         parts.append(checkpoint(partial(job.output, tile), *inputs, use_reentrant=False))
     return torch.cat(parts, -2)

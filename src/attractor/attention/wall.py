@@ -31,11 +31,11 @@ def causal(
         query, key, value: ``[batch, heads, tokens, dim]``, as many heads and tokens each.
         stencil: all steps of the PDE, as matrices.
 
-    Compiled code may have any number of tokens: no row sees what is put after the last, so that one
-    program serves all lengths.
+    An exported program may get any number of tokens: no row sees what is put after the last, so that it
+    serves all lengths.
     """
     matrices = stencil.matrix, stencil.top, stencil.bottom, stencil.first
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_exporting():
         return _Causal.apply(query, key, value, *matrices, scale)
     tokens, block = query.shape[-2], stencil.matrix.shape[-2]
     if surely(tokens % block == 0) and surely(stencil.fits(tokens)):
