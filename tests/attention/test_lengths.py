@@ -49,7 +49,12 @@ EXPORTED = {
 }
 
 
-@pytest.mark.parametrize("kind", EXPORTED)
+FEW = ("causal diffusion", "wave", "causal reaction-diffusion", "causal padding")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in FEW else pytest.mark.slow) for kind in EXPORTED]
+)
 def test_an_exported_layer_is_the_layer_at_every_length_and_batch(kind):
     torch.manual_seed(0)
     layer = PDEAttention(32, 4, **EXPORTED[kind]).eval()

@@ -84,6 +84,7 @@ def test_a_layer_goes_through_functional_calls():
         torch.testing.assert_close(each[name].sum(0), p.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", OTHERS)
 def test_other_engines_say_what_to_use(method):
     q, k, v = qkv()
