@@ -317,7 +317,7 @@ def _run(
     known: Halves = (None, None)
     for i in range(keep[-1]):
         if isinstance(scheme, Splitting) and correction is None:
-            slope, known = scheme.slope_after(rate, t[i], u, dt[i], known)
+            slope, known = scheme._slope_after(rate, t[i], u, dt[i], known)
             u = moved(u, dt[i], (1.0,), (slope,))
         else:
             u = _step(rate, scheme, correction, t[i], dt[i], u)

@@ -93,9 +93,9 @@ class Splitting:
 
     def slope(self, f: Rate, t: Any, u: Tensor, dt: Any) -> Tensor:
         """S, so that ``u + dt * S`` is the symplectic step. Arguments as in `Scheme.slope`."""
-        return self.slope_after(f, t, u, dt)[0]
+        return self._slope_after(f, t, u, dt)[0]
 
-    def slope_after(
+    def _slope_after(
         self, f: Rate, t: Any, u: Tensor, dt: Any, known: Halves = (None, None)
     ) -> tuple[Tensor, Halves]:
         """The slope, and the halves of the rate that hold for the next step, if u moves by it alone.

@@ -180,6 +180,8 @@ def silent_stages(stage: Tensor, drop_first: bool = True, mean: Mean = "input") 
     ([0], [1])
     """
     check_tensor("stage", stage, "[blocks]", floating=False)
+    if mean not in ("input", "stage"):
+        raise ValueError(f"mean = {mean!r}; it is 'input' or 'stage'")
     needed = (2 if mean == "input" else 1) + int(drop_first)
     return [s for s in stage.unique().tolist() if int((stage == s).sum()) < needed]
 

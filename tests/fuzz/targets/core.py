@@ -102,6 +102,15 @@ def _evolve(m: Maker) -> Call:
 
 @target("attractor.odeint", raises=(FloatingPointError,))
 def _odeint(m: Maker) -> Call:
+    return _solving(m, at.odeint)
+
+
+@target("attractor.odeint_adjoint", raises=(FloatingPointError,))
+def _odeint_adjoint(m: Maker) -> Call:
+    return _solving(m, at.odeint_adjoint)
+
+
+def _solving(m: Maker, solve: Any) -> Call:
     shape, t = m.sizes(0, 3), some_times(m, 4)
     y0 = m.tensor(shape, ALL_FLOATS if m.chance(20) else WIDE, layout="plain")
     several = m.chance(25)
@@ -151,7 +160,7 @@ def _odeint(m: Maker) -> Call:
 
     # Fixed steps that blow up are infinite from there on, as documented.
     return calling(
-        at.odeint, func, y0, t, check=check, finite=None if adaptive else False, layouts=False, **options
+        solve, func, y0, t, check=check, finite=None if adaptive else False, layouts=False, **options
     )
 
 
@@ -324,6 +333,13 @@ for _name in ("stiffness_surface", "stiffness_proportion"):
 
         return calling(getattr(at.stiffness, name), nsi, stage, first, second, m.boolean(),
                        m.choice(["input", "stage"]), check=check)  # fmt: skip
+
+
+@target("attractor.core.stiffness.silent_stages")
+def _silent_stages(m: Maker) -> Call:
+    _, stage = profile_of(m)
+    return calling(at.stiffness.silent_stages, stage, m.boolean(), m.choice(["input", "stage"]),
+                   check=lambda found: set(found) <= set(stage.tolist()))  # fmt: skip
 
 
 @target("attractor.core.stiffness.total_neural_stiffness")
