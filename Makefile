@@ -10,8 +10,9 @@ demo: $(STAMP)
 	$(BIN)/attractor demo --out out/demo
 
 # A process a core and one thread each: small tensors gain nothing from more, and wait for each other.
+# Each takes its half in order, so that what a file of tests makes for all of them is made once.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -64,6 +64,32 @@ def _fixed_seed():
     torch.compiler.reset()  # torch gives up on a function after eight recompilations
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _short_races():
+    """Nobody reads the times that are measured here."""
+    import attractor.ode.compare
+
+    attractor.ode.compare.ENOUGH = 0.0
+
+
+@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def compiler(request, monkeypatch):
+    """What makes code for compile=True; a C++ compiler takes a minute, torch's own operations seconds."""
+    from attractor.core import compiling
+
+    if request.param != "inductor":
+        compile = torch.compile
+
+        def made(run, options=None):
+            compile(run, options=options)  # which looks at the options, and compiles at the first call
+            return compile(run, backend=request.param)
+
+        monkeypatch.setattr(torch, "compile", made)
+    compiling._compiled.cache_clear()
+    yield request.param
+    compiling._compiled.cache_clear()
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():

@@ -632,7 +632,7 @@ def test_gate_multiplies_by_its_weights(make, identity):
 
 
 @every_gate
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_gradients_of_a_gate(make, training):
     gate = stirred(make(6, dtype=torch.float64)).train(training)
     names, parameters = zip(*gate.named_parameters())
@@ -695,7 +695,12 @@ def test_gate_can_be_copied_after_use(make):
     assert len(again.state_dict()) == len(gate.state_dict())
 
 
-@every_gate
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(x, marks=() if name in ("se", "dia", "stepnet") else pytest.mark.slow)
+     for name, x in gates.BY_NAME.items()],
+    ids=gates.BY_NAME,
+)  # fmt: skip
 @pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_gate_can_be_compiled_whole(make, training):
     gate = stirred(make(6)).train(training)

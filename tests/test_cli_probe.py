@@ -18,13 +18,24 @@ def run(*arguments):
     return runner.invoke(app, ["probe", *map(str, arguments)], env={"COLUMNS": "200"})
 
 
+@pytest.fixture
+def pictures():
+    """Asked for by tests that look at pictures; others have none, which are most of a probe's time."""
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(request, monkeypatch):
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("attractor.cli.networks._draw", lambda *_: None)
+
+
 def test_help_has_an_example():
     result = run("--help")
     assert result.exit_code == 0
     assert "Example: attractor probe" in result.output
 
 
-def test_a_network_of_ours_on_noise(tmp_path):
+def test_a_network_of_ours_on_noise(tmp_path, pictures):
     result = run("attractor:resnet_cifar", *SMALL, "-o", "gate=se", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     assert "values at initialisation" in result.output
@@ -97,7 +108,7 @@ def test_a_function_of_one_s_own(tmp_path, monkeypatch):
     small = ["--noise", 6, "--size", 16, "-o", "width=5"]
     result = run("own.py:fresh", *small)
     assert result.exit_code == 0, result.output
-    assert (tmp_path / "out/probe/all.png").exists()
+    assert (tmp_path / "out/probe/probe.json").exists()
     assert "values at initialisation" in result.output
     result = run("own.py:trained", *small)
     assert "give --initial NAME" in result.output

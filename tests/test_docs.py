@@ -35,14 +35,8 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative
 # Code
 
 
-@pytest.fixture
-def short_races(monkeypatch):
-    """Nobody reads the times that pages and examples measure here."""
-    monkeypatch.setattr("attractor.ode.compare.ENOUGH", 0.0)
-
-
 @every_page
-def test_blocks_run(page, tmp_path, monkeypatch, short_races):
+def test_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
@@ -68,7 +62,7 @@ LONG = {"causal_text.py"}  # the tutorial of sequences does the same in small
     [pytest.param(p, marks=pytest.mark.slow) if p.name in LONG else p for p in EXAMPLES],
     ids=lambda p: p.name,
 )
-def test_examples_run(example, tmp_path, monkeypatch, short_races):
+def test_examples_run(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [str(example)])
     try:

@@ -247,7 +247,9 @@ def test_coefficients_of_layers():
     assert coefficients(torch.nn.Linear(2, 2)) == []
 
 
-@pytest.mark.parametrize("kind", ["full", "causal", "padding"])
+@pytest.mark.parametrize(
+    "kind", ["causal", *(pytest.param(x, marks=pytest.mark.slow) for x in ("full", "padding"))]
+)
 def test_pictures(kind, tmp_path):
     pytest.importorskip("matplotlib")
     from attractor.report import figures, maps

@@ -101,7 +101,10 @@ def test_documents_they_are_chosen_for(everywhere):
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["diffusion", "wave", "advection_diffusion"])
+@pytest.mark.parametrize(
+    "name",
+    ["advection_diffusion", *(pytest.param(x, marks=pytest.mark.slow) for x in ("diffusion", "wave"))],
+)
 def test_documents_the_same_as_dense(everywhere, name):
     q, k, v = tensors(2, 2, 45, 16)
     leaves = [
@@ -175,7 +178,7 @@ def test_shapes_that_attention_takes(everywhere):
 
 @needs_kernels
 @pytest.mark.parametrize("name", ["diffusion", "reaction_diffusion"])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_inputs_broadcast(name, causal, everywhere):
     alone, heads = tensors(1, 2, 40, 16), tensors(2, 1, 40, 16)
     for given in (
@@ -202,6 +205,7 @@ def test_one_row_of_documents_serves_all_texts(everywhere):
 
 
 @needs_kernels
+@pytest.mark.slow
 def test_exported_programs_have_none(everywhere):
     class Attention(torch.nn.Module):
         def forward(self, q, k, v):

@@ -97,7 +97,9 @@ def walls(tokens):
     return {kind: x if x is None else x.to(DEVICE) for kind, x in found.items()}
 
 
-@pytest.mark.parametrize("kind", walls(2))
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=() if x in ("both", "heads") else pytest.mark.slow) for x in walls(2)]
+)
 def test_stepped_values_equal_steps(kind):
     for tokens, steps, dim, heads in ((1, 2, 16, 2), (7, 8, 32, 1), (66, 4, 16, 1), (33, 3, 64, 1)):
         if kind == "heads":
@@ -160,7 +162,7 @@ def test_nothing_behind_a_wall_is_read():
         (65, 3, 64, 1, "advection_diffusion"),
         (66, 4, 16, 1, "wave"),
         (130, 1, 16, 2, "diffusion"),
-        (130, 8, 16, 1, "advection_diffusion"),
+        pytest.param(130, 8, 16, 1, "advection_diffusion", marks=pytest.mark.slow),
     ],
 )
 def test_causal_equals_dense(tokens, steps, dim, heads, name):
@@ -422,48 +424,38 @@ def test_documents_that_are_torn_are_seen():
         assert (near.packed(x, x, x, documents, 6) is not None) == whole  # without far keys
 
 
-def test_operators_keep_their_promises():
+@pytest.mark.parametrize("walled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_operators_keep_their_promises(walled):
     table = values.taps(pdes.AdvectionDiffusion(0.2, 0.1), 2, 1.0, torch.empty(1, device=DEVICE))
     table = table.detach().requires_grad_()
     q, k, v = (random(1, 1, 20, 16, dtype=torch.float32) for _ in range(3))
-    open = walls(20)["documents"]
+    faces = walls(20)["documents"] if walled else None
     spread, drift = (torch.rand(n, device=DEVICE, requires_grad=True) for n in (2, 1))
-    torch.library.opcheck(
-        values.make_taps, (spread, drift, 0.0, 0.0, 0.7, 1, False, v.detach(), True, True)
-    )
-    torch.library.opcheck(
-        values.make_taps, (None, None, 0.1, 0.2, 0.7, 1, False, v.detach(), False, False)
-    )
-    for faces in (None, open):
-        torch.library.opcheck(values.step_values, (v, table, faces))
+    given = (spread, drift, 0.0, 0.0) if walled else (None, None, 0.1, 0.2)
+    learn = (walled, walled)
+    torch.library.opcheck(values.make_taps, (*given, 0.7, 1, False, v.detach(), *learn))
+    torch.library.opcheck(values.step_values, (v, table, faces))
     q, k, v, table = (x.detach() for x in (q, k, v, table))
     far, far_lse = v[..., 2:, :].contiguous(), v[..., 2:, 0].contiguous()
     some = {
         "test_utils": ("test_schema", "test_faketensor")
     }  # without a derivative there is no more to ask
-    for faces in (None, open):
-        torch.library.opcheck(values.step_values_backward, (v, v, table, faces, True), **some)
+    torch.library.opcheck(values.step_values_backward, (v, v, table, faces, True), **some)
     torch.library.opcheck(values.taps_backward, (table, table[None], 1, 0), **some)
-    torch.library.opcheck(near.merge_near_operator, (q, k, v, far, far_lse, table, 0.25), **some)
-    out, lse = near.merge_near(q, k, v, far, far_lse, table, 0.25)
-    given = v, q, k, v, out, lse, table, far, 0.25, True
-    torch.library.opcheck(near.near_rows_operator, given, **some)
-    _, handed, sums, firsts = near.near_rows(*given)
-    given = v, q, v, handed, table, far, far, sums, firsts, True
-    torch.library.opcheck(near.near_keys_operator, given, **some)
-    given = q, k, v, far, far_lse, table, 0.25, open
+    end = (faces,) if walled else ()
+    given = q, k, v, far, far_lse, table, 0.25, *end
     torch.library.opcheck(near.merge_near_operator, given, **some)
     out, lse = near.merge_near(*given)
-    given = v, q, k, v, out, lse, table, far, 0.25, True, open
+    given = v, q, k, v, out, lse, table, far, 0.25, True, *end
     torch.library.opcheck(near.near_rows_operator, given, **some)
     _, handed, sums, firsts = near.near_rows(*given)
-    given = v, q, v, handed, table, far, far, sums, firsts, True, open
+    given = v, q, v, handed, table, far, far, sums, firsts, True, *end
     torch.library.opcheck(near.near_keys_operator, given, **some)
 
 
 def test_operators_do_what_is_done_without_them():
     pde, leaves = equation("advection_diffusion", 2)
-    value, open = random(2, 2, 33, 16), walls(33)["both"]
+    value, open = random(2, 2, 17, 16), walls(17)["both"]
     alpha, beta = leaves
     table = values.make_taps(alpha, beta, 0.0, 0.0, 0.7, 3, False, value.detach(), True, True)[0]
     by_operators = values.step_values(value, table, open)

@@ -80,11 +80,11 @@ def worst(found, truth):
         (40, (9, 4), 2, True, "wave", 3, (2, 1, 16)),
         pytest.param(36, (16, 0), 1, True, "wave", 8, (1, 1, 16), marks=pytest.mark.slow),
         (30, (10, 0), 2, True, "wave", 5, (1, 1, 16)),  # further than runs are long
-        (45, (8, 0), 4, True, "advection_diffusion", 4, (1, 1, 64)),
+        pytest.param(45, (8, 0), 4, True, "advection_diffusion", 4, (1, 1, 64), marks=pytest.mark.slow),
         (70, (8, 0), 5, True, "diffusion", 2, (1, 1, 16)),
         (50, (7, 3), 0, False, "advection_diffusion", 1, (1, 2, 16)),
         (40, (8, 5), 2, False, "advection_diffusion", 3, (1, 1, 24)),
-        (40, (2, 14), 1, False, "wave", 4, (1, 1, 16)),
+        pytest.param(40, (2, 14), 1, False, "wave", 4, (1, 1, 16), marks=pytest.mark.slow),
         (30, (0, 6), 0, False, "diffusion", 3, (1, 1, 16)),
         (70, (12, 0), 3, True, None, 0, (2, 2, 16)),
         (70, (3, 9), 5, False, None, 0, (1, 1, 64)),

@@ -117,7 +117,7 @@ def test_half_precision_models_keep_float32(name, half):
     assert all(getattr(learned(), n).dtype == torch.float32 for n in before)
 
 
-def test_saved_copied_compiled():
+def test_saved_and_copied():
     for start in STARTS:
         learned = LearnedPDE(start, heads=2)
         with torch.no_grad():
@@ -129,14 +129,23 @@ def test_saved_copied_compiled():
         again.load_state_dict(learned.state_dict())  # another start does not matter
         assert numbers(again()) == numbers(learned()) == numbers(copy.deepcopy(learned)())
 
-        def attend(x, learned=learned):
-            return pde_attention(x, x, x, is_causal=True, pde=learned(), steps=2, method="dense")
 
-        whole = torch.compile(attend, fullgraph=True, backend="aot_eager")
-        x = torch.randn(1, 2, 5, 4)
-        torch.testing.assert_close(whole(x), attend(x))
-        whole(x).square().sum().backward()
-        assert all(p.grad.abs().min() > 0 for p in learned.parameters())
+@pytest.mark.parametrize(
+    "start",
+    [STARTS[-1], *(pytest.param(x, marks=pytest.mark.slow) for x in STARTS[:-1])],
+    ids=str,
+)
+def test_compiled(start):
+    learned = LearnedPDE(start, heads=2)
+
+    def attend(x):
+        return pde_attention(x, x, x, is_causal=True, pde=learned(), steps=2, method="dense")
+
+    whole = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    x = torch.randn(1, 2, 5, 4)
+    torch.testing.assert_close(whole(x), attend(x))
+    whole(x).square().sum().backward()
+    assert all(p.grad.abs().min() > 0 for p in learned.parameters())
 
 
 def test_vectors_escape_weight_decay():

@@ -96,7 +96,7 @@ def test_exported_programs_never_hold_a_map_of_stepped_attention():
         assert max(seen) < 130 * tokens * 4  # some blocks of keys for each row of four heads, not all
 
 
-@pytest.mark.parametrize("kind", [LanguageModel, Classifier])
+@pytest.mark.parametrize("kind", [pytest.param(LanguageModel, marks=pytest.mark.slow), Classifier])
 def test_exported_models(kind):
     torch.manual_seed(0)
     size = {"dim": 32, "heads": 4, "layers": 2, "hidden": 64, "pde": "wave"}
@@ -112,6 +112,7 @@ def test_exported_models(kind):
         torch.testing.assert_close(program(ids), model(ids), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_windows_with_global_tokens_are_exported_for_one_length():
     class Windowed(torch.nn.Module):
         def forward(self, q, k, v):

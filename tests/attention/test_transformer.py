@@ -216,7 +216,7 @@ def test_compiled_whole(pde):
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("pde", [None, "wave"])
+@pytest.mark.parametrize("pde", [pytest.param(None, marks=pytest.mark.slow), "wave"])
 def test_classifiers_with_padding_compiled_whole(pde):
     model = classifier(pde, padding=0, layers=1)
     whole = torch.compile(model, fullgraph=True, backend="aot_eager")

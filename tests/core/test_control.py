@@ -195,7 +195,7 @@ def test_float32_takes_the_default_tolerances():
     assert solved.u.dtype == torch.float32
 
 
-def test_compiled_attempts_are_the_same():
+def test_compiled_attempts_are_the_same(compiler):
     u0 = torch.tensor([ellipse(0.3), ellipse(0.6)], **F64)
     how = dict(rtol=1e-7, atol=1e-9)
     with torch.no_grad():

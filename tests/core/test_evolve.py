@@ -302,8 +302,8 @@ def test_large_but_finite_states_are_not_lost():
 # Compiled
 
 
-@pytest.mark.parametrize("every", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 12))])
-def test_compiled_steps_are_the_same(every):
+@pytest.mark.parametrize("every", [1, 5, 12])
+def test_compiled_steps_are_the_same(every, compiler):
     u0, t = torch.rand(9, 2, **F64), torch.linspace(0, 1, 13, **F64)
     with torch.no_grad():
         plain = at.evolve(spring, u0, t, every=every)
@@ -312,7 +312,7 @@ def test_compiled_steps_are_the_same(every):
     assert fast.stats == plain.stats
 
 
-def test_compiled_run_with_a_loss_and_gradients():
+def test_compiled_run_with_a_loss_and_gradients(compiler):
     t = torch.linspace(0, 1, 11)
     u0 = start(requires_grad=True)
     fast = at.evolve(poisoned, u0, t, "heun", compile=True, every=3)

@@ -101,7 +101,10 @@ np.save("after.npy", model(torch.from_numpy(u)).numpy())"""
 
 @pytest.mark.parametrize(
     ("solver", "steps"),
-    [(untrained(numbers, 2, "euler"), 1), (untrained(forced, 2, dtype=torch.float32), 2)],
+    [
+        (untrained(numbers, 2, "euler"), 1),
+        pytest.param(untrained(forced, 2, dtype=torch.float32), 2, marks=pytest.mark.slow),
+    ],
     ids=["numbers", "float32 with t"],
 )
 def test_onnx_agrees(solver, steps, tmp_path):
@@ -177,6 +180,7 @@ def test_what_cannot_be_done_says_so(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_network_in_float32_is_allowed_its_own_rounding(tmp_path):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

@@ -976,7 +976,7 @@ def test_an_equation_of_ones_own():
 @pytest.mark.skipif(
     torch.__version__ < "2.12", reason="Dynamo of torch 2.11 stumbles over transformers' lazy imports"
 )
-@pytest.mark.parametrize("make", [llama, bert])
+@pytest.mark.parametrize("make", [llama, pytest.param(bert, marks=pytest.mark.slow)])
 def test_models_can_be_compiled_whole(make):
     model = pde.add_pde(build(make, "sdpa"))
     given = {"input_ids": IDS, "attention_mask": REAL}

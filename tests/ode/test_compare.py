@@ -92,7 +92,7 @@ def test_a_solver_that_blows_up_is_not_compared():
         compare(grows, horizon=1.0, batch=3, compile=False, peers=False)
 
 
-def test_compiled_solves_agree_with_eager_ones():
+def test_compiled_solves_agree_with_eager_ones(compiler):
     solver = at.HybridSolver(
         at.systems.Logistic(), "rk4", at.corrections.AttNS(1, width=8, dtype=torch.float64), 0.1
     )

@@ -404,6 +404,7 @@ def test_every_option_survives_saving(kind, option, tmp_path):
     assert again.correction.config == correction.config
     assert again.correction.config[option] == value
     u = torch.rand(3, 2, **F64)
+    correction.requires_grad_(False)  # an LSTM whose weights ask for gradients rounds in another order
     assert torch.equal(again.step(u, 0.3), solver.step(u, 0.3))
 
 

@@ -185,7 +185,10 @@ def test_gradients_equal_the_module_s(kernels, activation):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("inputs", "outputs", "width"), SIZES[:3])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "width"),
+    [SIZES[0], *(pytest.param(*x, marks=pytest.mark.slow) for x in SIZES[1:3])],
+)
 def test_gradients_of_weights_alone(kernels, monkeypatch, activation, inputs, outputs, width):
     """As near to float64 as the module's own, with rows cut into parts and units into tiles."""
     calls = []
@@ -256,23 +259,25 @@ def test_training_learns_the_same_by_the_kernel(kernels):
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
-def test_the_paper_s_recipe_by_kernels(kernels, monkeypatch):
+@pytest.mark.parametrize(
+    "name",
+    ["attns", "fsnet", *(pytest.param(x, marks=pytest.mark.slow) for x in ("neurvec", "attns_m"))],
+)
+def test_the_paper_s_recipe_by_kernels(kernels, monkeypatch, name):
     """Every correction learns what it learns in torch; those whose inputs are learnt stay there."""
     options = {"dt": 0.1, "horizon": 0.5, "recipe": "paper", "trajectories": 4, "epochs": 1, "width": 32}
-    pendulum = systems.ElasticPendulum()
-    for name in ("attns", "neurvec", "attns_m", "fsnet"):
-        found = []
-        for there in (True, False):
-            monkeypatch.setattr(fused, "TRITON", there)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                solver = fit(pendulum, correction=name, device=DEVICE, **options)
-            found.append([row["loss"] for row in solver.history if "loss" in row])
-        assert found[0] == pytest.approx(found[1], rel=1e-3), name
-        correction = solver.correction.requires_grad_()
-        x = correction.inputs(*(drawn(3, 4) for _ in range(2)), 0.1)
-        monkeypatch.setattr(fused, "TRITON", True)
-        assert fused.pays(correction.net, x) is (name != "fsnet")
+    found = []
+    for there in (True, False):
+        monkeypatch.setattr(fused, "TRITON", there)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            solver = fit(systems.ElasticPendulum(), correction=name, device=DEVICE, **options)
+        found.append([row["loss"] for row in solver.history if "loss" in row])
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+    correction = solver.correction.requires_grad_()
+    x = correction.inputs(*(drawn(3, 4) for _ in range(2)), 0.1)
+    monkeypatch.setattr(fused, "TRITON", True)
+    assert fused.pays(correction.net, x) is (name != "fsnet")
 
 
 def test_second_derivatives(kernels):
@@ -611,7 +616,11 @@ def test_whole_steps_are_steps(kernels, name, period, dtype):
     torch.testing.assert_close(step(u, 2.0), stepped(found, u, 2, 2.0), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("cut", [(1, 64, 2), (8, 32, 1), (16, 16, 1), (32, 8, 1), (8, 128, 4)])
+@pytest.mark.parametrize(
+    "cut",
+    [(8, 32, 1), (8, 128, 4),
+     *(pytest.param(x, marks=pytest.mark.slow) for x in ((1, 64, 2), (16, 16, 1), (32, 8, 1)))],
+)  # fmt: skip
 def test_every_plan_of_whole_steps(kernels, monkeypatch, cut):
     monkeypatch.setattr(steps, "plan", lambda *_: perceptron.Plan(*cut))
     pendulum = systems.ElasticPendulum()

@@ -130,7 +130,7 @@ def test_a_resnet50_computes_the_same_on_the_first_day(big, gate, where):
             torch.testing.assert_close(gated(images), outputs[mode], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("where", ["all", "identity"])
+@pytest.mark.parametrize("where", ["all", pytest.param("identity", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("model", [*FOREIGN, *OWN])
 def test_the_first_day_elsewhere(model, gate, where):
@@ -179,7 +179,9 @@ def test_copies_states_and_gradients(model, gate):
 
 @pytest.mark.parametrize(
     ("model", "gate"),
-    [("theirs-bottleneck", "stepnet"), ("theirs-basic", "dia"), ("transformers-basic", "iebn"),
+    [("theirs-bottleneck", "stepnet"),
+     pytest.param("theirs-basic", "dia", marks=pytest.mark.slow),
+     pytest.param("transformers-basic", "iebn", marks=pytest.mark.slow),
      pytest.param("transformers-bottleneck", "stepnet", marks=pytest.mark.slow),
      pytest.param("transformers-basic", "cbam", marks=pytest.mark.slow)],
 )  # fmt: skip

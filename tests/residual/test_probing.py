@@ -961,8 +961,8 @@ def test_one_image_is_enough_for_norms_of_maps():
             norm.momentum = 1.0
     with torch.no_grad():
         settled(images[:1])
-    expected = probe(settled, [images]).one
     one_by_one = list(images.split(1))
+    expected = probe(settled, one_by_one).one
     torch.testing.assert_close(probe(model, one_by_one, settle=True).one, expected)
     beside = probe(model, one_by_one, initial=copy.deepcopy(model)).initial
     torch.testing.assert_close(beside.one, expected)

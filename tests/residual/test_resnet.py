@@ -237,8 +237,10 @@ def test_digits(gate):
 
 @pytest.mark.parametrize(
     ("gate", "preactivation"),
-    [("none", True), ("iebn", False), ("dia", False), ("stepnet", False), ("stepnet", True)],
-)
+    [("stepnet", True),
+     *(pytest.param(*x, marks=pytest.mark.slow)
+       for x in (("none", True), ("iebn", False), ("dia", False), ("stepnet", False)))],
+)  # fmt: skip
 def test_compiles_whole(gate, preactivation):
     model = resnet_cifar(11, 5, gate, where="all", width=4, preactivation=preactivation)
     images = torch.rand(2, 3, 8, 8)

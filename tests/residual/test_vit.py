@@ -169,8 +169,10 @@ def test_any_attention(pde):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"gate": "stepnet"}, {"mixer": "stepnet", "pool": "cls"}, {"gate": "dia"}]
-)
+    "options",
+    [{"mixer": "stepnet", "pool": "cls"},
+     *(pytest.param(x, marks=pytest.mark.slow) for x in ({}, {"gate": "stepnet"}, {"gate": "dia"}))],
+)  # fmt: skip
 def test_compiles_whole_and_copies(options):
     model = small(**options)
     whole = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")

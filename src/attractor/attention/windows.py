@@ -117,7 +117,7 @@ def window_attention(
     parts = _first_rows(query, key, value, right, count, is_causal, key_padding, common)
     if joined < tokens:
         far = far_query, far_key, far_value
-        parts += _apart(*far, first_key, first_value, window, key_padding, **common)
+        parts = [*parts, *_apart(*far, first_key, first_value, window, key_padding, **common)]
     return torch.cat(parts, -2)
 
 
