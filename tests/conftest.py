@@ -29,14 +29,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 def _quicker_interpreter():
     """Two thirds of the time of Triton's interpreter are not for these tests.
 
-    It looks for overflows of whole numbers, which small tensors cannot have. And it patches its language
-    at every call of a device function, though what is patched stays so until the launch ends.
+    It looks for overflows of whole numbers, which small tensors cannot have. It patches its language at
+    every call of a device function, though what is patched stays so until the launch ends. And it looks
+    up the same types of NumPy again and again.
     """
     try:
         import triton.language as tl
         from triton.runtime import interpreter
 
         patch, nothing = interpreter._patch_lang, interpreter._LangPatchScope
+        type_of, types = interpreter._get_np_dtype, {}
         builder = interpreter.interpreter_builder
         builder.options = replace(builder.options, sanitize_overflow=False)
     except (ImportError, AttributeError, TypeError):  # there is no Triton, or another one
@@ -48,7 +50,13 @@ def _quicker_interpreter():
             return nothing()
         return patch(function)
 
-    interpreter._patch_lang = once
+    def looked_up(kind):
+        name = kind.scalar.name
+        if name not in types:
+            types[name] = type_of(kind)
+        return types[name]
+
+    interpreter._patch_lang, interpreter._get_np_dtype = once, looked_up
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
