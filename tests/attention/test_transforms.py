@@ -127,6 +127,7 @@ def test_windows_and_performers_say_what_to_use():
     torch.testing.assert_close(found, *torch.autograd.grad(loss, q))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="torch 2.10 compiles no such transforms")
 @CAUSAL
 def test_compiled_transforms_go_through_stepped_values(causal):
     q, k, v = qkv()

@@ -111,17 +111,16 @@ class _Causal(torch.autograd.Function):
             grad[..., reach:, :], query, key, stepped, out[..., reach:, :], lse, ctx.scope, ctx.scale,
             onto=(of_query, of_key),
         )  # fmt: skip
-        *of_stencil, of_value = bands.steps_backward(
+        of_matrix, of_top, of_bottom, of_value = bands.steps_backward(
             matrix, top, bottom, wide_value, of_stepped.to(dtype), (*ctx.needs_input_grad[3:6], True),
             onto=of_value,
         )  # fmt: skip
         of_first = None
         if ctx.needs_input_grad[5]:
-            of_stencil[2] += (weights[..., rows:, :].mT @ of_spread[..., rows:, :]).sum_to_size(
-                bottom.shape
-            )
+            later = weights[..., rows:, :].mT @ of_spread[..., rows:, :]
+            of_bottom = of_bottom + later.sum_to_size(bottom.shape)
             of_first = (weights[..., :rows, :, None] * of_spread[..., :rows, None, :]).sum_to_size(
                 first.shape
             )
         grads = of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
-        return *grads, *of_stencil, of_first, None
+        return *grads, of_matrix, of_top, of_bottom, of_first, None

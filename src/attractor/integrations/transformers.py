@@ -495,12 +495,18 @@ def _set_along(model: Any, path: str, name: str) -> None:
         config: Any = getattr(holder, "config", None)
         if not hasattr(config, "_attn_implementation"):
             continue
-        if isinstance(holder, PreTrainedModel):
-            of_part = config
-        elif type(config) is type(of_part) and config.to_dict() == of_part.to_dict():
-            holder.config = config = of_part
+        if config is not of_part:
+            if type(config) is type(of_part) and _said_by(config) == _said_by(of_part):
+                holder.config = config = of_part
+            elif isinstance(holder, PreTrainedModel):
+                of_part = config
         if config._attn_implementation != name:
             config._attn_implementation = name
+
+
+def _said_by(config: Any) -> dict[str, Any]:
+    """A config as a dictionary, without a mark that transformers 5.17 forgets in some."""
+    return {name: x for name, x in config.to_dict().items() if name != "_attn_was_changed"}
 
 
 def _heads(module: Any) -> int:

@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import wrap_triton
 
 from attractor.ode.fused import FEW, perceptron
 from attractor.ode.fused.perceptron import (
@@ -28,6 +27,7 @@ from attractor.ode.fused.perceptron import (
     _operator,
     _sine,
     _weights,
+    wrap_triton,
 )
 
 COEFFICIENTS = 6  # of a rational activation: four above, two below

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import custom_op, triton_op, wrap_triton
+from torch.library import custom_op, triton_op
 
 from attractor.ode.fused import FEW, INTERPRETED
 
@@ -257,6 +257,11 @@ def _by_products(
 def _operator(name: str) -> Callable[..., Any]:
     """A decorator: an operator that compilers see through, or, in the interpreter, an opaque one."""
     return (custom_op if INTERPRETED else triton_op)(f"attractor::{name}", mutates_args=())
+
+
+def wrap_triton(kernel: Any) -> Any:
+    """Torch's own, which in torch 2.10 refuses interpreted kernels; torch looks for this name."""
+    return kernel if INTERPRETED else torch.library.wrap_triton(kernel)
 
 
 @_operator("perceptron")
