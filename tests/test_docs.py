@@ -54,7 +54,7 @@ def test_doctests(module):
     assert doctest.testmod(found).failed == 0
 
 
-LONG = {"causal_text.py"}  # the tutorial of sequences does the same in small
+LONG = {"causal_text.py", "duffing.py"}  # tutorials and the README do the same in small
 
 
 @pytest.mark.parametrize(
@@ -148,6 +148,7 @@ def tool(name):
 # The build
 
 
+@pytest.mark.slow
 def test_the_documentation_builds(tmp_path):
     """Without a warning; every public name is on a page; the playground works in it."""
     pytest.importorskip("sphinx")

@@ -355,8 +355,8 @@ def test_gradients_with_a_bias_and_coefficients_of_heads(pde):
     ("pde", "kind"),
     [(PDES[0], "causal"),
      *(pytest.param(pde, "causal", marks=pytest.mark.slow) for pde in PDES[1:]),
-     *((PDES[0], kind) for kind in ("-inf", "documents")),
-     *(pytest.param(PDES[0], kind, marks=pytest.mark.slow) for kind in ("key padding", "window"))],
+     *(pytest.param(PDES[0], kind, marks=pytest.mark.slow)
+       for kind in ("-inf", "key padding", "documents", "window"))],
     ids=repr,
 )  # fmt: skip
 def test_attention_can_be_compiled_whole(pde, kind):

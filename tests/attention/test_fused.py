@@ -159,6 +159,7 @@ def test_the_same_as_dense(everywhere, name, causal):
 
 
 @needs_kernels
+@pytest.mark.slow
 def test_shapes_that_attention_takes(everywhere):
     q, k, v = tensors(1, 4, 33, 8)
     few = [x[:, :2].detach() for x in (k, v)]
@@ -179,6 +180,7 @@ def test_shapes_that_attention_takes(everywhere):
 @needs_kernels
 @pytest.mark.parametrize("name", ["diffusion", "reaction_diffusion"])
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
 def test_inputs_broadcast(name, causal, everywhere):
     alone, heads = tensors(1, 2, 40, 16), tensors(2, 1, 40, 16)
     for given in (
@@ -196,6 +198,7 @@ def test_inputs_broadcast(name, causal, everywhere):
 
 
 @needs_kernels
+@pytest.mark.slow
 def test_one_row_of_documents_serves_all_texts(everywhere):
     given = tensors(2, 2, 40, 16)
     options = {"pde": "diffusion", "is_causal": True, "steps": 2, "method": "fused"}

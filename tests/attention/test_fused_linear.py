@@ -291,6 +291,7 @@ def test_documents_equal_dense(case):
     assert worst(found, truth) < 1e-12
 
 
+@pytest.mark.slow
 def test_random_documents_in_heads_of_their_own():
     lengths = torch.randint(1, 12, (2, 54)).tolist()
     documents = torch.stack([ids(row)[0, :54] for row in lengths])
@@ -327,6 +328,7 @@ def test_documents_through_the_operator_for_packed_ones(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.slow
 def test_documents_in_lower_precision(dtype):
     inputs, documents = [random(1, 1, 90, 32).detach() for _ in range(3)], ids([1, 2, 5, 7, 66, 9])
     found = []
@@ -351,6 +353,7 @@ def test_documents_in_lower_precision(dtype):
         assert error <= 3 * allowed + few, n  # stepped values are rounded, dense's scores are not
 
 
+@pytest.mark.slow
 def test_no_bit_of_a_document_changes_with_another_or_with_its_future():
     pde = pdes.AdvectionDiffusion(0.2, 0.1)
     documents, own = ids([9, 3, 40, 8]), slice(12, 52)
@@ -400,6 +403,7 @@ def test_nothing_of_another_document_is_used_near_a_wall():
         assert torch.equal(a[..., own, :], b[..., own, :])
 
 
+@pytest.mark.slow
 def test_documents_give_the_same_bits_whatever_was_in_memory():
     pde, _ = equation("advection_diffusion", 1, torch.float32)
     q, k, v = (random(1, 1, 80, 16, dtype=torch.float32) for _ in range(3))
@@ -453,6 +457,7 @@ def test_operators_keep_their_promises(walled):
     torch.library.opcheck(near.near_keys_operator, given, **some)
 
 
+@pytest.mark.slow
 def test_operators_do_what_is_done_without_them():
     pde, leaves = equation("advection_diffusion", 2)
     value, open = random(2, 2, 17, 16), walls(17)["both"]
@@ -464,6 +469,7 @@ def test_operators_do_what_is_done_without_them():
     assert all(torch.equal(a, b) for a, b in zip(found, truth))
 
 
+@pytest.mark.slow
 def test_gradcheck():
     table = values.taps_of_any(pdes.AdvectionDiffusion(0.2, 0.1), 1, 1.0, random(1)).detach()
     faces = walls(6)["documents"]

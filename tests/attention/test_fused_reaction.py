@@ -106,6 +106,7 @@ def test_equals_dense(causal, kind):
 @pytest.mark.parametrize(
     "causal", [pytest.param(False, marks=pytest.mark.slow), True], ids=["all", "causal"]
 )
+@pytest.mark.slow
 def test_runs_of_keys_out_of_reach_of_walls(causal, tokens, steps):
     """So many keys that some programs of every kernel meet no wall: their walks have no masks."""
     q, k, v = (random(1, 1, tokens, 16) for _ in range(3))
@@ -115,6 +116,7 @@ def test_runs_of_keys_out_of_reach_of_walls(causal, tokens, steps):
 
 
 @pytest.mark.parametrize("width", [16, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_any_number_of_steps(width, monkeypatch):
     """Whatever a walk keeps of earlier turns, more keys than a turn takes or fewer."""
     monkeypatch.setattr(reaction, "ACROSS", width == 32)
@@ -219,6 +221,7 @@ def test_no_bit_of_the_past_changes_with_the_future(split):
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["steps", "split"])
+@pytest.mark.slow
 def test_the_same_bits_every_time(split):
     """Where they are asked for; without, programs add to the gradients of one key in any order."""
     q, k, v = (random(1, 1, 34, 16) for _ in range(3))

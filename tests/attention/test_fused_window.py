@@ -105,6 +105,7 @@ def test_equals_dense(tokens, window, count, causal, name, steps, shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["advection_diffusion", None])
+@pytest.mark.slow
 def test_lower_precision_is_as_exact_as_torch(dtype, name):
     inputs = [random(1, 1, 75, 64).detach() for _ in range(3)]
     found = []
@@ -123,6 +124,7 @@ def test_lower_precision_is_as_exact_as_torch(dtype, name):
         assert error <= 3 * allowed + few, n  # stepped values are rounded, dense's scores are not
 
 
+@pytest.mark.slow
 def test_any_strides_and_shared_heads():
     pde = pdes.AdvectionDiffusion(0.2, 0.1)
     q = random(1, 40, 2, 24).transpose(1, 2)
@@ -133,6 +135,7 @@ def test_any_strides_and_shared_heads():
         assert worst(found, truth) < 1e-12
 
 
+@pytest.mark.slow
 def test_one_coefficient_for_all_heads():
     alpha = random(1).detach().abs().mul(0.1).requires_grad_()
     q, k, v = (random(2, 2, 30, 16) for _ in range(3))
@@ -195,6 +198,7 @@ def test_no_key_is_read_but_those_near_a_wall():
         assert [row for row in range(40) if not same[row]] == hit
 
 
+@pytest.mark.slow
 def test_the_same_bits_every_time():
     pde, leaves = equation("advection_diffusion", 2, torch.float32)
     q, k, v = (random(1, 2, 40, 16, dtype=torch.float32) for _ in range(3))

@@ -67,6 +67,7 @@ def test_an_exported_layer_is_the_layer_at_every_length_and_batch(kind):
         torch.testing.assert_close(program(x, **given), layer(x, **given), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_exported_causal_layers_take_the_shortest_texts():
     torch.manual_seed(0)
     layer = PDEAttention(32, 4, causal=True).eval()
@@ -77,6 +78,7 @@ def test_exported_causal_layers_take_the_shortest_texts():
         torch.testing.assert_close(program(x), layer(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_exported_programs_never_hold_a_map_of_stepped_attention():
     layer = PDEAttention(32, 4, causal=True).eval()
     sizes = {0: Dim("batch"), 1: Dim("tokens", min=3)}

@@ -217,6 +217,7 @@ def test_compiled_whole(pde):
 
 
 @pytest.mark.parametrize("pde", [pytest.param(None, marks=pytest.mark.slow), "wave"])
+@pytest.mark.slow
 def test_classifiers_with_padding_compiled_whole(pde):
     model = classifier(pde, padding=0, layers=1)
     whole = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -129,6 +129,7 @@ def test_windows_and_performers_say_what_to_use():
 
 @pytest.mark.skipif(torch.__version__ < "2.11", reason="torch 2.10 compiles no such transforms")
 @CAUSAL
+@pytest.mark.slow
 def test_compiled_transforms_go_through_stepped_values(causal):
     q, k, v = qkv()
 

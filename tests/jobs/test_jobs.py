@@ -97,6 +97,7 @@ def test_an_exception_is_raised_once_with_the_shard_s_name(engine, tmp_path):
     assert begun(tmp_path)["2"] == 1
 
 
+@pytest.mark.slow
 def test_what_others_have_done_is_kept_before_a_failure_is_raised(tmp_path):
     """While the caller was busy with the first, one failed and the others ended."""
     work, engine = job("fails_second", tmp_path), dict(engine="processes", workers=4)

@@ -42,6 +42,7 @@ def same(one, other):
     return plain(one) == plain(other)
 
 
+@pytest.mark.slow
 def test_comparisons_of_many_solvers_are_kept(solvers, tmp_path):
     first = dict(compare_all({"small": solvers["small"]}, tmp_path / "one", **QUICK))
     both = dict(compare_all(solvers, tmp_path / "one", **QUICK))

@@ -125,6 +125,7 @@ def forced(t, u):
 FORCED_SAMPLE = lambda n, generator: 3 * torch.rand(n, 2, generator=generator, **F64) - 1.5
 
 
+@pytest.mark.slow
 def test_a_rate_that_repeats_in_time(tmp_path):
     period = 2 * math.pi / 1.2
     how = dict(dt=0.2, horizon=6.0, sample=FORCED_SAMPLE, period=period, width=192, trajectories=200)
@@ -144,6 +145,7 @@ def test_a_rate_that_repeats_in_time(tmp_path):
         solver.correction(u0, u0, 0.2)
 
 
+@pytest.mark.slow
 def test_a_forced_linear_oscillator_comes_out_exact():
     def rate(t, u):
         x, v = u.unbind(-1)
@@ -427,6 +429,7 @@ def test_only_the_library_s_corrections_can_be_saved(tmp_path):
         solver.save(tmp_path / "s")
 
 
+@pytest.mark.slow
 def test_a_small_component_decides_about_substeps_as_well():
     def rate(t, u):  # a slow component of size 1e6 beside a quick one of size 1
         slow, q, v = u.unbind(-1)

@@ -214,6 +214,7 @@ def test_gradients_of_weights_alone(kernels, monkeypatch, activation, inputs, ou
 
 
 @pytest.mark.parametrize("cut", [(4, 32, 1, 1), (4, 32, 1, 8), (8, 64, 2, 2), (2, 128, 4, 256)])
+@pytest.mark.slow
 def test_every_plan_of_gradients(kernels, monkeypatch, cut):
     monkeypatch.setattr(gradients, "plan", lambda *_: perceptron.Plan(*cut))
     net = made(4, 4, 100)
@@ -242,6 +243,7 @@ def test_plans_of_gradients_fill_a_gpu(kernels, monkeypatch):
                 assert tiles * parts > 8 * 132 or parts == 256
 
 
+@pytest.mark.slow
 def test_training_learns_the_same_by_the_kernel(kernels):
     torch.manual_seed(0)
     target = torch.sin(x := drawn(64, 2))

@@ -556,6 +556,7 @@ class Stage(nn.Module):
 @pytest.mark.parametrize(
     "name", ["dia", *(pytest.param(x, marks=pytest.mark.slow) for x in ("stepnet", "fca"))]
 )
+@pytest.mark.slow
 def test_a_stage_compiles_whole_and_is_trained_step_by_step(name):
     stage = Stage(stir(make_gate(name, 8)))
     twin = deepcopy(stage)

@@ -185,6 +185,7 @@ def test_copies_states_and_gradients(model, gate):
      pytest.param("transformers-bottleneck", "stepnet", marks=pytest.mark.slow),
      pytest.param("transformers-basic", "cbam", marks=pytest.mark.slow)],
 )  # fmt: skip
+@pytest.mark.slow
 def test_compiles_whole(model, gate):
     gated = disturb(insert_gates(make(model), gate, "all"))
     images = torch.randn(2, 3, 8, 8)

@@ -244,6 +244,7 @@ def test_pictures_of_gates_on_other_axes():
         found.with_step("gate")
 
 
+@pytest.mark.slow
 def test_pictures_of_several(tmp_path):
     pytest.importorskip("matplotlib")
     from attractor.report import figures

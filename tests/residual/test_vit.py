@@ -173,6 +173,7 @@ def test_any_attention(pde):
     [{"mixer": "stepnet", "pool": "cls"},
      *(pytest.param(x, marks=pytest.mark.slow) for x in ({}, {"gate": "stepnet"}, {"gate": "dia"}))],
 )  # fmt: skip
+@pytest.mark.slow
 def test_compiles_whole_and_copies(options):
     model = small(**options)
     whole = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
