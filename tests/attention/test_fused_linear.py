@@ -460,7 +460,7 @@ def test_operators_keep_their_promises(walled):
 @pytest.mark.slow
 def test_operators_do_what_is_done_without_them():
     pde, leaves = equation("advection_diffusion", 2)
-    value, open = random(2, 2, 17, 16), walls(17)["both"]
+    value, open = random(2, 2, 33, 16), walls(33)["both"]
     alpha, beta = leaves
     table = values.make_taps(alpha, beta, 0.0, 0.0, 0.7, 3, False, value.detach(), True, True)[0]
     by_operators = values.step_values(value, table, open)

@@ -137,6 +137,9 @@ def test_saved_and_copied():
 )
 def test_compiled(start):
     learned = LearnedPDE(start, heads=2)
+    with torch.no_grad():
+        for parameter in learned.parameters():
+            parameter.normal_()
 
     def attend(x):
         return pde_attention(x, x, x, is_causal=True, pde=learned(), steps=2, method="dense")
