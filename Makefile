@@ -4,15 +4,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format test-slow test-gpu docs notebooks bench results fuzz soak clean
+.PHONY: demo test test-all lint format test-gpu docs notebooks bench results fuzz soak mutants clean
 
 demo: $(STAMP)
 	$(BIN)/attractor demo --out out/demo
 
-# A process a core and one thread each: small tensors gain nothing from more, and wait for each other.
-# Each takes its half in order, so that what a file of tests makes for all of them is made once.
+# One process per core and one thread per process, since the tensors of the tests are small. Each process
+# takes its half of the tests in order, so that the fixtures of a test file are made once.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
+
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
+	$(PYTEST)
+
+# All tests that need no GPU and are not part of `make test`: slow cases, the remaining kernels in Triton's
+# interpreter, the documentation build, and the fuzz targets with more inputs.
+test-all: $(STAMP)
+	$(PYTEST) -m "slow and not gpu"
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -22,9 +29,6 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-
-test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q -m slow
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu
@@ -41,6 +45,10 @@ notebooks: $(STAMP)
 # is kept in benchmarks/results/fuzz.json; ONLY=pdes tries those with that in their name.
 fuzz: $(STAMP)
 	$(BIN)/python -m benchmarks.fuzz $(if $(ONLY),--only $(ONLY))
+
+# Small random faults put into src/ one at a time: how many do the tests of `make test` notice?
+mutants: $(STAMP)
+	$(BIN)/python -m benchmarks.mutants
 
 # 10,000 calls of each hot function, then mixed work: memory, open files and threads must stay.
 MINUTES ?= 60

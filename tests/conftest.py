@@ -1,5 +1,7 @@
+import hashlib
 import os
 import signal
+import sys
 from dataclasses import replace
 
 import pytest
@@ -69,7 +71,15 @@ settings.load_profile("fast")
 @pytest.fixture(autouse=True)
 def _fixed_seed():
     torch.manual_seed(0)
-    torch.compiler.reset()  # torch gives up on a function after eight recompilations
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # torch gives up on a function after eight recompilations
+
+
+@pytest.fixture(autouse=True)
+def _closed_figures():
+    yield
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -98,7 +108,17 @@ def compiler(request, monkeypatch):
     compiling._compiled.cache_clear()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(items):
+    sampled = {}
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        elif item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            sampled.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in sampled.values():
+        # By a hash, so that every parameter varies within a small sample.
+        cases.sort(key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
+        count = cases[0].get_closest_marker("sampled").args[0]
+        for item in cases[count:]:
+            item.add_marker(pytest.mark.slow)

@@ -83,6 +83,7 @@ def test_gradients_through_a_slope(scheme):
     assert torch.autograd.gradcheck(lambda u, dt: scheme.slope(oscillator, 0.0, u, dt), (u, dt))
 
 
+@pytest.mark.sampled(2)
 @schemes
 def test_slope_can_be_compiled_whole(scheme):
     u = torch.rand(5, 4, dtype=torch.float64)
@@ -175,6 +176,7 @@ def test_gradients_of_the_rate(make):
     assert torch.autograd.gradcheck(lambda u: system(0.0, u), (u.requires_grad_(),), rtol=1e-3)
 
 
+@pytest.mark.sampled(3)
 @every_system
 def test_rate_can_be_compiled_whole(make):
     system = make()
@@ -196,6 +198,7 @@ def test_samples_come_from_the_seed_alone(make):
         system.sample(-1)
 
 
+@pytest.mark.sampled(4)
 @every_system
 def test_energy_is_conserved(make):
     system = make()
@@ -208,6 +211,7 @@ def test_energy_is_conserved(make):
     assert (solved.final - u).abs().max() > 1e-6  # it did move
 
 
+@pytest.mark.sampled(2)
 @every_system
 def test_exact_solution_is_one(make):
     system = make()
@@ -283,6 +287,7 @@ def test_correction_is_rebuilt_from_its_config(make):
     assert torch.equal(again(u, slope, 0.1), correction(u, slope, 0.1))
 
 
+@pytest.mark.sampled(2)
 @every_correction
 def test_correction_can_be_compiled_whole(make):
     correction = small(make)
@@ -474,6 +479,7 @@ def test_steps_within_the_limit_stay_small(make, axis):
         pde.max_dt("keys")
 
 
+@pytest.mark.sampled(1)
 @every_pde
 def test_steps_can_be_compiled_whole(make):
     names, tensors = learnt(make)
@@ -642,7 +648,7 @@ def test_gradients_of_a_gate(make, training):
         gate.start()
         return torch.func.functional_call(gate, dict(zip(names, parameters)), (f, x))
 
-    assert torch.autograd.gradcheck(run, (f, x, *parameters))
+    assert torch.autograd.gradcheck(run, (f, x, *parameters), fast_mode=True)
 
 
 @every_gate
@@ -695,6 +701,7 @@ def test_gate_can_be_copied_after_use(make):
     assert len(again.state_dict()) == len(gate.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [pytest.param(x, marks=() if name in ("se", "dia", "stepnet") else pytest.mark.slow)

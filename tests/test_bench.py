@@ -77,6 +77,7 @@ def test_the_peer_of_documents_is_attention_within_them():
         torch.testing.assert_close(ours, dense, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", attention.KINDS)
 def test_errors_are_those_of_the_type(kind, dtype):
@@ -112,6 +113,7 @@ def test_cases():
         run.cases(["wrong"], "cpu")
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     out = tmp_path / "bench.json"
     given = ["bench", "--what", "causal", "--tokens", "64", "--out", str(out)]

@@ -142,6 +142,7 @@ def test_debug_shows_where_wrong_use_was_found_and_keeps_its_status():
     assert "no system is called 'nothing'" in result.stderr
 
 
+@pytest.mark.slow
 def test_json_is_one_document_and_errors_do_not_disturb_it(tmp_path):
     listed = runner.invoke(app, ["reproduce", "--list", "--json"])
     assert len(json.loads(listed.stdout)) > 30
@@ -176,6 +177,7 @@ def test_tables_in_pipes_have_no_lines(monkeypatch):
     assert terminal.make_table("a").box is not None
 
 
+@pytest.mark.slow
 def test_the_list_of_experiments_is_whole_in_a_pipe():
     found = runner.invoke(app, ["reproduce", "--list"])
     assert found.exit_code == 0
@@ -220,6 +222,7 @@ def test_completion_is_there():
     assert "trajectories" in shown.stdout.split()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_end_it_cleanly(number, status, tmp_path):

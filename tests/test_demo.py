@@ -28,6 +28,7 @@ CONTROLS = """[...document.querySelectorAll("input, select, button")].map(e => (
 }))"""
 
 
+@pytest.mark.slow
 def test_the_small_demo_writes_numbers_and_a_page_where_everything_moves(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     pytest.importorskip("plotly")
@@ -143,6 +144,7 @@ def test_walls_keep_the_future_out_and_rows_whole():
             assert bool(square.triu(1).any()) == (told == "no walls"), name
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_numbers(monkeypatch):
     monkeypatch.setattr(text, "ARMS", {"standard": {"pde": None}})
     small = lambda seed: text.run(seed, "cpu", quiet, small=True)

@@ -35,7 +35,22 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative
 # Code
 
 
-@every_page
+# Pages whose code takes more than two seconds.
+LONG_PAGES = {
+    "README.md", "docs/attention.md", "docs/hybrid.md", "docs/networks.md", "docs/how-to/export.md",
+    "docs/how-to/pretrained-gates.md",     "docs/tutorials/dynamics.md", "docs/tutorials/sequences.md",
+    "docs/tutorials/vision.md",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(p, marks=pytest.mark.slow if str(p.relative_to(ROOT)) in LONG_PAGES else ())
+        for p in PAGES
+    ],
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
 def test_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}
@@ -43,6 +58,7 @@ def test_blocks_run(page, tmp_path, monkeypatch):
         exec(compile(block, f"{page.name}:\n{block}", "exec"), names)
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("module", MODULES)
 def test_doctests(module):
     try:
@@ -57,6 +73,7 @@ def test_doctests(module):
 LONG = {"causal_text.py", "duffing.py"}  # tutorials and the README do the same in small
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "example",
     [pytest.param(p, marks=pytest.mark.slow) if p.name in LONG else p for p in EXAMPLES],

@@ -57,6 +57,7 @@ def wrapped(text: str) -> str:
 BLOCKS = BLOCK.findall(PAGE.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "shown"), BLOCKS, ids=[command for command, _ in BLOCKS])
 def test_the_page_shows_what_the_command_answers(command, shown, tmp_path):
     status, told = answer(command, tmp_path)

@@ -16,6 +16,7 @@ def test_the_package_says_that_it_is_typed():
     assert (Path(attractor.__file__).parent / "py.typed").exists()
 
 
+@pytest.mark.slow
 def test_a_user_s_program_is_checked():
     """What is right passes; each wrong line is found, for the reason that it names."""
     pytest.importorskip("mypy")

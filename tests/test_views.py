@@ -88,6 +88,7 @@ def test_html_of_notebooks(trajectory, profile, comparison):
     )
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn_and_written(trajectory, profile, comparison, tmp_path):
     pytest.importorskip("matplotlib")
     from matplotlib import pyplot

@@ -45,6 +45,7 @@ def with_gradients(given, attend=pde_attention, whole=False, **options):
     return out, *torch.autograd.grad(out, given, torch.randn(BATCH, HEADS, TOKENS, DIM).double())
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("method", ["dense", "stepped", "tiled"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
@@ -62,6 +63,7 @@ def test_broadcast_inputs_are_as_good_as_expanded_ones(shapes, gqa, causal, meth
     torch.testing.assert_close(ordinary, sdpa(*given, is_causal=causal, enable_gqa=gqa))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("method", ["dense", "stepped", "tiled"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shapes", [((BATCH, HEADS),) * 3, SHAPES["one query for all texts"]], ids=str)

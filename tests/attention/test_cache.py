@@ -48,6 +48,7 @@ def close(found, truth):
     assert (found - truth).abs().max() <= 1e-12 * truth.abs().max()
 
 
+@pytest.mark.sampled(40)
 @every_pde
 @pytest.mark.parametrize("steps", [0, 1, 4, 7])
 @pytest.mark.parametrize("key_heads", [1, 4])

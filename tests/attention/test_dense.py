@@ -136,6 +136,7 @@ def test_rows_of_linear_maps_sum_to_one(pde, kind):
         assert (A.sum(-1) - 1).abs().max() < 1e-12
 
 
+@pytest.mark.sampled(24)
 @every_pde
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -351,6 +352,7 @@ def test_gradients_with_a_bias_and_coefficients_of_heads(pde):
     assert torch.autograd.gradcheck(run, (q, k, v, bias, *tensors))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pde", "kind"),
     [(PDES[0], "causal"),

@@ -247,6 +247,7 @@ def test_coefficients_of_layers():
     assert coefficients(torch.nn.Linear(2, 2)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["causal", *(pytest.param(x, marks=pytest.mark.slow) for x in ("full", "padding"))]
 )

@@ -91,6 +91,7 @@ def worst(truth, others):
     return max(((a - b).abs().max() / a.abs().max().clamp(min=1)).item() for a, b in zip(truth, others))
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("kind", masks(7))
 @pytest.mark.parametrize("name", LINEAR)
 def test_stepped_equals_dense(name, kind):
@@ -101,6 +102,7 @@ def test_stepped_equals_dense(name, kind):
         assert worst(*found) < 1e-12, (tokens, steps, shared)
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("kind", masks(7))
 @pytest.mark.parametrize("name", [*pdes.BY_NAME, "split"])
 def test_tiled_equals_dense(name, kind, monkeypatch):
@@ -127,6 +129,7 @@ def test_equal_dense_everywhere(name, kind, method):
                 assert worst(*found) < 1e-12, (tokens, steps, shared)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["stepped", "tiled"])
 @pytest.mark.parametrize(
     "mask", [{}, {"is_causal": True}, {"window": (9, 2)}, {"window": (-1, 3)}], ids=str
@@ -182,6 +185,7 @@ def test_leaking_walls_are_the_same_leak(walls):
             torch.testing.assert_close(*found, rtol=0, atol=1e-12)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "dtype",
     [torch.float32, torch.bfloat16,
@@ -232,6 +236,7 @@ def test_rows_without_keys_are_zero_and_have_no_gradient(method):
             assert not grad.any()
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "kind",
     ["causal", "key padding", "bias",
@@ -395,6 +400,7 @@ def global_mask(tokens, window, count, causal):
     return allowed & (gap <= 0) if causal else allowed
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name",
     ["advection_diffusion", "reaction_diffusion", None,
@@ -462,6 +468,7 @@ def test_windows_that_reach_beyond_a_short_text(tokens, window, count, steps):
         assert worst(*((o, *torch.autograd.grad(o, leaves, grad)) for o in (truth, out))) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["stepped", "tiled"])
 def test_compiled_code_gives_the_same(method):
     q, k, v = (torch.randn(1, 2, 100, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
@@ -740,6 +747,7 @@ def far_biases(tokens):
     }  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", far_biases(9))
 @pytest.mark.filterwarnings("ignore:attn_mask has finite values")
 def test_a_large_bias_of_a_whole_row_does_not_matter(kind):
@@ -759,6 +767,7 @@ def test_a_large_bias_of_a_whole_row_does_not_matter(kind):
             assert (out - truth).abs().max() < 1e-5, (tokens, method)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     ["padding, causal", *(pytest.param(x, marks=pytest.mark.slow) for x in ("padding, window", "rows"))],

@@ -100,6 +100,7 @@ def test_documents_they_are_chosen_for(everywhere):
         pde_attention(q, k, v, method="fused", **given | {"is_causal": False})
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize(
     "name",
@@ -129,6 +130,7 @@ def test_documents_the_same_as_dense(everywhere, name):
         torch.testing.assert_close(ours, dense, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_documents_in_compiled_code_take_another_way(everywhere):
     q, k, v = (x.detach() for x in tensors(1, 1, 40, 16))
@@ -140,6 +142,7 @@ def test_documents_in_compiled_code_take_another_way(everywhere):
     torch.testing.assert_close(compiled(q, k, v), attend(q, k, v), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(3)
 @needs_kernels
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("name", EQUATIONS)

@@ -43,6 +43,7 @@ def with_gradients(out, inputs):
     return out, *torch.autograd.grad(out, inputs, torch.randn(out.shape).to(out))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", LINEAR)
 def test_taps_are_what_steps_make_of_a_unit(name):
     for steps, heads in ((1, 3), (4, 1), (8, 1))[: 3 if name == "advection_diffusion" else 2]:
@@ -97,6 +98,7 @@ def walls(tokens):
     return {kind: x if x is None else x.to(DEVICE) for kind, x in found.items()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "kind", [pytest.param(x, marks=() if x in ("both", "heads") else pytest.mark.slow) for x in walls(2)]
 )
@@ -152,6 +154,7 @@ def test_nothing_behind_a_wall_is_read():
     assert torch.equal(found[0][..., :50, :], found[1][..., :50, :])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("tokens", "steps", "dim", "heads", "name"),
     [
@@ -183,6 +186,7 @@ def test_causal_equals_the_operator_without_kernels():
     assert worst(found, truth) < 1e-12
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_lower_precision_is_as_exact_as_torch(dtype):
     inputs = [random(1, 2, 70, 32).detach() for _ in range(3)]
@@ -239,6 +243,7 @@ def test_the_near_share_reads_no_later_key():
         assert torch.equal(a[:, :, :30], b[:, :, :30])
 
 
+@pytest.mark.slow
 def test_the_same_bits_every_time():
     pde, leaves = equation("advection_diffusion", 1, torch.float32)
     q, k, v = (random(1, 1, 70, 16, dtype=torch.float32) for _ in range(3))
@@ -277,6 +282,7 @@ PACKED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", PACKED)
 def test_documents_equal_dense(case):
     steps, lengths, name = PACKED[case]
@@ -428,6 +434,7 @@ def test_documents_that_are_torn_are_seen():
         assert (near.packed(x, x, x, documents, 6) is not None) == whole  # without far keys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("walled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_operators_keep_their_promises(walled):
     table = values.taps(pdes.AdvectionDiffusion(0.2, 0.1), 2, 1.0, torch.empty(1, device=DEVICE))
@@ -484,6 +491,7 @@ def test_gradcheck():
         torch.autograd.grad(made(alpha, beta).sum(), alpha, create_graph=True)
 
 
+@pytest.mark.slow
 def test_compiled_in_one_graph():
     def both(q, k, v, alpha):
         pde = pdes.Diffusion(alpha)

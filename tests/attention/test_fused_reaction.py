@@ -95,6 +95,7 @@ def worst(found, truth):
     return torch.stack(off).max().item()  # Python's max would pass over NaN
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 def test_equals_dense(causal, kind):
     for tokens, steps, heads in ((1, 1, 1), (5, 2, 2), (33, 4, 1), (40, 1, 1)):
@@ -149,6 +150,7 @@ def test_as_exact_as_dense_at_full_size(causal, dtype, dim, kind):
         assert error <= (2 if n == 0 else 3) * allowed + few, n
 
 
+@pytest.mark.sampled(1)
 def test_walls_of_documents_and_padding(kind):
     q, k, v = (random(2, 1, 26, 16) for _ in range(3))
     ids = torch.zeros(2, 26, dtype=torch.long, device=DEVICE)
@@ -164,6 +166,7 @@ def test_walls_of_documents_and_padding(kind):
     assert (found[0][1] == 0).all()  # nothing to attend to
 
 
+@pytest.mark.slow
 def test_shapes_and_strides_of_one_s_own():
     q, k = random(2, 9, 1, 20).transpose(1, 2), random(2, 30, 1, 20).transpose(1, 2)
     v = random(2, 1, 24, 30).mT
@@ -184,6 +187,7 @@ def test_large_scores_do_not_overflow():
         assert worst(found[:1], truth[:1]) < 1e-4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(  # Triton's interpreter multiplies the bits of bfloat16
     "half", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str
 )
@@ -265,6 +269,7 @@ def test_coefficients_for_all_heads():
         assert all(x.shape == () for x in found[0][1:3])
 
 
+@pytest.mark.slow
 def test_operators_keep_their_promises():
     q, k, v = (random(1, 1, 3, 16) for _ in range(3))
     spread, growth = (torch.full((1,), x, device=DEVICE, requires_grad=True) for x in (0.2, 0.1))

@@ -73,6 +73,7 @@ def worst(found, truth):
     return max(((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in pairs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("tokens", "window", "count", "causal", "name", "steps", "shape"),
     [
@@ -145,6 +146,7 @@ def test_one_coefficient_for_all_heads():
     assert worst(found, truth) < 1e-12
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wanted", [0, 1, 2, 3])
 def test_a_gradient_alone(wanted):
     _, leaves = equation("diffusion", 1)
@@ -158,6 +160,7 @@ def test_a_gradient_alone(wanted):
     assert worst(*found) < 1e-12
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pde", [pdes.AdvectionDiffusion(0.2, 0.1), None])
 def test_no_bit_of_the_past_changes_with_the_future(pde):
     x = random(1, 2, 40, 16, dtype=torch.bfloat16).detach()
@@ -214,6 +217,7 @@ def test_the_same_bits_every_time():
     assert all(x.isfinite().all() for x in runs[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("taps", [True, False])
 def test_operators_keep_their_promises(taps):
     some = {"test_utils": ("test_schema", "test_faketensor")}  # there is no derivative to ask about
@@ -231,6 +235,7 @@ def test_operators_keep_their_promises(taps):
         torch.library.opcheck(kernels.window_keys_operator, given, **some)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_compiled_in_one_graph(count):
     def windowed(q, k, v, alpha):

@@ -52,6 +52,7 @@ def close(found, expected):
     assert (found - expected).abs().max() <= 1e-12 * expected.abs().max().clamp(min=1e-3)
 
 
+@pytest.mark.sampled(40)
 @every_pde
 @pytest.mark.parametrize("padded", [None, "left", "both"])
 @pytest.mark.parametrize(("causal", "tokens", "keys", "chunk"), [
@@ -260,6 +261,7 @@ def test_redraw_save_and_load():
     close(layer(q, k, v, pde=None, steps=0, is_causal=False), layer(q, k, v))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_can_be_compiled_whole(causal):
     q, k, v = qkv()

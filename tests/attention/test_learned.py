@@ -130,6 +130,7 @@ def test_saved_and_copied():
         assert numbers(again()) == numbers(learned()) == numbers(copy.deepcopy(learned)())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "start",
     [STARTS[-1], *(pytest.param(x, marks=pytest.mark.slow) for x in STARTS[:-1])],

@@ -52,6 +52,7 @@ EXPORTED = {
 FEW = ("causal diffusion", "wave", "causal reaction-diffusion", "causal padding")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in FEW else pytest.mark.slow) for kind in EXPORTED]
 )
@@ -98,6 +99,7 @@ def test_exported_programs_never_hold_a_map_of_stepped_attention():
         assert max(seen) < 130 * tokens * 4  # some blocks of keys for each row of four heads, not all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(LanguageModel, marks=pytest.mark.slow), Classifier])
 def test_exported_models(kind):
     torch.manual_seed(0)

@@ -270,6 +270,7 @@ def truth(query, key, value, scope):
     return scores, weights @ value, lse
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", SCOPES)
 def test_outputs_and_gradients_are_those_of_the_map(kind, layout, gpu):
@@ -304,6 +305,7 @@ def test_outputs_and_gradients_are_those_of_the_map(kind, layout, gpu):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
+@pytest.mark.sampled(80)
 @pytest.mark.parametrize("kind", SCOPES)
 @pytest.mark.parametrize("prefers", ["cudnn", "flash", "efficient", "plain"])
 def test_one_softmax_over_the_scope_and_other_scores(kind, prefers, gpu):

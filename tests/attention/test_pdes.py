@@ -26,6 +26,7 @@ def peak(n=9, at=4):
     return row
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "pde", [Diffusion(0.1), Diffusion(0.37), Wave(0.15), Wave(0.8), ReactionDiffusion(0.2, 0.0)]
 )

@@ -41,6 +41,7 @@ def ids(batch=2, tokens=12):
     return torch.randint(1, 13, (batch, tokens), generator=torch.Generator().manual_seed(5))
 
 
+@pytest.mark.sampled(15)
 @every_pde
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 9])
@@ -55,6 +56,7 @@ def test_shapes(pde, per_head, tokens):
         assert classifier(pde, pooling=pooling)(ids(3, tokens)).shape == (3, 3)
 
 
+@pytest.mark.sampled(6)
 @every_pde
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("place", ["each", "after"])
@@ -166,6 +168,7 @@ def test_coefficients_may_be_fixed_or_shared():
     assert language_model("wave", learn=False).stack.attentions()[0].equation() == pdes.Wave()
 
 
+@pytest.mark.sampled(4)
 @moving_pde
 @pytest.mark.parametrize("steps", [4, 8])
 def test_violent_training_stays_finite_and_stable(pde, steps):
@@ -185,6 +188,7 @@ def test_violent_training_stays_finite_and_stable(pde, steps):
             assert attention.equation().max_dt() >= 1.0
 
 
+@pytest.mark.sampled(1)
 @moving_pde
 def test_eight_steps_learn(pde):
     """The paper's Table 4 has NaN there."""
@@ -203,6 +207,7 @@ def test_eight_steps_learn(pde):
     assert_causal(model, text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(  # one of every way through the engines; the others take the same
     "pde",
     [None, "wave", "reaction_diffusion"]
@@ -249,6 +254,7 @@ def test_half_precision(pde):
     assert all(p.dtype == torch.float32 for n, p in half.named_parameters() if "_logit" in n)
 
 
+@pytest.mark.sampled(3)
 @every_pde
 def test_generated_texts_follow_the_model(pde):
     model = language_model(pde, dropout=0.5, max_tokens=16).double()
@@ -309,6 +315,7 @@ def test_any_attention_plugs_in():
     assert standard.generate(ids(), 2).shape == (2, 14)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pde", [None, "diffusion", "wave", "advection_diffusion"])
 def test_longformers_and_performers_are_the_same_classes(pde):
     kinds = [{"attention": window_attention, "window": 3, "global_tokens": 2},

@@ -13,6 +13,7 @@ def test_there_are_twenty_five():
     assert [p.name for p in PROBLEMS] == [f"{c}{i}" for c in "ABCDE" for i in range(1, 6)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "problem",
     [pytest.param(p, marks=pytest.mark.slow) if i % 2 else p for i, p in enumerate(EASY)],

@@ -91,6 +91,7 @@ def test_uneven_grids_forward_and_backward(times, back):
         torch.testing.assert_close(solved.u[i], exact, rtol=1e-7, atol=1e-7)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ALL)
 def test_going_back_returns(name):
     u0, t = torch.rand(4, 2, **F64), torch.linspace(0, 1, 401, **F64)
@@ -138,6 +139,7 @@ def test_gradients_of_a_solve(scheme):
     assert torch.autograd.gradcheck(solve, (u0, t, k))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("checkpoint", [True, 1, 3, 10, 25, 1000])
 @pytest.mark.parametrize("every", [1, 7])
 def test_checkpoint_changes_no_bit(checkpoint, every):
@@ -209,6 +211,7 @@ HOW = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled(3)
 @HOW
 def test_the_lost_one_changes_no_bit_of_the_others(how):
     t = torch.linspace(0, 1, 101)
@@ -229,6 +232,7 @@ def test_the_lost_one_changes_no_bit_of_the_others(how):
     assert (solved.until[ALONE] == 1).all()
 
 
+@pytest.mark.sampled(3)
 @HOW
 def test_parameters_all_share_get_finite_gradients(how):
     k = torch.tensor(1.0, requires_grad=True)
@@ -302,6 +306,7 @@ def test_large_but_finite_states_are_not_lost():
 # Compiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 5, 12])
 def test_compiled_steps_are_the_same(every, compiler):
     u0, t = torch.rand(9, 2, **F64), torch.linspace(0, 1, 13, **F64)
@@ -312,6 +317,7 @@ def test_compiled_steps_are_the_same(every, compiler):
     assert fast.stats == plain.stats
 
 
+@pytest.mark.slow
 def test_compiled_run_with_a_loss_and_gradients(compiler):
     t = torch.linspace(0, 1, 11)
     u0 = start(requires_grad=True)
@@ -432,7 +438,12 @@ def test_trajectories_compare_by_identity():
     assert solved != at.evolve(spring, torch.ones(3, 2), [0.0, 0.1])
 
 
-HOW = [{}, {"scheme": "euler"}, {"scheme": "dopri5", "rtol": 1e-4}, {"compile": True}]
+HOW = [
+    {},
+    {"scheme": "euler"},
+    {"scheme": "dopri5", "rtol": 1e-4},
+    pytest.param({"compile": True}, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("how", HOW, ids=str)

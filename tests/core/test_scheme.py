@@ -166,6 +166,7 @@ def test_numbers_of_numpy():
     assert at.Scheme("x", [[]], [np.float32(1)], [np.int64(0)], 1) == at.Scheme("x", [[]], [1], [0], 1)
 
 
+@pytest.mark.slow
 def test_pickled_in_another_process_it_is_the_same():
     import os
     import pickle

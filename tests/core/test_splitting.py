@@ -33,6 +33,7 @@ def test_step_is_symplectic_and_reversible(name):
     assert (rk4.T @ omega @ rk4 - omega).abs().max() > 1e-5
 
 
+@pytest.mark.slow
 def test_energy_error_stays_bounded_while_rk4_drifts():
     from benchmarks.energy import drift
 

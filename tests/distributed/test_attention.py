@@ -7,6 +7,7 @@ from attractor.attention import Parts, context_parallel_attention, pde_attention
 from tests.distributed.launching import launch
 
 EXACT = 1e-12
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

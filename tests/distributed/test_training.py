@@ -13,6 +13,7 @@ from tests.distributed import train_worker
 from tests.distributed.launching import launch
 
 pytest.importorskip("accelerate")
+pytestmark = pytest.mark.slow
 
 CLOSE = {"rel": 1e-10, "abs": 1e-10}
 FITTING = "crew" in inspect.signature(ClosedForm).parameters

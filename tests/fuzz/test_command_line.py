@@ -113,6 +113,7 @@ def test_no_arguments_bring_a_traceback(tmp_path_factory, arguments):
 OWN = "import torch\n\ndef rate(t, u):\n    return -u\n\ndef sample(n, generator):\n    return torch.rand(n, 1, generator=generator)\n"
 
 
+@pytest.mark.slow
 def test_nothing_is_written_outside_the_output_folder(tmp_path):
     """fit, solve and probe in a process of their own, whose home and folder are watched."""
     work, home, out = (tmp_path / name for name in ("work", "home", "out"))

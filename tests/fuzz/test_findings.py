@@ -534,6 +534,7 @@ def test_the_judge_finds(run, kind):
     assert found.value.kind == kind
 
 
+@pytest.mark.slow
 def test_the_judge_stops_what_hangs():
     def forever():
         while True:

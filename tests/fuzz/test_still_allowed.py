@@ -21,6 +21,7 @@ def model(**options):
     return LanguageModel(12, dim=8, heads=2, layers=1, hidden=8, max_tokens=8, **options).eval()
 
 
+@pytest.mark.slow
 def test_compiled_whole_with_numbers_that_change():
     torch._dynamo.reset()
     attend = torch.compile(

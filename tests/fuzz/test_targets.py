@@ -18,20 +18,30 @@ def test_every_public_function_has_a_target():
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_nothing_but_a_result_or_a_clear_refusal(name):
-    which = TARGETS[name]
+    fuzz(TARGETS[name], 16, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TARGETS)
+def test_nothing_but_a_result_or_a_clear_refusal_for_many_inputs(name):
+    fuzz(TARGETS[name], 128, 8)
+
+
+def fuzz(which, examples, slow_examples):
+    """Judge a target with so many inputs; the same ones in every run."""
     if missing_package(which):
         pytest.skip(f"needs {which.needs}")
 
     @st.composite
-    def examples(draw):
+    def inputs(draw):
         maker = Maker(draw)
         return maker, which.make(maker)
 
     @settings(
-        max_examples=3 if which.slow else 16, deadline=None, derandomize=True, database=None,
-        suppress_health_check=list(HealthCheck), phases=(Phase.generate,),
+        max_examples=slow_examples if which.slow else examples, deadline=None, derandomize=True,
+        database=None, suppress_health_check=list(HealthCheck), phases=(Phase.generate,),
     )  # fmt: skip
-    @given(examples())
+    @given(inputs())
     def trial(example):
         try:
             judge(which, *example)

@@ -139,6 +139,7 @@ def test_networks_go_to_folders_and_to_the_hub_and_come_back(name, options, make
             assert torch.equal(got, wanted)
 
 
+@pytest.mark.slow
 def test_a_gate_on_given_weights_starts_at_one_here_too(tmp_path):
     torch.manual_seed(0)
     plain, images = at.residual.resnet34(10).eval(), torch.randn(1, 3, 32, 32)
@@ -248,6 +249,7 @@ def test_loading_is_silent_and_draws_no_numbers(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_what_comes_with_the_library_is_as_good_as_its_card_says():
     from attractor.ode.trajectories import fine_trajectories
 

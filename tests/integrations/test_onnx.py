@@ -64,6 +64,7 @@ def run_alone(folder, code, *inputs):
     return torch.from_numpy(np.load(folder / "after.npy"))
 
 
+@pytest.mark.slow
 def test_onnx_runs_without_attractor_and_torch(fitted, tmp_path):
     for name in ("onnxruntime", "onnxscript"):
         pytest.importorskip(name)
@@ -86,6 +87,7 @@ np.save("after.npy", session.run(None, {"u": u})[0])"""
     torch.testing.assert_close(run_alone(tmp_path, code, u), fitted.step(u), rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_pt2_runs_without_attractor(fitted, tmp_path):
     onnx.export(fitted, tmp_path / "pendulum.pt2", steps=2)
     code = """
@@ -99,6 +101,7 @@ np.save("after.npy", model(torch.from_numpy(u)).numpy())"""
     torch.testing.assert_close(run_alone(tmp_path, code, u), want, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("solver", "steps"),
     [
@@ -114,6 +117,7 @@ def test_onnx_agrees(solver, steps, tmp_path):
     assert made.difference <= 20 * EPS[next(solver.correction.parameters()).dtype]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "solver",
     [
@@ -131,6 +135,7 @@ def test_pt2_agrees(solver, tmp_path):
     assert made.difference <= 20 * EPS[next(solver.correction.parameters()).dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "solver",
     [untrained(forced, 2), untrained(at.systems.Lorenz(), 3, period=2.0)],
@@ -145,6 +150,7 @@ def test_time_is_an_input_where_it_matters(solver, tmp_path):
     assert not torch.equal(model(u, t), model(u, t + 0.5))
 
 
+@pytest.mark.slow
 def test_a_model_that_differs_is_not_written(tmp_path, monkeypatch):
     path = tmp_path / "model.pt2"
     path.write_text("what was there")

@@ -20,7 +20,8 @@ def rate(t, u):
 
 @pytest.fixture(scope="module")
 def method():
-    return hybrid(at.fit(at.systems.ElasticPendulum(), dt=0.1, horizon=5.0, trajectories=200, width=192))
+    how = dict(dt=0.1, horizon=5.0, trajectories=80, width=128, fine_dt=0.0125)
+    return hybrid(at.fit(at.systems.ElasticPendulum(), **how))
 
 
 Y0 = np.array([0.3, 10.0, 0.0, 0.0])

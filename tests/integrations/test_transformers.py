@@ -289,6 +289,7 @@ CACHES = {
 }
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("side", [None, "left"])
 @every_decoder
@@ -325,6 +326,7 @@ def test_several_queries_against_a_cache(make, name):
 # Causality
 
 
+@pytest.mark.sampled(5)
 @every_pde
 @every_decoder
 def test_decoders_are_causal(make, name):
@@ -403,6 +405,7 @@ def test_maps_while_generating(cache):
 # Learned coefficients
 
 
+@pytest.mark.sampled(10)
 @every_pde
 @every_model
 def test_coefficients_start_at_the_pdes_own_and_learn(make, name):
@@ -451,6 +454,7 @@ def test_own_settings_of_a_model():
     close(logits(model), logits(build(gpt2, "sdpa")))
 
 
+@pytest.mark.sampled(6)
 @every_pde
 @pytest.mark.parametrize("make", [gpt2, llama, bert, modernbert])
 def test_saved_and_loaded(make, name, tmp_path):
@@ -973,6 +977,7 @@ def test_an_equation_of_ones_own():
     assert torch.equal(logits(build(llama, "pde_own")), logits(build(llama, "pde_same")))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     torch.__version__ < "2.12", reason="Dynamo of torch 2.11 stumbles over transformers' lazy imports"
 )

@@ -54,6 +54,7 @@ def begun(folder):
     return {path.name: path.stat().st_size for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_artifacts_do_not_depend_on_the_engine(engine, tmp_path):
     workers = {"here": 1, "processes": 2, "ray": None}[engine["engine"]]
     work, taken = job("noted", tmp_path, word="w"), []
@@ -68,6 +69,7 @@ def test_artifacts_do_not_depend_on_the_engine(engine, tmp_path):
         assert artifact.content == f"w {shard}".encode() * 1000
 
 
+@pytest.mark.slow
 def test_workers_clean_up_before_they_go(tmp_path):
     """Those that have nothing left to do end by themselves: atexit is heard of."""
     made = list(jobs.each(job("leaves_a_note", tmp_path), range(2), engine="processes", workers=2))
@@ -75,6 +77,7 @@ def test_workers_clean_up_before_they_go(tmp_path):
     assert {path.read_text() for path in tmp_path.iterdir()} == {"gone"}
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_replaced(distributed, tmp_path):
     dying = job("dies", tmp_path, victim=1, deaths=1)
     made = {a.shard: a.json() for a in jobs.each(dying, range(3), **distributed)}
@@ -82,6 +85,7 @@ def test_a_worker_that_dies_is_replaced(distributed, tmp_path):
     assert begun(tmp_path) == {"0": 1, "1": 2, "2": 1}
 
 
+@pytest.mark.slow
 def test_a_shard_that_always_kills_is_named(distributed, tmp_path):
     dying = job("dies", tmp_path, victim=1, deaths=99)
     with pytest.raises(jobs.WorkerDiedError, match=r"shard 1: its \w+ died 1 times"):
@@ -89,6 +93,7 @@ def test_a_shard_that_always_kills_is_named(distributed, tmp_path):
     assert begun(tmp_path)["1"] == 1
 
 
+@pytest.mark.slow
 def test_an_exception_is_raised_once_with_the_shard_s_name(engine, tmp_path):
     with pytest.raises(ValueError, match="this and that") as raised:
         list(jobs.each(job("fails", tmp_path), range(3), **engine))
@@ -121,6 +126,7 @@ def test_the_order_of_a_configuration_is_no_other_job(tmp_path):
         assert len(list(jobs.keep(made, [0], tmp_path / "kept", engine="here"))) == 1
 
 
+@pytest.mark.slow
 def test_threads_are_those_of_the_job(engine):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -152,6 +158,7 @@ def test_what_is_there_is_not_made_again(tmp_path):
         next(jobs.keep(work, ["a b", "a-b"], tmp_path / "names"))
 
 
+@pytest.mark.slow
 def test_leaving_early_ends_what_is_under_way(distributed, tmp_path):
     started = time.monotonic()
     for artifact in jobs.each(job("sleeps", tmp_path), range(3), **distributed):
@@ -161,6 +168,7 @@ def test_leaving_early_ends_what_is_under_way(distributed, tmp_path):
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 def test_ctrl_c_keeps_what_is_done(tmp_path):
     (tmp_path / "marks").mkdir()

@@ -105,6 +105,7 @@ def test_arms_in_parts_are_merged(tmp_path):
     assert merged.values("b") == run(EXAMPLE, "cpu").values("b")
 
 
+@pytest.mark.slow
 def test_a_budget_and_missing_data_in_processes(tmp_path):
     assert len(run(EXAMPLE, "cpu", folder=tmp_path, budget=-1.0, workers=2).missing()) == 6
     absent = Experiment(**{**vars(EXAMPLE), "arms": {"a": {"value": 1.0, "lacks": "train"}, "b": {"value": 2.0}},

@@ -25,7 +25,9 @@ def test_a_method_reaches_an_error_between_two_of_its_settings():
 
 @pytest.fixture(scope="module")
 def found():
-    solver = at.fit(at.systems.HenonHeiles(), dt=0.5, horizon=5.0, width=64, trajectories=100)
+    solver = at.fit(
+        at.systems.HenonHeiles(), dt=0.5, horizon=5.0, width=64, trajectories=100, fine_dt=0.05
+    )
     return solver, compare(solver, horizon=5.0, batch=30, compile=False)
 
 
@@ -92,6 +94,7 @@ def test_a_solver_that_blows_up_is_not_compared():
         compare(grows, horizon=1.0, batch=3, compile=False, peers=False)
 
 
+@pytest.mark.slow
 def test_compiled_solves_agree_with_eager_ones(compiler):
     solver = at.HybridSolver(
         at.systems.Logistic(), "rk4", at.corrections.AttNS(1, width=8, dtype=torch.float64), 0.1

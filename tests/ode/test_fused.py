@@ -93,6 +93,7 @@ def as_exact(net, x, found):
 SIZES = [(4, 4, 40), (3, 5, 100), (8, 1, 16), (12, 10, 33), (1, 20, 64)]  # the last two: by products
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("inputs", "outputs", "width"), SIZES)
 def test_equals_the_module(kernels, activation, inputs, outputs, width):
@@ -108,6 +109,7 @@ def test_equals_the_module(kernels, activation, inputs, outputs, width):
 PLANS = [(1, 128, 4), (2, 32, 1), (8, 64, 2), (8, 32, 1), (16, 16, 1), (32, 8, 1), (64, 32, 4)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cut", PLANS)
 def test_every_plan(kernels, monkeypatch, cut):
     monkeypatch.setattr(perceptron, "plan", lambda *_: perceptron.Plan(*cut))
@@ -117,6 +119,7 @@ def test_every_plan(kernels, monkeypatch, cut):
         assert as_exact(net, x, fused.network(net, x))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("splits", [1, 2, 8])
 def test_parts_of_a_hidden_layer_add_up(kernels, monkeypatch, splits):
     monkeypatch.setattr(perceptron, "plan", lambda *_: perceptron.Plan(16, 16, 4, splits))
@@ -184,6 +187,7 @@ def test_gradients_equal_the_module_s(kernels, activation):
         torch.testing.assert_close(found, with_gradients(net, x, net.in_torch), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(
     ("inputs", "outputs", "width"),
@@ -261,6 +265,7 @@ def test_training_learns_the_same_by_the_kernel(kernels):
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["attns", "fsnet", *(pytest.param(x, marks=pytest.mark.slow) for x in ("neurvec", "attns_m"))],
@@ -364,6 +369,7 @@ def arguments(net, x):
     return x, layer.weight, layer.bias, net.head.weight, net.head.bias, around, *learned, name, "ieee"
 
 
+@pytest.mark.slow
 def test_the_operator_keeps_its_promises(kernels):
     for net in (made(4, 3, 16, skip=True), made(9, 9, 16, "tanh")):
         x = drawn(5, net.body.layers[0].in_features).requires_grad_()
@@ -376,6 +382,7 @@ def test_the_operator_keeps_its_promises(kernels):
         torch.library.opcheck(gradients.apply, (x, first, bias, head, *learned, grad, name))
 
 
+@pytest.mark.slow
 def test_compiled_in_one_graph(kernels):
     net = made(4, 4, 20)
     x = drawn(6, 4).requires_grad_()
@@ -535,6 +542,7 @@ WRITTEN = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("system", WRITTEN, ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("scheme", ["euler", "rk4", "dopri5"])
 def test_slopes_number_by_number(system, scheme):
@@ -600,6 +608,7 @@ CORRECTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CORRECTIONS)
 @pytest.mark.parametrize(("period", "dtype"), [(None, torch.float32), (1.5, torch.float64)], ids=str)
 def test_whole_steps_are_steps(kernels, name, period, dtype):
@@ -618,6 +627,7 @@ def test_whole_steps_are_steps(kernels, name, period, dtype):
     torch.testing.assert_close(step(u, 2.0), stepped(found, u, 2, 2.0), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "cut",
     [(8, 32, 1), (8, 128, 4),
@@ -642,6 +652,7 @@ def test_every_plan_of_whole_steps(kernels, monkeypatch, cut):
     torch.testing.assert_close(step(u), stepped(found, u, 4), rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("period", "dtype"), [(None, torch.float32), (1.5, torch.float64)], ids=str)
 def test_steps_around_a_larger_network(kernels, period, dtype):
     options = {"period": period, "precision": "float32", "dtype": dtype, "device": DEVICE, "skip": True}
@@ -657,6 +668,7 @@ def test_steps_around_a_larger_network(kernels, period, dtype):
     assert float(step.t) == pytest.approx(0.8)
 
 
+@pytest.mark.slow
 def test_plain_steps(kernels):
     pendulum = systems.ElasticPendulum()
     for scheme in ("rk4", "dopri5"):
@@ -669,6 +681,7 @@ def test_plain_steps(kernels):
         assert float(t) == pytest.approx(0.3)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rate", [systems.ElasticPendulum(), forced], ids=["elastic", "forced"])
 def test_fine_data_by_a_kernel(kernels, monkeypatch, rate):
     monkeypatch.setattr(trajectories, "WORTH", 0.01)

@@ -42,6 +42,7 @@ def test_shards_hold_the_fine_solution(tmp_path):
     assert FineData.open(tmp_path).hash == data.hash
 
 
+@pytest.mark.slow
 def test_workers_and_order_do_not_matter(tmp_path):
     one, two = make(tmp_path / "one"), make(tmp_path / "two", workers=2)
     assert one.hash == two.hash
@@ -57,6 +58,7 @@ def test_workers_and_order_do_not_matter(tmp_path):
     assert torch.equal(longer[3].u, one.runs()[3].u)
 
 
+@pytest.mark.slow
 def test_interrupted_at_random_ten_times_and_resumed(tmp_path, monkeypatch):
     whole = make(tmp_path / "whole").hash
     chance = torch.Generator().manual_seed(1)
@@ -106,6 +108,7 @@ def test_killed_and_resumed(tmp_path):
     assert resumed.hash == make_trajectories(at.systems.Lorenz(), tmp_path / "whole", **how).hash
 
 
+@pytest.mark.slow
 def test_parts_make_the_whole(tmp_path):
     whole = make(tmp_path / "whole").hash
     lines = []
@@ -118,6 +121,7 @@ def test_parts_make_the_whole(tmp_path):
     assert make(tmp_path / "parts", part="3/3").hash == whole
 
 
+@pytest.mark.slow
 def test_functions_of_a_file_and_objects_go_to_processes(tmp_path):
     (tmp_path / "beside_own.py").write_text("POWER = 3\n")
     (tmp_path / "own.py").write_text("from beside_own import POWER\n" + OWN.replace("3", "POWER"))

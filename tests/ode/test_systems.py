@@ -32,6 +32,7 @@ def test_spring_constants_come_from_the_seed():
     assert a.m.min() >= 0.2
 
 
+@pytest.mark.slow
 def test_elastic_pendulum_needs_the_two():
     """Eq. 12 as printed, without the factor 2, loses its energy."""
     system = at.systems.ElasticPendulum()

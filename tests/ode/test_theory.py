@@ -174,7 +174,7 @@ def test_curvature_distribution_of_a_circle():
 def hybrids():
     """Solvers whose error is far from zero, with the truth: fitted ones and a random network."""
     pendulum = at.systems.PendulumChain(2)
-    options = dict(dt=0.1, horizon=1.0, correction="attns", width=16, trajectories=20)
+    options = dict(dt=0.1, horizon=1.0, correction="attns", width=16, trajectories=20, fine_dt=0.0125)
     solvers = [at.fit(pendulum, scheme=scheme, **options) for scheme in ("euler", "rk4")]
     logistic = at.systems.Logistic()
     torch.manual_seed(4)

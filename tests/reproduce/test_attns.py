@@ -46,6 +46,7 @@ def test_all_places_are_there():
     assert sorted(NAMES) == sorted(f"attns-{place}" for place in [*places, "normalised"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_runs_at_smoke_scale(name):
     experiment = catalogue()[name]
@@ -57,6 +58,7 @@ def test_runs_at_smoke_scale(name):
         assert experiment.picture(results) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["paper", "normalised", "default"])
 def test_the_same_numbers_again(recipe):
     config = {**SMALL, "system": "2-link", "recipe": recipe, "correction": "neurvec"}
@@ -97,6 +99,7 @@ def test_the_paper_s_training_data_are_those_of_its_scheme():
     torch.testing.assert_close(ours, evolve(chain, u0, t, "euler", every=200).u, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", ["paper", "normalised"])
 @pytest.mark.parametrize("correction", ["attns", "neurvec"])
 def test_training_as_printed_learns_and_folds(recipe, correction):

@@ -13,6 +13,7 @@ from attractor.reproduce.tasks import Context, maps, mixed, texts
 NAMES = [name for name in catalogue() if name.startswith("pde-")]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_smoke(name, tmp_path):
     experiment = find(name)
@@ -33,6 +34,7 @@ def test_the_same_numbers_twice():
     assert texts.language(given, Context(seed=4)) != first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ["standard", "PDE, causal", "PDE, without walls"])
 def test_only_what_leaks_has_two_perplexities(arm):
     given = config("pde-leak", arm, shorten=16, evaluations=1)
@@ -145,6 +147,7 @@ def test_what_fills_lines_up_is_counted_where_it_is_said():
     assert metrics["share"] == pytest.approx(sum(lengths) / (20 * 32), abs=0.05)
 
 
+@pytest.mark.slow
 def test_filling_lowers_a_perplexity_the_more_the_longer_lines_are_made():
     """Each line has as many nats, whatever it is filled up to, once that is learnt."""
     found = {}

@@ -176,6 +176,7 @@ def test_a_budget_begins_nothing_more(tmp_path):
     assert EXAMPLE.verdict(found) is None
 
 
+@pytest.mark.slow
 def test_several_processes_give_the_same(tmp_path):
     assert run(EXAMPLE, "cpu", folder=tmp_path / "a").values("b") == run(
         EXAMPLE, "cpu", folder=tmp_path / "b", workers=2
@@ -392,6 +393,7 @@ def test_numbers_on_the_page():
     assert pages.told(5.0, None) == "5"
 
 
+@pytest.mark.slow
 def test_the_page_in_the_docs_is_that_of_the_results():
     docs = home().parents[1] / "docs"
     made = pages.page(home(), docs / "results")

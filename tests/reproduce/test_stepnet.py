@@ -50,6 +50,7 @@ def test_every_place_has_its_experiment():
     assert {f"stepnet-{place}" for place in PLACES.split()} <= set(NAMES)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_it_runs_in_small_and_can_be_drawn(name, tmp_path):
     pytest.importorskip("PIL")
@@ -102,6 +103,7 @@ def test_figures_share_the_runs_of_table_1():
         assert made(name) <= made("stepnet-table1")
 
 
+@pytest.mark.slow
 def test_the_same_numbers_again():
     config = {**SMOKE, "gate": "stepnet", "trick": {"mixup": 0.3, "label_smoothing": 0.1}}
     one, two = (json.dumps(classify(config, Context(seed=3))) for _ in range(2))
@@ -109,6 +111,7 @@ def test_the_same_numbers_again():
     assert json.dumps(classify(config, Context(seed=4))) != one
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on(tmp_path):
     config = {**SMOKE, "gate": "se", "images": 64, "recipe": {**SMOKE["recipe"], "epochs": 6}}
     lines = []
@@ -347,6 +350,7 @@ def test_a_correlation_of_about_nothing_is_none(over_blocks, word):
     assert find("stepnet-fig9").judge(found).word == word
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("tns", "word"),
     [((1, 2, 3, 4, 5, 6), HOLDS), ((6, 5, 4, 3, 2, 1), FAILS), ((2, 1, 6, 3, 5, 4), UNTESTED)],

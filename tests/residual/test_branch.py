@@ -226,6 +226,7 @@ def test_a_gate_of_two_makes_x_and_twice_f(kind):
     assert list(gated_blocks(net)) == ["0"]
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("gate", BY_NAME)
 @pytest.mark.parametrize("kind", RESIDUAL)
 def test_nothing_changes_on_the_first_day_to_the_bit(kind, gate):

@@ -112,6 +112,7 @@ def forget(net):
         block.seen.clear()
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(
     "style", ["plain", "branch in place", "state in place", "expanded", "alpha", "less", "fused"]
 )
@@ -159,6 +160,7 @@ def test_large_half_precision_features_do_not_overflow():
     assert found.nsi.isfinite().all()
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("preactivation", [False, True])
 @pytest.mark.parametrize(
     "gate", ["none", "se", "cbam", "eca", "sem", "srm", "fca", "iebn", "sge", "dia", "stepnet"]
@@ -822,6 +824,7 @@ def inputs_for(model, n=3):
     return batch if model.config.model_type == "mamba" else batch | {"attention_mask": mask}
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("kind", "options", "stages"), FAMILIES, ids=lambda v: v if isinstance(v, str) else ""
 )

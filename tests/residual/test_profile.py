@@ -214,6 +214,7 @@ def test_comparison(tmp_path):
         compare_profiles({})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["nsi", "surface", "proportion", "gates", "all"])
 def test_pictures(kind, tmp_path):
     pytest.importorskip("matplotlib")

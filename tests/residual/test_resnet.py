@@ -43,6 +43,7 @@ def small(gate="none", **options):
     return resnet_cifar(20, 5, gate, width=4, **options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("gate", PARAMETERS)
 def test_parameters_of_resnet164(gate):
     counts = tuple(count(resnet_cifar(164, classes, gate)) for classes in (10, 100))
@@ -235,6 +236,7 @@ def test_digits(gate):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gate", "preactivation"),
     [("stepnet", True),
@@ -256,6 +258,7 @@ def test_compiles_whole(gate, preactivation):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("gate", GATES)
 def test_layouts_and_precisions(gate):
     model = small(gate).eval()
@@ -275,6 +278,7 @@ def test_layouts_and_precisions(gate):
     assert small(gate, dtype=torch.float64)(images.double()).dtype == torch.float64
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("gate", GATES)
 def test_states_go_round(gate, tmp_path):
     model = small(gate)
@@ -314,6 +318,7 @@ def test_normalisations_are_replaced_but_the_shortcuts():
     }
 
 
+@pytest.mark.slow
 def test_weights_from_a_file(tmp_path):
     torch.manual_seed(0)
     plain = resnet34(10).eval()
@@ -345,6 +350,7 @@ def test_weights_from_a_file(tmp_path):
         resnet34(10, weights="resnet34")
 
 
+@pytest.mark.slow
 def test_files_with_gates_are_read_as_they_were_trained(tmp_path):
     torch.manual_seed(0)
     images = torch.rand(1, 3, 32, 32)
@@ -363,6 +369,7 @@ def test_files_with_gates_are_read_as_they_were_trained(tmp_path):
     assert torch.equal(read(images), tuned(images))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("gate", BY_NAME)
 def test_torch_fx_writes_a_gated_network_down(gate, training):

@@ -276,6 +276,7 @@ class Experts(nn.Module):
         return out.view_as(x)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("experts", "tokens"), [(3, 2), (40, 30)])
 def test_a_mixture_of_experts(experts, tokens):
     net = nn.Sequential(*[Layer(network=lambda: Experts(experts)) for _ in range(3)])

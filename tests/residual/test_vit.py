@@ -104,6 +104,7 @@ def test_patches_see_each_other_only_through_a_mean():
     assert ((model.layers(moved) - model.layers(x))[:, 7].abs() > 1e-6).any()
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("pool", ["mean", "cls"])
 @pytest.mark.parametrize("gate", GATES)
 def test_gates(gate, pool):

@@ -25,6 +25,7 @@ def folder(tmp_path):
     return checkpoint.save(tmp_path / "c", "thing", TENSORS, {"x": 1})
 
 
+@pytest.mark.slow
 def test_some_damaged_checkpoints():
     """The small version of `python -m benchmarks.damage`, in a process whose audit events it may hear."""
     code = (
@@ -193,6 +194,7 @@ def test_the_format_before_is_read(folder):
     assert torch.equal(tensors["a"], TENSORS["a"])
 
 
+@pytest.mark.slow
 def test_reading_takes_the_memory_of_the_tensors_alone(tmp_path):
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("the most memory a process had cannot be read here")

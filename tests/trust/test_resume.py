@@ -90,6 +90,7 @@ def counted(stops):
     return loss
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("run", [on_images, on_batches])
 def test_a_break_at_any_call_of_the_model_leaves_no_trace(tmp_path, run):
     whole, history = run(loss=Classify())
@@ -195,6 +196,7 @@ def test_the_callers_random_numbers_are_left_alone():
     assert (random.random(), np.random.rand()) == expected
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -249,6 +251,7 @@ def _two(folder):
     assert [row["train_loss"] for row in again] == pytest.approx([row["train_loss"] for row in history])
 
 
+@pytest.mark.slow
 def test_two_processes_go_on_within_an_epoch(tmp_path, monkeypatch):
     from accelerate import debug_launcher
 
@@ -264,6 +267,7 @@ def test_two_processes_go_on_within_an_epoch(tmp_path, monkeypatch):
 # ---- fits
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:the correction makes held-out trajectories worse")
 @pytest.mark.parametrize(
     "how", [{"width": 16, "adam_steps": 10}, {"recipe": "paper", "width": 16, "epochs": 5}]
@@ -297,6 +301,7 @@ def test_a_fit_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, how):
 # ---- kills
 
 
+@pytest.mark.slow
 def test_a_few_kills():
     """The small version of `python -m benchmarks.interrupted`, in a process without threads."""
     code = "import json; from benchmarks.interrupted import campaign; print(json.dumps(campaign(6, 4)))"
