@@ -14,7 +14,10 @@ from typing import Any
 from attractor.core.files import write_text
 from attractor.reproduce import Results, find
 from attractor.reproduce import results as kept
-from attractor.reproduce.page import anchor, told
+from attractor.reproduce.page import anchor, largest, told
+from attractor.reproduce.page import command as command_line
+from attractor.reproduce.verdict import number
+from experiments.pde_artefact import PAIRS, path_shares
 from experiments.stepnet_shared import STEPS, compared
 
 ROOT = Path(__file__).parents[1]
@@ -480,6 +483,51 @@ def leak() -> str:
     return text + table(head, rows)
 
 
+def artefact_results() -> Results:
+    """The runs of `attractor reproduce pde-artefact` at the largest scale that is complete."""
+    found = largest(find("pde-artefact"), ROOT / "experiments" / "results")
+    assert found is not None
+    return found
+
+
+def artefact() -> str:
+    """The models of the PDE paper's first public code, each evaluated in several ways."""
+    found = artefact_results()
+    experiment = find("pde-artefact")
+    configs = {arm: next(iter(runs.values()))["config"] for arm, runs in found.runs.items()}
+    config = configs[found.arms[0]]
+    size, recipe = config["size"], config["recipe"]
+    tokens = {"wordpiece": "word pieces", "words": "words"}[config["tokenizer"]]
+    both = lambda arm, metric: told(found.mean(arm, metric), found.spread(arm, metric))
+    metrics = ("perplexity", "fast_off", "real_off", "sample_forced", "left_to_right")
+    rows = [
+        [arm, number(experiment.numbers[arm]), *(both(arm, metric) for metric in metrics)]
+        for arm in sorted(found.arms, key=lambda arm: arm.startswith("PDE"))
+    ]
+    updates = found.mean(found.arms[0], "updates")
+    text = (
+        f"`{command_line(experiment, found.scale)}`\n\n"
+        f"Lines of WikiText-2 in {tokens}, {size['layers']} layers of {size['dim']}, {updates:,.0f} updates of "
+        f"{recipe['batch']} lines, mean and deviation over {min(map(len, found.runs.values()))} seeds, "
+        f"{', '.join(found.devices())}. Validation perplexity; all columns of a row are of the same weights. The "
+        f"sample is {config['sample']:,} tokens that are no padding.\n\n"
+    )
+    if config["shorten"] > 1:
+        text += f"Lines have 1/{config['shorten']} of the tokens named, and the paper's numbers are of word pieces.\n\n"
+    head = ["", "the paper", "padding counted, fast path", "padding counted, no fast path",
+            "padding not counted", "the sample, given the whole line", "the sample, left to right"]  # fmt: skip
+    lengths = [configs[arm]["length"] for arm, _ in PAIRS]
+    each = lambda values: in_words([f"{x:.3g}" for x in values])
+    nats = [[found.mean(arm, metric) for arm, _ in PAIRS] for metric in ("pad_on", "pad_off")]
+    return (
+        text + table(head, rows)
+        + f"\nAt {in_words([f'{n:,}' for n in lengths])} tokens a padding token costs the standard transformer "
+        f"{each(nats[0])} nats with the fast path and {each(nats[1])} without it. The fast path is "
+        f"{in_words([f'{100 * x:.1f}' for x in path_shares(found)])} % of the gap between the two models, in "
+        "logarithms.\n"
+    )  # fmt: skip
+
+
 def steps() -> str:
     """Language models by the number of steps, of `attractor reproduce pde-table4`."""
     found = reproduced("pde-table4", "gpu")
@@ -762,6 +810,17 @@ def attention_summary() -> list[list[str]]:
              "; ".join(f"{what} {min(by[p]):.2f} to {max(by[p]):.2f}" for p, what in PASSES.items())
              + " times the time of SDPA"]
         )  # fmt: skip
+    found = artefact_results()
+    three = [
+        ", ".join(number(found.mean(pair[i], metric)) for pair in PAIRS)
+        for i, metric in ((0, "perplexity"), (0, "fast_off"), (1, "perplexity"))
+    ]
+    rows.append(
+        ["Table 2 of the PDE attention paper, perplexities of padded lines at three lengths "
+         f"(scale {found.scale}): standard transformer, evaluated on torch's fast path; the same weights without it; "
+         "PDE transformer",
+         f"{'; '.join(three)} (docs/attention.md)"]
+    )  # fmt: skip
     found = reproduced("pde-leak", "gpu")
     each = ", ".join(told(found.mean(arm), found.spread(arm)) for arm in found.arms)
     alone = found.mean(found.arms[-1], "left_to_right")
@@ -770,6 +829,11 @@ def attention_summary() -> list[list[str]]:
          f"{each}, which is a leak: left to right {alone:.0e} (docs/attention.md)"]
     )  # fmt: skip
     return rows
+
+
+def in_words(items: list[str]) -> str:
+    """Join items with commas and an "and"."""
+    return f"{', '.join(items[:-1])} and {items[-1]}"
 
 
 def command(name: str) -> str:

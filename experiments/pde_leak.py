@@ -1,12 +1,12 @@
 """What the language-model numbers are once no token sees the future.
 
 The paper reports validation perplexities from 12.65 down to 1.97 for PDE transformers of a few million
-parameters, where standard attention has 6,865 to 20,748. No causal model of this size can have them for
-words. Two things can bring them about: a map that moves through its own mask, so that every token reads
-the one it has to predict (this experiment), and padding that is counted as words (pde-padding). Three
-models under one recipe, one start and one order of texts: standard, PDE with walls, PDE without. Each is
-evaluated on whole texts, as in the paper, and left to right, where there is no later token to read;
-`assert_causal` says which of them can see the future.
+parameters, where standard attention has 6,865 to 20,748. How its Table 2 came about is shown by
+pde-artefact. This experiment shows a second, separate hazard, which the paper's equations have: a map
+that moves through its own mask, so that every token reads the one it has to predict. Three models under
+one recipe, one start and one order of texts: standard, PDE with walls, PDE without. Each is evaluated on
+whole texts, as in the paper, and left to right, where there is no later token to read; `assert_causal`
+says which of them can see the future.
 """
 
 from attractor.reproduce import Experiment, Results, Scale
@@ -56,8 +56,8 @@ EXPERIMENT = Experiment(
     note=(
         "The paper does not mention a causal mask; moved as its equations have it, a map flows "
         "through one. It needs updates to be learnt: with the paper's own recipe (pde-table2, "
-        "pde-table4) the model without walls has the perplexity of standard attention, so a leak is "
-        "not all that is behind the paper's numbers (see pde-padding). `left_to_right` predicts a "
+        "pde-table4) the model without walls has the perplexity of standard attention. The numbers of "
+        "the paper's Table 2 have another cause (pde-artefact). `left_to_right` predicts a "
         "sample of 2,048 tokens from the text before them and nothing else, `sample_forced` the same "
         "tokens with the whole text given; of a causal model both are one number. WikiText-2 instead "
         "of a few percent of WikiText-103, which has about as many tokens."

@@ -77,7 +77,8 @@ EXPERIMENT = Experiment(
         "Width, heads and the PDE are not printed for this table: those of Table 8, diffusion, four "
         "steps; one global token for its handful. Half of WikiText-2 stands for the 1 % of "
         "WikiText-103 of the paper's recipe. A perplexity of 1.04 without any PDE may come from "
-        "windows that look ahead, from padding, or from labels that are not shifted. Diffusion "
+        "windows that look ahead, from padding that is counted (pde-artefact), or from labels that are "
+        "not shifted. Diffusion "
         "mixes neighbours, which may be why the very next token, the answer, is harder to read with it."
     ),
 )

@@ -409,9 +409,6 @@ def papers():
     yield f"{windows.mean(ahead[0]):.3f} without any PDE, and {alone:,.0f} from left to right"
     yield f"With PDE steps it is {windows.mean(ahead[1]):.3f}"
     yield "they help, {1:.1f} instead of {0:.1f}".format(*map(windows.mean, honest))
-    few, arm = reproduced("pde-table13", "gpu"), "standard, 0.1 %"
-    yield f"({few.mean(arm):,.0f} after reading 0.1 % of the text 140 times"
-    yield f"with a training loss of {few.mean(arm, 'train_loss'):.2f})"
     smooth = reproduced("pde-theorem2", "cpu")
     yield f"it grows to {smooth.mean('reaction-diffusion, causal', 'variance'):.1f} times its start"
     table = reproduced("pde-table1", "gpu")
@@ -423,19 +420,9 @@ def papers():
     longest = reproduced("pde-table2", "gpu")
     own = [longest.mean(arm) for arm in longest.arms if arm.endswith("1024, paper's recipe")]
     assert len(own) == 3
-    yield f"at {own[0]:,.0f}, so we"
+    yield f"where standard attention is, at {own[0]:,.0f}"
     assert max(own) - min(own) < 1
-    filled = reproduced("pde-padding", "cpu")
-    yield "{:,.0f}, {:,.0f} and {:,.0f} (of bytes)".format(
-        *(filled.mean(a, "line") for a in filled.arms)
-    )
-    yield "perplexities of {:.1f}, {:.1f} and {:.1f}".format(*(filled.mean(a) for a in filled.arms))
-    words = reproduced("pde-padding", "gpu")
-    yield (
-        f"standard attention has {words.mean('standard, 256'):.1f} so at 256, and "
-        f"{words.mean('standard, 256', 'real'):.0f} on the words"
-    )
-    yield "{:.0f}, {:.0f} and {:.0f}".format(
+    yield "{:.0f}, {:.0f} and {:.0f} nats per line".format(
         *(math.log(x) * n for x, n in ((12.65, 256), (3.74, 512), (1.97, 1024)))
     )
 

@@ -137,30 +137,6 @@ def test_what_was_interrupted_goes_on(tmp_path, monkeypatch):
     assert again["curves"] == whole["curves"]
 
 
-def test_what_fills_lines_up_is_counted_where_it_is_said():
-    given = config("pde-padding", "standard, 256", length=32)
-    given["recipes"]["table8"] |= {"learning_rate": 0.0, "epochs": 1}
-    metrics = texts.lines(given, Context())["metrics"]
-    assert metrics["perplexity"] == pytest.approx(metrics["real"], rel=0.1)  # all tokens are alike to it
-    assert metrics["line"] == pytest.approx(32 * math.log(metrics["perplexity"]))
-    lengths = [min(32, len(line)) for line in texts.toy_lines("valid")[:20]]
-    assert metrics["share"] == pytest.approx(sum(lengths) / (20 * 32), abs=0.05)
-
-
-@pytest.mark.slow
-def test_filling_lowers_a_perplexity_the_more_the_longer_lines_are_made():
-    """Each line has as many nats, whatever it is filled up to, once that is learnt."""
-    found = {}
-    for length in (64, 256):
-        given = config("pde-padding", "standard, 256", length=length)
-        given["limit"] = [400, 50]
-        given["recipes"]["table8"] |= {"learning_rate": 1e-2, "epochs": 3}
-        found[length] = texts.lines(given, Context())["metrics"]
-    short, long = found[64], found[256]
-    assert long["perplexity"] < short["perplexity"] < short["real"]
-    assert 0.5 < long["line"] / short["line"] < 2  # and not 4
-
-
 def test_windows_and_batches():
     ids = torch.arange(101)
     passes = texts.Windows(ids, 10, 4)
@@ -361,11 +337,3 @@ def test_verdicts_on_coefficients():
     assert of((0.08, 0.1, 0.135, 0.025), as_printed) == HOLDS
     assert of((0.2, 0.2, 0.4, 0.1), as_printed) == DIRECTION, "the pattern, not the size"
     assert of((0.1, 0.1, 0.1, 0.1), (none,) * 4) == FAILS
-
-
-def test_verdicts_on_padding():
-    arms = [f"standard, {n}" for n in (256, 512, 1024)]
-    of = lambda *found: verdict("pde-padding", dict(zip(arms, found)), real=200.0, line=650.0)
-    assert of(12.0, 4.0, 2.0) == FAILS, "standard attention has the paper's perplexities"
-    assert of(40.0, 12.0, 6.0) == UNTESTED, "it falls, but is of another size"
-    assert of(100.0, 100.0, 100.0) == UNTESTED

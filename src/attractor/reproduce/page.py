@@ -33,8 +33,9 @@ FEW = 8  # arms, up to which a sentence names them all
 LOST = 1e39  # errors above are those of solvers that lost a trajectory
 
 FINDINGS = {  # what a reader would quote, and the experiments that show it
-    "AttNS and NeurVec once their inputs are normalised": ("attns-normalised",),
+    "Perplexity once the evaluation is the same for both models": ("pde-artefact",),
     "Perplexity once no token sees the future": ("pde-leak",),
+    "AttNS and NeurVec once their inputs are normalised": ("attns-normalised",),
     "TNS once its value before training is shown": ("stepnet-initial-cifar100", "stepnet-initial"),
 }
 
@@ -194,14 +195,14 @@ def larger(experiment: Experiment, found: Results, folder: Path | str) -> list[s
 
 
 def findings(everything: dict[str, Experiment], folder: Path | str, pictures: Path) -> list[str]:
-    """The three findings, with their pictures; those that have been run."""
+    """Return the findings whose experiments have been run, with their pictures."""
     parts = []
     for title, names in FINDINGS.items():
         shown = [everything[name] for name in names if name in everything]
         told = [text for e in shown if (text := seen(e, title, folder, pictures, len(shown) > 1))]
         if told:
             parts += [f"### {title}\n\nThe paper: *{shown[0].claim}*\n", *told]
-    return ["## Three findings\n", *parts] if parts else []
+    return ["## Findings\n", *parts] if parts else []
 
 
 def seen(experiment: Experiment, title: str, folder: Path | str, pictures: Path, named: bool) -> str:

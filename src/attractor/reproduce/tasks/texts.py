@@ -81,14 +81,14 @@ def language(config: Config, context: Context) -> Outcome:
     made = _recipe(recipe, evaluations, context)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="walls='sequence' lets attention flow")
-        rows, finite = _train(
+        rows, finite = train_epochs(
             model, batches, valid, made, next_token, context, patience=recipe.get("patience"), look=look
         )
-        causal = _is_causal(model, pieces[:1, : min(CHECKED, tokens)]) if finite else math.nan
+        causal = is_causal_model(model, pieces[:1, : min(CHECKED, tokens)]) if finite else math.nan
     last = rows[-1] if finite else {}
     return {
         "metrics": {
-            "perplexity": _exp(last.get("valid_loss")),
+            "perplexity": perplexity_of(last.get("valid_loss")),
             "left_to_right": last.get("left_to_right", math.nan),
             "sample_forced": last.get("sample_forced", math.nan),
             "causal": float(causal),
@@ -100,9 +100,9 @@ def language(config: Config, context: Context) -> Outcome:
         },
         "curves": {
             "update": [len(batches) * row["epoch"] for row in rows],
-            "perplexity": [_short(_exp(row.get("valid_loss"))) for row in rows],
-            "left_to_right": [_short(row.get("left_to_right")) for row in rows],
-            "train_loss": [_short(row["train_loss"]) for row in rows],
+            "perplexity": [six_digits(perplexity_of(row.get("valid_loss"))) for row in rows],
+            "left_to_right": [six_digits(row.get("left_to_right")) for row in rows],
+            "train_loss": [six_digits(row["train_loss"]) for row in rows],
         },
         "data": hashes,
     }
@@ -154,7 +154,7 @@ def classify(config: Config, context: Context) -> Outcome:
         max_tokens=tokens, **options,
     ).to(device)  # fmt: skip
     made = _recipe(recipe, recipe["epochs"], context)
-    rows, finite = _train(
+    rows, finite = train_epochs(
         model, data["train"], data["valid"], made, labels_of, context, patience=recipe.get("patience")
     )
     precision = "bf16" if device.startswith("cuda") else "fp32"
@@ -170,51 +170,8 @@ def classify(config: Config, context: Context) -> Outcome:
             **_learnt(model),
         },
         "curves": {
-            n: [_short(row[n]) for row in rows] for n in ("train_loss", "valid_loss", "valid_accuracy")
-        },
-        "data": hashes,
-    }
-
-
-def lines(config: Config, context: Context) -> Outcome:
-    """A language model of single lines, filled up to one length, with the filling counted as text.
-
-    That is how not to measure a perplexity; what it gives is asked by an experiment.
-
-    Configuration: data, tokenizer, size, model and recipes as in `language`, but
-        length: tokens of a line, times `stretch`; longer ones are cut, shorter ones filled up.
-        recipe: batch, lines of an update, and epochs.
-        limit: [training lines, validation lines] that are used; null: all. Empty ones are not.
-
-    Metrics: perplexity, of all positions, as it is trained for; real, of the lines' own tokens; line,
-    nats of a line; share of real tokens; train_loss, updates.
-    """
-    recipe, tokens = config["recipes"][config["recipe"]], config["length"] * config["stretch"]
-    tokenizer, parts, hashes = _lines(config["data"], config["tokenizer"], tokens + 1, *_places(context))
-    data = {}
-    for (split, (ids, lengths)), limit in zip(parts.items(), config["limit"] or (None, None)):
-        ids, lengths = (x[:limit].to(context.device) for x in (ids, lengths))
-        size = recipe["batch"] if split == "train" else max(1, CHUNK // tokens)
-        data[split] = Texts(ids, lengths, size, shuffled=split == "train")
-    torch.manual_seed(context.seed)
-    options = {**config["size"], **config["model"], "norm": recipe["norm"], "max_tokens": tokens}
-    model = LanguageModel(tokenizer.size, **options).to(context.device)
-    made = _recipe(recipe, recipe["epochs"], context)
-    rows, finite = _train(model, data["train"], data["valid"], made, _filled, context)
-    last = rows[-1] if finite else {}
-    loss, real, share = (last.get(f"valid_{n}", math.nan) for n in ("loss", "real", "share"))
-    return {
-        "metrics": {
-            "perplexity": _exp(loss),
-            "real": _exp(real / share),
-            "line": loss * tokens,
-            "share": share,
-            "train_loss": last.get("train_loss", math.nan),
-            "updates": float(len(data["train"]) * len(rows)),
-        },
-        "curves": {
-            "perplexity": [_short(_exp(row["valid_loss"])) for row in rows],
-            "train_loss": [_short(row["train_loss"]) for row in rows],
+            n: [six_digits(row[n]) for row in rows]
+            for n in ("train_loss", "valid_loss", "valid_accuracy")
         },
         "data": hashes,
     }
@@ -335,24 +292,26 @@ def toy_labelled(split: str, count: int = 240) -> tuple[list[str], list[int]]:
     return texts, labels
 
 
-def _filled(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Losses of all positions; those of real tokens, else 0; and which are real."""
-    ids, lengths = batch
-    each = next_token(model, ids.long())
-    places = torch.arange(1, ids.shape[1], device=ids.device)
-    real = (places < lengths[:, None]).flatten().to(each)
-    return {"loss": each, "real": each.detach() * real, "share": real}
-
-
 def _loss(model: Any, states: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(model.logits(states).float(), targets, reduction="none")
 
 
-def _train(
+def train_epochs(
     model: nn.Module, batches: Any, valid: Any, recipe: Recipe, loss: Any, context: Context, *,
     patience: int | None = None, look: Callable[[], dict[str, float]] | None = None,
 ) -> tuple[Rows, bool]:  # fmt: skip
-    """A row an epoch, with what `look` says, and whether all losses were finite numbers."""
+    """Train a model, and go on from the checkpoint in ``context.scratch`` if there is one.
+
+    Args:
+        batches: training batches, as `attractor.train.train` takes them.
+        valid: validation batches; None for no validation loss.
+        patience: end the training when the validation loss has not fallen for this many epochs.
+        look: called after each epoch; the numbers it returns are added to the row of the epoch. One of
+            them must be "left_to_right".
+
+    Returns:
+        One row per epoch, and whether all losses were finite.
+    """
     scratch = context.scratch
     out = None if scratch is None else scratch / "training"
     every = max(1, recipe.epochs // 5)
@@ -445,7 +404,8 @@ def both_sides(*tensors: Tensor, is_causal: bool, **options: Any) -> Tensor:
     return window_attention(*tensors, is_causal=False, **options)
 
 
-def _is_causal(model: LanguageModel, ids: Tensor) -> bool:
+def is_causal_model(model: nn.Module, ids: Tensor) -> bool:
+    """Return whether `assert_causal` passes for texts ``[batch, tokens]``."""
     try:
         assert_causal(model, ids)
     except CausalityError:
@@ -472,7 +432,8 @@ def _places(context: Context) -> tuple[Path | None, Path | None]:
     return context.folder, cache
 
 
-def _tokenizer(name: str, folder: Path | None) -> Any:
+def tokenizer_of(name: str, folder: Path | None) -> Any:
+    """Return the tokenizer "bytes" or "wordpiece"; the latter reads its vocabulary from the folder."""
     if name not in ("bytes", "wordpiece"):
         raise ValueError(f"tokenizer {name!r} is not one of bytes, wordpiece")
     return text.Bytes() if name == "bytes" else text.WordPiece(folder)
@@ -483,27 +444,12 @@ def _streams(
     name: str, tokenizer: str, folder: Path | None, cache: Path | None
 ) -> tuple[dict[str, Tensor], int, dict[str, str]]:
     """Ids of the training and the validation text, how many there are, and hashes."""
-    made = _tokenizer(tokenizer, folder)
+    made = tokenizer_of(tokenizer, folder)
     ids = {}
     for split in ("train", "valid"):
         lines = toy_lines(split) if name == "toy" else text.lines(name, split, folder)
         ids[split] = text.stream(lines, made, None if name == "toy" else cache)
-    return ids, made.size, {f"{name} {split}": _hash(x) for split, x in ids.items()}
-
-
-@lru_cache(maxsize=4)
-def _lines(
-    name: str, tokenizer: str, tokens: int, folder: Path | None, cache: Path | None
-) -> tuple[Any, dict[str, tuple[Tensor, Tensor]], dict[str, str]]:
-    """The tokenizer, (ids, lengths) of the lines of both splits that are not empty, and hashes."""
-    made, parts = _tokenizer(tokenizer, folder), {}
-    for split in ("train", "valid"):
-        own = toy_lines(split) if name == "toy" else text.lines(name, split, folder)
-        own = [line for line in own if line.strip()]
-        ids, real = text.padded(own, made, tokens, None if name == "toy" else cache)
-        filled = nn.functional.pad(ids, (0, tokens - ids.shape[1]), value=made.padding)
-        parts[split] = filled, real.sum(1)
-    return made, parts, {f"{name} {split}": _hash(*both) for split, both in parts.items()}
+    return ids, made.size, {f"{name} {split}": hash_of(x) for split, x in ids.items()}
 
 
 @lru_cache(maxsize=4)
@@ -511,28 +457,30 @@ def _labelled(
     name: str, tokenizer: str, tokens: int, folder: Path | None, cache: Path | None
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], Any, dict[str, str]]:
     """(ids, labels) of every split, the tokenizer, and hashes."""
-    made, parts = _tokenizer(tokenizer, folder), {}
+    made, parts = tokenizer_of(tokenizer, folder), {}
     for split in ("train", "test") if name == "toy" else text.FILES[name]:
         if name == "toy":
             (texts, labels), kept = toy_labelled(split), None
         else:
             (texts, labels), kept = text.labelled(name, split, folder), cache
         parts[split] = text.padded(texts, made, tokens, kept)[0], torch.tensor(labels)
-    hashes = {f"{name} {split}": _hash(*both) for split, both in parts.items()}
+    hashes = {f"{name} {split}": hash_of(*both) for split, both in parts.items()}
     return parts, made, hashes
 
 
-def _hash(*tensors: Tensor) -> str:
+def hash_of(*tensors: Tensor) -> str:
+    """Return the SHA-256 digest of integer tensors."""
     digest = hashlib.sha256()
     for x in tensors:
         digest.update(x.to(torch.int32).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _exp(x: float | None) -> float:
-    """A perplexity, infinite where it is more than a number can be."""
-    return math.nan if x is None else math.exp(x) if x < 700 else math.inf
+def perplexity_of(loss: float | None) -> float:
+    """Return the perplexity of a loss in nats: NaN without a loss, infinity where exp overflows."""
+    return math.nan if loss is None else math.exp(loss) if loss < 700 else math.inf
 
 
-def _short(x: float | None) -> float | None:
+def six_digits(x: float | None) -> float | None:
+    """Return a number to six digits, for curves; None if it is not finite."""
     return None if x is None or not math.isfinite(x) else float(f"{x:.6g}")
