@@ -33,7 +33,9 @@ def profile():
 def comparison():
     point = lambda method, dt, error, seconds: Point(method, dt, False, error, seconds, 80)
     rest = (point("rk4", 0.1, 1e-6, 0.1), point("rk4", 0.05, 1e-12, 0.2))
-    return Comparison(point("hybrid", 0.1, 1e-10, 0.12), rest, 1.7, 1.2, rest[1], {"batch": 20})
+    return Comparison(
+        point("hybrid", 0.1, 1e-10, 0.12), rest, 1.7, 1.2, rest[1], {"batch": 20, "compiled": True}
+    )
 
 
 def columns(html):
@@ -43,7 +45,7 @@ def columns(html):
 def test_a_trajectory_as_a_table(trajectory):
     pytest.importorskip("pandas")
     table = trajectory.to_pandas()
-    assert list(table.columns) == ["trajectory", "t", "u0", "u1", "ok"]
+    assert list(table.columns) == ["trajectory", "t", "u0", "u1", "ok", "status"]
     assert len(table) == 6 * 5
     own = table[table.trajectory == 4]  # the batch's [1, 1]
     torch.testing.assert_close(torch.tensor(own.u1.to_numpy()), trajectory.u[:, 1, 1, 1])
@@ -131,7 +133,7 @@ def test_reprs_tell_what_things_are(trajectory, profile, comparison):
         "rk4",
         "dt 0.1",
         "AttNS of width 512",
-        "held-out MSE",
+        "test MSE",
         "trust region",
     ):
         assert part in told

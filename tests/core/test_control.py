@@ -420,3 +420,13 @@ def test_a_rate_that_takes_time_for_one_number_is_told_so(rate):
     assert at.evolve(rate, u0, t).ok.all()  # on a grid it is one
     with pytest.raises(ValueError, match=r"takes t for one number .* t is \[3, 1\]. Use torch.cos"):
         at.evolve(rate, u0, t, "dopri5", rtol=1e-4)
+
+
+@pytest.mark.parametrize("how", [{"rtol": 1e-8}, {"atol": 1e-8}, {"rtol": 1e-8, "atol": 1e-10}], ids=str)
+def test_a_tolerance_alone_chooses_an_adaptive_scheme(how):
+    u0, t = torch.tensor([[1.0], [2.0]], **F64), torch.tensor([0.0, 1.0], **F64)
+    solved = at.evolve(lambda t, u: -u, u0, t, **how)
+    assert torch.equal(solved.u, at.evolve(lambda t, u: -u, u0, t, "dopri5", **how).u)
+    assert at.evolve(lambda t, u: -u, u0, t).stats.steps == 1  # without one, a step per time
+    with pytest.raises(ValueError, match="rk4 has no embedded pair"):
+        at.evolve(lambda t, u: -u, u0, t, "rk4", **how)

@@ -1,3 +1,4 @@
+import importlib
 import weakref
 
 import pytest
@@ -288,3 +289,68 @@ def test_tolerances_may_be_tensors_of_one_number():
     assert torch.equal(by(torch.tensor(1e-4, **F64)), by(1e-4))
     with pytest.raises(TypeError, match="rtol is a Tensor; one number serves all components"):
         by(torch.full((2,), 1e-4))
+
+
+@pytest.mark.parametrize("solve", [at.odeint, at.odeint_adjoint])
+@pytest.mark.parametrize(
+    "name", ["callback_step", "callback_accept_step", "callback_reject_step_adjoint"]
+)
+def test_callbacks_are_refused(solve, name):
+    field = Field()
+    setattr(field, name, lambda t, y, dt: None)
+    with pytest.raises(ValueError, match=f"func has {name}; callbacks of torchdiffeq are not supported"):
+        solve(field, torch.randn(4, 3, **F64), T)
+
+
+class Partly(torch.nn.Module):
+    """A rate with a parameter that it does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = (torch.nn.Parameter(torch.tensor(x, **F64)) for x in (0.5, 2.0))
+        self.frozen = torch.nn.Parameter(torch.tensor(1.0, **F64), requires_grad=False)
+
+    def forward(self, t, y):
+        return tuple(-self.used * x for x in y) if isinstance(y, tuple) else -self.used * y
+
+
+@pytest.mark.parametrize("as_tuple", [False, True])
+@pytest.mark.parametrize("method", ["dopri5", "rk4"])
+def test_the_adjoint_gives_unused_parameters_gradients_of_zero(as_tuple, method):
+    gradients = []
+    for library in (at, torchdiffeq):
+        field = Partly()
+        y0 = torch.ones(2, **F64)
+        y = library.odeint_adjoint(field, (y0, y0) if as_tuple else y0, T, method=method)
+        (y[1] if as_tuple else y)[-1].sum().backward()
+        gradients.append([p.grad for p in field.parameters()])
+    ours, theirs = gradients
+    assert ours[1] == theirs[1] == 0
+    assert ours[2] is theirs[2] is None
+    # Theirs are those of the exact flow, up to the errors of coarse steps.
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5 if method == "dopri5" else 0.1, atol=0)
+
+
+def test_parameters_of_a_function_get_zeros_if_they_are_named():
+    weight, other = (torch.tensor(x, **F64, requires_grad=True) for x in (0.5, 2.0))
+    y = at.odeint_adjoint(
+        lambda t, y: -weight * y, torch.ones(2, **F64), T, adjoint_params=(weight, other)
+    )
+    y[-1].sum().backward()
+    assert weight.grad != 0
+    assert other.grad == 0
+
+
+def test_adaptive_methods_go_on_as_long_as_torchdiffeq(monkeypatch):
+    module = importlib.import_module("attractor.core.odeint")
+    limits = []
+    controlled = module.controlled
+
+    def seen(*args, **options):
+        limits.append(args[4].max_steps)
+        return controlled(*args, **options)
+
+    monkeypatch.setattr(module, "controlled", seen)
+    at.odeint(lambda t, y: -y, torch.ones(1, **F64), T)
+    at.odeint(lambda t, y: -y, torch.ones(1, **F64), T, options={"max_num_steps": 50})
+    assert limits == [2**31 - 1, 50]

@@ -19,12 +19,13 @@ from attractor.core.odeint import odeint, odeint_adjoint
 from attractor.core.scheme import Scheme
 from attractor.core.splitting import Splitting
 from attractor.core.tableaus import get_scheme
-from attractor.core.trajectory import Stats, Trajectory
+from attractor.core.trajectory import Stats, Status, Trajectory
 
 __all__ = [
     "Scheme",
     "Splitting",
     "Stats",
+    "Status",
     "Trajectory",
     "evolve",
     "get_scheme",

@@ -29,7 +29,7 @@ from attractor.core.scheme import (
     weighted_sum,
 )
 from attractor.core.tableaus import ALL, AnyScheme
-from attractor.core.trajectory import Stats, Trajectory
+from attractor.core.trajectory import Stats, Status, Trajectory
 
 # How torch says that a tensor of several numbers is not one.
 _ONE_NUMBER = re.compile("one element tensors|converted to Scalar|more than one value is ambiguous")
@@ -150,6 +150,7 @@ def _forward(
     batch = u0.shape[:-1]
     u, k0, t = u0, k, clock[0].expand(*batch, 1)
     ok = torch.isfinite(u).all(-1) & torch.isfinite(k).all(-1)
+    status = torch.zeros_like(ok, dtype=torch.int8).masked_fill(~ok, Status.LOST)
     upcoming = torch.ones(batch, dtype=torch.long, device=u.device)  # index of the next wanted time
     accepted = torch.zeros_like(upcoming)
     rejected = torch.zeros_like(upcoming)
@@ -169,6 +170,7 @@ def _forward(
             break
         if steps >= control.max_steps:
             ok = ok & ~active
+            status = status.masked_fill(active, Status.STEP_LIMIT)
             break
         steps += 1
         goal = clock[upcoming.clamp(max=last)][..., None] if lands else end
@@ -216,7 +218,11 @@ def _forward(
         h = h.abs().clamp(control.least, control.most) * sign
         floor = 4 * tiny * t.abs() + tiny**2 * (end - clock[0]).abs()
         stuck = (h.abs() <= floor) | (at_least & ~passed)
-        ok = ok & ~(active & stuck[..., 0] & (upcoming <= last))
+        stopped = active & stuck[..., 0] & (upcoming <= last)
+        status = torch.where(
+            stopped, torch.where(finite[..., 0], Status.STEP_UNDERFLOW, Status.LOST).to(status), status
+        )
+        ok = ok & ~stopped
 
     arrived = upcoming > last
     if not bool(arrived.all()):  # wanted times a lost trajectory did not reach: its last state
@@ -224,7 +230,7 @@ def _forward(
         out = torch.where(times < upcoming[..., None], out, u)
     stats = Stats(calls, 0, steps, accepted, rejected)
     until = torch.where(arrived, end, t[..., 0]).to(t_out.dtype)
-    return Trajectory(t_out, out, stats, ok & arrived, until), rounds
+    return Trajectory(t_out, out, stats, ok & arrived, until, status), rounds
 
 
 def _differentiated(

@@ -22,7 +22,7 @@ from attractor.core.control import Control, controlled, has_tangent
 from attractor.core.scheme import Rate, check_unwritten, moved, version
 from attractor.core.splitting import Halves, Splitting
 from attractor.core.tableaus import AnyScheme, get_scheme
-from attractor.core.trajectory import Record, Stats, Trajectory
+from attractor.core.trajectory import Record, Stats, Status, Trajectory
 
 Correction: TypeAlias = Callable[..., Tensor]
 
@@ -31,7 +31,7 @@ def evolve(
     f: Rate,
     u0: Tensor,
     t: Tensor | Sequence[float],
-    scheme: str | AnyScheme = "rk4",
+    scheme: str | AnyScheme | None = None,
     correction: Correction | None = None,
     *,
     every: int = 1,
@@ -53,7 +53,8 @@ def evolve(
             each other.
         u0: initial states ``[*batch, d]``, floating or complex.
         t: times, 1-D, strictly increasing or decreasing, spacing free.
-        scheme: a name (see `get_scheme`), a Scheme or a Splitting.
+        scheme: a name (see `get_scheme`), a Scheme or a Splitting. None: "dopri5" if a tolerance is
+            passed, "rk4" otherwise.
         correction: ``(u, slope, dt) -> what is added`` to a plain step; one with a true attribute
             `timed` is called with t as a fourth argument.
         every: keep every n-th state and the last one; the others take no memory.
@@ -63,14 +64,15 @@ def evolve(
             about the square root of the number of steps) and recompute between them in the
             backward pass.
         rtol, atol: local error per step allowed, relative and absolute (root mean square over d);
-            given one, the other is 1e-7 or 1e-9. Needs a scheme with an embedded pair: "bosh3",
+            given one, the other is 1e-7 or 1e-9. Requires a scheme with an embedded pair: "bosh3",
             "dopri5", ... Gradients treat the step sizes as constants.
         max_steps: under error control, trajectories that have not arrived after so many attempts
             are given up (not ok).
 
     Returns:
         A `Trajectory`. Where a state becomes non-finite, the trajectory keeps its last finite
-        state and `ok` is False; its neighbours' values and gradients are untouched.
+        state and `ok` is False; its neighbours' values and gradients are untouched. `status` has the
+        reason per trajectory.
 
     Raises:
         ValueError, TypeError: for input that cannot be evolved, saying what to change.
@@ -82,7 +84,8 @@ def evolve(
     >>> bool(torch.allclose(end, u0, atol=1e-4))
     True
     """
-    scheme = get_scheme(scheme)
+    controls_error = rtol is not None or atol is not None
+    scheme = get_scheme(scheme if scheme is not None else "dopri5" if controls_error else "rk4")
     t = check_problem(u0, t)
     if not is_whole(every) or every < 1:
         raise ValueError(f"every = {every!r} keeps nothing; use 1 for all states, 10 for each tenth")
@@ -90,7 +93,7 @@ def evolve(
         checkpoint in (True, False) or (is_whole(checkpoint) and checkpoint > 0)
     ):
         raise ValueError(f"checkpoint = {checkpoint!r}; use True, or the number of steps between states")
-    if rtol is None and atol is None:
+    if not controls_error:
         return on_grid(f, u0, t, scheme, correction, every=every, compile=compile, checkpoint=checkpoint)
 
     if correction is not None:
@@ -145,8 +148,35 @@ def check_problem(u0: Tensor, t: Tensor | Sequence[float]) -> Tensor:
 # On a grid
 
 
+@dataclass
+class Guard:
+    """Where a correction may be applied, and what a step is elsewhere.
+
+    Attributes:
+        inside: Maps states ``[*batch, d]`` to ``[*batch]``, True where the correction may be applied. It
+            is called without gradients.
+        replace: ``(rate, t, dt, u) -> state one step later``. None: the correction is applied
+            everywhere, and trajectories that leave are only marked.
+        rate_calls: Calls of the rate that `replace` has made.
+    """
+
+    inside: Callable[[Tensor], Tensor]
+    replace: Callable[[Rate, Tensor, Any, Tensor], Tensor] | None
+    rate_calls: int = 0
+
+    def step(self, rate: Rate, t: Tensor, dt: Any, u: Tensor) -> Tensor:
+        """Call `replace`, and count its calls of the rate."""
+
+        def counted(t: Any, u: Tensor) -> Tensor:
+            self.rate_calls += 1
+            return rate(t, u)
+
+        assert self.replace is not None
+        return self.replace(counted, t, dt, u)
+
+
 class _Survivors(NamedTuple):
-    """Who is still followed, and the time up to which each trajectory was; [*batch] each."""
+    """Trajectories that are still followed, and the time up to which each one was; ``[*batch]`` each."""
 
     alive: Tensor
     until: Tensor
@@ -154,57 +184,110 @@ class _Survivors(NamedTuple):
 
 @dataclass(frozen=True)
 class _March:
-    """Steps along a grid of times, in runs. None for survivors: nobody has been lost yet."""
+    """Steps along a grid of times, in runs. Survivors are None as long as no trajectory was lost."""
 
     f: Rate
     scheme: AnyScheme
     correction: Correction | None
-    t: Tensor  # as given
+    t: Tensor  # as the caller passed it
     times: Tensor  # in the state's precision, for the rate
-    dt: Any  # numbers, or a tensor where they are compiled or differentiated
+    dt: Any  # numbers, or a tensor where steps are compiled or differentiated
     saved: frozenset[int]
     compiled_length: int  # runs of this many steps are compiled; 0: none
     watch: bool
+    guard: Guard | None
+    outside: dict[int, Tensor]  # trajectories [*batch] outside of the guarded region, per step
 
     def run(
         self, first: int, keep: tuple[int, ...], u: Tensor, survivors: _Survivors | None
-    ) -> list[Tensor]:
-        """keep[-1] steps from u; the states after the steps in keep. The lost stand still."""
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Take keep[-1] steps from u. Lost trajectories stand still.
+
+        Returns:
+            The states after the steps in `keep`, and with a guard the trajectories ``[*batch]`` that
+            started every one of these steps inside.
+        """
         stop = first + keep[-1]
-        fixed = (self.f, self.scheme, self.correction, keep)
+        inside = None if self.guard is None else self.guard.inside
+        fixed = (self.f, self.scheme, self.correction, inside, keep)
         u, run = _stand_in(u, survivors), _run
         if keep[-1] == self.compiled_length:
             u, run = components_first(u), compiled(_run, u.device, *fixed)
         alive = survivors.alive if survivors is not None and torch.is_grad_enabled() else None
         return run(*fixed, self.times[first:stop], self.dt[first:stop], u, alive)
 
-    def guarded(
+    def guarded_run(
+        self, first: int, keep: tuple[int, ...], u: Tensor, survivors: _Survivors | None
+    ) -> list[Tensor]:
+        """The same run, in which the guard replaces every step that starts outside."""
+        assert self.guard is not None
+        u, states, f = _stand_in(u, survivors), list[Tensor](), self.f
+        if survivors is not None:
+            f = _only(survivors.alive, f)
+        for i in range(first, first + keep[-1]):
+            u, outside = guarded_step(
+                f, self.scheme, self.correction, self.guard, self.times[i], self.dt[i], u
+            )
+            if bool(outside.any()):
+                known = outside if survivors is None else outside & survivors.alive
+                self.outside.setdefault(i, known)  # runs are repeated where a trajectory is lost
+            if i + 1 - first in keep:
+                states.append(u)
+        return states
+
+    def attempt(
+        self, first: int, keep: tuple[int, ...], u: Tensor, survivors: _Survivors | None
+    ) -> tuple[list[Tensor], list[int]]:
+        """A run, by guarded steps where they are needed; its states and the lengths of runs it took."""
+        states, inside = self.run(first, keep, u, survivors)
+        took = [keep[-1]]
+        if self.guard is None or inside is None:
+            return states, took
+        left = ~inside if survivors is None else ~inside & survivors.alive
+        if not bool(left.any()):
+            return states, took
+        if self.guard.replace is None:
+            self.outside.setdefault(first, left)
+            return states, took
+        guarded = self.guarded_run(first, keep, u, survivors)
+        took.append(keep[-1])
+        stayed = ~left if survivors is None else ~left & survivors.alive
+        if keep[-1] == self.compiled_length and bool(stayed.any()):
+            # Compiled steps round differently, and those who stayed inside keep their bits.
+            until = _everybody(u, self.t).until if survivors is None else survivors.until
+            states, _ = self.run(first, keep, u, _Survivors(stayed, until))
+            took.append(keep[-1])
+            guarded = [torch.where(stayed[..., None], a, b) for a, b in zip(states, guarded)]
+        return guarded, took
+
+    def advance(
         self, first: int, stop: int, u: Tensor, survivors: _Survivors | None
     ) -> tuple[list[Tensor], _Survivors | None, list[int]]:
         """A run; its states to keep and the last, who survived it, and the lengths of runs it took."""
         keep = tuple(i - first for i in range(first + 1, stop + 1) if i in self.saved or i == stop)
-        states = _of_living(survivors, self.run(first, keep, u, survivors), [u] * len(keep))
+        states, took = self.attempt(first, keep, u, survivors)
+        states = _of_living(survivors, states, [u] * len(keep))
         if not self.watch or _all_finite(states[-1]):
-            return states, survivors, [keep[-1]]
+            return states, survivors, took
 
-        # Somebody was lost. Step by step: who, when, and where were they last?
+        # A trajectory was lost. Step by step: which one, when, and where was it last?
         before, survivors, single = self.step_by_step(first, keep, u, survivors)
         if not bool(survivors.alive.any()):
-            return before, survivors, [keep[-1], *single]
+            return before, survivors, [*took, *single]
         # The survivors again by the same run as ever, so that they get the same bits.
-        states = _of_living(survivors, self.run(first, keep, u, survivors), before)
-        return states, survivors, [keep[-1], *single, keep[-1]]
+        states, again = self.attempt(first, keep, u, survivors)
+        return _of_living(survivors, states, before), survivors, [*took, *single, *again]
 
     def step_by_step(
         self, first: int, keep: tuple[int, ...], u: Tensor, survivors: _Survivors | None
     ) -> tuple[list[Tensor], _Survivors, list[int]]:
-        """The same run one step at a time: whoever is lost stays where it was before."""
+        """The same run one step at a time: a trajectory that is lost stays where it was before."""
         states, took = list[Tensor](), list[int]()
         alive, until = survivors or _everybody(u, self.t)
         for i in range(first, first + keep[-1]):
             while bool(alive.any()):
-                (new,) = self.run(i, (1,), u, _Survivors(alive, until))
-                took.append(1)
+                (new,), lengths = self.attempt(i, (1,), u, _Survivors(alive, until))
+                took += lengths
                 lost = alive & ~torch.isfinite(new).all(-1)
                 if not bool(lost.any()):
                     u = torch.where(alive[..., None], new, u)
@@ -220,10 +303,25 @@ class _March:
         """Several runs: the states to keep, the last one, who survived, and the lengths of all runs."""
         states, took = list[Tensor](), list[int]()
         for first, stop in runs:
-            new, survivors, lengths = self.guarded(first, stop, u, survivors)
+            new, survivors, lengths = self.advance(first, stop, u, survivors)
             u, took = new[-1], took + lengths
             states += new if stop in self.saved else new[:-1]
         return states, u, survivors, took
+
+    def outcome(self, alive: Tensor, until: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Status of each trajectory, and how many of its steps were guarded; ``[*batch]`` each."""
+        status = torch.zeros_like(alive, dtype=torch.int8).masked_fill(~alive, Status.LOST)
+        if self.guard is None:
+            return status, None
+        count = torch.zeros_like(alive, dtype=torch.long)
+        # Steps after a trajectory was lost do not count.
+        sign = -1.0 if len(self.t) > 1 and bool(self.t[-1] < self.t[0]) else 1.0
+        taken = torch.searchsorted(sign * self.t.detach(), sign * until.contiguous())
+        for step, outside in self.outside.items():
+            count += outside & (step < taken)
+        left = Status.EXTRAPOLATED if self.guard.replace is None else Status.GUARDED
+        status = torch.where(alive & (count > 0), torch.full_like(status, left), status)
+        return status, None if self.guard.replace is None else count
 
 
 def on_grid(
@@ -237,8 +335,14 @@ def on_grid(
     compile: bool = False,
     checkpoint: int | bool | None = None,
     watch: bool = True,
+    guard: Guard | None = None,
 ) -> Trajectory:
-    """`evolve` without error control. watch=False: non-finite states stay and spread as they may."""
+    """`evolve` without error control.
+
+    Args:
+        watch: Look for non-finite states after each run. False lets them stay and spread.
+        guard: Where the correction may be applied.
+    """
     n, saved, written = len(t) - 1, _saved(len(t) - 1, every), version(u0)
     real = u0.real.dtype if u0.is_complex() else u0.dtype
     times, dt = t.to(real), t.diff().to(real)
@@ -249,7 +353,8 @@ def on_grid(
     longest = max(1, min(RUN, spacing))
     if compile and n:
         # Compilers slow down on very long functions, and gcc 12 breaks down.
-        size = count_operations(lambda: _run(f, scheme, correction, (1,), times, dt, u0))
+        inside = None if guard is None else guard.inside
+        size = count_operations(lambda: _run(f, scheme, correction, inside, (1,), times, dt, u0))
         check_unwritten(u0, written)
         longest = min(longest, COMPILED_OPERATIONS // size + 1)
     length = _run_length(n, every, longest)
@@ -265,6 +370,8 @@ def on_grid(
         saved=frozenset(saved),
         compiled_length=length if compile else 0,
         watch=watch,
+        guard=guard,
+        outside={},
     )
 
     u, lengths = u0, list[int]()
@@ -293,29 +400,39 @@ def on_grid(
     calls = steps * scheme.rate_calls
     if isinstance(scheme, Splitting) and correction is None:
         calls -= scheme.saved_calls * (steps - len(lengths))
-    stats = Stats(calls, steps * (correction is not None), steps)
-    return Trajectory(t[saved], record.finish(), stats, alive, until)
+    if guard is not None:
+        calls += guard.rate_calls
+    status, guarded = march.outcome(alive, until)
+    stats = Stats(calls, steps * (correction is not None), steps, guarded=guarded)
+    return Trajectory(t[saved], record.finish(), stats, alive, until, status)
 
 
 def _run(
     f: Rate,
     scheme: AnyScheme,
     correction: Correction | None,
+    inside: Callable[[Tensor], Tensor] | None,
     keep: tuple[int, ...],
     t: Tensor,
     dt: Any,
     u: Tensor,
     alive: Tensor | None = None,
-) -> list[Tensor]:
-    """Steps from u at times t [k] with sizes dt [k]; the states after the steps in keep.
+) -> tuple[list[Tensor], Tensor | None]:
+    """Take steps from u at times t [k] with sizes dt [k].
 
-    Where somebody was lost, `alive` keeps what the rate still returns there (NaN again, perhaps) out
-    of later stages, and so out of the gradients of parameters that all share.
+    Where a trajectory was lost, `alive` keeps what the rate still returns there (NaN again, perhaps)
+    out of later stages, and so out of the gradients of shared parameters.
+
+    Returns:
+        The states after the steps in `keep`, and whether each trajectory started all steps inside.
     """
-    rate = f if alive is None else lambda t, u: torch.where(alive[..., None], f(t, u), 0.0)
+    rate = f if alive is None else _only(alive, f)
     states: list[Tensor] = []
+    starts: list[Tensor] = []
     known: Halves = (None, None)
     for i in range(keep[-1]):
+        if inside is not None:
+            starts.append(u.detach())
         if isinstance(scheme, Splitting) and correction is None:
             slope, known = scheme._slope_after(rate, t[i], u, dt[i], known)
             u = moved(u, dt[i], (1.0,), (slope,))
@@ -323,7 +440,13 @@ def _run(
             u = _step(rate, scheme, correction, t[i], dt[i], u)
         if i + 1 in keep:
             states.append(u)
-    return states
+    stayed = None if inside is None else inside(torch.stack(starts)).all(0)
+    return states, stayed
+
+
+def _only(alive: Tensor, f: Rate) -> Rate:
+    """The rate where a trajectory is alive, and 0 elsewhere."""
+    return lambda t, u: torch.where(alive[..., None], f(t, u), 0.0)
 
 
 def _step(
@@ -344,6 +467,29 @@ def _step(
             f"{list(u.shape)} in {u.dtype}; they must be alike"
         )
     return plain + added
+
+
+def guarded_step(
+    f: Rate,
+    scheme: AnyScheme,
+    correction: Correction | None,
+    guard: Guard,
+    t: Tensor,
+    dt: Any,
+    u: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the state one step after u, and which trajectories ``[*batch]`` the guard stepped."""
+    outside = ~guard.inside(u.detach())
+    if not bool(outside.any()):
+        return _step(f, scheme, correction, t, dt, u), outside
+    if bool(outside.all()):
+        return guard.step(f, t, dt, u), outside
+    # Each kind of step gets its own trajectories, and one of them in place of the others, so that no
+    # step is computed, or differentiated, where it does not apply.
+    place, row = outside[..., None], u.detach()
+    corrected = _step(f, scheme, correction, t, dt, torch.where(place, row[~outside][0], u))
+    plain = guard.step(f, t, dt, torch.where(place, u, row[outside][0]))
+    return torch.where(place, plain, corrected), outside
 
 
 def call_correction(correction: Correction, u: Tensor, slope: Tensor, dt: Any, t: Any) -> Tensor:

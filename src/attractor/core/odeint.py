@@ -1,16 +1,17 @@
 """torchdiffeq's `odeint` and `odeint_adjoint`, so that its users change one import."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attractor.core.checks import MOST_STEPS, is_number
 from attractor.core.control import Control, controlled, has_tangent, is_transformed
 from attractor.core.evolve import check_problem, on_grid
-from attractor.core.scheme import Rate, Scheme, call_rate
+from attractor.core.scheme import Rate, Scheme, check_same_rate
 from attractor.core.tableaus import AnyScheme, get_scheme
 
 # torchdiffeq's names. Its "rk4" is the 3/8 rule.
@@ -22,6 +23,9 @@ FIXED = {
     "heun3": "heun3",
     "rk4": "rk4_38",
 }
+CALLBACKS = ("callback_step", "callback_accept_step", "callback_reject_step")
+MAX_STEPS = 2**31 - 1  # torchdiffeq's: it stops when a step size vanishes
+CHECKED_TIMES = 8  # of a hybrid solver's trajectory, at which func and its own rate are compared
 CONTROL_OPTIONS = {
     "first_step": "first",
     "safety": "safety",
@@ -57,7 +61,8 @@ def odeint(
         method: "dopri5" (default), "bosh3", "fehlberg2", "adaptive_heun"; on the grid t "euler",
             "midpoint", "heun2", "heun3", "rk4" (the 3/8 rule, as in torchdiffeq); a Scheme or
             Splitting, adaptive if it has an embedded pair; or a HybridSolver, which steps the last
-            dimension of y0 by its own dt.
+            dimension of y0 by its own dt and guards its steps (see `HybridSolver.solve`), except under
+            transforms of torch.func. Such a solver belongs to one equation: func must be that equation.
         options: adaptive: first_step, safety, ifactor, dfactor, min_step, max_step, max_num_steps,
             norm. Fixed: step_size, grid_constructor; steps end at the times t, so nothing is
             interpolated.
@@ -66,7 +71,8 @@ def odeint(
         Solution ``[len(t), *y0.shape]``, or a tuple of such.
 
     Raises:
-        ValueError: for a method or an option that is not supported here, and what is.
+        ValueError: for a method or an option that is not supported here, and what is; for callbacks of
+            func, which are not supported; and for a func that is not the equation of a HybridSolver.
         FloatingPointError: if an adaptive method cannot reach ``t[-1]``. What blows up with fixed
             steps is infinite or NaN from there on.
     """
@@ -95,9 +101,32 @@ def odeint_adjoint(
     flow, up to its own errors. Here every so many steps a state is kept, and the steps between are
     taken again in the backward pass: the gradients are `odeint`'s, of the steps that were taken. So
     there is no adjoint equation to choose a method or tolerances for: arguments such as `adjoint_rtol`
-    are taken and not used. All parameters that func uses get gradients, be func a module or not.
+    are accepted and not used. All parameters that func uses get gradients, be func a module or not, and
+    those that it does not use get zeros, as in torchdiffeq: `adjoint_params`, by default the parameters
+    of a module.
     """
-    return _solve(func, y0, t, rtol, atol, method, options, event_fn, checkpoint=True)
+    solution = _solve(func, y0, t, rtol, atol, method, options, event_fn, checkpoint=True)
+    if adjoint_params is None:
+        adjoint_params = func.parameters() if isinstance(func, nn.Module) else ()
+    wanted = [p for p in adjoint_params if isinstance(p, Tensor) and p.requires_grad]
+    if not wanted or not torch.is_grad_enabled():
+        return solution
+    if isinstance(solution, Tensor):
+        return _WithZeros.apply(solution, *wanted)
+    return tuple(_WithZeros.apply(part, *wanted) for part in solution)
+
+
+class _WithZeros(torch.autograd.Function):
+    """The identity of x, whose backward pass gives parameters gradients of zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, *(torch.zeros_like(p) for p in ctx.saved_tensors)
 
 
 def _solve(
@@ -113,6 +142,13 @@ def _solve(
 ) -> Tensor | tuple[Tensor, ...]:
     if event_fn is not None:
         raise ValueError("event_fn is not supported; scipy's solve_ivp has events")
+    callbacks = [f"{name}{end}" for end in ("", "_adjoint") for name in CALLBACKS]
+    used = [name for name in callbacks if hasattr(func, name)]
+    if used:
+        raise ValueError(
+            f"func has {', '.join(used)}; callbacks of torchdiffeq are not supported: remove them, and "
+            "solve between the times at which they must act"
+        )
     options = dict(options or {})
     rate, flat, unflatten = _flattened(func, y0)
     t = check_problem(flat, t)
@@ -122,7 +158,8 @@ def _solve(
     if adaptive:
         parts = 1 if isinstance(y0, Tensor) else len(y0)
         rtol, atol = (x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for x in (rtol, atol))
-        control = _control(Control(rtol=rtol, atol=atol), options, unflatten, parts)
+        control = Control(rtol=rtol, atol=atol, max_steps=MAX_STEPS)
+        control = _control(control, options, unflatten, parts)
         solution = controlled(rate, flat, t, scheme, control, checkpoint=checkpoint)
         if not bool(solution.ok):
             raise FloatingPointError(
@@ -145,8 +182,7 @@ def _by_hybrid_solver(
             "t requires a gradient, but a HybridSolver's step is fixed, so its times have none; pass "
             "t.detach(), or use a Scheme as method"
         )
-    _check_same_rate(func, y0, t, solver.rate)
-    # The clock of `HybridSolver.solve`, whatever t is given in: float32 would lose what is corrected.
+    # The clock of `HybridSolver.solve`, whatever the dtype of t: float32 would lose what is corrected.
     clock = t.detach().to(torch.float32 if t.device.type == "mps" else torch.float64)
     steps = ((clock - clock[0]) / solver.dt).round()
     apart = (clock[0] + steps * solver.dt - clock).abs().max().item()
@@ -154,23 +190,24 @@ def _by_hybrid_solver(
     if bool((steps < 0).any()) or apart > max(1e-6 * solver.dt, rounding):
         raise ValueError(f"t must be whole steps of the solver's dt = {solver.dt:g} after t[0]")
     grid = clock[0] + torch.arange(int(steps[-1]) + 1).to(clock) * solver.dt
-    how = {"watch": False, "checkpoint": checkpoint}
-    return on_grid(func, y0, grid, solver.scheme, solver.correction, **how).u[steps.long()]
+    _check_along(func, solver.rate, clock[:1], y0[None])
+    solved = on_grid(
+        func, solver._converted(y0), grid.to(solver.device), solver.scheme, solver.correction,
+        watch=False, checkpoint=checkpoint, guard=None if is_transformed(y0) else solver._guard(None),
+    )  # fmt: skip
+    _check_along(func, solver.rate, grid, solved.u)
+    return solved.u[steps.long()].to(y0)
 
 
-def _check_same_rate(func: Any, y0: Tensor, t: Tensor, rate: Any) -> None:
-    """A correction of one equation makes every other one worse."""
-    if func is rate or func == rate or is_transformed(y0) or not y0.numel():
+def _check_along(func: Any, rate: Any, t: Tensor, u: Tensor) -> None:
+    """Raise if func is not the rate of a hybrid solver, at some of the states u ``[n, *batch, d]``."""
+    if func == rate or is_transformed(u):
         return
-    with torch.no_grad():
-        start = t[0].detach().to(y0.dtype)
-        ours, theirs = (call_rate(f, start, y0.detach()) for f in (func, rate))
-    off, size = (x.abs().max().item() for x in (ours - theirs, theirs))
-    if off > 1e-3 * size + 1e-9:  # which NaN is not
-        raise ValueError(
-            "func is not the equation that this HybridSolver was fitted to: at y0 they differ by "
-            f"{off:.2g}; fit a solver to func, or use a Scheme as method"
-        )
+    for i in range(0, len(t), math.ceil(len(t) / CHECKED_TIMES)):
+        check_same_rate(
+            func, rate, t[i].to(u.dtype), u[i],
+            "func is not the equation that this HybridSolver was fitted to",
+        )  # fmt: skip
 
 
 def _method(method: str | AnyScheme | None) -> tuple[AnyScheme, bool]:

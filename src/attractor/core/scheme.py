@@ -245,6 +245,28 @@ def call_rate(f: Rate, t: Any, u: Tensor) -> Tensor:
     return du
 
 
+def check_same_rate(given: Rate, expected: Rate, t: Any, u: Tensor, message: str) -> None:
+    """Raise if two rates differ at states u ``[*batch, d]``; non-finite values are not compared.
+
+    Args:
+        message: What the rates are; the difference and the remedy are added.
+
+    Raises:
+        ValueError: They differ by more than rounding.
+    """
+    if given is expected or not u.numel():
+        return
+    with torch.no_grad():
+        ours, theirs = (call_rate(f, t, u.detach()) for f in (given, expected))
+    difference, size = (x.abs().nan_to_num(0.0, 0.0).max().item() for x in (ours - theirs, theirs))
+    if difference > max(1e-6, math.sqrt(torch.finfo(u.dtype).eps)) * size + 1e-12:
+        raise ValueError(
+            f"{message}: at t = {float(t):g} they differ by {difference:.2g}, where its size is "
+            f"{size:.2g}. A correction belongs to one equation; fit a solver to this one, or use a "
+            "plain scheme"
+        )
+
+
 def version(u: Tensor) -> int:
     """How often u was written to; 0 where torch does not count."""
     return 0 if u.is_inference() else u._version

@@ -1,6 +1,7 @@
-"""What a solve returns: states over time, what they cost, and which of them can be trusted."""
+"""What a solve returns: states over time, their cost, and the status of each trajectory."""
 
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,52 @@ from torch import Tensor
 from attractor.core.views import html_table, pandas, pictures
 
 
-@dataclass(frozen=True)
-class Stats:
-    """What a solve cost.
+class Status(IntEnum):
+    """How a trajectory ended.
+
+    From `LOST` on, a trajectory did not reach the last time, and `Trajectory.ok` is False.
 
     Attributes:
-        rate_calls: calls of the rate for steps, each for the whole batch (calls that only check
-            the rate or prepare to compile it are not counted).
-        correction_calls: calls of the correction, likewise.
-        steps: steps taken, each for the whole batch; under error control the longest
-            trajectory's accepted and rejected ones together.
-        accepted: under error control, accepted steps of each trajectory ``[*batch]``.
-        rejected: likewise, rejected steps.
-        guarded: with a guard, steps of each trajectory in which a correction was not trusted.
+        OK: The trajectory was followed to the last time.
+        GUARDED: A hybrid solver left its trust region and replaced the corrected steps there by plain
+            substeps.
+        EXTRAPOLATED: A hybrid solver left its trust region and applied its correction all the same,
+            since it was called with ``guard=False``. The error of later states is not known.
+        LOST: A state became non-finite.
+        STEP_UNDERFLOW: Error control reduced the step size to the rounding of the time.
+        STEP_LIMIT: Error control reached ``max_steps``.
+    """
+
+    OK = 0
+    GUARDED = 1
+    EXTRAPOLATED = 2
+    LOST = 3
+    STEP_UNDERFLOW = 4
+    STEP_LIMIT = 5
+
+
+_REASONS = {
+    Status.GUARDED: "left the trust region (guarded)",
+    Status.EXTRAPOLATED: "left the trust region (not guarded)",
+    Status.LOST: "lost",
+    Status.STEP_UNDERFLOW: "stopped by a vanishing step size",
+    Status.STEP_LIMIT: "stopped by max_steps",
+}
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The cost of a solve.
+
+    Attributes:
+        rate_calls: Calls of the rate in steps, each for the whole batch. Calls that only check the rate
+            or prepare its compilation are not counted.
+        correction_calls: Calls of the correction, each for the whole batch.
+        steps: Steps taken, each for the whole batch. Under error control, accepted and rejected steps of
+            the trajectory that needed the most.
+        accepted: Under error control, accepted steps per trajectory ``[*batch]``.
+        rejected: Under error control, rejected steps per trajectory ``[*batch]``.
+        guarded: With a guard, steps per trajectory ``[*batch]`` that were replaced by plain substeps.
     """
 
     rate_calls: int
@@ -37,9 +71,9 @@ class Stats:
         if self.correction_calls:
             counts.append(f"{self.correction_calls} correction calls")
         for name in ("accepted", "rejected", "guarded"):
-            found = getattr(self, name)
-            if found is not None and found.numel():
-                low, high = int(found.min()), int(found.max())
+            steps = getattr(self, name)
+            if steps is not None and steps.numel():
+                low, high = int(steps.min()), int(steps.max())
                 counts.append(f"{name} {low}" if low == high else f"{name} {low} to {high}")
         return f"Stats({', '.join(counts)})"
 
@@ -49,13 +83,14 @@ class Trajectory:
     """States over time.
 
     Attributes:
-        t: times ``[n+1]``.
-        u: states ``[n+1, *batch, d]``.
-        stats: rate calls, correction calls and steps.
-        ok: ``[*batch]``, False where a state became non-finite (or, under error control, where the
-            step size fell to nothing or `max_steps` was reached). Such a trajectory keeps its last
-            good state.
+        t: Times ``[n+1]``.
+        u: States ``[n+1, *batch, d]``.
+        stats: Rate calls, correction calls and steps.
+        ok: ``[*batch]``, False where the trajectory was not followed to the last time: a state became
+            non-finite, or error control gave up. Such a trajectory keeps its last good state.
         until: ``[*batch]``, the time up to which each trajectory was followed: ``t[-1]`` where ok.
+        status: ``[*batch]`` of `Status` values (int8), the reason per trajectory; derived from `ok` if
+            it is not passed.
     """
 
     t: Tensor
@@ -63,6 +98,12 @@ class Trajectory:
     stats: Stats
     ok: Tensor
     until: Tensor
+    status: Tensor = None  # type: ignore[assignment]  # filled below
+
+    def __post_init__(self) -> None:
+        if self.status is None and isinstance(self.ok, Tensor):
+            status = torch.full_like(self.ok, Status.OK, dtype=torch.int8)
+            object.__setattr__(self, "status", status.masked_fill(~self.ok.bool(), Status.LOST))
 
     @property
     def final(self) -> Tensor:
@@ -72,29 +113,34 @@ class Trajectory:
     def __len__(self) -> int:
         return len(self.t)
 
+    def _summary(self) -> str:
+        """The number of trajectories per status that is not OK."""
+        total = self.status.numel()
+        counts = [(reason, int((self.status == status).sum())) for status, reason in _REASONS.items()]
+        return ", ".join(f"{n} of {total} {reason}" for reason, n in counts if n) or "all ok"
+
     def __repr__(self) -> str:
-        lost = int((~self.ok).sum())
-        state = "all ok" if lost == 0 else f"{lost} of {self.ok.numel()} lost"
         shape = " x ".join(map(str, self.u.shape[1:])) or "scalar"
         return (
             f"Trajectory({len(self)} times in [{self.t[0].item():g}, {self.t[-1].item():g}], "
-            f"states {shape}, {state}, {self.stats.steps} steps, {self.stats.rate_calls} rate calls)"
+            f"states {shape}, {self._summary()}, {self.stats.steps} steps, "
+            f"{self.stats.rate_calls} rate calls)"
         )
 
     def _repr_html_(self) -> str:
-        lost = int((~self.ok).sum())
         rows = [
             ("times", f"{len(self)}, from {self.t[0].item():g} to {self.t[-1].item():g}"),
             ("states", f"{list(self.u.shape[1:])}, {str(self.u.dtype).removeprefix('torch.')}"),
-            ("lost", f"{lost} of {self.ok.numel()}" if lost else "none"),
+            ("status", self._summary()),
             ("cost", repr(self.stats).removeprefix("Stats(").removesuffix(")")),
         ]
         return html_table(("Trajectory", ""), rows)
 
     def to_pandas(self) -> Any:
-        """A table with a row a time of every trajectory: trajectory, t, u0, u1 ... and ok.
+        """Return a table with one row per trajectory and time.
 
-        A batch of several dimensions is counted through, the last one first. Needs the extra `report`.
+        Its columns are trajectory, t, u0, u1, ..., ok and status. Trajectories of a batch with several
+        dimensions are numbered in row-major order. Requires the extra `report`.
         """
         size = self.u.shape[-1]
         states = self.u.detach().reshape(len(self), -1, size).transpose(0, 1).cpu()  # [batch, times, d]
@@ -106,13 +152,18 @@ class Trajectory:
         for i in range(size):
             columns[f"u{i}"] = states[..., i].flatten().numpy()
         columns["ok"] = self.ok.flatten().cpu().repeat_interleave(len(self)).numpy()
+        names = [Status(value).name.lower() for value in self.status.flatten().tolist()]
+        columns["status"] = [name for name in names for _ in range(len(self))]
         return pandas().DataFrame(columns)
 
     def plot(self, path: Path | str | None = None, title: str = "") -> Any:
-        """States over time, and the first two components against each other, as a Matplotlib figure.
+        """Draw the states over time, and the first two components against each other.
 
         Args:
-            path: where to write it as a PNG, if anywhere. Needs the extra `report`.
+            path: File to write the picture to, as PNG. Requires the extra `report`.
+
+        Returns:
+            A Matplotlib figure.
         """
         figures = pictures("figures")
         states = self.u.detach().reshape(len(self), -1, self.u.shape[-1]).double().cpu().numpy()
