@@ -37,4 +37,4 @@ if __name__ == "__main__":
     )  # fmt: skip
     print(solver)
     u0 = sample(5, torch.Generator().manual_seed(1))
-    print(solver.solve(u0, horizon, guard=True))
+    print(solver.solve(u0, horizon))

@@ -112,7 +112,7 @@ def test_numbers_are_those_of_the_run(out):
 @pytest.mark.parametrize(
     ("place", "shown", "plots"),
     [
-        ("fit", ["held-out mean square error", "plain rk4, half the step", "correction.width", "attractor"], 2),
+        ("fit", ["mean square error of the fit", "plain rk4, half the step", "correction.width", "attractor"], 2),
         ("compare", ["it pays if m > m*", "hybrid dt 0.5", "heun", "rate.system", "Logistic"], 2),
         ("probe", ["TNS, step one", "layer2.0", "granularity"], 2),
         ("training", ["seed-0", "seed-1", "valid_accuracy", "learning_rate", "Made by a call in Python", "Versions", "numpy"], 3),

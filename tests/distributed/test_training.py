@@ -8,8 +8,9 @@ import inspect
 
 import pytest
 
+import attractor as at
 from attractor.ode.regression import ClosedForm
-from tests.distributed import train_worker
+from tests.distributed import fit_worker, train_worker
 from tests.distributed.launching import launch
 
 pytest.importorskip("accelerate")
@@ -87,6 +88,19 @@ def test_two_processes_fit_as_one(two, fitted, way, digits):
             a, b = ([row[name] for row in x["history"] if name in row] for x in (found, mine))
             assert a == (pytest.approx(b, rel=1e-4) if name in ("loss", "rollout") else b)
     assert two[0]["corrections"][way] == two[1]["corrections"][way]
+
+
+def test_a_fit_takes_part_in_a_group_only_if_it_is_told_to(tmp_path):
+    first, second = launch("torchrun", 2, "fit_worker.py", tmp_path)
+    expected = [
+        fit_worker.step(at.fit(fit_worker.decay(speed), sample=fit_worker.sample, **fit_worker.COMMON))
+        for speed in (1.0, 2.0, 3.0)
+    ]
+    assert [first["own"], second["own"], first["alone"]] == pytest.approx(expected, rel=1e-12)
+    for name in ("shared", "grouped"):
+        assert first[name] == second[name] == pytest.approx(expected[0], rel=1e-8)
+    for result in (first, second):
+        assert "call fit with different data" in result["refusal"]
 
 
 @pytest.mark.skipif(not FITTING, reason="fits are for one process")

@@ -131,7 +131,7 @@ def corrections(folder):
         with warnings.catch_warnings():  # forty steps of the paper's recipe are of no use
             warnings.simplefilter("ignore")
             out = None if name == "adam" else Path(folder) / f"fit-{name}"
-            solver = fit(system, trajectories=61, out=out, **common, **options)
+            solver = fit(system, trajectories=61, out=out, process_group="world", **common, **options)
         own = u.to(next(solver.correction.parameters()).dtype)
         with torch.no_grad():
             added = solver.correction(own, system(0.0, own), 0.1)

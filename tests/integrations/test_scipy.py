@@ -117,5 +117,5 @@ class Nothing(torch.nn.Module):
 
 def test_a_correction_needs_no_parameters():
     solver = at.HybridSolver(lambda t, u: -u, "rk4", Nothing(), 0.1)
-    solved = solve_ivp(None, (0, 1), [1.0, 2.0], method=hybrid(solver))
+    solved = solve_ivp(lambda t, u: -u, (0, 1), [1.0, 2.0], method=hybrid(solver))
     np.testing.assert_allclose(solved.y[:, -1], np.exp(-1) * np.array([1, 2]), rtol=1e-6)

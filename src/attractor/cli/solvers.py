@@ -33,6 +33,7 @@ from attractor.cli.terminal import (
     say,
     told_as_usage,
 )
+from attractor.core import Status
 from attractor.core.files import write_bytes, write_json
 from attractor.ode import HybridSolver, make_trajectories, pretrained
 from attractor.ode import fit as fit_solver
@@ -133,7 +134,12 @@ def fit(
     precision: Annotated[str | None, typer.Option(help="float32: a quicker network.")] = None,
     trajectories: Annotated[int, typer.Option(min=1, help="To learn from.")] = 1000,
     period: Annotated[float | None, typer.Option(help="Of a rate that repeats in time.")] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="Of the paper's recipe.")] = 500,
+    fine_dt: Annotated[
+        float | None, typer.Option(help="Step of the fine data; found by refinement if not passed.")
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Epochs of the paper's recipe (500).")
+    ] = None,
     budget: Annotated[float | None, typer.Option(min=0, help="Seconds; then no new candidates.")] = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder that attractor trajectories has made, to learn from.")
@@ -158,10 +164,11 @@ def fit(
             solver = fit_solver(
                 found.rate, dt=dt, horizon=horizon, scheme=scheme, correction=correction, recipe=recipe,
                 width=width, precision=precision, trajectories=trajectories, sample=found.sample,
-                period=_or(period, found.period), epochs=epochs, budget=budget, data=data, seed=seed,
-                device=device, out=out / "unfinished", progress=status.update,
+                fine_dt=fine_dt, period=_or(period, found.period), epochs=epochs, budget=budget,
+                data=data, seed=seed, device=device, out=out / "unfinished", progress=status.update,
+                process_group="world",  # a launched command is one fit
             )  # fmt: skip
-            if Crew.find().rank:  # of several processes the first saves and reports
+            if Crew.of("world").rank:  # of several processes the first saves and reports
                 return
             solver.save(out / "solver")
             shutil.rmtree(out / "unfinished", ignore_errors=True)
@@ -213,7 +220,9 @@ def solve(
         int, typer.Option("--n", "-n", min=1, help="Without --u0: so many sampled states.")
     ] = 5,
     every: Annotated[int, typer.Option(min=1, help="Keep every n-th state.")] = 1,
-    guard: Annotated[bool, typer.Option(help="Plain substeps where the fit knows nothing.")] = True,
+    guard: Annotated[
+        bool, typer.Option(help="Replace steps outside of the fitted states by plain substeps.")
+    ] = True,
     seed: Seed = 1,
     device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for states and picture.")] = Path("out/solve"),
@@ -227,13 +236,12 @@ def solve(
     with told_as_usage():
         check_out(out)
         loaded, found = _load(solver, rate, device)
-        like = next(loaded.correction.parameters())
         if u0:
             states = [_state(text, loaded, found.sample) for text in u0]
-            start = torch.tensor(states, dtype=like.dtype, device=device)
+            start = torch.tensor(states, dtype=torch.float64)
         else:
             generator = torch.Generator().manual_seed(seed)
-            start = initial_states(loaded.rate, found.sample, n, generator, device).to(like.dtype)
+            start = initial_states(loaded.rate, found.sample, n, generator)
         t_end = t_end if t_end is not None else t0 + (found.horizon or 100 * loaded.dt)
         with console.status("solving"), torch.no_grad():
             solved = loaded.solve(start, t_end, t0, every, guard)
@@ -248,14 +256,22 @@ def solve(
         print_json({
             "command": given_command(), "solver": repr(loaded), "t0": t0, "t_end": t_end,
             "final": solved.final.tolist(), "lost": lost, "guarded": guarded,
+            "status": [Status(value).name.lower() for value in solved.status.tolist()],
             "rate_calls": solved.stats.rate_calls, "states": str(out / "states.csv"),
             "picture": str(out / "states.png"),
         })  # fmt: skip
     say(repr(solved))
     if guarded is not None:
-        say(f"plain substeps took the place of {guarded:.1%} of the steps")
+        say(f"Plain substeps replaced {guarded:.1%} of the steps.")
+    outside = torch.nonzero(solved.status == Status.EXTRAPOLATED).flatten().tolist()
+    if outside:
+        say(
+            f"Trajectories {outside} left the trust region, and their error is not known; --guard "
+            "replaces such steps by plain substeps.",
+            style="yellow",
+        )
     if lost:
-        say(f"became non-finite: trajectories {lost}; they keep their last state", style="yellow")
+        say(f"Trajectories {lost} became non-finite; they keep their last state.", style="yellow")
     say(f"States: {out / 'states.csv'}, picture: {out / 'states.png'}")
     if lost:
         raise typer.Exit(1)

@@ -214,10 +214,10 @@ def show(page: Any, found: dict[str, Any]) -> None:
     page.heading("Does it pay?")
     page.plot("Error against seconds for each method", live.work_precision(compared), 440)
     page.text(
-        "Each line is a method with smaller and smaller steps (dotted: tolerances), the star is the "
-        "hybrid solver; what crosses the star's height to its left is quicker. For the elastic pendulum "
-        f"on this machine, nothing compiled, it {compared.verdict}: m is how many plain steps reach the "
-        "error of a hybrid one, m* is what a hybrid step costs in plain ones."
+        "Each line is a method with smaller and smaller steps (dotted: tolerances), and the star is the "
+        "hybrid solver. A line that crosses the star's height to its left is faster. For the elastic "
+        f"pendulum on this machine: {compared.verdict}. Here m is the number of plain steps that reach "
+        "the error of a hybrid step, and m* is the cost of a hybrid step in plain steps."
     )
     page.heading("What smaller steps bring, and what they do not")
     orders = {k: (list(STEPS), [error for _, error in v]) for k, v in found["orders"].items()}

@@ -6,33 +6,38 @@ import numpy as np
 import torch
 
 from attractor.core import evolve
+from attractor.core.scheme import check_same_rate
 from attractor.ode import HybridSolver
 
 
 def hybrid(solver: HybridSolver) -> type:
-    """The solver as an `OdeSolver` class: ``solve_ivp(fun, span, y0, method=hybrid(solver))``.
+    """Return the solver as an `OdeSolver` class: ``solve_ivp(fun, span, y0, method=hybrid(solver))``.
 
-    Steps are the solver's own dt, with its own rate; `fun` is not called. A last step shorter than dt,
-    states between steps (`t_eval`, `dense_output`) and the roots of events are computed by dopri5 at
-    1e-10 from the step's start, since a polynomial through steps this large would lose what the
-    correction won. Where dopri5 cannot go on, a last step fails and states between steps are NaN.
+    Steps have the solver's own dt and use its own rate. A correction belongs to one equation, so `fun`,
+    with its `args`, must be that equation: it is compared with the solver's rate at the first step and
+    at a few later ones. A last step shorter than dt, states between steps (`t_eval`, `dense_output`) and
+    the roots of events are computed by dopri5 at 1e-10 from the step's start, since a polynomial through
+    steps this large would lose what the correction gains. Where dopri5 cannot go on, a last step fails
+    and states between steps are NaN. Steps are guarded as in `HybridSolver.solve`.
+
+    Raises:
+        TypeError: `solver` is not a HybridSolver.
+        ValueError: On solving, if `fun` is not the equation of the solver.
     """
     if not isinstance(solver, HybridSolver):
         raise TypeError(f"solver is a {type(solver).__name__}; give a HybridSolver, as fit returns")
     from scipy.integrate import DenseOutput, OdeSolver
-
-    dtype = next((p.dtype for p in solver.correction.parameters()), torch.float64)
 
     def between(t0: float, y0: np.ndarray, times: np.ndarray) -> tuple[np.ndarray, float]:
         """States [d, n] at increasing times after t0, and until when they could be followed.
 
         Later states are NaN.
         """
-        u0 = torch.from_numpy(np.ascontiguousarray(y0)).double()
+        u0 = torch.from_numpy(np.ascontiguousarray(y0)).double().to(solver.device)
         with torch.no_grad():
             t = torch.from_numpy(np.concatenate(([t0], times)))
             solved = evolve(solver.rate, u0, t, "dopri5", rtol=1e-10, atol=1e-12)
-        states, until = solved.u[1:].T.numpy(), solved.until.item()
+        states, until = solved.u[1:].T.cpu().numpy(), solved.until.item()
         if not bool(solved.ok):
             states[:, times > until] = np.nan
         return states, until
@@ -58,6 +63,8 @@ def hybrid(solver: HybridSolver) -> type:
         def __init__(
             self, fun: Any, t0: float, y0: Any, t_bound: float, vectorized: bool = False, **options: Any
         ) -> None:
+            if not callable(fun):
+                raise TypeError(f"fun is {fun!r}; pass the equation that the solver was fitted to")
             super().__init__(fun, t0, y0, t_bound, vectorized)
             if options:
                 raise ValueError(
@@ -67,8 +74,29 @@ def hybrid(solver: HybridSolver) -> type:
             if self.direction < 0:
                 raise ValueError("a hybrid solver goes forward in time; its correction is for +dt")
             self.y_old: np.ndarray = self.y
+            self.steps, self.next_check = 0, 0
+
+        def _check_fun(self) -> None:
+            """Compare `fun` with the solver's rate after 0, 1, 2, 4, 8 ... steps.
+
+            The first state alone may hide a difference: at rest, friction does not show.
+            """
+            if self.steps < self.next_check and self.t < self.t_bound - solver.dt:
+                return
+            self.next_check = max(1, 2 * self.steps)
+
+            def given(t: Any, u: torch.Tensor) -> torch.Tensor:
+                return torch.as_tensor(np.asarray(self.fun(float(t), u.cpu().numpy()))).to(u)
+
+            u = torch.from_numpy(np.ascontiguousarray(self.y)).double().to(solver.device)
+            check_same_rate(
+                given, solver.rate, torch.tensor(self.t, dtype=u.dtype, device=u.device), u,
+                "fun, with its args, is not the equation that this HybridSolver was fitted to",
+            )  # fmt: skip
 
         def _step_impl(self) -> tuple[bool, str | None]:
+            self._check_fun()
+            self.steps += 1
             self.y_old = self.y
             left = self.t_bound - self.t
             if left < solver.dt * (1 - 1e-9):
@@ -78,8 +106,8 @@ def hybrid(solver: HybridSolver) -> type:
                 self.y, self.t = states[:, 0], self.t_bound
                 return True, None
             with torch.no_grad():
-                u = torch.from_numpy(np.ascontiguousarray(self.y)).to(dtype)
-                new = solver.step(u, self.t).double().numpy()
+                u = torch.from_numpy(np.ascontiguousarray(self.y))
+                new = solver.step(u, self.t).double().cpu().numpy()
             if not np.isfinite(new).all():
                 return False, f"the state became non-finite at t = {self.t:g}"
             self.nfev += solver.scheme.rate_calls

@@ -1,8 +1,9 @@
 """Does a hybrid solver pay? Error against work, beside plain schemes and other libraries' solvers.
 
-Two numbers decide. m: how many plain steps of the same scheme reach the error of one hybrid step.
-m*: what a hybrid step costs in plain steps. The hybrid beats its own scheme if and only if m > m*;
-it is worth having if it also beats whatever else is quickest at that error.
+Two numbers describe a hybrid solver. m is the number of plain steps of the same scheme that reach the
+error of one hybrid step; m* is the cost of a hybrid step in plain steps. The hybrid beats its own scheme
+if and only if m > m*. It pays if it is also faster than every other method at its error, in compiled
+code and for the number of trajectories that are solved at once.
 
 >>> import attractor as at
 >>> from attractor.ode.compare import compare
@@ -18,7 +19,8 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
@@ -28,12 +30,13 @@ import torch
 from torch import Tensor
 
 from attractor import jobs
-from attractor.core import evolve, get_scheme
+from attractor.core import Trajectory, evolve, get_scheme
 from attractor.core.checks import check_seed
 from attractor.core.files import json_bytes, write_bytes, write_json
 from attractor.core.views import html_table, pandas, pictures
 from attractor.jobs.job import name_of, named
-from attractor.ode.solver import HybridSolver, rate_to_json
+from attractor.ode.serialization import rate_to_json
+from attractor.ode.solver import HybridSolver
 from attractor.ode.trajectories import enough_substeps, fine_trajectories, initial_states, whole_steps
 
 TOLERANCES = (1e-4, 1e-6, 1e-8, 1e-10, 1e-12)
@@ -51,8 +54,9 @@ class Point:
         setting: the step, or for error control the relative tolerance.
         adaptive: whether the setting is a tolerance.
         error: mean square error over all states, one every dt of the hybrid solver.
-        seconds: wall time, the shortest of repetitions (what else runs only adds to it).
-        rate_calls: for all trajectories together; the network is not among them.
+        seconds: Wall time, the shortest of several repetitions.
+        rate_calls: Calls of the rate for all trajectories together; the network is not counted.
+        first_seconds: Wall time of the first call, compilation included.
     """
 
     method: str
@@ -61,6 +65,12 @@ class Point:
     error: float
     seconds: float
     rate_calls: int
+    first_seconds: float = 0.0
+
+    @property
+    def preparation(self) -> float:
+        """Seconds that the first call took longer than later ones: compilation."""
+        return max(0.0, self.first_seconds - self.seconds)
 
     def __str__(self) -> str:
         return f"{self.method} with {'rtol' if self.adaptive else 'dt'} = {self.setting:.2g}"
@@ -74,9 +84,10 @@ class Comparison:
         hybrid: the hybrid solver's point. points: everybody else's, by method.
         m: plain steps of the hybrid's scheme that reach its error; infinite if none was found to.
         m_star: what a hybrid step costs in plain steps.
-        rival: the quickest other way to reach the hybrid's error, its time interpolated between
-            settings; None if nothing else reached it.
-        about: batch, horizon, dtype, threads and so on.
+        rival: The fastest other method at the hybrid's error, its time interpolated between settings;
+            None if no other method reached it.
+        about: The conditions: batch, horizon, dtype, threads, whether code was compiled, and the seconds
+            that the fit took.
     """
 
     hybrid: Point
@@ -92,19 +103,50 @@ class Comparison:
 
     @property
     def gain(self) -> float:
-        """How many times quicker than the quickest other way; infinite if there is none."""
+        """Time of the fastest other method at the hybrid's error over the hybrid's; infinite if none."""
         return self.rival.seconds / self.hybrid.seconds if self.rival else math.inf
 
     @property
-    def verdict(self) -> str:
-        """One line for a person."""
-        own = f"m = {self.m:.3g}, m* = {self.m_star:.3g}"
+    def pays(self) -> bool | None:
+        """Whether the hybrid is the fastest method at its error; None without compiled code."""
+        return self.gain > 1 if self.about.get("compiled") else None
+
+    @property
+    def break_even(self) -> float:
+        """Number of trajectories from which on the fit and the compilation have paid for themselves.
+
+        Infinite if they never do; 0 if no other method reaches the error.
+        """
         if self.rival is None:
-            return f"pays: nothing else here reaches its error ({own})"
-        if self.gain > 1:
-            against = f"{self.gain:.2g}x quicker than {self.rival}"
-            return f"pays: {against}, the quickest other way to that error ({own})"
-        return f"does not pay here: use {self.rival}, {1 / self.gain:.2g}x quicker ({own})"
+            return 0.0
+        saved = (self.rival.seconds - self.hybrid.seconds) / self.about.get("batch", 1)
+        spent = (self.about.get("fit_seconds") or 0.0) + self.hybrid.preparation - self.rival.preparation
+        return max(0.0, spent / saved) if saved > 0 else math.inf
+
+    @property
+    def verdict(self) -> str:
+        """One line for a person, which names the conditions under which it holds."""
+        about = self.about
+        mode = "compiled" if about.get("compiled") else "eager mode"
+        conditions = [mode, f"{about.get('batch', 1):,} trajectories at once"]
+        conditions += [str(about[key]) for key in ("dtype", "device") if key in about]
+        own = f"{', '.join(conditions)}; m = {self.m:.3g}, m* = {self.m_star:.3g}"
+        if self.rival is None:
+            result = "no other method reaches its error"
+        elif self.gain > 1:
+            result = f"{self.gain:.2g}x faster than {self.rival}, the fastest other method at its error"
+        else:
+            result = f"{self.rival} is {1 / self.gain:.2g}x faster at its error"
+        if self.pays is None:
+            return f"not decided: {result} ({own}); compiled code may decide otherwise (compile=True)"
+        if not self.pays:
+            return f"does not pay: {result} ({own})"
+        if not about.get("fit_seconds"):
+            return f"pays: {result} ({own})"
+        return (
+            f"pays from {self.break_even:,.0f} trajectories on: {result} ({own}; the fit took "
+            f"{about['fit_seconds']:.0f} s, compilation {self.hybrid.preparation:.0f} s)"
+        )
 
     def __repr__(self) -> str:
         methods = ", ".join(dict.fromkeys(p.method for p in self.points))
@@ -142,8 +184,9 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """What is saved."""
         return {
-            "verdict": self.verdict, "m": self.m, "m_star": self.m_star, "gain": self.gain,
-            "about": self.about, "hybrid": asdict(self.hybrid),
+            "verdict": self.verdict, "pays": self.pays, "m": self.m, "m_star": self.m_star,
+            "gain": self.gain, "break_even": self.break_even, "about": self.about,
+            "hybrid": asdict(self.hybrid),
             "rival": asdict(self.rival) if self.rival else None,
             "points": [asdict(p) for p in self.points],
         }  # fmt: skip
@@ -180,16 +223,18 @@ def compare(
     """Error against wall time and rate calls, everybody in one run on one machine.
 
     Plain schemes take steps of dt, dt/2, dt/4 ... until they are better than the hybrid; solvers with
-    error control go through tolerances. Everybody gets the same batch, in float64, and is asked for
-    the final states when timed. Plain schemes and the hybrid are compiled; solvers of other libraries
-    take the batch as one state, which is the quickest way to use them.
+    error control go through tolerances. All solve the same batch, in the dtype of the solver, and
+    compute only the final states when timed. Plain schemes and the hybrid are compiled, and the hybrid
+    is guarded, as in `HybridSolver.solve`; solvers of other libraries take the batch as one state, which
+    is the fastest way to use them.
 
     Args:
         horizon: how far, a whole number of the solver's steps.
         u0: initial states ``[batch, d]``; None samples them with `sample`, or with the system's own,
             from a seed that a fit does not use.
         schemes: plain schemes beside the solver's own.
-        compile: False for quick answers without compilers, about eager code.
+        compile: Whether plain schemes and the hybrid are compiled. False gives a quick answer about
+            eager code, which decides nothing about compiled code.
         peers: also solvers with error control: ours, SciPy's, torchdiffeq's and diffrax's where
             installed.
         jax_rate: ``(t, u, args) -> du`` in JAX, for diffrax, which cannot call a rate in torch.
@@ -200,14 +245,13 @@ def compare(
         check_seed(seed)
         generator = torch.Generator().manual_seed(seed + 2**40)
         u0 = initial_states(solver.rate, sample, batch, generator)
-    like = next(solver.correction.parameters())
-    u0 = u0.to(device=like.device, dtype=like.dtype)
+    u0 = solver._converted(u0)
     progress("reference")
     substeps = max(32, 2 * enough_substeps(solver.rate, u0.double(), solver.dt, steps))
     truth = fine_trajectories(solver.rate, u0, solver.dt, steps, substeps)
     race = _Race(solver, u0, truth, steps, compile, progress)
     with torch.no_grad():
-        hybrid = race.fixed("hybrid", solver.scheme, 1, solver.correction)
+        hybrid = race.hybrid(solver)
         if not math.isfinite(hybrid.error):
             raise ValueError(
                 f"{solver} loses trajectories over horizon = {horizon:g}: nothing to compare"
@@ -226,6 +270,7 @@ def compare(
         "correction": {"name": type(solver.correction).__name__, **_options(solver)},
         "horizon": horizon, "batch": len(u0), "dtype": str(u0.dtype).removeprefix("torch."),
         "device": str(u0.device), "threads": torch.get_num_threads(), "compiled": compile,
+        "fit_seconds": solver.history[-1].get("seconds") if solver.history else None,
     }  # fmt: skip
     return Comparison(
         hybrid=hybrid,
@@ -332,26 +377,34 @@ class _Race:
         value = (u.to(self.truth) - self.truth).square().mean().item()
         return value if math.isfinite(value) else math.inf
 
-    def fixed(self, method: str, scheme: Any, substeps: int, correction: Any = None) -> Point:
-        """Steps of dt / substeps."""
-        self.progress(f"{method}, dt = {self.dt / substeps:.2g}")
+    def hybrid(self, solver: HybridSolver) -> Point:
+        """The hybrid solver, as a user calls it."""
+        self.progress(f"hybrid, dt = {self.dt:.2g}")
+        solve = partial(solver.solve, self.u0, self.steps * self.dt)
+        end = lambda: solve(every=self.steps, compile=self.compile)
+        return self.fixed_point("hybrid", self.dt, solve(), end)
+
+    def fixed(self, scheme: Any, substeps: int) -> Point:
+        """A plain scheme with steps of dt / substeps."""
+        self.progress(f"{scheme.name}, dt = {self.dt / substeps:.2g}")
         n = self.steps * substeps
         t = torch.arange(n + 1, dtype=torch.float64, device=self.u0.device) * (self.dt / substeps)
-        solved = evolve(self.rate, self.u0, t, scheme, correction, every=substeps)
+        solve = partial(evolve, self.rate, self.u0, t, scheme)
+        dt, whole = self.dt / substeps, solve(every=substeps)
+        return self.fixed_point(scheme.name, dt, whole, lambda: solve(every=n, compile=self.compile))
+
+    def fixed_point(self, method: str, dt: float, solved: Trajectory, run: Callable[[], Any]) -> Point:
+        """A method with fixed steps: its solution, and the call to time."""
         error = self.error(solved.u) if bool(solved.ok.all()) else math.inf
-
-        def run() -> Any:
-            return evolve(self.rate, self.u0, t, scheme, correction, every=n, compile=self.compile)
-
-        calls = solved.stats.rate_calls
-        return Point(method, self.dt / substeps, False, error, self.seconds(run), calls)
+        seconds, first = self.seconds(run)
+        return Point(method, dt, False, error, seconds, solved.stats.rate_calls, first)
 
     def refine(self, scheme: Any, target: float) -> list[Point]:
         """Halve the step until the target is reached."""
         found: list[Point] = []
         substeps = 1
         while substeps <= FINEST:
-            found.append(self.fixed(scheme.name, scheme, substeps))
+            found.append(self.fixed(scheme, substeps))
             if found[-1].error <= target or found[-1].seconds > PATIENCE:
                 break
             substeps *= 2
@@ -388,16 +441,20 @@ class _Race:
                     warnings.warn(f"{method} at rtol = {tolerance:.0e} gave up: {reason}", stacklevel=3)
                     continue
                 ends = self.times[[0, -1]]
-                seconds = self.seconds(lambda: solve(tolerance, ends))  # noqa: B023
-                found.append(Point(method, tolerance, True, self.error(u), seconds, calls))
+                seconds, first = self.seconds(lambda: solve(tolerance, ends))  # noqa: B023
+                found.append(Point(method, tolerance, True, self.error(u), seconds, calls, first))
                 if found[-1].error <= target or seconds > PATIENCE:
                     break
         return found
 
-    def seconds(self, run: Callable[[], Any]) -> float:
-        """The shortest of repetitions, after one that does not count."""
+    def seconds(self, run: Callable[[], Any]) -> tuple[float, float]:
+        """The shortest of several repetitions, and the first call, which compiles."""
         times: list[float] = []
+        start = time.perf_counter()
         run()
+        if self.u0.is_cuda:
+            torch.cuda.synchronize()
+        first = time.perf_counter() - start
         while len(times) < 3 or (sum(times) < ENOUGH and len(times) < 100):
             start = time.perf_counter()
             run()
@@ -406,7 +463,7 @@ class _Race:
             times.append(time.perf_counter() - start)
             if times[-1] > PATIENCE / 4:
                 break
-        return min(times)
+        return min(times), first
 
     def _ours(self, tolerance: float, t: Tensor) -> tuple[Tensor, int]:
         solved = evolve(self.rate, self.u0, t, "dopri5", rtol=tolerance, atol=1e-2 * tolerance)
@@ -468,15 +525,17 @@ class _Diffrax:
 def _reach(points: Sequence[Point], target: float) -> Point | None:
     """Where a method reaches the target, between two of its settings on logarithmic scales."""
     coarser: Point | None = None
+    preparation = max((p.preparation for p in points), default=0.0)  # compiled for the first setting
     for p in points:
         if p.error <= target:
             if coarser is None or not math.isfinite(coarser.error):
-                return p
+                return replace(p, first_seconds=p.seconds + preparation)
             share = math.log(coarser.error / target) / math.log(coarser.error / max(p.error, 1e-300))
             between = lambda a, b: a * (b / a) ** share  # noqa: B023
+            seconds = between(coarser.seconds, p.seconds)
             return Point(
-                p.method, between(coarser.setting, p.setting), p.adaptive, target,
-                between(coarser.seconds, p.seconds), round(between(coarser.rate_calls, p.rate_calls)),
+                p.method, between(coarser.setting, p.setting), p.adaptive, target, seconds,
+                round(between(coarser.rate_calls, p.rate_calls)), seconds + preparation,
             )  # fmt: skip
         coarser = p
     return None

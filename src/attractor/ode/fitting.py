@@ -12,17 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attractor.core import evolve, get_scheme
+from attractor.core import evolve, get_scheme, stiffness
 from attractor.core.checks import check_whole
+from attractor.core.evolve import call_correction
 from attractor.core.scheme import Rate, call_rate
 from attractor.core.tableaus import AnyScheme
 from attractor.ode.corrections import BY_NAME, get_correction
-from attractor.ode.processes import Crew
+from attractor.ode.processes import Crew, Group
 from attractor.ode.regression import ClosedForm, Pairs, Unfinished, one_step, train_as_printed
 from attractor.ode.shards import FineData
 from attractor.ode.solver import HybridSolver
 from attractor.ode.trajectories import (
     GOLDEN,
+    LostTrajectoriesError,
     Plan,
     Run,
     Sampler,
@@ -41,9 +43,11 @@ from attractor.train.generators import forked
 SCALES = (0.25, 0.15, 0.4, 0.08, 0.7)  # of the random first layer, for standardised inputs
 ADAM_ROUNDS = 5  # the last layer is solved, and rollouts are judged, after each
 LARGEST = 20_000  # trajectories followed at once
-TIMES = 64  # at which a rate is asked whether it depends on t
+TIMES = 64  # at which the rate is checked for a dependence on t
 PHASES = 8  # at which trajectories of an equation with a period start
-# Which of slope and state tells the error is the equation's business, so correction="auto" asks it.
+MARGIN = 1.5  # of the trust region: new trajectories of the sampler leave it in less than 1 % of cases
+EPOCHS, LOSS_SCALE = 500, 1.0  # of recipe "paper"
+# Whether the slope or the state determines the error depends on the equation, so "auto" tries both.
 AUTO: tuple[tuple[str, dict[str, Any]], ...] = (
     ("attns", {}),
     ("neurvec", {}),
@@ -73,159 +77,166 @@ def fit(
     data: FineData | list[Run] | Path | str | None = None,
     options: Mapping[str, Any] | None = None,
     adam_steps: int = 0,
-    epochs: int = 500,
-    loss_scale: float = 1.0,
+    epochs: int | None = None,
+    loss_scale: float | None = None,
     out: Path | str | None = None,
-    progress: Callable[[str], None] = lambda what: None,
+    process_group: Group = None,
+    progress: Callable[[str], None] = lambda message: None,
 ) -> HybridSolver:
-    """Learn the error of a step of `dt`, and hand back a solver that takes such steps.
+    """Learn the error of a step of `dt`, and return a solver that takes such steps.
 
-    Recipe "default": errors of plain steps along fine trajectories, in float64; the network's hidden
-    weights are random for standardised inputs, its last layer (with a linear way around) is the
-    ridge least squares solution; scale and penalty are those with the smallest error on *rollouts*
-    of held-out trajectories. Seconds, no training loop. Recipe "paper": Algorithm 1 of the AttNS
-    paper, teacher-forced pairs, mean square error times `loss_scale`, float32, nothing normalised; it
-    prints no optimiser, so Adam at 1e-3 with a cosine to 0, batches of 16,384 and 500 epochs.
+    Recipe "default": the errors of plain steps along fine trajectories are computed in float64. The
+    hidden weights of the network are random for standardised inputs, and its last layer (with a linear
+    skip connection) is the ridge least squares solution. The scale of the weights and the penalty are
+    those with the smallest error on *rollouts* of held-out trajectories. This takes seconds and has no
+    training loop. Recipe "paper": Algorithm 1 of the AttNS paper, with teacher-forced pairs, mean square
+    error times `loss_scale`, float32, and no normalisation. The paper prints no optimiser, so this is
+    Adam at 1e-3 with a cosine to 0 and batches of 16,384.
 
-    Under ``torchrun`` or ``accelerate launch`` all processes call it and get one solver, that of a
-    single process up to rounding: they share the rows of least squares and of batches. Fine data are
-    made by each; for many, make them before (`make_trajectories`).
+    The error that the solver reports, `fit_error`, is measured on trajectories that took no part in the
+    fit, not even in the choice between candidates.
 
     Args:
-        system_or_rate: one of `attractor.systems`, or any ``(t, u) -> du`` with `sample`.
-        dt: the big step. horizon: how far trajectories go, a whole number of steps.
-        scheme: what is corrected.
-        correction: by what: a name of `attractor.corrections`, or "auto": the slope (AttNS), the
-            state (NeurVec) or both, whichever has the smallest error on held-out rollouts; with the
-            paper's recipe AttNS.
-        width, depth, activation: of the network; None for 512 and sines with the default recipe, for
-            the correction's own (the paper's) with the paper's. precision: "float32" computes it in
-            float32, which is quicker, and fits it as such. options: further ones of the
-            correction, such as ``{"body": "lstm"}``.
-        trajectories: how many to learn from; some more are held out.
+        system_or_rate: One of `attractor.systems`, or any ``(t, u) -> du`` with `sample`.
+        dt: The large step.
+        horizon: The duration of trajectories, a whole number of steps.
+        scheme: The scheme to correct.
+        correction: A name of `attractor.corrections`, or "auto": the slope (AttNS), the state (NeurVec)
+            or both, whichever has the smallest error on held-out rollouts; with the paper's recipe
+            AttNS. "auto" tries only those that accept all of `options`.
+        width, depth, activation: Of the network. None: 512 and sines with the default recipe, the
+            correction's own (the paper's) with the paper's.
+        precision: "float32" computes the network in float32, which is faster, and fits it as such.
+        trajectories: Number of trajectories to learn from; further ones are held out.
         sample: ``(n, generator=...) -> [n, d]`` initial states, for a rate of your own.
-        fine_dt: step of the fine data; None finds one.
-        period: of a rate that depends on t: its phase becomes a feature. Without a period such a
-            rate raises.
-        seed: of initial states and weights; the same seed gives the same solver.
-        budget: seconds after which no further candidate is tried.
-        data: fine data made before, by `make_trajectories`: the object, its folder, or runs of it.
-            Held-out trajectories are still made, from `sample`.
-        adam_steps: train the hidden weights as well, for so many steps, before the last layer is
-            solved; held-out rollouts decide when to stop.
-        epochs, loss_scale: of recipe "paper".
-        out: a folder in which a long fit is kept, twice a minute at most and at its end: after each
-            candidate, or epoch of recipe "paper". Interrupted anywhere, the same call goes on from there
-            and finds the same weights; fine data are made again, or given as `data`.
-        progress: called with a line at each stage.
+        fine_dt: Step of the fine data. None: found by refinement.
+        period: Period of a rate that depends on t; its phase becomes a feature. A rate that depends on t
+            without a period raises.
+        seed: Seed of initial states and weights. The same seed gives the same solver.
+        device: Where the fit is computed.
+        budget: Number of seconds after which no further candidate is tried.
+        data: Fine data made before by `make_trajectories`: the object, its folder, or its runs.
+            Held-out trajectories are still made from `sample`.
+        options: Further options of the correction, such as ``{"body": "lstm"}``.
+        adam_steps: Number of steps in which the hidden weights are trained as well, before the last
+            layer is solved; held-out rollouts decide when to stop.
+        epochs, loss_scale: Of recipe "paper" (500 and 1).
+        out: Folder in which a long fit is kept, at most twice a minute and at its end: after each
+            candidate, or epoch of recipe "paper". The same call continues an interrupted fit and finds
+            the same weights; fine data are made again, or passed as `data`.
+        process_group: Processes that share the work, all of which make the same call and return the same
+            solver, that of a single process up to rounding: a `torch.distributed` group, or "world" for
+            all processes that ``torchrun`` or ``accelerate launch`` started. None: this process alone,
+            whatever groups exist.
+        progress: Called with a message at each stage.
 
     Returns:
-        A `HybridSolver` in float64 with `.history` and a trust region.
+        A `HybridSolver` in float64 (recipe "paper": float32) with `history` and a trust region.
 
     Raises:
-        ValueError, TypeError: for input that cannot be fitted, before time is spent.
+        ValueError, TypeError: The input cannot be fitted; as far as possible before time is spent.
+        LostTrajectoriesError: No candidate can follow the held-out trajectories to the horizon.
         CheckpointError: `out` holds another fit.
     """
-    started, crew = time.monotonic(), Crew.find()
+    started, crew = time.monotonic(), Crew.of(process_group)
     scheme = get_scheme(scheme)
     steps = whole_steps(dt, horizon)
-    _check_choices(correction, recipe, trajectories, adam_steps, period)
+    _check_choices(correction, recipe, trajectories, adam_steps, epochs, loss_scale, period)
     held_out = max(4, min(100, trajectories // 10))
     spread = 1 if period is None else PHASES
     plan = Plan(trajectories, dt, steps, 1, seed, min(LARGEST, math.ceil(trajectories / spread)), period)
     seed = plan.seed
-    held_plan = replace(plan, count=held_out, stream="held out",
-                        shard_size=math.ceil(held_out / min(4, spread)))  # fmt: skip
+    few_phases = math.ceil(held_out / min(4, spread))
     if data is not None and sample is None and not hasattr(system_or_rate, "sample"):
         raise ValueError(
-            "data= is what is learnt from; the trajectories that are held out start where sample= says: "
-            "give it as well, a function (n, generator=...) -> states [n, d]"
+            "data= holds the trajectories to learn from; those that are held out start from sample=: "
+            "pass it as well, a function (n, generator=...) -> states [n, d]"
         )
     few = initial_states(system_or_rate, sample, 16, plan.generator(0, "trial"), device)
-    _check_rate(system_or_rate, few, horizon, period)
+    sizes = {"width": width, "depth": depth, "activation": activation, "precision": precision}
+    shared: dict[str, Any] = {"period": period, **(options or {})}
+    shared |= {key: value for key, value in sizes.items() if value is not None}
+    candidates = _candidates(correction, recipe, few.shape[-1], shared)
+    _check_rate(system_or_rate, [(0.0, few)], horizon, period)
 
     progress("fine data")
     if fine_dt is None:
-        substeps = enough_substeps(system_or_rate, few, dt, steps)
+        substeps = enough_substeps(system_or_rate, few, dt, steps, period=period)
     else:
         substeps = substeps_for(dt, fine_dt)
-    held = _runs(system_or_rate, sample, replace(held_plan, substeps=substeps), device)
+    new = lambda stream: replace(
+        plan, count=held_out, stream=stream, shard_size=few_phases, substeps=substeps
+    )
+    held = _runs(system_or_rate, sample, new("held out"), device)
+    _check_rate(system_or_rate, _along(held, dt), horizon, period)
     if data is None:
         runs = _runs(system_or_rate, sample, replace(plan, substeps=substeps), device)
     else:
-        runs = _given(data, system_or_rate, dt, few.shape[-1], substeps, device)
+        runs = _from_data(data, system_or_rate, dt, few.shape[-1], substeps, period, device)
     progress("errors of plain steps")
-    pairs = one_step(system_or_rate, scheme, dt, runs, timed=period is not None)
-    trust = TrustRegion.around(pairs.u[:: max(1, len(pairs.u) // 100_000)])
+    timed = period is not None
+    pairs = one_step(system_or_rate, scheme, dt, runs, timed=timed)
+    trust = TrustRegion.around(pairs.u[:: max(1, len(pairs.u) // 100_000)], MARGIN)
     judge = _Judge(system_or_rate, scheme, dt, held, crew)
-    plain = judge(None)
-    if correction == "auto" and recipe == "paper":
-        correction = "attns"
-    candidates = AUTO if correction == "auto" else ((correction, {}),)
-    shared = {"period": period, "precision": precision, **(options or {})}
-    if depth is not None:
-        shared["depth"] = depth
-    if correction == "linear":
-        shared = {"period": period}
 
+    epochs = EPOCHS if epochs is None else epochs
+    loss_scale = LOSS_SCALE if loss_scale is None else loss_scale
     what = {
         "recipe": recipe, "correction": correction, "seed": seed,
-        "options": repr([*shared.items(), width, activation]),
+        "options": repr([*sorted(shared.items(), key=lambda item: item[0])]),
         "adam_steps": adam_steps, "epochs": epochs, "loss_scale": loss_scale,
-        "data": pairs.hash if out is not None else "",
+        "data": pairs.hash if out is not None or crew.count > 1 else "",
     }  # fmt: skip
+    crew.check_agreement(what)
     unfinished = Unfinished(out, what, "epoch" if recipe == "paper" else "candidate", crew.rank == 0)
     unfinished.began = started
     if recipe == "paper":
-        given = {"width": width, "activation": activation}
-        if correction != "linear":
-            shared |= {k: v for k, v in given.items() if v is not None}
+        ((name, own),) = candidates
         with forked(pairs.u.device):
             torch.manual_seed(seed)
-            model = get_correction(correction)(pairs.u.shape[-1], **shared, device=pairs.u.device)
+            factory = {"device": pairs.u.device, "dtype": torch.float32}
+            model = get_correction(name)(pairs.u.shape[-1], **shared, **own, **factory)
         generator = torch.Generator().manual_seed(seed)
         history = train_as_printed(
             model, pairs, epochs, loss_scale, generator, progress, unfinished, crew
         )
-        model.requires_grad_(False)
-        rollout = judge(model)
-        history.append({"chosen": True, "correction": correction, "rollout": rollout, "plain": plain,
-                        "substeps": substeps, "seconds": unfinished.seconds})  # fmt: skip
-        _warn_if_useless(rollout, plain)
-        return HybridSolver(system_or_rate, scheme, model, dt, trust.to(torch.float32), history)
+        chosen: dict[str, Any] = {"correction": name, "selection": judge(model)}
+        trust = trust.to(torch.float32)
+    else:
+        search = _Search(pairs, judge, seed, shared, adam_steps, unfinished, budget, progress, crew)
+        search.take_up()
+        crew.wait()  # until all have read what is there
+        model = search.run(candidates)
+        history, best = search.history, search.best
+        name, own = best["kind"]
+        chosen = {"correction": name, **own, "scale": best["scale"], "selection": best["rollout"]}
+    model.requires_grad_(False)
+    if not math.isfinite(chosen["selection"]):
+        raise LostTrajectoriesError(_why_lost(system_or_rate, scheme, dt, horizon, held))
 
-    if correction != "linear":
-        shared = {
-            "width": 512 if width is None else width,
-            "activation": activation or "sine",
-            "skip": True,
-            **shared,
-        }
-    search = _Search(pairs, judge, seed, shared, adam_steps, unfinished, budget, progress, crew)
-    search.take_up()
-    crew.wait()  # until all have read what is there
-    first = SCALES[0] if correction != "linear" else 1.0
-    for name, own in candidates:
-        search.attempt(name, own, first)
-    name, own = search.best_kind
-    if name != "linear":
-        for scale in SCALES[1:]:
-            search.attempt(name, own, scale)
-    search.put_down(last=True)
-    best = search.best
+    progress("test trajectories")
+    test = _runs(system_or_rate, sample, new("test"), device)
+    tested = replace(judge, held=test)
+    errors, plain = tested.errors(model), tested.errors(None)
+    if not bool(torch.isfinite(errors).all()):
+        raise LostTrajectoriesError(_why_lost(system_or_rate, scheme, dt, horizon, test))
+    accuracy = _step_accuracy(model, one_step(system_or_rate, scheme, dt, test, timed))
+    trust.accuracy = accuracy.to(trust.mean)
+    chosen |= {
+        "rollout": crew.agreed_number(errors.mean().item(), few),
+        "median": errors.median().item(), "worst": errors.max().item(), "plain": plain.mean().item(),
+    }  # fmt: skip
     history = [
-        *search.history,
-        {"chosen": True, "correction": name, **own, "scale": best["scale"], "rollout": best["rollout"],
-         "plain": plain, "substeps": substeps, "seconds": unfinished.seconds},
-    ]  # fmt: skip
-    _warn_if_useless(best["rollout"], plain)
-    model = best["model"].requires_grad_(False)
+        *history,
+        {"chosen": True, **chosen, "substeps": substeps, "seconds": unfinished.seconds},
+    ]
+    _warn_if_useless(chosen["rollout"], chosen["plain"])
     return HybridSolver(system_or_rate, scheme, model, dt, trust, history)
 
 
 @dataclass(frozen=True)
 class _Judge:
-    """Mean square error on rollouts of held-out trajectories; infinite if one is lost."""
+    """Mean square errors on rollouts of trajectories that a fit does not learn from."""
 
     rate: Rate
     scheme: AnyScheme
@@ -234,22 +245,61 @@ class _Judge:
     crew: Crew
 
     def __call__(self, candidate: nn.Module | None) -> float:
-        return self.crew.agreed_number(self.error(candidate), self.held[0].u)
+        """Return the mean over all trajectories; infinite if one is lost."""
+        return self.crew.agreed_number(self.errors(candidate).mean().item(), self.held[0].u)
 
-    def error(self, candidate: nn.Module | None) -> float:
-        """As this process finds it."""
+    def errors(self, candidate: nn.Module | None) -> Tensor:
+        """Return the error of each trajectory ``[n]``, in float64; infinite where it is lost.
+
+        Components that are constant along all trajectories, such as parameters that are carried along as
+        states, do not count: every scheme has them right.
+        """
         own = torch.float64 if candidate is None else next(candidate.parameters()).dtype
-        summed, count = 0.0, 0
+        moves = torch.stack([(run.u - run.u[:1]).abs().amax((0, 1)) for run in self.held]).amax(0)
+        size = torch.stack([run.u.abs().amax((0, 1)) for run in self.held]).amax(0)
+        varies = moves > 1e-12 * size
+        varies = varies if bool(varies.any()) else torch.ones_like(varies)
+        errors = []
         for run in self.held:
             steps = torch.arange(len(run.u), dtype=torch.float64, device=run.u.device)
             with torch.no_grad():
                 t = run.t0 + steps * self.dt
                 solved = evolve(self.rate, run.u[0].to(own), t, self.scheme, candidate)
-            if not bool(solved.ok.all()):
-                return math.inf
-            summed += (solved.u.double() - run.u).square().sum().item()
-            count += run.u.numel()
-        return summed / count
+            square = (solved.u.double() - run.u)[..., varies].square().mean((0, 2))
+            errors.append(torch.where(solved.ok, square, math.inf))
+        return torch.cat(errors)
+
+
+def _step_accuracy(model: nn.Module, pairs: Pairs) -> Tensor:
+    """Root mean square error of one corrected step ``[d]``, rounding of the model's dtype included."""
+    dtype = next(model.parameters()).dtype
+    u, slope = pairs.u.to(dtype), pairs.slope.to(dtype)
+    with torch.no_grad():
+        added = call_correction(model, u, slope, pairs.dt, pairs.t).double()
+    rounding = torch.finfo(dtype).eps * pairs.u.abs()
+    return ((added - pairs.error).square() + rounding.square()).mean(0).sqrt()
+
+
+def _why_lost(rate: Rate, scheme: AnyScheme, dt: float, horizon: float, runs: list[Run]) -> str:
+    """The message for a fit without a finite error, with the index that shows stiffness."""
+    run = runs[0]
+    few = run.u[:: max(1, len(run.u) // 8), :8].flatten(0, 1)
+    stiff = ""
+    try:
+        index = stiffness.stiffness_index(rate, few, t=run.t0).max().item()
+    except (RuntimeError, ValueError, TypeError):
+        index = math.nan  # a rate that torch cannot differentiate
+    if math.isfinite(index) and dt * index > 1:
+        stiff = (
+            "The equation is stiff there: its stiffness index, the largest |Re| of an eigenvalue of the "
+            f"Jacobian, is {index:.3g}, so that dt times the index is {dt * index:.3g}, where explicit "
+            f"schemes such as {scheme.name} need at most 2 to 3. Use dt <= {2 / index:.1g}."
+        )
+    return (
+        f"no correction of {scheme.name} with dt = {dt:g} can follow all held-out trajectories to the "
+        f"horizon {horizon:g}: states become non-finite. "
+        f"{stiff or 'Use a smaller dt or a shorter horizon.'}"
+    )
 
 
 class _Search:
@@ -275,9 +325,17 @@ class _Search:
         self.history: list[dict[str, Any]] = []
         self.best: dict[str, Any] = {"rollout": math.nan}
 
-    @property
-    def best_kind(self) -> tuple[str, dict[str, Any]]:
-        return self.best["kind"]
+    def run(self, candidates: Sequence[tuple[str, dict[str, Any]]]) -> nn.Module:
+        """Try the candidates, then other scales of the best one; return the best correction."""
+        first = 1.0 if candidates[0][0] == "linear" else SCALES[0]
+        for name, own in candidates:
+            self.attempt(name, own, first)
+        name, own = self.best["kind"]
+        if name != "linear":
+            for scale in SCALES[1:]:
+                self.attempt(name, own, scale)
+        self.put_down(last=True)
+        return self.best["model"]
 
     def attempt(self, name: str, own: dict[str, Any], scale: float) -> None:
         """One candidate, unless it is done, or time is up and there is one already."""
@@ -315,9 +373,10 @@ class _Search:
         self.put_down()
 
     def make(self, name: str, own: dict[str, Any]) -> nn.Module:
-        """The correction of a candidate."""
+        """Return the correction of a candidate."""
         like = self.pairs.u
-        options = {**self.shared, **own, "dtype": torch.float64, "device": like.device}
+        usual = {} if name == "linear" else {"width": 512, "activation": "sine", "skip": True}
+        options = {**usual, **self.shared, **own, "dtype": torch.float64, "device": like.device}
         with forked(like.device):  # the weights that are drawn here are not kept
             return get_correction(name)(like.shape[-1], **options)
 
@@ -364,11 +423,35 @@ def _warn_if_useless(rollout: float, plain: float) -> None:
 # Input
 
 
+def _candidates(
+    correction: str, recipe: str, dim: int, options: dict[str, Any]
+) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """The corrections to try, each of which accepts the options."""
+    automatic = correction == "auto" and recipe == "default"
+    name = "attns" if correction == "auto" else correction
+    accepted, reasons = [], []
+    for kind, own in AUTO if automatic else ((name, {}),):
+        try:
+            get_correction(kind)(dim, **options, **own, device="meta")
+        except TypeError as error:
+            reasons.append(f"{kind}: {error}")
+        else:
+            accepted.append((kind, own))
+    if not accepted:
+        raise TypeError(
+            f"no correction of correction={correction!r} accepts the options {sorted(options)}; "
+            + "; ".join(dict.fromkeys(reasons))
+        )
+    return tuple(accepted)
+
+
 def _runs(rate: Rate, sample: Sampler | None, plan: Plan, device: Any) -> list[Run]:
     return [make_run(rate, sample, plan, k, device) for k in range(plan.shards)]
 
 
-def _given(data: Any, rate: Rate, dt: float, dim: int, substeps: int, device: Any) -> list[Run]:
+def _from_data(
+    data: Any, rate: Rate, dt: float, dim: int, substeps: int, period: float | None, device: Any
+) -> list[Run]:
     if isinstance(data, str | Path):
         data = FineData.open(data)
     if isinstance(data, FineData):
@@ -385,29 +468,36 @@ def _given(data: Any, rate: Rate, dt: float, dim: int, substeps: int, device: An
             f"data= must be runs of states [steps + 1, n, {dim}]; {dim} is the size of a sampled state"
         )
     runs = [Run(run.t0, run.u.to(device=device, dtype=torch.float64)) for run in data]
-    _check_data(rate, runs[0], dt, substeps)
+    _check_data(rate, runs[0], dt, substeps, period)
     return runs
 
 
-def _check_data(rate: Rate, run: Run, dt: float, substeps: int) -> None:
+def _check_data(rate: Rate, run: Run, dt: float, substeps: int, period: float | None) -> None:
     """Raise if states do not follow the equation, where they move most; they may be noisy."""
     u = run.u[:, :64]
     if not bool(torch.isfinite(u).all()):
         raise ValueError("data= holds non-finite states")
-    ways = u.diff(dim=0).norm(dim=-1).median(-1).values  # [steps]
-    k = int(ways.argmax())
-    way, size = ways[k].item(), u[k].norm(dim=-1).median().item()
-    found = fine_trajectories(rate, u[k], dt, 1, substeps, run.t0 + k * dt)[-1]
-    off = (found - u[k + 1]).norm(dim=-1).median().item()
-    if off > max(way / 2, 1e-9 * size):
+    moves = u.diff(dim=0).norm(dim=-1).median(-1).values  # [steps]
+    k = int(moves.argmax())
+    move, size = moves[k].item(), u[k].norm(dim=-1).median().item()
+    t0 = 0.0 if period is None else run.t0 + k * dt
+    after = fine_trajectories(rate, u[k], dt, 1, substeps, t0)[-1]
+    off = (after - u[k + 1]).norm(dim=-1).median().item()
+    if off > max(move / 2, 1e-9 * size):
         raise ValueError(
-            f"data= does not follow this equation: within dt = {dt:g} its states move by {way:.2g}, and "
-            f"they end {off:.2g} from where the rate takes them; give the data of this rate"
+            f"data= does not follow this equation: within dt = {dt:g} its states move by {move:.2g}, "
+            f"and they end {off:.2g} from where the rate takes them; pass the data of this rate"
         )
 
 
 def _check_choices(
-    correction: str, recipe: str, trajectories: int, adam_steps: int, period: float | None
+    correction: str,
+    recipe: str,
+    trajectories: int,
+    adam_steps: int,
+    epochs: int | None,
+    loss_scale: float | None,
+    period: float | None,
 ) -> None:
     if correction != "auto" and correction not in BY_NAME:
         get_correction(correction)
@@ -417,37 +507,58 @@ def _check_choices(
     check_whole("adam_steps", adam_steps, 0)
     if adam_steps and recipe == "paper":
         raise ValueError(
-            f"adam_steps = {adam_steps} with recipe {recipe!r}; it counts steps of the default recipe, "
-            "epochs those of the paper's"
+            f"adam_steps = {adam_steps} belongs to recipe 'default'; recipe 'paper' has epochs"
         )
+    if adam_steps and correction == "linear":
+        raise ValueError(f"adam_steps = {adam_steps}: the linear correction has no hidden weights")
+    for name, value in (("epochs", epochs), ("loss_scale", loss_scale)):
+        if value is not None and recipe == "default":
+            raise ValueError(f"{name} = {value} belongs to recipe 'paper'; recipe 'default' has none")
+    if epochs is not None:
+        check_whole("epochs", epochs, 1)
     if period is not None and not 0 < period < math.inf:
         raise ValueError(f"period = {period} must be a positive number")
 
 
-def _check_rate(rate: Rate, u: Tensor, horizon: float, period: float | None) -> None:
-    def at(t: float) -> Tensor:
-        return call_rate(rate, torch.tensor(t, dtype=u.dtype, device=u.device), u)
+def _along(runs: list[Run], dt: float) -> list[tuple[float, Tensor]]:
+    """Times and states ``[n, d]`` along trajectories, at most `TIMES` of them."""
+    points = [(run.t0 + k * dt, run.u[k, :16]) for run in runs for k in range(len(run.u))]
+    return points[:: math.ceil(len(points) / TIMES)]
 
-    # Unevenly spread, or a rate that repeats with their spacing would look constant.
-    times = [(i + i * GOLDEN % 1) / TIMES * horizon for i in range(TIMES)]
-    with torch.no_grad():
-        rates = [at(t) for t in times]
-    if not all(bool(torch.isfinite(du).all()) for du in rates):
-        raise ValueError("the rate is non-finite at sampled initial states; change sample or the rate")
-    if period is None:
-        if any(not torch.equal(du, rates[0]) for du in rates[1:]):
-            raise ValueError(
-                "the rate depends on t, but a correction sees slope and state only; if it repeats in t, "
-                "give its period=, otherwise make t a component of the state (with rate 1)"
-            )
-        return
-    size = torch.stack([du.abs().amax(0) for du in rates]).amax(0)  # [d]
-    allowed = 1e-6 * size + 1e-9 * size.max()
-    with torch.no_grad():
-        for t, du in zip(times, rates):
-            later = at(t + period)
-            if not bool(((later - du).abs() <= allowed).all()):
+
+def _check_rate(
+    rate: Rate, points: list[tuple[float, Tensor]], horizon: float, period: float | None
+) -> None:
+    """Raise if a rate depends on t without a period, or does not repeat with it.
+
+    Args:
+        points: Times and states at which it is called. Initial states alone may hide a dependence: at
+            rest, friction that varies in time does not show.
+    """
+
+    def call(t: float, u: Tensor) -> Tensor:
+        with torch.no_grad():
+            return call_rate(rate, torch.tensor(t, dtype=u.dtype, device=u.device), u)
+
+    for i in range(TIMES):
+        start, u = points[i % len(points)]
+        # Unevenly spread, or a rate that repeats with their spacing would look constant.
+        other = start + (i + i * GOLDEN % 1) / TIMES * horizon
+        before, after = call(start, u), call(other, u)
+        if not bool(torch.isfinite(before).all() and torch.isfinite(after).all()):
+            raise ValueError("the rate is non-finite at sampled states; change sample or the rate")
+        if period is None:
+            if not torch.equal(before, after):
                 raise ValueError(
-                    f"the rate does not repeat with period = {period:g}: at t = {t:g} and one period "
-                    f"later it differs by {(later - du).abs().max().item():.2g}"
+                    f"the rate depends on t (at one state it differs between t = {start:g} and t = "
+                    f"{other:g}), but a correction sees slope and state only; if the rate repeats in t, "
+                    "pass its period=, otherwise make t a component of the state (with rate 1)"
                 )
+            continue
+        later = call(other + period, u)
+        size = torch.maximum(after.abs(), later.abs()).amax(0)  # [d]
+        if not bool(((later - after).abs() <= 1e-6 * size + 1e-9 * size.max()).all()):
+            raise ValueError(
+                f"the rate does not repeat with period = {period:g}: at t = {other:g} and one period "
+                f"later it differs by {(later - after).abs().max().item():.2g}"
+            )

@@ -262,11 +262,13 @@ def ridge(triangle: Tensor, check: Tensor, check_y: Tensor) -> tuple[Tensor, flo
         check, check_y: further rows of a and y.
     """
     k = check.shape[-1]
+    if len(triangle) < k:  # fewer rows than features
+        triangle = torch.nn.functional.pad(triangle, (0, 0, 0, k - len(triangle)))
     left, right = triangle[:k, :k], triangle[:k, k:]
     best: tuple[Tensor, float, float] | None = None
     for penalty, w in _solutions(left, right):
         error = (check @ w - check_y).square().mean().item()
-        if best is None or error < best[2]:
+        if best is None or not best[2] <= error:  # which NaN is not
             best = w, penalty, error
     assert best is not None
     return best

@@ -31,12 +31,13 @@ from attractor.core.files import json_bytes, write_bytes, write_json
 from attractor.core.scheme import Rate, call_rate
 from attractor.jobs.job import name_of, named
 from attractor.ode import systems
-from attractor.ode.solver import rate_to_json
+from attractor.ode.serialization import rate_to_json
 from attractor.ode.trajectories import (
     Plan,
     Run,
     Sampler,
     enough_substeps,
+    exact_solution,
     initial_states,
     make_run,
     substeps_for,
@@ -199,15 +200,16 @@ def make_trajectories(
         substeps = substeps_for(dt, fine_dt)
     else:
         few = initial_states(system_or_rate, sample, 8, plan.generator(0, "substeps"))
-        substeps = enough_substeps(system_or_rate, few, dt, steps)
+        substeps = enough_substeps(system_or_rate, few, dt, steps, period=period)
     plan = dataclasses.replace(plan, substeps=substeps)
+    exact = exact_solution(system_or_rate, plan.start(0))
     manifest = json.loads(
         json_bytes(
             {
                 "kind": "fine trajectories",
                 "rate": rate_to_json(system_or_rate),
                 "plan": dataclasses.asdict(plan),
-                "reference": "exact" if hasattr(system_or_rate, "exact") else "dopri5",
+                "reference": "dopri5" if exact is None else "exact",
                 "code": _code_hash(system_or_rate, sample),
                 "witness": _witness(system_or_rate, sample, plan, device),
             }

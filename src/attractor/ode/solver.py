@@ -1,9 +1,7 @@
 """A hybrid solver: a scheme, a correction fitted to one step size, and where it can be trusted."""
 
-import dataclasses
 import math
 import sys
-from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -12,32 +10,37 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from attractor.core import Scheme, Splitting, Trajectory, evolve, get_scheme
-from attractor.core.checks import MOST_STEPS, as_number
-from attractor.core.evolve import call_correction
+from attractor.core import Trajectory, get_scheme
+from attractor.core.checks import MOST_STEPS, as_number, is_whole
+from attractor.core.control import is_transformed
+from attractor.core.evolve import Guard, call_correction, check_problem, guarded_step, on_grid
 from attractor.core.scheme import Rate, check_state
 from attractor.core.tableaus import AnyScheme
 from attractor.core.views import html_table
-from attractor.ode import corrections, pretrained, systems
+from attractor.ode import corrections, pretrained, serialization
 from attractor.ode.captured import CapturedStep
+from attractor.ode.serialization import is_system
 from attractor.ode.trust import TrustRegion
 from attractor.train import checkpoint
 from attractor.train.checkpoint import CheckpointError
 
 KIND = "hybrid solver"
-SUBSTEPS = 2  # plain steps in place of a corrected one that cannot be trusted
 
 
 class HybridSolver:
-    """``u + dt * S + Q``: big steps at the accuracy of small ones.
+    """A solver with steps ``u + dt * S + Q``: large steps with the accuracy of small ones.
+
+    States may have any floating dtype and be on any device: they are converted to the solver's `dtype`
+    and moved to its `device`, and results have these, too.
 
     Args:
-        rate: the equation it was fitted to.
-        scheme: the scheme whose error the correction corrects.
+        rate: The equation that the correction was fitted to.
+        scheme: The scheme whose error the correction corrects.
         correction: ``(u, slope, dt) -> what is added``.
-        dt: the step size the correction was fitted to; the solver takes no other.
-        trust: where the correction can be trusted; needed for ``guard=True``.
-        history: what happened in the fit, a dictionary an entry.
+        dt: The step size that the correction was fitted to. The solver takes no other.
+        trust: The region of states in which the correction can be trusted. With it, steps from other
+            states are replaced by plain substeps, unless a call says ``guard=False``.
+        history: The course of the fit, one dictionary per entry.
     """
 
     def __init__(
@@ -61,42 +64,66 @@ class HybridSolver:
 
     @property
     def rate_name(self) -> str:
-        """The equation's name."""
-        if _is_system(self.rate):
+        """The name of the equation."""
+        if is_system(self.rate):
             return type(self.rate).__name__
         return getattr(self.rate, "__name__", type(self.rate).__name__)
 
     @property
     def dim(self) -> int | None:
-        """Size of a state, as the correction or the equation tells it; None if neither does."""
+        """The size of a state according to the correction or the equation; None if neither has one."""
         known = getattr(self.correction, "config", {}).get("dim")
         return known if known is not None else getattr(self.rate, "dim", None)
 
     @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of states and results; None if the correction has no tensors, and any will do."""
+        return None if self._like is None else self._like.dtype
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of states and results; None if the correction has no tensors, and any will do."""
+        return None if self._like is None else self._like.device
+
+    @property
+    def _like(self) -> Tensor | None:
+        if not isinstance(self.correction, nn.Module):
+            return None
+        tensors = (*self.correction.parameters(), *self.correction.buffers())
+        return next((x for x in tensors if x.is_floating_point()), None)
+
+    @property
     def fit_error(self) -> float | None:
-        """Mean square error on the trajectories that the fit held out; None without a fit."""
+        """Mean square error on trajectories that the fit did not use; None without a fit."""
         return self.history[-1].get("rollout") if self.history else None
 
     def about(self) -> dict[str, str]:
-        """What it is, a line a part."""
+        """Return a description, one entry per part."""
         options = getattr(self.correction, "config", {})
         width = f" of width {options['width']}" if "width" in options else ""
-        plain = self.history[-1].get("plain") if self.history else None
-        beside = f" (without the correction {plain:.1e})" if plain is not None else ""
-        error = self.fit_error
-        inside = "known: guard=True takes plain steps outside it"
+        trust = "none: no step is guarded"
+        if self.trust is not None:
+            trust = "known: steps outside are replaced by plain substeps, unless guard=False"
         return {
-            "system": repr(self.rate) if _is_system(self.rate) else self.rate_name,
+            "system": repr(self.rate) if is_system(self.rate) else self.rate_name,
             "scheme": f"{self.scheme.name}, order {self.scheme.order}",
             "dt": f"{self.dt:g}",
             "correction": f"{type(self.correction).__name__}{width}",
-            "held-out mean square error": "not fitted" if error is None else f"{error:.1e}{beside}",
-            "trust region": "none, so no guard" if self.trust is None else inside,
+            "mean square error on new trajectories": self._error_text(),
+            "trust region": trust,
         }
+
+    def _error_text(self) -> str:
+        if self.fit_error is None:
+            return "not fitted"
+        last = self.history[-1]
+        names = {"median": "median", "worst": "worst", "plain": "without the correction"}
+        known = [f"{names[key]} {last[key]:.1e}" for key in names if last.get(key) is not None]
+        return f"{self.fit_error:.1e}" + (f" ({', '.join(known)})" if known else "")
 
     def __repr__(self) -> str:
         parts = self.about()
-        error = "not fitted" if self.fit_error is None else f"held-out MSE {self.fit_error:.1e}"
+        error = "not fitted" if self.fit_error is None else f"test MSE {self.fit_error:.1e}"
         return (
             f"HybridSolver({parts['system']}, {self.scheme.name}, dt {self.dt:g}, "
             f"{parts['correction']}, {error}, "
@@ -106,10 +133,21 @@ class HybridSolver:
     def _repr_html_(self) -> str:
         return html_table(["HybridSolver", ""], list(self.about().items()))
 
-    def step(self, u: Tensor, t: float | Tensor = 0.0) -> Tensor:
-        """The state ``[*batch, d]`` one dt later."""
+    def step(self, u: Tensor, t: float | Tensor = 0.0, guard: bool | None = None) -> Tensor:
+        """Return the state ``[*batch, d]`` one dt after u.
+
+        Args:
+            t: The time of u.
+            guard: See `solve`. None never guards under torch.compile, torch.export and transforms of
+                torch.func, where nothing can depend on the values of states.
+        """
         check_state(u, t)
+        u = self._converted(u)
         t = torch.as_tensor(t, dtype=u.dtype, device=u.device)
+        traced = torch.compiler.is_compiling() or is_transformed(u)
+        steps = None if guard is None and traced else self._guard(guard)
+        if steps is not None and steps.replace is not None:
+            return guarded_step(self.rate, self.scheme, self.correction, steps, t, self.dt, u)[0]
         slope = self.scheme.slope(self.rate, t, u, self.dt)
         return u + self.dt * slope + call_correction(self.correction, u, slope, self.dt, t)
 
@@ -119,20 +157,26 @@ class HybridSolver:
         t_end: float,
         t0: float = 0.0,
         every: int = 1,
-        guard: bool = False,
+        guard: bool | None = None,
         compile: bool = False,
     ) -> Trajectory:
         """Follow u0 ``[*batch, d]`` from t0 to t_end in steps of dt.
 
         Args:
-            every: keep every n-th state and the last.
-            guard: where a state is outside the region the fit knows, take plain substeps instead of
-                the corrected step; `stats.guarded` counts them for each trajectory.
-            compile: several steps at a time with `torch.compile`, as in `evolve`; not with guard,
-                which looks at every state.
+            u0: Initial states, of any floating dtype and on any device.
+            every: Keep every n-th state and the last.
+            guard: Whether a step from a state outside of the trust region is replaced by plain substeps,
+                as many as the accuracy of the fit requires. None: if there is a trust region. With False
+                the correction is applied there as well, and `Trajectory.status` says which trajectories
+                have left.
+            compile: Compile several steps at a time with `torch.compile`, as in `evolve`.
+
+        Returns:
+            A `Trajectory` of the solver's dtype and on its device. `status` tells trajectories that left
+            the trust region, and `stats.guarded` counts their replaced steps.
 
         Raises:
-            ValueError: t_end is not a whole number of steps away, or there is no trust region.
+            ValueError: t_end is not a whole number of steps away, or guard=True without a trust region.
         """
         t_end, t0 = as_number("t_end", t_end), as_number("t0", t0)
         if isinstance(u0, Tensor) and u0.dim() and self.dim not in (None, u0.shape[-1]):
@@ -144,6 +188,8 @@ class HybridSolver:
                 f"from t0 = {t0:g} to t_end = {t_end:g} is not a finite time, or more than "
                 f"{MOST_STEPS:g} steps of dt = {self.dt:g}"
             )
+        if not is_whole(every) or every < 1:
+            raise ValueError(f"every = {every!r} keeps nothing; use 1 for all states, 10 for each tenth")
         n = round((t_end - t0) / self.dt)
         rounding = 4 * sys.float_info.epsilon * max(abs(t_end), abs(t0))
         if n < 0 or abs(t0 + n * self.dt - t_end) > 1e-6 * self.dt + rounding:
@@ -152,19 +198,24 @@ class HybridSolver:
                 f"after t0 = {t0:g}; the nearest is {t0 + max(n, 0) * self.dt!r}"
             )
         t = t0 + torch.arange(n + 1, dtype=torch.float64) * self.dt
-        if not guard:
-            return evolve(self.rate, u0, t, self.scheme, self.correction, every=every, compile=compile)
-        if compile:
-            raise ValueError(
-                "guard=True looks at every state, so it cannot be compiled; drop one of them"
-            )
+        steps = self._guard(guard)
+        t = check_problem(u0, t)
+        return on_grid(
+            self.rate, self._converted(u0), t.to(self.device), self.scheme, self.correction, every=every,
+            compile=compile, guard=steps,
+        )  # fmt: skip
+
+    def _converted(self, u: Tensor) -> Tensor:
+        """States in the solver's dtype and on its device."""
+        return u if self._like is None else u.to(dtype=self.dtype, device=self.device)
+
+    def _guard(self, guard: bool | None) -> Guard | None:
+        """The guard of one solve; None if nothing is known about where the correction applies."""
         if self.trust is None:
-            raise ValueError("guard=True needs a trust region; solvers made by fit have one")
-        guarded = _Guarded(self, t0)
-        solved = evolve(self.rate, u0, t, self.scheme, guarded, every=every)
-        calls = solved.stats.rate_calls + guarded.rate_calls
-        stats = dataclasses.replace(solved.stats, rate_calls=calls, guarded=guarded.count(solved.until))
-        return dataclasses.replace(solved, stats=stats)
+            if guard:
+                raise ValueError("guard=True needs a trust region; solvers made by fit have one")
+            return None
+        return self.trust.guard(self.scheme, replace=guard is None or bool(guard))
 
     def capture(self, u: Tensor, *, steps: int = 1, **options: Any) -> CapturedStep:
         """Steps of states like u ``[*batch, d]``, several at a time, as one CUDA graph.
@@ -185,7 +236,7 @@ class HybridSolver:
         """Write the solver to a folder: safetensors and JSON, every file under a hash.
 
         Raises:
-            TypeError: the correction is none of `attractor.corrections`.
+            TypeError: The correction is none of `attractor.corrections`.
         """
         name = next((n for n, cls in corrections.BY_NAME.items() if type(self.correction) is cls), None)
         if name is None:
@@ -198,41 +249,44 @@ class HybridSolver:
         tensors = {f"correction.{k}": v for k, v in self.correction.state_dict().items()}
         if self.trust is not None:
             tensors |= {f"trust.{k}": v for k, v in self.trust.state_dict().items()}
+        rate = serialization.rate_to_json(self.rate)
         config = {
             "dt": self.dt.hex(),
-            "scheme": _scheme_to_json(self.scheme),
+            "scheme": serialization.scheme_to_json(self.scheme),
             "correction": {"name": name, **options},
             "trust": self.trust is not None,
-            "rate": {**rate_to_json(self.rate), **_values_to_json(self.rate, self.trust)},
-            "history": self.history,
+            "rate": {**rate, **serialization.values_to_json(self.rate, self.trust)},
+            "history": serialization.history_to_json(self.history),
         }
         return checkpoint.save(folder, KIND, tensors, config)
 
     @classmethod
     def load(cls, folder: Path | str, rate: Rate | None = None) -> Self:
-        """Read a solver back; it gives the same bits.
+        """Read a solver; it computes the same bits as the one that was saved.
 
         Args:
-            rate: the equation, if it is not one of `attractor.systems`: code is not saved.
+            rate: The equation, if it is not one of `attractor.systems`: code is not saved.
 
         Raises:
-            CheckpointError: the folder is damaged, or it was fitted to another equation, of which it
-                has some values.
+            CheckpointError: The folder is damaged, or the solver was fitted to another equation, some
+                values of which are saved with it.
         """
         tensors, config = checkpoint.load(folder, KIND)
         try:
             options = dict(config["correction"])
             sizes = {**options, **config["rate"].get("options", {})}
             checkpoint.check_sizes(sizes, tensors, folder)
-            known = _rate_from_json(config["rate"])
+            known = serialization.rate_from_json(config["rate"])
             make = corrections.get_correction(options.pop("name"))
-            correction = _filled(partial(make, **options), tensors, "correction.", folder)
-            correction.requires_grad_(False)  # as fit hands it back
+            filled = partial(serialization.module_from_tensors, tensors=tensors, folder=folder)
+            correction = filled(partial(make, **options), prefix="correction.")
+            correction.requires_grad_(False)  # as fit returns it
             region = partial(TrustRegion, options["dim"])
-            trust = _filled(region, tensors, "trust.", folder) if config["trust"] else None
-            scheme, dt = _scheme_from_json(config["scheme"]), float.fromhex(config["dt"])
-            history = config["history"]
-            values = _values_from_json(config["rate"], options["dim"])
+            trust = filled(region, prefix="trust.") if config["trust"] else None
+            scheme = serialization.scheme_from_json(config["scheme"])
+            dt = float.fromhex(config["dt"])
+            history = serialization.history_from_json(config["history"])
+            values = serialization.values_from_json(config["rate"], options["dim"])
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -242,11 +296,12 @@ class HybridSolver:
                 f"{folder} was fitted to {config['rate']['name']!r}, which is not saved with it; "
                 "pass it as rate= (on the command line --rate FILE.py:NAME)"
             )
-        if rate is not None and known is not None and _is_system(rate) and rate != known:
+        if rate is not None and known is not None and is_system(rate) and rate != known:
             raise CheckpointError(f"{folder} was fitted to {known}, not to {rate}")
-        if values is not None and trust is not None and not _is_system(rate):
-            _check_values(values, rate, trust, folder)
-        return cls(rate if rate is not None else known, scheme, correction, dt, trust, history)
+        equation = rate if rate is not None else known
+        if values is not None and trust is not None:
+            serialization.check_values(values, equation, trust, folder)
+        return cls(equation, scheme, correction, dt, trust, history)
 
     @classmethod
     def from_pretrained(
@@ -316,146 +371,3 @@ import attractor as at
 solver = at.HybridSolver.from_pretrained("{repo}")
 ```
 """
-
-
-class _Guarded:
-    """A correction that gives way to plain substeps where it cannot be trusted."""
-
-    timed = True
-
-    def __init__(self, solver: HybridSolver, t0: float) -> None:
-        self.solver, self.t0 = solver, t0
-        self.outside: dict[int, Tensor] = {}  # steps in which somebody was, and who [*batch]
-        self.rate_calls = 0
-
-    def step_of(self, t: Tensor) -> Tensor:
-        """Which step starts at t."""
-        return ((t.double() - self.t0) / self.solver.dt).round().long()
-
-    def count(self, until: Tensor) -> Tensor:
-        """Steps of each trajectory ``[*batch]`` that were guarded, of those before it was lost."""
-        total, taken = torch.zeros_like(until, dtype=torch.long), self.step_of(until)
-        for step, outside in self.outside.items():
-            total += outside & (step < taken)
-        return total
-
-    def __call__(self, u: Tensor, slope: Tensor, dt: Any, t: Any) -> Tensor:
-        solver = self.solver
-        assert solver.trust is not None
-        outside = ~(solver.trust.distance(u.detach()) <= 1)
-        added = call_correction(solver.correction, u, slope, dt, t)
-        if not bool(outside.any()):
-            return added
-        # Where somebody is lost, steps are repeated with others in their place: the first time counts.
-        self.outside.setdefault(int(self.step_of(t)), outside)
-        plain, part = u, dt / SUBSTEPS
-        for i in range(SUBSTEPS):
-            plain = plain + part * solver.scheme.slope(solver.rate, t + i * part, plain, part)
-        self.rate_calls += SUBSTEPS * solver.scheme.rate_calls
-        return torch.where(outside[..., None], plain - (u + dt * slope), added)
-
-
-# What is saved
-
-
-def _is_system(rate: Any) -> bool:
-    return dataclasses.is_dataclass(rate) and type(rate).__name__ in systems.__all__
-
-
-def rate_to_json(rate: Any) -> dict[str, Any]:
-    """What is kept of an equation: name and options of a system, the name of a function."""
-    if _is_system(rate):
-        options = {f.name: getattr(rate, f.name) for f in dataclasses.fields(rate) if f.init}
-        return {"system": type(rate).__name__, "options": options}
-    return {"name": getattr(rate, "__qualname__", type(rate).__qualname__)}
-
-
-def _states_of(trust: TrustRegion) -> Tensor:
-    """Some states that a fit has seen ``[3, dim]``."""
-    signs = torch.tensor([1.0, -1.0]).to(trust.mean).repeat(trust.mean.numel())[: trust.mean.numel()]
-    return torch.stack([trust.mean + x * signs * trust.deviation for x in (0.0, 0.4, -0.7)])
-
-
-def _values_of(rate: Any, trust: TrustRegion) -> Tensor | None:
-    """What a rate gives there, float64; None if it cannot be asked, since it wants batches of another
-    shape, say, or a time that is not 0."""
-    try:
-        with torch.no_grad():
-            u = _states_of(trust)
-            found = rate(torch.zeros((), dtype=u.dtype, device=u.device), u).double().cpu()
-    except Exception:
-        return None
-    return found if found.shape == u.shape and bool(torch.isfinite(found).all()) else None
-
-
-def _values_to_json(rate: Any, trust: TrustRegion | None) -> dict[str, Any]:
-    """Of a rate of one's own, whose code is not saved, what tells it from others."""
-    found = None if trust is None or _is_system(rate) else _values_of(rate, trust)
-    return {} if found is None else {"values": found.tolist()}
-
-
-def _values_from_json(saved: dict[str, Any], dim: int) -> Tensor | None:
-    if "values" not in saved:  # of older versions
-        return None
-    found = torch.tensor(saved["values"], dtype=torch.float64)
-    if found.shape != (3, dim):
-        raise ValueError(f"values of its rate have shape {list(found.shape)}, not [3, {dim}]")
-    return found
-
-
-def _check_values(then: Tensor, rate: Any, trust: TrustRegion, folder: Path | str) -> None:
-    """Raise if a rate is clearly another than the one that was fitted to."""
-    now = _values_of(rate, trust)
-    if now is None:
-        return
-    off = (now - then).abs().amax(1)
-    if bool((off > 1e-3 * then.abs().max()).any()):
-        told = lambda x: "[" + ", ".join(f"{v:.4g}" for v in x.tolist()) + "]"
-        i = int(off.argmax())
-        raise CheckpointError(
-            f"{folder} was fitted to another equation: at u = {told(_states_of(trust)[i])} its rate was "
-            f"{told(then[i])}, and this one gives {told(now[i])}"
-        )
-
-
-def _rate_from_json(saved: dict[str, Any]) -> Any:
-    if "system" not in saved:
-        return None
-    if saved["system"] not in systems.__all__:
-        raise ValueError(f"no system is called {saved['system']!r}")
-    return getattr(systems, saved["system"])(**saved["options"])
-
-
-def _scheme_to_json(scheme: AnyScheme) -> dict[str, Any]:
-    if isinstance(scheme, Splitting):
-        parts = {k: [x.hex() for x in getattr(scheme, k)] for k in ("kick", "drift")}
-        return {"splitting": scheme.name, **parts, "order": scheme.order}
-    listed = lambda row: None if row is None else [str(x) for x in row]
-    return {
-        "scheme": scheme.name,
-        "a": [listed(row) for row in scheme.a],
-        **{key: listed(getattr(scheme, key)) for key in ("b", "c", "b_low", "dense")},
-        "order": scheme.order,
-    }
-
-
-def _scheme_from_json(saved: dict[str, Any]) -> AnyScheme:
-    if "splitting" in saved:
-        kick, drift = ([float.fromhex(x) for x in saved[k]] for k in ("kick", "drift"))
-        return Splitting(saved["splitting"], kick, drift, saved["order"])
-    parts = (saved[key] for key in ("a", "b", "c", "order", "b_low", "dense"))
-    return Scheme(saved["scheme"], *parts)
-
-
-def _filled(
-    make: Callable[..., Any], tensors: dict[str, Tensor], prefix: str, folder: Path | str
-) -> Any:
-    """The module with the saved tensors, in their dtype; names and shapes must fit exactly."""
-    own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-    dtypes = {v.dtype for v in own.values() if v.is_floating_point()}
-    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float64
-    checkpoint.check(make(dtype=dtype, device="meta"), own, folder)  # before memory is taken
-    with torch.random.fork_rng(devices=[]):  # its first weights are thrown away
-        module = make(dtype=dtype)
-    checkpoint.fill(module, own, folder)
-    return module

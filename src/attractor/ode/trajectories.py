@@ -5,6 +5,7 @@ made in any order, by anyone, and come out the same. `shards.py` keeps them on d
 """
 
 import hashlib
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -143,13 +144,13 @@ class LostTrajectoriesError(ValueError):
 def fine_trajectories(
     rate: Rate, u0: Tensor, dt: float, steps: int, substeps: int, t0: float = 0.0
 ) -> Tensor:
-    """States ``[steps + 1, trajectories, d]`` every dt, by `substeps` steps of dopri5 between them.
+    """Return states ``[steps + 1, trajectories, d]`` every dt, with `substeps` steps of dopri5 per dt.
 
-    A system that knows its exact solution is asked for it instead. On a GPU, where a rate is a formula
-    for each number, one kernel takes all substeps of a step, if they are many.
+    A system with an exact solution provides them instead (see `exact_solution`). On a GPU, where a rate
+    is a formula per number, one kernel takes all substeps of a step, if they are many.
     """
     u0 = u0.double()
-    exact = getattr(rate, "exact", None)
+    exact = exact_solution(rate, t0)
     if exact is not None:
         return exact(torch.arange(steps + 1, dtype=torch.float64, device=u0.device) * dt, u0)
     u = _in_a_kernel(rate, u0, dt, steps, substeps, t0)
@@ -167,6 +168,21 @@ def fine_trajectories(
             "sample initial states that can be followed to the horizon, or shorten it"
         )
     return u
+
+
+def exact_solution(rate: Any, t0: float = 0.0) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Return the exact solution ``(time since t0 [n], u0) -> states [n, *batch, d]``, if it is known.
+
+    A rate may have a method ``exact(t, u0)``, the states at times t ``[n]`` that start from u0 at time
+    0, or ``exact(t, u0, t0)``, which start from u0 at t0. The first kind says nothing about other
+    starting times of a rate that depends on t, so it is used for ``t0 = 0`` only.
+    """
+    exact = getattr(rate, "exact", None)
+    if exact is None:
+        return None
+    if "t0" in inspect.signature(exact).parameters:
+        return lambda t, u0: exact(t0 + t, u0, t0=t0)
+    return exact if t0 == 0 else None
 
 
 def _in_a_kernel(
@@ -190,18 +206,34 @@ def _in_a_kernel(
     return torch.stack(kept)
 
 
-def enough_substeps(rate: Rate, u0: Tensor, dt: float, steps: int, tolerance: float = 1e-9) -> int:
-    """The fewest substeps after which twice as many change a state by less than tolerance.
+def enough_substeps(
+    rate: Rate,
+    u0: Tensor,
+    dt: float,
+    steps: int,
+    tolerance: float = 1e-9,
+    period: float | None = None,
+) -> int:
+    """Return the fewest substeps after which twice as many change a state by less than the tolerance.
 
-    Tried on a few trajectories over at most fifty steps; relative to the size of each component, so
+    Measured on a few trajectories over at most fifty steps, relative to the size of each component, so
     that a large one does not hide what the others do.
+
+    Args:
+        period: Of a rate that depends on t, whose trajectories start at several times.
+
+    Raises:
+        LostTrajectoriesError: Trajectories become non-finite with any number of substeps.
+        ValueError: No number of substeps suffices, or the rate's exact solution does not solve it.
     """
-    if hasattr(rate, "exact"):
-        return 1
     few, steps = u0[:8], min(steps, 50)
-    before = _or_none(rate, few, dt, steps, SUBSTEPS[0])
+    t0 = 0.0 if period is None else GOLDEN * period
+    if exact_solution(rate, t0) is not None:
+        _check_exact(rate, few, dt, steps, t0)
+        return 1
+    before = _or_none(rate, few, dt, steps, SUBSTEPS[0], t0)
     for substeps in SUBSTEPS[1:]:
-        after = _or_none(rate, few, dt, steps, substeps)
+        after = _or_none(rate, few, dt, steps, substeps, t0)
         if before is not None and after is not None:
             size = after.abs().amax((0, 1))  # [d]
             # Below the rounding of the largest component a small one need not settle.
@@ -213,13 +245,31 @@ def enough_substeps(rate: Rate, u0: Tensor, dt: float, steps: int, tolerance: fl
         raise LostTrajectoriesError(
             f"trajectories become non-finite even with {SUBSTEPS[-1]} substeps of dt = {dt:g}, within "
             f"{steps * dt:g}: if the solution itself does, shorten the horizon or change sample; if the "
-            "problem is stiff, use a smaller dt or say how fine, fine_dt="
+            "problem is stiff, use a smaller dt, or set the step of the fine data with fine_dt="
         )
     raise ValueError(
         f"even {SUBSTEPS[-1]} substeps of dt = {dt:g} do not settle the fine solution: the problem is "
-        "too stiff or too chaotic for this dt; use a smaller one, or say how fine: fine_dt= (on the "
-        "command line --fine-dt)"
+        "too stiff or too chaotic for this dt; use a smaller one, or set the step of the fine data with "
+        "fine_dt= (on the command line --fine-dt)"
     )
+
+
+def _check_exact(rate: Any, u0: Tensor, dt: float, steps: int, t0: float) -> None:
+    """Raise if the exact solution of a rate is not a solution, as far as dopri5 can tell."""
+    steps = min(steps, 8)
+    exact = fine_trajectories(rate, u0, dt, steps, 1, t0)
+    times = t0 + torch.arange(steps + 1, dtype=torch.float64, device=u0.device) * dt
+    with torch.no_grad():
+        solved = evolve(rate, u0.double(), times, "dopri5", rtol=1e-9, atol=1e-12)
+    size = exact.abs().amax((0, 1)) + solved.u.abs().amax((0, 1))
+    difference = (exact - solved.u).abs().amax((0, 1))
+    # Where error control gave up, nothing can be said.
+    if bool(solved.ok.all()) and bool((difference > 1e-5 * size + 1e-9 * size.max()).any()):
+        raise ValueError(
+            f"the method exact of {type(rate).__name__} does not solve its rate: within {steps} steps "
+            f"of dt = {dt:g} from t = {t0:g} it differs from dopri5 by {difference.max().item():.2g}; "
+            "correct it, or remove it"
+        )
 
 
 def substeps_for(dt: float, fine_dt: float) -> int:
@@ -252,9 +302,9 @@ def whole_steps(dt: float, horizon: float) -> int:
     return steps
 
 
-def _or_none(rate: Rate, u0: Tensor, dt: float, steps: int, substeps: int) -> Any:
+def _or_none(rate: Rate, u0: Tensor, dt: float, steps: int, substeps: int, t0: float) -> Any:
     try:
-        return fine_trajectories(rate, u0, dt, steps, substeps)
+        return fine_trajectories(rate, u0, dt, steps, substeps, t0)
     except LostTrajectoriesError:  # perhaps because the steps are too large; other errors are the rate's
         return None
 

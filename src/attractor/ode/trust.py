@@ -1,4 +1,4 @@
-"""Where a fitted correction can be trusted."""
+"""The region of states in which a fitted correction can be trusted, and the steps outside of it."""
 
 from contextlib import suppress
 from typing import Any, Self
@@ -6,22 +6,36 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from attractor.core.checks import check_input, check_tensor, check_values, check_whole
+from attractor.core import get_scheme
+from attractor.core.checks import check_input, check_number, check_tensor, check_values, check_whole
+from attractor.core.evolve import Guard
+from attractor.core.scheme import Rate
+from attractor.core.tableaus import AnyScheme
+
+PLAIN_SUBSTEPS = 2  # of the solver's own scheme, where the accuracy of a fit is not known
+MOST_SUBSTEPS = 128  # of dopri5, in place of one step
+ROUNDING = 1e-13  # relative to a state: substeps are not asked to agree better
 
 
 class TrustRegion(nn.Module):
-    """The states a fit has seen, as the leverage of a least squares fit with quadratic features.
+    """The states that a fit has seen, as the leverage of a least squares fit with quadratic features.
 
-    ``distance(u)`` is ``z' (Z'Z)^-1 z`` over the largest value among the training states, with z the
+    ``distance(u)`` is ``z' (Z'Z)^-1 z`` over its largest value among the training states, with z the
     standardised state, its products and 1: up to 1 inside, growing with the fourth power outside. It
-    is the predictive variance of a ridge fit on z; that of the fit itself would cost the square of
-    its width in every step.
+    is the predictive variance of a ridge fit on z; that of the correction itself would cost the square
+    of its width in every step.
+
+    Attributes:
+        accuracy: ``[dim]``, root mean square error of one corrected step inside the region; -1 if it is
+            not known.
     """
 
     mean: Tensor
     deviation: Tensor
     factor: Tensor
     limit: Tensor
+    accuracy: Tensor
+    may_lack = ("accuracy",)  # regions that were saved by the first versions have none
 
     def __init__(self, dim: int, **factory: Any) -> None:
         super().__init__()
@@ -31,16 +45,23 @@ class TrustRegion(nn.Module):
         self.register_buffer("deviation", torch.ones(dim, **factory))
         self.register_buffer("factor", torch.eye(size, **factory))
         self.register_buffer("limit", torch.ones((), **factory))
+        self.register_buffer("accuracy", torch.full((dim,), -1.0, **factory))
 
     def extra_repr(self) -> str:
-        """For repr."""
+        """Return the sizes, for ``repr``."""
         return f"dim={self.mean.numel()}, {self.factor.shape[0]} features"
 
     @classmethod
-    def around(cls, u: Tensor) -> Self:
-        """The region of states u ``[n, dim]``."""
+    def around(cls, u: Tensor, margin: float = 1.0) -> Self:
+        """Return the region of states u ``[n, dim]``.
+
+        Args:
+            margin: Factor by which `distance` may exceed its largest value among u. Since the distance
+                grows with the fourth power, a margin of 1.5 widens the region by a tenth.
+        """
         check_tensor("u", u, "[n, dim]")
         check_values("u", u)
+        check_number("margin", margin, 0.0)
         if u.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"u is of {u.dtype}; a region needs float32 or float64")
         if u.dim() != 2 or len(u) < 2 or not bool(torch.isfinite(u).all()):
@@ -58,7 +79,7 @@ class TrustRegion(nn.Module):
         triangle = torch.linalg.qr(torch.cat((triangle, ridge)), mode="r")[1]
         with suppress(RuntimeError):  # torch.linalg.LinAlgError
             region.factor = torch.linalg.inv(triangle)
-            region.limit = (z @ region.factor).square().sum(-1).max()
+            region.limit = margin * (z @ region.factor).square().sum(-1).max()
             if bool(torch.isfinite(region.factor).all() & torch.isfinite(region.limit)):
                 return region
         raise ValueError(
@@ -67,7 +88,7 @@ class TrustRegion(nn.Module):
         )
 
     def distance(self, u: Tensor) -> Tensor:
-        """Leverage over its largest training value, ``[*batch]``."""
+        """Return the leverage ``[*batch]`` of states u ``[*batch, dim]`` over the region's limit."""
         check_input("u", u, f"[*batch, {len(self.mean)}]", "the trust region", self.mean)
         if u.dim() == 0 or u.shape[-1] != len(self.mean):
             raise ValueError(
@@ -75,6 +96,26 @@ class TrustRegion(nn.Module):
             )
         z = self._features((u - self.mean) / self.deviation)
         return (z @ self.factor).square().sum(-1) / self.limit
+
+    def inside(self, u: Tensor) -> Tensor:
+        """Return ``[*batch]``, True for states u ``[*batch, dim]`` in the region; NaN is outside."""
+        return self.distance(u) <= 1
+
+    def guard(self, scheme: AnyScheme, replace: bool = True) -> Guard:
+        """Return the guard of a solver with this scheme, for one solve.
+
+        Args:
+            replace: Whether steps outside of the region are replaced by plain substeps, or only
+                recorded.
+        """
+
+        def substeps(rate: Rate, t: Tensor, dt: Any, u: Tensor) -> Tensor:
+            if bool((self.accuracy < 0).any()):
+                return _substeps(rate, scheme, t, dt, u, PLAIN_SUBSTEPS)
+            rounding = ROUNDING * torch.maximum(self.mean.abs() + self.deviation, u.detach().abs())
+            return settled_step(rate, t, dt, u, torch.maximum(self.accuracy, rounding))
+
+        return Guard(self.inside, substeps if replace else None)
 
     @staticmethod
     def _features(x: Tensor) -> Tensor:
@@ -85,3 +126,43 @@ class TrustRegion(nn.Module):
         else:
             products = x**2
         return torch.cat((products, x, torch.ones_like(x[..., :1])), -1)
+
+
+def settled_step(rate: Rate, t: Tensor, dt: Any, u: Tensor, tolerance: Tensor) -> Tensor:
+    """Return the states ``[*batch, d]`` one dt after u, by as many substeps of dopri5 as they need.
+
+    Each trajectory doubles its substeps until the estimated error of every component is within the
+    tolerance, or there are `MOST_SUBSTEPS`. Its substeps do not depend on the other trajectories.
+    """
+    scheme = get_scheme("dopri5")
+    with torch.no_grad():
+        start, count = u.detach(), 1
+        state = _substeps(rate, scheme, t, dt, start, count)
+        settled = ~torch.isfinite(start).all(-1)
+        needed = torch.where(settled, count, MOST_SUBSTEPS)
+        before = state
+        while count < MOST_SUBSTEPS and not bool(settled.all()):
+            count *= 2
+            after = _substeps(rate, scheme, t, dt, start, count)
+            # Half as many substeps have 2^order times the error.
+            error = (after - before).abs() / (2**scheme.order - 1)
+            state = torch.where(settled[..., None], state, after)
+            passed = ~settled & (error <= tolerance).all(-1)
+            needed, settled, before = torch.where(passed, count, needed), settled | passed, after
+    if not torch.is_grad_enabled():
+        return state
+    # Once more with gradients. A neighbour's state in place of the trajectories that need more substeps:
+    # with fewer theirs may overflow.
+    state = u
+    for n in needed.unique().tolist():
+        mine = (needed == n)[..., None]
+        own = torch.where(mine, u, u.detach()[needed == n][0])
+        state = torch.where(mine, _substeps(rate, scheme, t, dt, own, n), state)
+    return state
+
+
+def _substeps(rate: Rate, scheme: AnyScheme, t: Tensor, dt: Any, u: Tensor, count: int) -> Tensor:
+    part = dt / count
+    for i in range(count):
+        u = u + part * scheme.slope(rate, t + i * part, u, part)
+    return u

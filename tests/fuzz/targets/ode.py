@@ -395,6 +395,15 @@ def _distance(m: Maker) -> Call:
     )  # type: ignore[union-attr]
 
 
+@target("attractor.ode.trust.TrustRegion.inside")
+def _inside(m: Maker) -> Call:
+    dtype = m.pick(WIDE)
+    u = a_state(m, 2, [dtype])
+    return calling(
+        solver(dtype).trust.inside, u, check=lambda r: shaped(*u.shape[:-1], dtype=torch.bool)(r)
+    )  # type: ignore[union-attr]
+
+
 @target("attractor.ode.theory.steepest")
 def _steepest(m: Maker) -> Call:
     from attractor.ode.corrections.network import Rational, Sine

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from attractor.ode.serialization import history_from_json
 from attractor.report import live
 from attractor.report.page import Page
 from attractor.report.runs.run import Run, look, read_json
@@ -19,7 +20,7 @@ def read(path: Path, name: str) -> Run:
     told = read_json(path / "fit.json") if (path / "fit.json").exists() else {}
     inner = path / "solver" if (path / "solver").is_dir() else path
     config = read_json(inner / "config.json") if (inner / "config.json").exists() else {}
-    history = told.get("history") or config.get("history") or []
+    history = told.get("history") or history_from_json(config.get("history") or [])
     last = history[-1] if history else {}
     test = told.get("test", {})
     error = lambda key: test[key]["error"] if key in test else None
@@ -27,7 +28,8 @@ def read(path: Path, name: str) -> Run:
     rate = config.get("rate", {})
     scheme = config.get("scheme", {})
     numbers = {
-        "held-out mean square error": last.get("rollout"),
+        "mean square error of the fit": last.get("rollout"),
+        "worst trajectory of the fit": last.get("worst"),
         "without the correction": last.get("plain"),
         "new trajectories, hybrid": error("hybrid"),
         "new trajectories, plain": error(plain),

@@ -1,0 +1,149 @@
+"""Equations and schemes as JSON, and whether an equation is the one that was saved.
+
+Code is not saved: of a system of `attractor.systems` its name and options are, of any other rate its
+name. Both are saved with some values, which tell a rate from another one of the same name.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attractor.core import Scheme, Splitting
+from attractor.core.tableaus import AnyScheme
+from attractor.ode import systems
+from attractor.ode.trust import TrustRegion
+from attractor.train import checkpoint
+from attractor.train.checkpoint import CheckpointError
+
+
+def is_system(rate: Any) -> bool:
+    """Return whether a rate is one of `attractor.systems`, not another class of the same name."""
+    name = type(rate).__name__
+    return name in systems.__all__ and type(rate) is getattr(systems, name)
+
+
+def rate_to_json(rate: Any) -> dict[str, Any]:
+    """Return what is saved of a rate: name and options of a system, the name of a function."""
+    if is_system(rate):
+        options = {f.name: getattr(rate, f.name) for f in dataclasses.fields(rate) if f.init}
+        return {"system": type(rate).__name__, "options": options}
+    return {"name": getattr(rate, "__qualname__", type(rate).__qualname__)}
+
+
+def rate_from_json(saved: dict[str, Any]) -> Any:
+    """Return the system that was saved; None if it was a rate of the user's own."""
+    if "system" not in saved:
+        return None
+    if saved["system"] not in systems.__all__:
+        raise ValueError(f"no system is called {saved['system']!r}")
+    return getattr(systems, saved["system"])(**saved["options"])
+
+
+def values_to_json(rate: Any, trust: TrustRegion | None) -> dict[str, Any]:
+    """Return some values of a rate, which tell it from others; nothing without a trust region."""
+    values = None if trust is None else _values_of(rate, trust)
+    return {} if values is None else {"values": values.tolist()}
+
+
+def values_from_json(saved: dict[str, Any], dim: int) -> Tensor | None:
+    """Return the values of `values_to_json`; None if there are none."""
+    if "values" not in saved:
+        return None
+    values = torch.tensor(saved["values"], dtype=torch.float64)
+    if values.shape != (3, dim):
+        raise ValueError(f"values of its rate have shape {list(values.shape)}, not [3, {dim}]")
+    return values
+
+
+def check_values(saved: Tensor, rate: Any, trust: TrustRegion, folder: Path | str) -> None:
+    """Raise if a rate has other values than the one that was saved.
+
+    Raises:
+        CheckpointError: It has.
+    """
+    values = _values_of(rate, trust)
+    if values is None:
+        return
+    difference = (values - saved).abs().amax(1)
+    if bool((difference > 1e-6 * saved.abs().max()).any()):
+        i = int(difference.argmax())
+        u, before, now = (_row(x[i]) for x in (_states_of(trust), saved, values))
+        raise CheckpointError(
+            f"{folder} was fitted to another equation: at u = {u} its rate was {before}, and this one "
+            f"is {now}; pass the equation of the fit as rate="
+        )
+
+
+def _states_of(trust: TrustRegion) -> Tensor:
+    """Some states in a trust region ``[3, dim]``."""
+    signs = torch.tensor([1.0, -1.0]).to(trust.mean).repeat(trust.mean.numel())[: trust.mean.numel()]
+    return torch.stack([trust.mean + x * signs * trust.deviation for x in (0.0, 0.4, -0.7)])
+
+
+def _values_of(rate: Any, trust: TrustRegion) -> Tensor | None:
+    """The rate there, in float64; None if it cannot be called with them, since it requires batches of
+    another shape, or is not finite at t = 0."""
+    try:
+        with torch.no_grad():
+            u = _states_of(trust)
+            values = rate(torch.zeros((), dtype=u.dtype, device=u.device), u).double().cpu()
+    except Exception:
+        return None
+    return values if values.shape == u.shape and bool(torch.isfinite(values).all()) else None
+
+
+def _row(x: Tensor) -> str:
+    return "[" + ", ".join(f"{value:.4g}" for value in x.tolist()) + "]"
+
+
+def history_to_json(history: list[dict[str, Any]]) -> str:
+    """Return the history of a fit as text, in which an infinite error stays infinite."""
+    return json.dumps(history)
+
+
+def history_from_json(saved: Any) -> list[dict[str, Any]]:
+    """Return the history of a fit; the first versions wrote it as a list."""
+    return json.loads(saved) if isinstance(saved, str) else saved
+
+
+def scheme_to_json(scheme: AnyScheme) -> dict[str, Any]:
+    """Return the coefficients of a scheme."""
+    if isinstance(scheme, Splitting):
+        parts = {k: [x.hex() for x in getattr(scheme, k)] for k in ("kick", "drift")}
+        return {"splitting": scheme.name, **parts, "order": scheme.order}
+    listed = lambda row: None if row is None else [str(x) for x in row]
+    return {
+        "scheme": scheme.name,
+        "a": [listed(row) for row in scheme.a],
+        **{key: listed(getattr(scheme, key)) for key in ("b", "c", "b_low", "dense")},
+        "order": scheme.order,
+    }
+
+
+def scheme_from_json(saved: dict[str, Any]) -> AnyScheme:
+    """Return the scheme of `scheme_to_json`."""
+    if "splitting" in saved:
+        kick, drift = ([float.fromhex(x) for x in saved[k]] for k in ("kick", "drift"))
+        return Splitting(saved["splitting"], kick, drift, saved["order"])
+    parts = (saved[key] for key in ("a", "b", "c", "order", "b_low", "dense"))
+    return Scheme(saved["scheme"], *parts)
+
+
+def module_from_tensors(
+    make: Callable[..., Any], tensors: dict[str, Tensor], prefix: str, folder: Path | str
+) -> Any:
+    """Return a module with the saved tensors, in their dtype; names and shapes must fit exactly."""
+    own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+    dtypes = {v.dtype for v in own.values() if v.is_floating_point()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float64
+    shell = make(dtype=dtype, device="meta")
+    checkpoint.check(shell, checkpoint.completed(shell, own), folder)  # before memory is taken
+    with torch.random.fork_rng(devices=[]):  # its first weights are thrown away
+        module = make(dtype=dtype)
+    checkpoint.fill(module, checkpoint.completed(module, own), folder)
+    return module
