@@ -100,11 +100,14 @@ class CapturedStep:
         return self._whole is not None
 
     def reset(self, u: Tensor, t: float = 0.0) -> None:
-        """Put the batch at states u, of the shape and type it was made for, and time t."""
-        if u.shape != self.u.shape or u.dtype != self.u.dtype:
+        """Set the batch to states u, of the shape it was made for, and the time to t.
+
+        States of another dtype, or on another device, are converted.
+        """
+        if u.shape != self.u.shape:
             raise ValueError(
-                f"states {list(u.shape)} in {u.dtype} do not fit a graph of {list(self.u.shape)} in "
-                f"{self.u.dtype}; make another CapturedStep for them"
+                f"states {list(u.shape)} do not fit a graph of {list(self.u.shape)}; make another "
+                "CapturedStep for them"
             )
         self.u.copy_(u.detach())
         self.t.fill_(t)

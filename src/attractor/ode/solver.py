@@ -206,8 +206,9 @@ class HybridSolver:
         )  # fmt: skip
 
     def _converted(self, u: Tensor) -> Tensor:
-        """States in the solver's dtype and on its device."""
-        return u if self._like is None else u.to(dtype=self.dtype, device=self.device)
+        """States in the solver's dtype and on its device; what is no floating state as it is."""
+        floating = isinstance(u, Tensor) and u.is_floating_point()
+        return u.to(dtype=self.dtype, device=self.device) if floating and self._like is not None else u
 
     def _guard(self, guard: bool | None) -> Guard | None:
         """The guard of one solve; None if nothing is known about where the correction applies."""
@@ -218,12 +219,13 @@ class HybridSolver:
         return self.trust.guard(self.scheme, replace=guard is None or bool(guard))
 
     def capture(self, u: Tensor, *, steps: int = 1, **options: Any) -> CapturedStep:
-        """Steps of states like u ``[*batch, d]``, several at a time, as one CUDA graph.
+        """Return steps of states like u ``[*batch, d]``, several at a time, as one CUDA graph.
 
-        For small batches on a GPU, where launching a step takes longer than computing it. Other options
-        and what comes back: see `CapturedStep`.
+        This is for small batches on a GPU, where launching a step takes longer than computing it. Nothing
+        looks at the states on the way, so these steps are not guarded. Other options and the result: see
+        `CapturedStep`.
         """
-        return CapturedStep(self, u, steps=steps, **options)
+        return CapturedStep(self, self._converted(u), steps=steps, **options)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move the correction and the trust region to a dtype or device."""
