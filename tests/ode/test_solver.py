@@ -110,15 +110,25 @@ def test_a_folder_that_names_a_system_it_was_not_fitted_to_is_refused(tmp_path):
     solver.rate = at.systems.Lorenz()
     from attractor.ode import serialization
 
-    values = serialization.values_to_json(Lorenz(), solver.trust)
+    values = serialization.values_to_json(Lorenz(), 3, solver.trust)
     original = serialization.values_to_json
-    serialization.values_to_json = lambda rate, trust: values
+    serialization.values_to_json = lambda *_: values
     try:
         solver.save(tmp_path)
     finally:
         serialization.values_to_json = original
     with pytest.raises(at.CheckpointError, match="was fitted to another equation"):
         at.HybridSolver.load(tmp_path)
+
+
+def test_equations_are_compared_without_a_region_and_at_several_times(tmp_path):
+    correction = at.corrections.AttNS(2, width=4, **F64)
+    at.HybridSolver(spring, "rk4", correction, 0.1).save(tmp_path)
+    later = lambda t, u: spring(t, u) * (1 + t)  # the same at t = 0
+    for other in (damped(0.1), later):
+        with pytest.raises(at.CheckpointError, match="was fitted to another equation"):
+            at.HybridSolver.load(tmp_path, rate=other)
+    assert at.HybridSolver.load(tmp_path, rate=spring).trust is None
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ name. Both are saved with some values, which tell a rate from another one of the
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from attractor.ode import systems
 from attractor.ode.trust import TrustRegion
 from attractor.train import checkpoint
 from attractor.train.checkpoint import CheckpointError
+
+TIMES = (0.0, 0.37, 1.9)  # at which the values of a rate are saved
 
 
 def is_system(rate: Any) -> bool:
@@ -44,57 +46,76 @@ def rate_from_json(saved: dict[str, Any]) -> Any:
     return getattr(systems, saved["system"])(**saved["options"])
 
 
-def values_to_json(rate: Any, trust: TrustRegion | None) -> dict[str, Any]:
-    """Return some values of a rate, which tell it from others; nothing without a trust region."""
-    values = None if trust is None else _values_of(rate, trust)
-    return {} if values is None else {"values": values.tolist()}
+@dataclasses.dataclass(frozen=True)
+class Values:
+    """What a rate returns for some states, which tells it from other rates.
+
+    Attributes:
+        times: The time of each state ``[3]``; the first versions used 0 for all.
+        rates: The rate there ``[3, dim]``, in float64.
+    """
+
+    times: tuple[float, ...]
+    rates: Tensor
 
 
-def values_from_json(saved: dict[str, Any], dim: int) -> Tensor | None:
+def values_to_json(rate: Any, dim: int | None, trust: TrustRegion | None) -> dict[str, Any]:
+    """Return some values of a rate as JSON; nothing if it cannot be called."""
+    rates = None if dim is None else _rates_of(rate, TIMES, _states_of(dim, trust))
+    return {} if rates is None else {"values": rates.tolist(), "times": list(TIMES)}
+
+
+def values_from_json(saved: dict[str, Any], dim: int) -> Values | None:
     """Return the values of `values_to_json`; None if there are none."""
     if "values" not in saved:
         return None
-    values = torch.tensor(saved["values"], dtype=torch.float64)
-    if values.shape != (3, dim):
-        raise ValueError(f"values of its rate have shape {list(values.shape)}, not [3, {dim}]")
-    return values
+    rates = torch.tensor(saved["values"], dtype=torch.float64)
+    times = tuple(float(t) for t in saved.get("times", (0.0, 0.0, 0.0)))
+    if rates.shape != (3, dim) or len(times) != 3:
+        raise ValueError(f"values of its rate have shape {list(rates.shape)}, not [3, {dim}]")
+    return Values(times, rates)
 
 
-def check_values(saved: Tensor, rate: Any, trust: TrustRegion, folder: Path | str) -> None:
+def check_values(
+    saved: Values, rate: Any, dim: int, trust: TrustRegion | None, folder: Path | str
+) -> None:
     """Raise if a rate has other values than the one that was saved.
 
     Raises:
         CheckpointError: It has.
     """
-    values = _values_of(rate, trust)
-    if values is None:
+    states = _states_of(dim, trust)
+    rates = _rates_of(rate, saved.times, states)
+    if rates is None:
         return
-    difference = (values - saved).abs().amax(1)
-    if bool((difference > 1e-6 * saved.abs().max()).any()):
+    difference = (rates - saved.rates).abs().amax(1)
+    if bool((difference > 1e-6 * saved.rates.abs().max()).any()):
         i = int(difference.argmax())
-        u, before, now = (_row(x[i]) for x in (_states_of(trust), saved, values))
+        u, before, now = (_row(x[i]) for x in (states, saved.rates, rates))
         raise CheckpointError(
-            f"{folder} was fitted to another equation: at u = {u} its rate was {before}, and this one "
-            f"is {now}; pass the equation of the fit as rate="
+            f"{folder} was fitted to another equation: at t = {saved.times[i]:g} and u = {u} its rate "
+            f"was {before}, and this one is {now}; pass the equation of the fit as rate="
         )
 
 
-def _states_of(trust: TrustRegion) -> Tensor:
-    """Some states in a trust region ``[3, dim]``."""
-    signs = torch.tensor([1.0, -1.0]).to(trust.mean).repeat(trust.mean.numel())[: trust.mean.numel()]
-    return torch.stack([trust.mean + x * signs * trust.deviation for x in (0.0, 0.4, -0.7)])
+def _states_of(dim: int, trust: TrustRegion | None) -> Tensor:
+    """Some states ``[3, dim]``, in the trust region if there is one."""
+    region = TrustRegion(dim, dtype=torch.float64) if trust is None else trust
+    signs = torch.tensor([1.0, -1.0]).to(region.mean).repeat(dim)[:dim]
+    return torch.stack([region.mean + x * signs * region.deviation for x in (0.0, 0.4, -0.7)])
 
 
-def _values_of(rate: Any, trust: TrustRegion) -> Tensor | None:
-    """The rate there, in float64; None if it cannot be called with them, since it requires batches of
-    another shape, or is not finite at t = 0."""
+def _rates_of(rate: Any, times: Sequence[float], states: Tensor) -> Tensor | None:
+    """The rate of each state at its time, in float64; None if it cannot be called with them, since it
+    requires batches of another shape, or is not finite there."""
     try:
         with torch.no_grad():
-            u = _states_of(trust)
-            values = rate(torch.zeros((), dtype=u.dtype, device=u.device), u).double().cpu()
+            clock = torch.tensor(times, dtype=states.dtype, device=states.device)
+            rows = [rate(t, states) for t in clock]
+            rates = torch.stack([row[i] for i, row in enumerate(rows)]).double().cpu()
     except Exception:
         return None
-    return values if values.shape == u.shape and bool(torch.isfinite(values).all()) else None
+    return rates if rates.shape == states.shape and bool(torch.isfinite(rates).all()) else None
 
 
 def _row(x: Tensor) -> str:

@@ -221,9 +221,9 @@ class HybridSolver:
     def capture(self, u: Tensor, *, steps: int = 1, **options: Any) -> CapturedStep:
         """Return steps of states like u ``[*batch, d]``, several at a time, as one CUDA graph.
 
-        This is for small batches on a GPU, where launching a step takes longer than computing it. Nothing
-        looks at the states on the way, so these steps are not guarded. Other options and the result: see
-        `CapturedStep`.
+        This is for small batches on a GPU, where launching a step takes longer than computing it.
+        Nothing looks at the states on the way, so these steps are not guarded. Other options and the
+        result: see `CapturedStep`.
         """
         return CapturedStep(self, self._converted(u), steps=steps, **options)
 
@@ -257,7 +257,7 @@ class HybridSolver:
             "scheme": serialization.scheme_to_json(self.scheme),
             "correction": {"name": name, **options},
             "trust": self.trust is not None,
-            "rate": {**rate, **serialization.values_to_json(self.rate, self.trust)},
+            "rate": {**rate, **serialization.values_to_json(self.rate, self.dim, self.trust)},
             "history": serialization.history_to_json(self.history),
         }
         return checkpoint.save(folder, KIND, tensors, config)
@@ -301,8 +301,8 @@ class HybridSolver:
         if rate is not None and known is not None and is_system(rate) and rate != known:
             raise CheckpointError(f"{folder} was fitted to {known}, not to {rate}")
         equation = rate if rate is not None else known
-        if values is not None and trust is not None:
-            serialization.check_values(values, equation, trust, folder)
+        if values is not None:
+            serialization.check_values(values, equation, options["dim"], trust, folder)
         return cls(equation, scheme, correction, dt, trust, history)
 
     @classmethod
