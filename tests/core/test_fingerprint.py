@@ -130,6 +130,7 @@ DIFFERENT = {
     "fractions": (Fraction(1, 2), Fraction(1, 3)),
     "attributes of lists": (type("L", (list,), {})(), type("M", (list,), {})()),
     "sets": ({1, 2}, {1, 3}),
+    "what an object says itself": (SimpleNamespace(fingerprint="a"), SimpleNamespace(fingerprint="b")),
     "paths": (Path("a"), Path("b")),
     "data sets": (
         torch.utils.data.TensorDataset(torch.zeros(2)), torch.utils.data.TensorDataset(torch.ones(2))),
@@ -145,6 +146,13 @@ def test_what_differs_has_another_fingerprint_and_is_named(what):
     again = copy.deepcopy(one)
     assert fingerprint(again) == fingerprint(one)
     assert outline(again) == outline(one)
+
+
+class Known:
+    """Says itself what it is."""
+
+    def __init__(self, fingerprint):
+        self.fingerprint, self.read = fingerprint, []
 
 
 class Counter:
@@ -184,6 +192,9 @@ def positions():
     filled = Counter()
     filled.cache["a"] = 1
     yield Counter(), filled
+    used = Known("a")
+    used.read.append(1)
+    yield Known("a"), used
     yield {"a": 1, "b": 2}, {"b": 2, "a": 1}
     yield torch.eye(3), torch.eye(3).t()
     yield torch.zeros(3), torch.zeros(1).expand(3)

@@ -8,7 +8,8 @@ A fingerprint is a SHA-256 over what a value is made of. It covers
 - classes: by their full name if they belong to Python, to this library or to an installed package, and
   by their methods and attributes otherwise, so that two classes that share a name are told apart;
 - modules (`torch.nn.Module`): class, attributes, parameters, buffers and submodules;
-- other objects: class and state, which is what pickling would keep (`__reduce_ex__`, `__getstate__`).
+- other objects: class and state, which is the text in their attribute `fingerprint` (or `_fingerprint`)
+  if they have one, and else what pickling would keep (`__reduce_ex__`, `__getstate__`).
 
 It does not cover devices, positions of random generators and of iterators, files, locks and threads.
 Tensors and arrays above `WHOLE` bytes are sampled. Compiled code differs between versions of Python.
@@ -398,8 +399,9 @@ class Fingerprints:
     def state(self, value: Any) -> Any:
         """What pickling an object would keep; its attributes where it cannot be pickled."""
         try:
-            if isinstance(name := getattr(value, "_fingerprint", None), str):  # Hugging Face's data sets
-                return {"_fingerprint": name}
+            for name in ("fingerprint", "_fingerprint"):  # the latter of Hugging Face's data sets
+                if isinstance(text := getattr(value, name, None), str):
+                    return {name: text}
             if callable(value) and hasattr(value, "__wrapped__"):  # such as functools.cache makes
                 return {"__wrapped__": value.__wrapped__}
             reduced = value.__reduce_ex__(4)

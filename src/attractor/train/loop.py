@@ -110,11 +110,7 @@ def train(
         training = _Training(model, train_data, valid_data, recipe, loss, place)
         folder: RunFolder | None = None
         if out is not None or place.share[1] > 1:
-            found = Definition.of(
-                model, train_data, valid_data, recipe, loss, precision=place.precision,
-                processes=place.share[1],
-            )  # fmt: skip
-            definition = replace(found, steps=training.feed.steps)
+            definition = training.definition(train_data, valid_data, loss)
             place.join(definition)
             if out is not None:
                 folder = RunFolder(out, recipe, definition, place.is_main)
@@ -172,6 +168,39 @@ def train(
         if folder and place.is_main:
             folder.finish(model)
     return history
+
+
+def restored(
+    model: nn.Module,
+    train_data: Any,
+    valid_data: Any,
+    recipe: Recipe,
+    *,
+    out: Path | str,
+    loss: Loss | None = None,
+    device: torch.device | str | None = None,
+) -> History:
+    """Give a model the weights of the last checkpoint of its run, and train no further.
+
+    In this process alone. All arguments are those that `train` was called with; the model has the
+    weights it started from, and is left in evaluation mode.
+
+    Returns:
+        The rows of the epochs that are done; none if there is no checkpoint, or if the last one was
+        written within an epoch.
+
+    Raises:
+        CheckpointError: the folder holds another run.
+    """
+    place = Place.find(device, recipe.precision, distributed=False)
+    with _own_surroundings(place.device):
+        training = _Training(model, train_data, valid_data, recipe, loss, place)
+        definition = training.definition(train_data, valid_data, loss)
+        history, begun = RunFolder(out, recipe, definition).resume(
+            model, training.optimiser, training.scaler
+        )
+    model.eval()
+    return History() if begun else history
 
 
 def train_seeds(
@@ -279,6 +308,15 @@ class _Training:
         self.valid: Feed | None = None
         if valid_data is not None:
             self.valid = feed_of(valid_data, recipe, train=False, like=like, share=place.share)
+
+    def definition(self, train_data: Any, valid_data: Any, loss: Loss | None) -> Definition:
+        """What defines the run; before the model is shared, and while it has its first weights."""
+        place = self.place
+        found = Definition.of(
+            self.model, train_data, valid_data, self.recipe, loss, precision=place.precision,
+            processes=place.share[1],
+        )  # fmt: skip
+        return replace(found, steps=self.feed.steps)
 
     def begin(self) -> None:
         """Share the model with the other processes, and make the steps."""

@@ -335,18 +335,6 @@ class RunFolder:
             self.board.close()
 
 
-def weights_of(folder: Path | str, model: nn.Module) -> int:
-    """Give a model the weights of the latest checkpoint in a folder, for evaluation, if that was written
-    after a whole epoch; after how many: 0 where there is none."""
-    found = Kept(folder, KIND).load()
-    if found is None or "begun" in found[2]:
-        return 0
-    path, tensors, _ = found
-    checkpoint.fill(model, _weights(model, tensors), path, ADVICE)
-    model.eval()
-    return tensors["log"].numpy().tobytes().count(b"\n") - 1  # lines, and one more
-
-
 ADVICE = "give another out=, or resume=False to start anew"
 
 
