@@ -137,9 +137,28 @@ def _owner(name: str) -> str:
     if root == "__main__":  # whose file is that of the notebook's or the test's program
         return "user"
     file = getattr(sys.modules.get(name) or sys.modules.get(root), "__file__", None)
-    parts = Path(file).parts if file else ()
-    installed = "site-packages" in parts or "dist-packages" in parts
-    return "installed" if installed or root in ("torch", "numpy") else "user"
+    return "installed" if root in ("torch", "numpy") or _is_installed(file or "") else "user"
+
+
+@functools.cache
+def _owner_of_code(file: str, name: str) -> str:
+    """Who wrote a function of a file; by its module if there is no such file, as in a notebook."""
+    path = Path(file)
+    if not path.is_absolute() or not path.exists():
+        return _owner(name)
+    if _is_installed(file):
+        return "installed"
+    for owner, place in (
+        ("attractor", Path(__file__).parents[1]),
+        ("python", Path(dis.__file__).parent),
+    ):
+        if path.is_relative_to(place):
+            return owner
+    return "user" if name.partition(".")[0] not in ("torch", "numpy") else "installed"
+
+
+def _is_installed(file: str) -> bool:
+    return bool({"site-packages", "dist-packages"} & set(Path(file).parts))
 
 
 def _named(value: Any) -> str:
@@ -347,7 +366,7 @@ class Fingerprints:
             with suppress(ValueError):  # a cell that is still empty
                 outside[name] = cell.cell_contents
         reads, sets = _outside(code)
-        if _owner(value.__module__ or "") == "user":
+        if _owner_of_code(code.co_filename, value.__module__ or "") == "user":
             found: dict[str, Any] = {"name": value.__qualname__, "code": code}
             found |= {f"default {i}": x for i, x in enumerate(value.__defaults__ or ())}
             found |= {f"default {name}": x for name, x in (value.__kwdefaults__ or {}).items()}
