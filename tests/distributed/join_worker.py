@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from attractor.train import Recipe, evaluate, place, train
+from attractor.train import Recipe, evaluate, join, train
 from tests.distributed.launching import write_result
 
 RECIPE = Recipe(epochs=2, learning_rate=0.05, warmup=0, precision="fp32")
@@ -43,7 +43,7 @@ def trained(seed, data=0, recipe=RECIPE, **options):
 def lonely(folder):
     """Before any group is there the first rank calls, and nobody else does."""
     rank = int(os.environ["RANK"])
-    place.JOIN_SECONDS = 3.0
+    join.JOIN_SECONDS = 3.0
     found = trained(0) if rank == 0 else None
     while rank and not (folder / "given-up").exists():
         time.sleep(0.1)
@@ -56,16 +56,18 @@ def disagreeing(folder):
     rank = dist.get_rank()
     found = {"weights": trained(rank), "data": trained(0, rank)}
     found["recipe"] = trained(0, recipe=replace(RECIPE, seed=rank))
+    found["call"] = trained(0, save_every=rank, out=folder / "call")
+    found["out"] = trained(0, out=folder / "out" if rank else None)
     found["each"] = trained(rank, out=folder / f"each-{rank}", distributed=False)
     found["one folder"] = trained(rank, out=folder / "one", distributed=False)
     dist.barrier()
     if rank == 0:
         found["one rank"] = trained(7, distributed=False)
         found["evaluated"] = evaluate(model_of(0), batches(0))
-        place.JOIN_SECONDS = 2.0
+        join.JOIN_SECONDS = 2.0
         found["alone"] = trained(0)
     dist.barrier()
-    place.JOIN_SECONDS = 120.0
+    join.JOIN_SECONDS = 120.0
     found["together"] = [trained(0), trained(1, out=folder / "together")]
     found["another"] = trained(2, out=folder / "together")
     found["again"] = trained(1, out=folder / "together")

@@ -25,6 +25,8 @@ def two(tmp_path_factory):
         ("weights", "other initial weights (0.weight, 0.bias, 3.weight and 1 more)"),
         ("data", "another train_data"),
         ("recipe", "seed = 0, not 1"),
+        ("call", "save_every = 0, not 1"),
+        ("out", "out = False, not True"),
     ],
 )
 def test_different_runs_raise_in_every_process(two, what, told):

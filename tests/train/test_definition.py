@@ -346,6 +346,16 @@ def test_a_finished_run_leaves_plain_weights(tmp_path):
     assert not path.exists()  # of the run before
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "run.json"])
+@pytest.mark.parametrize("resume", [True, False])
+def test_files_of_others_with_such_names_are_left_alone(tmp_path, name, resume):
+    """As in a folder of a pretrained model that somebody gives as out=."""
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=r"give another out="):
+        run(out=tmp_path, resume=resume)
+    assert files(tmp_path) == {(tmp_path / name).relative_to(tmp_path): b"{}"}
+
+
 def test_weights_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

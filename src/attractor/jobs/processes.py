@@ -2,7 +2,6 @@
 
 import atexit
 import multiprocessing
-import os
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,16 +12,6 @@ from typing import Any
 from attractor.jobs.job import Artifact, Job, Ledger, Shard, attempt
 
 GRACE = 5.0  # seconds
-# What torchrun and accelerate launch tell a process about its rank.
-LAUNCHER = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-)
 
 
 def processes(job: Job, shards: Iterable[Shard], workers: int, retries: int) -> Iterator[Artifact]:
@@ -122,12 +111,7 @@ def _without_ctrl_c() -> Iterator[None]:
 
 
 def _serve(job: Job, pipe: Any) -> None:
-    """What a worker does, until the caller has gone.
-
-    A worker is no rank of the launcher that may have started its caller, whatever it has inherited.
-    """
-    for name in LAUNCHER:
-        os.environ.pop(name, None)
+    """What a worker does, until the caller has gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -27,6 +27,7 @@ from attractor.train.classify import Classify
 from attractor.train.definition import Definition
 from attractor.train.feeds import Feed, feed_of
 from attractor.train.history import DivergedError, History, Progress, Row, Seeds
+from attractor.train.join import join
 from attractor.train.place import HALVES, Place
 from attractor.train.recipe import SHORT, Recipe
 from attractor.train.runs import Begun, RunFolder
@@ -100,7 +101,7 @@ def train(
             what defines it, or is damaged.
         ValueError: processes that were launched together train different runs; says in what they differ.
         RuntimeError: another process has not called `train` within
-            `attractor.train.place.JOIN_SECONDS`, 120.
+            `attractor.train.join.JOIN_SECONDS`, 120.
         OSError: the log or a checkpoint cannot be written, because the disk is full, say.
         KeyboardInterrupt, TerminatedError: after Ctrl-C, after SIGTERM (a `SystemExit`).
     """
@@ -111,7 +112,8 @@ def train(
         folder: RunFolder | None = None
         if out is not None or place.share[1] > 1:
             definition = training.definition(train_data, valid_data, loss)
-            place.join(definition)
+            options = {"out": out is not None, "resume": resume, "save_every": save_every}
+            join(place.share, definition, options)
             if out is not None:
                 folder = RunFolder(out, recipe, definition, place.is_main)
         training.begin()

@@ -1,12 +1,9 @@
 """Where training happens: device, processes and precision, by Accelerate."""
 
-import json
 import os
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,14 +12,8 @@ from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from attractor.core.files import json_bytes
-from attractor.train.definition import Definition
+from attractor.train.join import launched
 
-JOIN_SECONDS = 120.0  # that a process waits for the others to call train
-TOGETHER = (
-    "all processes that torchrun or accelerate launch has started train one run together: seed before "
-    "the model is made and give all of them the same data, or distributed=False to train in each alone"
-)
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -58,16 +49,16 @@ class Place:
             raise ImportError("training needs Accelerate: pip install 'attractor[train]'") from None
         # On CPUs Accelerate has to be told, or each process would train alone, over the others' files.
         wanted = "cpu" if device is None and not torch.accelerator.is_available() else device
-        launched = int(os.environ.get("WORLD_SIZE", "1"))
-        if launched > 1 and not distributed:
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world > 1 and not distributed:
             told = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").replace("no", "fp32")
             place = _own_device() if wanted is None else torch.device(wanted)
             return cls(place, _precision(precision, place, told))
-        several_cpus = launched > 1 and wanted is not None and torch.device(wanted).type == "cpu"
-        accelerator = _launched(several_cpus) if launched > 1 else Accelerator()
-        if accelerator.num_processes != launched and launched > 1:
+        several_cpus = world > 1 and wanted is not None and torch.device(wanted).type == "cpu"
+        accelerator = launched(several_cpus) if world > 1 else Accelerator()
+        if accelerator.num_processes != world and world > 1:
             raise ValueError(
-                f"this is one of {launched} processes, but Accelerate knows of "
+                f"this is one of {world} processes, but Accelerate knows of "
                 f"{accelerator.num_processes}: an Accelerator was made before, of another kind; make it "
                 "with cpu=True, or none"
             )
@@ -148,43 +139,6 @@ class Place:
         if self.share[1] > 1:
             self.accelerator.wait_for_everyone()
 
-    def join(self, definition: Definition) -> None:
-        """Raise, in every process, unless all processes are about to train the same run.
-
-        Raises:
-            RuntimeError: another process has not called within `JOIN_SECONDS`.
-            ValueError: processes train different runs; says in what they differ.
-        """
-        rank, world = self.share
-        if world == 1:
-            return
-        store, call = torch.distributed.distributed_c10d._get_default_store(), next(_calls)
-        key = lambda rank, what, call=call: f"attractor.train {call} {rank} {what}"
-        store.set(key(rank, "definition"), json_bytes(definition.to_json()).decode())
-        store.set(key(rank, "digest"), definition.digest)
-        absent = _absent(store, [key(other, "digest") for other in range(world)])
-        if absent:
-            for what in ("digest", "definition"):
-                store.delete_key(key(rank, what))
-            _calls.back()
-            raise RuntimeError(
-                f"rank {rank} has waited {JOIN_SECONDS:g} s for ranks {absent} to call train, too; "
-                f"{TOGETHER}"
-            )
-        if call:  # which all have read
-            for what in ("digest", "definition"):
-                store.delete_key(key(rank, what, call - 1))
-        digests = [store.get(key(other, "digest")) for other in range(world)]
-        others = [other for other in range(world) if digests[other] != digests[0]]
-        if others:
-            one, other = (
-                Definition.from_json(json.loads(store.get(key(r, "definition")))) for r in (0, others[0])
-            )
-            raise ValueError(
-                f"ranks {others} train another run than rank 0: rank 0 has "
-                f"{'; '.join(one.unlike(other))}; {TOGETHER}"
-            )
-
     def raise_together(self, error: Exception | None) -> None:
         """Raise an error in all processes if there is one in any of them: no process waits in vain."""
         rank, world = self.share
@@ -196,58 +150,6 @@ class Place:
                 raise RuntimeError(f"ranks {ranks} cannot begin to train; see the error of each of them")
         if error is not None:
             raise error
-
-
-class _Calls:
-    """How many times this process has joined others, from 0."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __next__(self) -> int:
-        self.count += 1
-        return self.count - 1
-
-    def back(self) -> None:
-        """The last one was in vain."""
-        self.count -= 1
-
-
-_calls = _Calls()
-
-
-def _absent(store: Any, keys: list[str]) -> list[int]:
-    """The indices of keys that nobody has set within `JOIN_SECONDS`."""
-    deadline, pause = time.monotonic() + JOIN_SECONDS, 0.001
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            return [i for i, key in enumerate(keys) if not store.check([key])]
-        time.sleep(pause)
-        pause = min(0.1, 2 * pause)
-    return []
-
-
-def _launched(cpu: bool) -> Any:
-    """An Accelerator of all launched processes, none of which waits for ever for the others."""
-    from accelerate import Accelerator, InitProcessGroupKwargs
-
-    if torch.distributed.is_initialized():
-        return Accelerator(cpu=cpu)
-    limit = InitProcessGroupKwargs(timeout=timedelta(seconds=JOIN_SECONDS))
-    try:
-        made = Accelerator(cpu=cpu, kwargs_handlers=[limit])
-    except torch.distributed.DistError as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise RuntimeError(
-            f"not all of the {os.environ['WORLD_SIZE']} processes have called train within "
-            f"{JOIN_SECONDS:g} s ({reason}); {TOGETHER}"
-        ) from None
-    if torch.distributed.is_initialized():
-        inside = torch.distributed.distributed_c10d
-        usual = inside._get_default_timeout(torch.distributed.get_backend())
-        inside._get_default_store().set_timeout(inside.default_pg_timeout)
-        inside._set_pg_timeout(usual)
-    return made
 
 
 def _own_device() -> torch.device:

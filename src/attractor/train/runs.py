@@ -162,6 +162,7 @@ class RunFolder:
             CheckpointError: another run has begun here meanwhile.
         """
         check_dtypes(model.state_dict())
+        self._check_foreign()
         mine = json_bytes(self.definition.to_json())
         with self.kept.told("the definition of the run"):
             for name in (DEFINITION, WEIGHTS, "log.jsonl", "times.jsonl"):
@@ -175,6 +176,7 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove what another run has left."""
+        self._check_foreign()
         self.kept.forget()
         for name in (DEFINITION, WEIGHTS, "log.jsonl", "times.jsonl"):
             with suppress(OSError):  # which writing will tell
@@ -262,6 +264,16 @@ class RunFolder:
         if scale:
             scaler.load_state_dict(scale)
         return History([{**row, **times} for row, times in zip(rows, self._times(len(rows)))]), begun
+
+    def _check_foreign(self) -> None:
+        """Raise rather than replace files that have names of ours, in a folder that is no training's."""
+        ours = (self.folder / "log.jsonl").exists() or self.kept.found()
+        foreign = [name for name in (DEFINITION, WEIGHTS) if (self.folder / name).exists() and not ours]
+        if foreign:
+            raise CheckpointError(
+                f"{self.folder} holds {' and '.join(foreign)}, which no training has written; "
+                "give another out="
+            )
 
     def _recorded(self) -> Definition | None:
         """What defines the run in the folder, as it says itself; None if it does not."""
