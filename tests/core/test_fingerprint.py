@@ -219,9 +219,14 @@ def test_positions_devices_and_places_do_not_count():
 
 def test_objects_of_packages_count_by_their_class_if_asked():
     writers = [torch.utils.data.Subset([1], [i]) for i in (0, 1)]
-    assert len({fingerprint(x, foreign=False) for x in writers}) == 1
+    assert len({fingerprint(x, foreign="class") for x in writers}) == 1
     assert len({fingerprint(x) for x in writers}) == 2
-    assert len({fingerprint(Settings(x), foreign=False) for x in (0.1, 0.2)}) == 2
+    assert len({fingerprint(Settings(x), foreign="class") for x in (0.1, 0.2)}) == 2
+    writers[1].indices = [0]
+    writers[1]._hash = hash("a")  # which is another in every process
+    assert fingerprint(writers[0], foreign="public") == fingerprint(writers[1], foreign="public")
+    assert fingerprint(writers[0]) != fingerprint(writers[1])
+    assert len({fingerprint(torch.utils.data.Subset([1], [i]), foreign="public") for i in (0, 1)}) == 2
 
 
 def test_cycles_and_depth_end():

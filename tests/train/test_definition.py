@@ -2,7 +2,11 @@
 
 import copy
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -465,7 +469,7 @@ def test_two_runs_in_one_folder_never_mix(tmp_path_factory, one, other, calls):
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(definitions, definitions, calls)
 def test_many_pairs_of_runs_in_one_folder_never_mix(tmp_path_factory, one, other, calls):
     interleave(tmp_path_factory, one, other, calls)
@@ -512,3 +516,23 @@ def test_image_sets_of_the_library_are_told_apart(tmp_path):
     run(copy.deepcopy(first), data.subset(32), recipe=recipe, out=tmp_path)
     with pytest.raises(CheckpointError, match=r"another train_data.images, another train_data.labels"):
         run(copy.deepcopy(first), data.subset(32, seed=1), recipe=recipe, out=tmp_path)
+
+
+@pytest.mark.slow
+def test_definitions_are_the_same_in_every_process():
+    """Also of models that hold sets, compiled code, or a library's Python hashes."""
+    found = []
+    for seed in ("1", "2"):
+        command = [sys.executable, "-W", "ignore", "-m", "tests.train.definition_worker"]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            command,
+            cwd=Path(__file__).parents[2],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    assert found[0] == found[1]
+    assert len(found[0]) == len(set(found[0].values())) > 20

@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -66,15 +66,16 @@ UNTOLD = frozenset({
     "__static_attributes__", "__abstractmethods__", "_abc_impl", "__dataclass_fields__",
     "__dataclass_params__", "__match_args__", "__parameters__", "__orig_bases__",
 })  # fmt: skip
+Foreign = Literal["state", "public", "class"]
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def fingerprint(value: Any, *, foreign: bool = True) -> str:
+def fingerprint(value: Any, *, foreign: Foreign = "state") -> str:
     """Return the fingerprint of a value, 64 hexadecimal digits; see `Fingerprints`."""
     return Fingerprints(foreign).of(value)
 
 
-def outline(value: Any, *, foreign: bool = True) -> dict[str, str]:
+def outline(value: Any, *, foreign: Foreign = "state") -> dict[str, str]:
     """Return what a value is made of; see `Fingerprints.outline`."""
     return Fingerprints(foreign).outline(value)
 
@@ -179,11 +180,13 @@ class Fingerprints:
     The values must not change in between.
 
     Args:
-        foreign: whether the state of objects counts whose classes come from installed packages. Without
-            it such an object counts by its class, as one that writes logs should.
+        foreign: what counts of objects whose classes come from installed packages: their whole "state",
+            as of data; the part of it that is "public", since what a package keeps for itself, such as
+            a Python hash, may differ from process to process; or their "class", as of something that
+            writes logs.
     """
 
-    def __init__(self, foreign: bool = True) -> None:
+    def __init__(self, foreign: Foreign = "state") -> None:
         self.foreign = foreign
         self.known: dict[int, tuple[Any, bytes]] = {}  # the value too, so that its id stays its own
         self.open: dict[int, int] = {}
@@ -406,7 +409,7 @@ class Fingerprints:
 
     def counts(self, kind: type) -> bool:
         """Whether the state of such objects counts."""
-        return self.foreign or _owner(kind.__module__ or "") != "installed"
+        return self.foreign != "class" or _owner(kind.__module__ or "") != "installed"
 
     def object(self, value: Any) -> bytes:
         """Class and state of any object."""
@@ -416,24 +419,33 @@ class Fingerprints:
         return self.node("object", kind, self.state(value))
 
     def state(self, value: Any) -> Any:
-        """What pickling an object would keep; its attributes where it cannot be pickled."""
-        try:
-            for name in ("fingerprint", "_fingerprint"):  # the latter of Hugging Face's data sets
-                if isinstance(text := getattr(value, name, None), str):
-                    return {name: text}
-            if callable(value) and hasattr(value, "__wrapped__"):  # such as functools.cache makes
-                return {"__wrapped__": value.__wrapped__}
-            reduced = value.__reduce_ex__(4)
-        except Exception:  # whatever an object raises that refuses to be pickled
-            return dict(getattr(value, "__dict__", {}))
-        if isinstance(reduced, str):
-            return {"name": reduced}
-        make, arguments, state, items, pairs = (*reduced, *[None] * (5 - len(reduced)))[:5]
-        if getattr(make, "__module__", None) == "copyreg":
-            arguments = arguments[1:]  # after the class
-        if arguments or items or pairs:
-            return [arguments, state, list(items or ()), dict(pairs or ())]
-        return state
+        """What counts of an object's state."""
+        found = _state(value)
+        installed = _owner(type(value).__module__ or "") == "installed"
+        if self.foreign == "public" and installed and isinstance(found, dict):
+            return {k: v for k, v in found.items() if not str(k).startswith("_")}
+        return found
+
+
+def _state(value: Any) -> Any:
+    """What pickling an object would keep; its attributes where it cannot be pickled."""
+    try:
+        for name in ("fingerprint", "_fingerprint"):  # the latter of Hugging Face's data sets
+            if isinstance(text := getattr(value, name, None), str):
+                return {"fingerprint": text}
+        if callable(value) and hasattr(value, "__wrapped__"):  # such as functools.cache makes
+            return {"wrapped": value.__wrapped__}
+        reduced = value.__reduce_ex__(4)
+    except Exception:  # whatever an object raises that refuses to be pickled
+        return dict(getattr(value, "__dict__", {}))
+    if isinstance(reduced, str):
+        return {"name": reduced}
+    make, arguments, state, items, pairs = (*reduced, *[None] * (5 - len(reduced)))[:5]
+    if getattr(make, "__module__", None) == "copyreg":
+        arguments = arguments[1:]  # after the class
+    if arguments or items or pairs:
+        return [arguments, state, list(items or ()), dict(pairs or ())]
+    return state
 
 
 # Attributes of a user's class that count with their value; of others the class counts.

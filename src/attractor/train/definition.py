@@ -66,7 +66,7 @@ class Definition:
             precision: the one in use.
             processes: how many share every batch; a loader's batch is that of one of them.
         """
-        model, prints = plain(model), Fingerprints()
+        model, prints = plain(model), Fingerprints("public")
         named = [*model.named_parameters(remove_duplicate=False)]
         tensors = [*named, *model.named_buffers(remove_duplicate=False)]
         same: dict[int, list[str]] = {}
@@ -79,7 +79,7 @@ class Definition:
             weights={name: _tensor(value) for name, value in tensors} | _extra(model, prints),
             frozen=[name for name, value in named if not value.requires_grad],
             tied=[names for names in same.values() if len(names) > 1],
-            loss={"": "default"} if loss is None else outline(loss, foreign=False),
+            loss={"": "default"} if loss is None else outline(loss, foreign="class"),
             train_data=_data(train_data, processes),
             valid_data={"": "none"} if valid_data is None else _data(valid_data, 1),
         )
