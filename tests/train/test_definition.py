@@ -110,6 +110,17 @@ class Shifted(Dataset):
         return torch.randn(3) + self.shift, i % 2
 
 
+class Multiplied(list):
+    """Multiplies its batches when they are asked for."""
+
+    def __init__(self, batches, times):
+        super().__init__(batches)
+        self.times = times
+
+    def __iter__(self):
+        return iter([(x * self.times, y) for x, y in super().__iter__()])
+
+
 def loader(data=None, size=4, **options):
     return DataLoader(TensorDataset(*rows()) if data is None else data, size, **options)
 
@@ -156,6 +167,8 @@ PAIRS = {  # two calls whose runs differ, and what the error names
     "a loader's order": ({"data": loader()}, {"data": loader(shuffle=True)}, "another train_data.sampler"),
     "a data set's number": ({"data": loader(Shifted(0.0))}, {"data": loader(Shifted(1.0))},
                             "train_data.dataset.shift = 0.0, not 1.0"),
+    "a list of its own kind": ({"data": Multiplied(batches(), 1)}, {"data": Multiplied(batches(), 2)},
+                               "another train_data"),
     "images": ({"model": flat(), "data": pictures()}, {"model": flat(), "data": pictures(1)},
                "another train_data.images"),
     "normalisation": ({"model": flat(), "data": pictures()}, {"model": flat(), "data": pictures(mean=0.4)},

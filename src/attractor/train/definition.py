@@ -207,8 +207,11 @@ def _data(data: Any, processes: int) -> dict[str, str]:
         return {name: prints.told(value) for name, value in found.items()}
     if isinstance(data, DataLoader):
         return _loader(data, processes, prints)
-    if isinstance(data, Sequence) and not isinstance(data, str | bytes):
+    if type(data) in (list, tuple):
         return _batches(data, processes)
+    if isinstance(data, list | tuple):  # which may give them in a way of its own
+        own = {"class": prints.told(type(data)), "attributes": prints.told(vars(data))}
+        return _batches(data, processes) | own
     return prints.outline(data)
 
 
