@@ -188,8 +188,10 @@ def mixed_jobs(folder: Path) -> dict[str, Callable[[int], Any]]:
             for _ in range(2)
         ]
         model, out = resnet_cifar(20, 3, gate="stepnet", width=4), folder / "run"
-        train(model, batches, None, Recipe(epochs=1, batch=16, warmup=0.5), out=out)
-        train(model, batches, None, Recipe(epochs=2, batch=16, warmup=0.5), out=folder / "other")
+        anew = {"out": out, "resume": False}  # every seed has other batches and weights
+        train(model, batches, None, Recipe(epochs=1, batch=16, warmup=0.5), **anew)
+        anew["out"] = folder / "other"
+        train(model, batches, None, Recipe(epochs=2, batch=16, warmup=0.5), **anew)
 
     def writing(seed: int) -> None:
         model = at.attention.LanguageModel(

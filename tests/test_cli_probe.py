@@ -7,7 +7,9 @@ from typer.testing import CliRunner
 
 from attractor import networks
 from attractor.cli import app
+from attractor.data import images
 from attractor.residual import StiffnessProfile, probe, resnet_cifar
+from attractor.train import Recipe, train
 
 runner = CliRunner()
 SMALL = ["-o", "depth=29", "-o", "width=4", "--size", "16", "--inputs", "12", "--batch", "5"]
@@ -51,6 +53,50 @@ def test_a_network_of_ours_on_noise(tmp_path, pictures):
     again = run("attractor:resnet_cifar", *SMALL, "-o", "gate=se", "--out", tmp_path / "again")
     assert again.exit_code == 0
     assert json.loads((tmp_path / "again/probe.json").read_text())["blocks"] == numbers["blocks"]
+
+
+def test_weights_of_a_finished_training_are_read_as_they_are(tmp_path):
+    pytest.importorskip("accelerate")
+    torch.manual_seed(5)
+    net = resnet_cifar(29, width=4, in_channels=1)
+    recipe = Recipe(epochs=1, batch=16, learning_rate=0.05, warmup=0, crop=0)
+    train(
+        net, images.load("digits", "train").subset(32), None, recipe, device="cpu", out=tmp_path / "run"
+    )
+    common = [
+        "attractor:resnet_cifar",
+        *SMALL[:4],
+        "-o",
+        "in_channels=1",
+        "--data",
+        "digits",
+        "--inputs",
+        "12",
+    ]
+    for weights in ("run/model.safetensors", "run"):
+        result = run(*common, "--weights", tmp_path / weights, "--out", tmp_path / "out")
+        assert result.exit_code == 0, result.output
+        found = json.loads((tmp_path / "out/probe.json").read_text())
+        data = images.load("digits", "test").subset(12, 0)
+        expected = probe(net, [data.normalised()])
+        assert found["trained"]
+        assert found["tns"]["one"]["trained"] == pytest.approx(expected.tns.item(), rel=1e-5)
+    (tmp_path / "run" / "model.safetensors").unlink()
+    wrong = run(*common, "--weights", tmp_path / "run", "--out", tmp_path / "out")
+    assert wrong.exit_code == 2
+    assert "a training leaves when it is finished" in wrong.output
+    kept = run(
+        *common, "--weights", tmp_path / "run/epoch-0001/tensors.safetensors", "--out", tmp_path / "out"
+    )
+    assert kept.exit_code == 2
+    assert "do not fit" in kept.output
+
+
+def test_pictures_of_another_probe_are_not_left_beside_this_one(tmp_path):
+    (tmp_path / "gates.png").write_text("of a network with gates")
+    (tmp_path / "mine.png").write_text("of the user")
+    assert run("attractor:resnet_cifar", *SMALL, "--out", tmp_path).exit_code == 0
+    assert [p.name for p in tmp_path.glob("*.png")] == ["mine.png"]
 
 
 def test_trained_weights_stand_beside_random_ones(tmp_path):

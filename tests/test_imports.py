@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import os
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -77,7 +79,8 @@ def test_there_are_no_circles():
 def test_import_is_light():
     code = (
         "import sys, attractor; print(*{m.split('.')[0] for m in sys.modules});"
-        "assert 'attractor.ode' not in sys.modules; attractor.systems.Lorenz"
+        "assert 'attractor.ode' not in sys.modules; attractor.train.train; attractor.data.images.load;"
+        "assert 'attractor.ode' not in sys.modules; attractor.ode.theory; attractor.systems.Lorenz"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not OPTIONAL & set(loaded.stdout.split())
@@ -97,6 +100,45 @@ def test_names_of_the_surface():
         assert getattr(attractor, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         attractor.nothing  # noqa: B018
+
+
+DOCUMENTED = [
+    ROOT.parents[1] / "README.md",
+    *sorted((ROOT.parents[1] / "docs").rglob("*.md")),
+    *sorted((ROOT.parents[1] / "examples").glob("*.py")),
+]
+RESOLVE = """
+import os, sys
+import attractor
+for name in sys.argv[1:]:
+    child = os.fork()  # in which nothing but attractor itself is imported yet
+    if child == 0:
+        try:
+            thing = attractor
+            for part in name.split("."):
+                thing = getattr(thing, part)
+        except AttributeError as error:
+            print(f"attractor.{name}: {error}", flush=True)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def documented():
+    """Names of the package in pages and examples, as ``at.fit`` or ``attractor.train.train``."""
+    name = re.compile(r"(?<![\w./-])(?:at|attractor)\.((?!py\b|json\b)[A-Za-z_][\w.]*\w)")
+    found = {n for path in DOCUMENTED for n in name.findall(path.read_text())}
+    return sorted(found - {"to"})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="makes a process for every name")
+def test_documented_names_are_there_before_anything_else_is_imported():
+    names = documented()
+    assert {"train", "train.checkpoint", "ode.theory.convergence_bound", "data.images"} <= set(names)
+    command = [sys.executable, "-c", RESOLVE, *names, "jobs.each", "report.Page", "integrations.hub"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == ""
 
 
 def test_nothing_unsafe_is_loaded():

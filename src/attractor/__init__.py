@@ -30,9 +30,10 @@ from attractor.core import (
     stiffness,
 )
 from attractor.core import tableaus as schemes
+from attractor.core.lazy import submodule
 
 if TYPE_CHECKING:  # what `__getattr__` below brings, for type checkers and editors
-    from attractor import attention, integrations, ode, residual
+    from attractor import attention, data, integrations, jobs, ode, report, reproduce, residual, train
     from attractor.attention import pdes
     from attractor.attention.causality import CausalityError, assert_causal
     from attractor.attention.pde_attention import pde_attention
@@ -61,12 +62,14 @@ __all__ = [
     "attention",
     "compare",
     "corrections",
+    "data",
     "evolve",
     "fit",
     "gates",
     "get_scheme",
     "insert_gates",
     "integrations",
+    "jobs",
     "make_trajectories",
     "ode",
     "odeint",
@@ -74,10 +77,13 @@ __all__ = [
     "pde_attention",
     "pdes",
     "probe",
+    "report",
+    "reproduce",
     "residual",
     "schemes",
     "stiffness",
     "systems",
+    "train",
 ]
 
 _LAZY = {  # name -> module, or module:name in it
@@ -88,17 +94,22 @@ _LAZY = {  # name -> module, or module:name in it
     "attention": "attractor.attention",
     "compare": "attractor.ode.compare:compare",
     "corrections": "attractor.ode.corrections",
+    "data": "attractor.data",
     "fit": "attractor.ode.fitting:fit",
     "gates": "attractor.residual.gates",
     "insert_gates": "attractor.residual.insert:insert_gates",
     "integrations": "attractor.integrations",
+    "jobs": "attractor.jobs",
     "make_trajectories": "attractor.ode.shards:make_trajectories",
     "ode": "attractor.ode",
     "pde_attention": "attractor.attention.pde_attention:pde_attention",
     "pdes": "attractor.attention.pdes",
     "probe": "attractor.residual.probing:probe",
+    "report": "attractor.report",
+    "reproduce": "attractor.reproduce",
     "residual": "attractor.residual",
     "systems": "attractor.ode.systems",
+    "train": "attractor.train",
 }
 
 
@@ -106,7 +117,7 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         module, _, inside = _LAZY[name].partition(":")
         return getattr(import_module(module), inside) if inside else import_module(module)
-    raise AttributeError(f"module 'attractor' has no attribute {name!r}")
+    return submodule(__name__, name)
 
 
 def __dir__() -> list[str]:

@@ -243,8 +243,16 @@ def _defaults(make: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _load(model: nn.Module, path: Path) -> None:
+    from attractor.train.runs import WEIGHTS
     from attractor.train.tensors import CheckpointError, read_tensors
 
+    if path.is_dir() and (path / WEIGHTS).is_file():  # the folder of a training that is finished
+        path = path / WEIGHTS
+    if path.is_dir():
+        raise ValueError(
+            f"{path} is a folder without {WEIGHTS}, which a training leaves when it is finished; "
+            "--weights takes a .safetensors file"
+        )
     if not path.is_file():
         raise ValueError(f"there is no file {path}; --weights takes a .safetensors file")
     try:

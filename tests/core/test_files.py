@@ -71,3 +71,17 @@ def test_sweeping_takes_only_what_was_left_of_one_file(tmp_path):
     files.sweep(tmp_path / "x.txt")
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([other, ".x.txt.note", "x.txt"])
     files.sweep(tmp_path / "nowhere" / "x.txt")
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_new_file_is_written_once(tmp_path, monkeypatch, links):
+    def refused(*_):
+        raise OSError(95, "Operation not supported")
+
+    if not links:
+        monkeypatch.setattr(files.os, "link", refused)
+    path = tmp_path / "folder" / "run.json"
+    assert files.write_new(path, b"first")
+    assert not files.write_new(path, b"second")
+    assert path.read_bytes() == b"first"
+    assert [p.name for p in path.parent.iterdir()] == ["run.json"]

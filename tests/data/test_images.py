@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -260,6 +261,18 @@ def test_a_folder_of_images(folder):
         load("imagefolder", "val", folder)
     with pytest.raises(FileNotFoundError, match="no images in subfolders of"):
         ImageFolder(folder / "train" / "dog" / "deep")
+
+
+def test_a_folder_of_images_is_known_by_its_content(folder, tmp_path):
+    """So that a training goes on after the folder has moved, and not with other images."""
+    moved = shutil.copytree(folder / "train", tmp_path / "elsewhere")
+    first = ImageFolder(folder / "train", size=8)
+    assert first.fingerprint == ImageFolder(moved, size=8).fingerprint
+    assert first.fingerprint != ImageFolder(moved, size=9).fingerprint
+    assert first.fingerprint != ImageFolder(moved, size=8, train=True).fingerprint
+    last = ImageFolder(moved).paths[-1]
+    last.write_bytes(last.read_bytes() + b" ")
+    assert first.fingerprint != ImageFolder(moved, size=8).fingerprint
 
 
 def test_labels_of_a_test_folder_are_those_of_the_training_folder(folder):

@@ -198,3 +198,22 @@ def test_padded_texts_are_kept(folder):
     large = text.Words([*("<pad>", "<unk>", "<eos>"), *map(str, range(40000))])
     assert text.padded(["39999 1"], large, 8, cache=kept)[0].tolist() == [[40002, 4]]
     assert text.padded([], text.Bytes(), 3, cache=kept)[0].shape == (0, 0)
+
+
+def test_tokenizers_that_share_a_name_do_not_share_what_is_kept(tmp_path):
+    """A user's own class is called as ours is, and differs after the first texts only."""
+
+    def named(shift):
+        class Bytes(text.Bytes):
+            def encode(self, texts):
+                return [[i + shift * (word == "rare") for i in word.encode()] for word in texts]
+
+        return Bytes()
+
+    texts = ["common"] * 150 + ["rare"]
+    for tokenizer in (text.Bytes(), named(1), named(2)):
+        found = text.stream(texts, tokenizer, cache=tmp_path)
+        assert torch.equal(found, text.stream(texts, tokenizer))
+    assert len(list(tmp_path.iterdir())) == 3
+    assert torch.equal(text.stream(texts, named(1), cache=tmp_path), text.stream(texts, named(1)))
+    assert len(list(tmp_path.iterdir())) == 3

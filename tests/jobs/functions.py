@@ -13,6 +13,15 @@ def threads(config, shard):
     return [shard, torch.get_num_threads()]
 
 
+def shown(config, shard):
+    """What it was called with, to the last type."""
+    return {"config": repr(sorted(config["inner"].items(), key=repr)), "shard": repr(shard)}
+
+
+def launched(config, shard):
+    return {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "HOME")}
+
+
 def noted(config, shard):
     """Bytes of a shard; every call leaves a mark, so that calls can be counted."""
     mark(config, shard)

@@ -1,5 +1,6 @@
 """The same artifacts whatever the engine and whoever dies; mistakes come back with the shard's name."""
 
+import math
 import multiprocessing
 import os
 import signal
@@ -8,8 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 
 import attractor as at
 from attractor import equations, jobs
@@ -154,8 +157,71 @@ def test_what_is_there_is_not_made_again(tmp_path):
     assert begun(tmp_path / "marks") == {"0": 1, "1": 2, "2": 1}
     with pytest.raises(ValueError, match="another job"):
         next(jobs.keep(job("noted", word="v"), [0], tmp_path / "kept"))
-    with pytest.raises(ValueError, match="have one name"):
-        next(jobs.keep(work, ["a b", "a-b"], tmp_path / "names"))
+
+
+plain = (
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 2)
+    | st.sampled_from([1.0, math.nan, math.inf, -math.inf, "1", "a"])
+)
+configs = st.dictionaries(
+    st.sampled_from(["x", "y", 1, "1"]), plain | st.lists(plain, max_size=2), max_size=2
+)
+shard = st.integers(-1, 2) | st.sampled_from(
+    ["1", "a b", "a-b", "a/b", "a, b", ("a", "b"), ("a, b",), (1,), ("1",), True, ""]
+)
+
+
+@hypothesis.given(
+    configs,
+    configs,
+    st.lists(st.tuples(st.booleans(), st.lists(shard, max_size=3)), min_size=2, max_size=4),
+)
+def test_two_jobs_in_one_folder_never_mix(tmp_path_factory, one, other, calls):
+    """Each call gets what its own function gives of its own shards, or an error."""
+    folder, owner = tmp_path_factory.mktemp("kept"), None
+    for first, shards in calls:
+        config = one if first else other
+        mine = repr(sorted(config.items(), key=repr))
+        kept = jobs.keep(job("shown", inner=config), shards, folder, engine="here")
+        if owner not in (None, mine):
+            with pytest.raises(ValueError, match="holds another job"):
+                list(kept)
+            continue
+        made, owner = list(kept), mine
+        expected = {repr(s): functions.shown({"inner": config}, s) for s in shards}
+        assert {a.json()["shard"]: a.json() for a in made} == expected
+        assert {repr(a.shard) for a in made} == set(expected)
+
+
+def test_a_function_that_was_changed_is_another_job(tmp_path):
+    path = tmp_path / "own.py"
+    for text in ("def run(config, shard):\n    return 1\n", "def run(config, shard):\n    return 2\n"):
+        path.write_text(text)
+        named.cache_clear()
+        work = jobs.Job(f"{path}:run", {}, also=(str(path),))
+        if "return 1" in text:
+            assert [a.json() for a in jobs.keep(work, [0], tmp_path / "kept")] == [1]
+            assert [a.json() for a in jobs.keep(work, [0], tmp_path / "kept")] == [1]
+        else:
+            with pytest.raises(ValueError, match="holds another job"):
+                list(jobs.keep(work, [0], tmp_path / "kept"))
+            assert [a.json() for a in jobs.keep(work, [0], tmp_path / "other")] == [2]
+    (tmp_path / "other" / "job.json").write_text('{"config": {}}')
+    with pytest.raises(ValueError, match="or one of an earlier version of attractor"):
+        list(jobs.keep(work, [0], tmp_path / "other"))
+
+
+@pytest.mark.slow
+def test_workers_are_no_ranks_of_the_caller_s_launcher(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "2")
+    (made,) = jobs.each(job("launched"), [0], engine="processes", workers=1)
+    found = made.json()
+    assert found.pop("HOME") == os.environ.get("HOME")
+    assert set(found.values()) == {None}
+    assert os.environ["WORLD_SIZE"] == "2"
 
 
 @pytest.mark.slow

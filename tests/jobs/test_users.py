@@ -1,14 +1,18 @@
 """What is built on jobs: comparisons, experiments and the commands."""
 
 import json
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import attractor as at
 from attractor.cli import app
+from attractor.jobs.job import named
 from attractor.ode.compare import Comparison, compare_all
-from attractor.reproduce import Experiment, Scale, best, merge, run
+from attractor.reproduce import Experiment, Scale, best, load, merge, run
 from attractor.reproduce.results import path_of
 
 QUICK = dict(horizon=1.0, batch=10, schemes=["rk4"], compile=False, peers=False)
@@ -57,6 +61,79 @@ def test_comparisons_of_many_solvers_are_kept(solvers, tmp_path):
         dict(compare_all(solvers, tmp_path / "one", **{**QUICK, "batch": 11}))
     with pytest.raises(TypeError, match="rate must be a function of a module or a file"):
         dict(compare_all(solvers, tmp_path / "three", rate=lambda t, u: u, **QUICK))
+
+
+OWN = """
+import torch
+
+def rate(t, u):
+    return {factor} * u * (1 - u)
+
+def sample(n, generator=None):
+    return 0.1 + 0.8 * torch.rand(n, 1, generator=generator, dtype=torch.float64)
+"""
+
+
+@pytest.mark.slow
+def test_comparisons_of_other_solvers_and_equations_never_mix(solvers, tmp_path):
+    """In one folder: solvers of one name, horizons of their own, an equation whose file has changed."""
+    both = lambda **changes: dict(
+        compare_all({"a": solvers["small"]}, tmp_path / "one", **{**QUICK, **changes})
+    )
+    first = both()["a"]
+    other = dict(compare_all({"a": solvers["large"]}, tmp_path / "one", **QUICK))["a"]
+    assert other.hybrid.error != first.hybrid.error
+    assert both()["a"] == first
+    with pytest.raises(ValueError, match="another job"):
+        both(horizon=2.0)
+    own = lambda t: dict(
+        compare_all({"a": solvers["small"]}, tmp_path / "two", **{**QUICK, "horizon": {"a": t}})
+    )["a"]
+    found = {t: own(t) for t in (1.0, 2.0)}
+    assert [own(t) for t in found] == list(found.values())
+    assert found[1.0].about["horizon"] == 1.0 != found[2.0].about["horizon"]
+    path, options = (
+        tmp_path / "own.py",
+        dict(dt=0.5, horizon=2.0, width=8, trajectories=20, correction="attns"),
+    )
+
+    def compared(factor, folder):
+        path.write_text(OWN.format(factor=factor))
+        named.cache_clear()
+        rate, sample = (named(f"{path}:{name}") for name in ("rate", "sample"))
+        if not folder.exists():
+            at.fit(rate, sample=sample, **options).save(folder)
+        return dict(compare_all({"a": folder}, tmp_path / "three", rate=rate, sample=sample, **QUICK))[
+            "a"
+        ]
+
+    first = compared(2.0, tmp_path / "own")
+    assert compared(2.0, tmp_path / "own") == first
+    with pytest.raises(ValueError, match="holds another job"):
+        compared(2.0001, tmp_path / "own")
+
+
+arms = st.dictionaries(
+    st.sampled_from("abc"), st.fixed_dictionaries({"value": st.integers(0, 3)}), min_size=1, max_size=2
+)
+
+
+@given(
+    arms,
+    arms,
+    st.lists(st.tuples(st.booleans(), st.sampled_from(["smoke", "cpu"])), min_size=2, max_size=4),
+)
+def test_two_experiments_in_one_folder_never_mix(tmp_path_factory, one, other, calls):
+    """Of one name, or of another; each call has the numbers of its own arms."""
+    folder = tmp_path_factory.mktemp("results")
+    for first, scale in calls:
+        own = one if first else other
+        experiment = replace(EXAMPLE, arms=own, numbers={}, judge=best(next(iter(own))))
+        found = run(experiment, scale, folder=folder)
+        for arm, config in own.items():
+            wanted = [config["value"] + 0.1 * seed for seed in experiment.scale(scale).seeds]
+            assert found.values(arm) == wanted
+        assert load(experiment, scale, folder).runs == found.runs
 
 
 def test_compare_command_with_several_solvers(solvers, tmp_path):

@@ -9,6 +9,7 @@ import torch
 
 from attractor.reproduce import DIRECTION, FAILS, HOLDS, UNTESTED, Results, catalogue, find, run
 from attractor.reproduce.tasks import Context, maps, mixed, texts
+from attractor.train import CheckpointError
 
 NAMES = [name for name in catalogue() if name.startswith("pde-")]
 
@@ -114,6 +115,8 @@ def test_patience_ends_a_training(tmp_path):
     # What is stopped after its last epoch does not train further.
     again = texts.classify(given, Context(scratch=scratch))
     assert json.dumps(again) == json.dumps(texts.classify(given, Context()))
+    with pytest.raises(CheckpointError, match="steps per epoch"):
+        texts.classify({**given, "limit": [40, 40]}, Context(scratch=scratch))
 
 
 def test_what_was_interrupted_goes_on(tmp_path, monkeypatch):

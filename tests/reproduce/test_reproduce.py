@@ -1,8 +1,10 @@
 """Experiments: runs are kept, resumed, merged and shared; verdicts say what the numbers say."""
 
+import hashlib
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -138,6 +140,43 @@ def test_nothing_goes_on_from_a_run_of_another_configuration(tmp_path):
     assert [found.mean(arm, "resumed") for arm in found.arms] == [0.0, 0.0]
     with pytest.raises(KeyboardInterrupt):  # it is interrupted where it begins
         run(broken, "cpu", folder=tmp_path, seeds=[0], again=True)
+
+
+def reader(config, context):
+    return {
+        "metrics": {"value": float((context.folder / "x").read_text())},
+        "data": reader_data(config, context),
+    }
+
+
+def reader_data(config, context):
+    return {"x": hashlib.sha256((context.folder / "x").read_bytes()).hexdigest()}
+
+
+def test_runs_on_other_data_are_not_returned(tmp_path):
+    reading = replace(
+        EXAMPLE, task="tests.reproduce.test_reproduce:reader", arms={"a": {}, "b": {"c": 1}}, numbers={}
+    )
+    for value in (1, 2):
+        (tmp_path / f"data-{value}").mkdir()
+        (tmp_path / f"data-{value}" / "x").write_text(str(value))
+    one, other = (
+        partial(run, reading, "cpu", folder=tmp_path, data=tmp_path / f"data-{v}") for v in (1, 2)
+    )
+    assert one(arms=["a"]).mean("a") == 1.0
+    with pytest.raises(
+        ValueError, match=r"a, seed 0, is in the results of .*, but was run on other data"
+    ):
+        other()
+    with pytest.raises(
+        ValueError, match=r"give another folder for the results \(--out\), or again=True"
+    ):
+        other(arms=["a"])
+    assert one(arms=["a"]).mean("a") == 1.0
+    assert other(arms=["a"], again=True).mean("a") == 2.0
+    assert other().mean("b") == 2.0
+    (tmp_path / "data-2" / "x").unlink()  # results can be read where the data are not
+    assert other().mean("b") == 2.0
 
 
 def where(config, context):

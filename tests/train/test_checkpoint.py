@@ -29,6 +29,14 @@ def test_saving_again_replaces(folder):
     assert config == {}
 
 
+def test_another_kind_is_not_replaced(folder):
+    with pytest.raises(ValueError, match="holds a thing, which a solver is not to replace"):
+        checkpoint.save(folder, "solver", {"a": torch.zeros(1)}, {})
+    test_what_is_saved_comes_back(folder)
+    (folder / "manifest.json").write_text("{}")  # which says nothing
+    checkpoint.save(folder, "solver", {"a": torch.zeros(1)}, {})
+
+
 def test_every_flipped_byte_is_caught(folder):
     for path in folder.iterdir():
         good = path.read_bytes()

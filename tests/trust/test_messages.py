@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from attractor.data import images
-from attractor.train import Classify, DivergedError, Recipe, checkpoint, train
+from attractor.train import CheckpointError, Classify, DivergedError, Recipe, checkpoint, train
 from attractor.train.history import TerminatedError
 from attractor.train.runs import Kept
 
@@ -46,6 +47,21 @@ def at_step(n, what):
     return loss
 
 
+@contextmanager
+def in_call(n, what):
+    """Do something first in the n-th call of the default loss, which stays what it is for the run."""
+    calls, call = iter(range(1, 1000)), Classify.__call__
+
+    def patched(self, model, batch):
+        if next(calls) == n:
+            what(model, batch)
+        return call(self, model, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Classify, "__call__", patched)
+        yield
+
+
 def goes_on(out):
     """The checkpoint left is whole, and leads to where a training without trouble ends."""
     found = Kept(out, "training").found()
@@ -72,7 +88,9 @@ def test_not_finite_data(tmp_path):
         run(tmp_path / "a", data=bad, save_minutes=0)
     assert (found.value.epoch, found.value.step, found.value.layer) == (1, 3, None)
     assert "\n" not in str(found.value)
-    resumed = run(tmp_path / "a", data=batches)  # once the data are repaired
+    with pytest.raises(CheckpointError, match="holds a run with another train_data"):
+        run(tmp_path / "a", data=batches)  # repaired data are other data
+    resumed = run(tmp_path / "a", data=batches, resume=False)
     logs = [(tmp_path / name / "log.jsonl").read_bytes() for name in ("whole", "a")]
     assert logs[0] == logs[1]
     assert all(torch.isfinite(p).all() for p in resumed.parameters())
@@ -150,9 +168,8 @@ def as_in_a_fresh_process():
 )
 def test_signals_finish_the_step_and_write_it(tmp_path, capsys, number, error, name):
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
-    loss = at_step(6, lambda model, batch: os.kill(os.getpid(), number))
-    with pytest.raises(error) as found:
-        run(tmp_path, loss=loss)
+    with pytest.raises(error) as found, in_call(6, lambda model, batch: os.kill(os.getpid(), number)):
+        run(tmp_path)
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
     line = (
         f"stopped by {name} after step 2 of 4 of epoch 2 of 3: {tmp_path}/epoch-0001-step-000002 is written, "
@@ -169,9 +186,9 @@ def test_signals_in_validation_and_after_the_last_epoch(tmp_path):
     data = images.load("digits", "train").subset(64)
 
     def stopped(n, out):
-        loss = at_step(n, lambda model, batch: os.kill(os.getpid(), signal.SIGTERM))
-        with pytest.raises(TerminatedError) as found:
-            train(network(), data, data, replace(RECIPE, epochs=2), device="cpu", out=out, loss=loss)
+        kill = lambda model, batch: os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(TerminatedError) as found, in_call(n, kill):
+            train(network(), data, data, replace(RECIPE, epochs=2), device="cpu", out=out)
         return str(found.value)
 
     assert "after step 4 of 4 of epoch 1 of 2" in stopped(5, tmp_path / "a")
@@ -183,7 +200,9 @@ def test_signals_in_validation_and_after_the_last_epoch(tmp_path):
 
 
 @pytest.mark.parametrize(("batch", "last"), [(3, "epoch-0001-step-000003"), (0, "epoch-0001")])
-def test_a_signal_that_takes_the_loader_s_workers_along_loses_nothing(tmp_path, batch, last):
+def test_a_signal_that_takes_the_loader_s_workers_along_loses_nothing(
+    tmp_path, monkeypatch, batch, last
+):
     """It reaches the whole group of processes, and torch says first that a worker is gone."""
     data = images.load("digits", "train").subset(64)
     whole = [(data.normalised(slice(i, i + 16)), data.labels[i : i + 16]) for i in range(0, 64, 16)]
@@ -194,21 +213,22 @@ def test_a_signal_that_takes_the_loader_s_workers_along_loses_nothing(tmp_path, 
 
         def __iter__(self):
             for i, made in enumerate(list.__iter__(self)):
-                if (self.epoch, i) == (1, batch) and self.dies:
+                if (self.epoch, i) == (1, batch) and "WORKERS_DIE" in os.environ:
                     os.kill(os.getpid(), signal.SIGTERM)
                     raise RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
                 yield made
 
-    def trained(out, dies):
+    def trained(out):
         model, loader = network(), Loader(whole)
-        loader.dies = dies
         train(model, loader, None, replace(RECIPE, epochs=3), device="cpu", out=out)
         return model
 
+    monkeypatch.setenv("WORKERS_DIE", "1")
     with pytest.raises(TerminatedError, match=f"{last} is written"):
-        trained(tmp_path, True)
+        trained(tmp_path)
+    monkeypatch.delenv("WORKERS_DIE")
     assert Kept(tmp_path, "training").found()[0].name == last
-    ours, theirs = trained(tmp_path, False), trained(None, False)
+    ours, theirs = trained(tmp_path), trained(None)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters()))
 
 
@@ -227,8 +247,9 @@ def test_a_second_signal_does_not_wait(tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt, match="at once; what came after the last checkpoint is lost"):
-        run(tmp_path, loss=at_step(6, twice))
+    told = "at once; what came after the last checkpoint is lost"
+    with pytest.raises(KeyboardInterrupt, match=told), in_call(6, twice):
+        run(tmp_path)
     assert goes_on(tmp_path) == "epoch-0001"
 
 
@@ -281,13 +302,14 @@ def test_a_full_disk(tmp_path, mounted):
         b"x" * 4096 * (os.statvfs(out).f_bavail - 2)
     )
     told = r"\[Errno 28\] epoch 2 could not be written to .* \(No space left on device\); .*epoch-0001 is whole: once"
-    with pytest.raises(OSError, match=told) as found:
-        run(out, loss=at_step(7, fill))
+    with pytest.raises(OSError, match=told) as found, in_call(7, fill):
+        run(out)
     assert (found.value.errno, "\n" in str(found.value)) == (errno.ENOSPC, False)
     assert sorted(p.name for p in out.iterdir()) == [
         "epoch-0001",
         "log.jsonl",
         "other.bin",
+        "run.json",
         "times.jsonl",
     ]
     (out / "other.bin").unlink()
@@ -300,12 +322,11 @@ def test_a_folder_that_becomes_read_only(tmp_path, mounted):
     mounted("-t", "tmpfs", "tmpfs", place=out)
     lock = lambda model, batch: subprocess.run(["mount", "-o", "remount,ro", out], check=True)
     told = r"the log could not be written to .* \(Read-only file system\); .*epoch-0001 is whole"
-    with pytest.raises(OSError, match=told) as found:
-        run(out, loss=at_step(6, lock))
+    with pytest.raises(OSError, match=told) as found, in_call(6, lock):
+        run(out)
     assert found.value.errno == errno.EROFS
-    with pytest.raises(
-        OSError, match=r"the log could not be written to .*Read-only file system.*epoch-0001 is whole"
-    ):
+    again = r"definition of the run could not be written to .*Read-only file system.*epoch-0001 is whole"
+    with pytest.raises(OSError, match=again):
         run(out)  # not before the folder can be written to
     subprocess.run(["mount", "-o", "remount,rw", out], check=True)
     assert goes_on(out) == "epoch-0001"
@@ -322,7 +343,7 @@ def test_a_read_only_folder_is_found_out_before_training(tmp_path, mounted):
     assert not steps
 
 
-@pytest.mark.parametrize(("number", "first"), [(errno.ENOSPC, 22), (errno.EIO, 26), (errno.EROFS, 30)])
+@pytest.mark.parametrize(("number", "first"), [(errno.ENOSPC, 24), (errno.EIO, 28), (errno.EROFS, 32)])
 def test_every_write_that_fails_leaves_what_was(tmp_path, monkeypatch, number, first):
     """Where nothing can be mounted, too: the n-th time that a file should reach the disk, it does not."""
     sync, left = os.fsync, 0

@@ -54,7 +54,10 @@ def probe(
         bool | None,
         typer.Option("--pretrained/--random", help="Weights of its hub; by default if it has some."),
     ] = None,
-    weights: Annotated[Path | None, typer.Option(help="Trained weights, a .safetensors file.")] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="Trained weights: a .safetensors file, or a finished training's folder."),
+    ] = None,
     initial: Annotated[
         str | None, typer.Option(metavar="NAME", help="The network before training, if it is your own.")
     ] = None,
@@ -144,6 +147,7 @@ def probe(
     write_json(out / "probe.json", {**numbers, **profile.numbers()})
     profile.save(out / "profile")
     for kind in pictures.KINDS:
+        (out / f"{kind}.png").unlink(missing_ok=True)  # which may be of another network
         if kind != "gates" or profile.gated:
             _draw(profile, kind, out)
     seconds = time.perf_counter() - started

@@ -3,7 +3,8 @@
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -21,6 +22,36 @@ def write_bytes(path: Path | str, content: bytes) -> Path:
 def write_parts(path: Path | str, parts: Iterable[bytes | memoryview]) -> Path:
     """`write_bytes` for what need not be in memory at once."""
     path = Path(path)
+    with _aside(path, parts) as temporary:
+        temporary.replace(path)
+    sync_folder(path.parent)
+    return path
+
+
+def write_new(path: Path | str, content: bytes) -> bool:
+    """Write a file unless there is one of that name; return whether it was written.
+
+    Of several processes that do so at the same time one succeeds.
+    """
+    path = Path(path)
+    with _aside(path, (content,)) as temporary:
+        try:
+            os.link(temporary, path)
+            new = True
+        except FileExistsError:
+            new = False
+        except OSError:  # a file system without links
+            new = not path.exists()
+            if new:
+                temporary.replace(path)
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+    return new
+
+
+@contextmanager
+def _aside(path: Path, parts: Iterable[bytes | memoryview]) -> Iterator[Path]:
+    """A temporary file beside a path, whose content has reached the disk; an error removes it."""
     make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
@@ -29,12 +60,10 @@ def write_parts(path: Path | str, parts: Iterable[bytes | memoryview]) -> Path:
                 file.write(part)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        yield temporary
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
-    return path
 
 
 def write_text(path: Path | str, content: str) -> Path:

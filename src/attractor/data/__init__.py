@@ -13,6 +13,13 @@ needs neither:
 ([[3, 4, 0], [1, 6, 1]], [[True, True, False], [True, True, True]])
 """
 
+from types import ModuleType
+
+from attractor.core.lazy import submodule
 from attractor.data import images, text
 
 __all__ = ["images", "text"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    return submodule(__name__, name)

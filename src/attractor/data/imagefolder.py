@@ -1,5 +1,6 @@
 """Images too many for memory, such as ImageNet's: a folder a class, decoded when they are needed."""
 
+import hashlib
 import math
 import os
 from collections.abc import Sequence
@@ -70,6 +71,27 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             )
         self.paths = [path for path, _ in found]
         self.labels = torch.tensor([label for _, label in found])
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of names, sizes and labels of the files and of how images are made of them.
+
+        It does not depend on where the folder is, so that a training that was interrupted goes on after
+        the folder has moved.
+        """
+        how = (
+            self.train,
+            self.size,
+            list(self.mean),
+            list(self.std),
+            self.classes,
+            self.labels.tolist(),
+        )
+        digest = hashlib.sha256(repr(how).encode())
+        for path in self.paths:
+            told = f"{path.relative_to(self.folder).as_posix()} {path.stat().st_size}\n"
+            digest.update(told.encode("utf8", "surrogateescape"))
+        return digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self.paths)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from attractor.core.checks import as_int, check_tensor, check_whole, nearest
 from attractor.core.files import write_bytes
+from attractor.core.fingerprint import fingerprint
 from attractor.data.folders import Folder, folder_of
 
 SPLITS = ("train", "valid", "test")
@@ -345,9 +346,9 @@ def _side_by_side(
 
 
 def _key(texts: Sequence[str], tokenizer: Tokenizer, *more: str) -> str:
-    """A name for what a tokenizer makes of texts."""
+    """A name for what a tokenizer makes of texts; another tokenizer of the same name has another."""
     special = [getattr(tokenizer, name, None) for name in ("first", "end", "padding")]
-    given = (type(tokenizer).__name__, tokenizer.size, *special, *more)
+    given = (fingerprint(tokenizer), tokenizer.size, *special, *more)
     digest = hashlib.sha256(repr(given).encode())
     digest.update(repr(_vocabulary(tokenizer)).encode())
     digest.update(repr(tokenizer.encode(texts[:100])).encode())

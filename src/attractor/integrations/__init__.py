@@ -9,13 +9,20 @@
 array([0.283662, 0.958924])
 """
 
-from importlib import import_module
 from types import ModuleType
+
+from attractor.core.lazy import submodule
 
 _ADAPTERS = ("hub", "onnx", "scipy", "timm", "transformers")
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name not in _ADAPTERS:
-        raise AttributeError(f"attractor.integrations has no {name!r}; there are {', '.join(_ADAPTERS)}")
-    return import_module(f"attractor.integrations.{name}")
+    try:
+        return submodule(__name__, name)
+    except AttributeError:
+        told = f"attractor.integrations has no {name!r}; there are {', '.join(_ADAPTERS)}"
+        raise AttributeError(told) from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ADAPTERS})

@@ -27,12 +27,14 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from attractor.core.files import json_bytes, write_bytes
-from attractor.jobs.job import Artifact, Job, Shard, WorkerDiedError, here, label
+from attractor.core.files import json_bytes, write_bytes, write_new
+from attractor.core.fingerprint import fingerprint
+from attractor.jobs.job import Artifact, Job, Shard, WorkerDiedError, here, label, named
 
 ENGINES = ("here", "processes", "ray")
 __all__ = [
@@ -91,22 +93,15 @@ def keep(
     """`each` with a folder: first the artifacts it holds, then those that are made now, written before
     they are yielded.
 
-    The file ``job.json`` says what the folder is of: `about`, or else the function and its
-    configuration. An artifact's file has its shard's name and the beginning of its hash; a damaged one
-    is made again.
+    The file ``job.json`` says what the folder is of: `about`, or else the configuration, with the
+    function's name and, if the function is the user's own, its code. An artifact's file has its shard's
+    name and the beginning of its hash; a damaged one is made again.
 
     Raises:
-        ValueError: the folder holds another job, or two shards have one name.
+        ValueError: the folder holds another job.
     """
-    folder, wanted = Path(folder), dict[str, Shard]()
-    for shard in shards:
-        if wanted.setdefault(_name(shard), shard) != shard:
-            raise ValueError(f"shards {wanted[_name(shard)]!r} and {shard!r} have one name")
-    now = json_bytes(about or {"function": job.function, "config": job.config})
-    there = folder / "job.json"
-    if there.exists() and not _same(there.read_bytes(), now):
-        raise ValueError(f"{folder} holds another job, as its job.json says; take another folder")
-    write_bytes(there, now)
+    folder, wanted = Path(folder), {_name(shard): shard for shard in shards}
+    _claim(job, folder, about or {"config": job.config})
     for path in sorted(folder.glob("*.*.*")):
         name, _, start = path.stem.rpartition(".")
         if name in wanted and (digest := sha256(content := path.read_bytes()).hexdigest())[:16] == start:
@@ -148,14 +143,30 @@ def part_of(text: str) -> tuple[int, int]:
     return int(found[1]) - 1, int(found[2])
 
 
-def _same(one: bytes, other: bytes) -> bool:
-    """Whether two files of JSON say the same, in whatever order."""
+def _claim(job: Job, folder: Path, about: Any) -> None:
+    """Write what a folder is of, before anything else is in it; raise if it is another job's.
+
+    JSON does not tell infinity from NaN, or a number that is a key from text: a fingerprint does.
+    """
+    code = None
+    with suppress(ImportError, AttributeError, OSError):  # it may be only where the workers are
+        code = fingerprint(named(job.function))
+    own = fingerprint([job.function, code, about])
+    readable = about if isinstance(about, dict) else {"about": about}
+    there = folder / "job.json"
+    if write_new(there, json_bytes({"function": job.function, **readable, "fingerprint": own})):
+        return
     try:
-        return json.loads(one) == json.loads(other)
-    except ValueError:
-        return False
+        known = json.loads(there.read_bytes())["fingerprint"]
+    except (ValueError, KeyError, TypeError):
+        known = None
+    if known != own:
+        told = "" if known else ", or one of an earlier version of attractor"
+        raise ValueError(f"{folder} holds another job{told}, as its job.json says; take another folder")
 
 
 def _name(shard: Shard) -> str:
-    """For files: nothing but letters, digits, underscores and dashes."""
-    return re.sub(r"[^\w-]+", "-", label(shard))
+    """For files: letters, digits, underscores and dashes; no two shards have the same."""
+    if type(shard) is int:
+        return str(shard)
+    return f"{re.sub(r'[^A-Za-z0-9_-]+', '-', label(shard))[:80]}-{fingerprint(shard)[:12]}"

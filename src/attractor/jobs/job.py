@@ -4,6 +4,7 @@ import builtins
 import importlib.util
 import json
 import logging
+import os
 import sys
 import traceback
 from collections import Counter
@@ -24,6 +25,8 @@ from attractor.core.files import json_bytes
 
 Shard = int | str | tuple[Any, ...]
 LOG = logging.getLogger(__name__)
+# What torchrun and accelerate launch tell a process about its rank.
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 
 
 class WorkerDiedError(ChildProcessError):
@@ -124,7 +127,12 @@ def make(job: Job, shard: Shard) -> Artifact:
 
 
 def attempt(job: Job, shard: Shard) -> Artifact | Failure:
-    """`make` in a worker, with the threads it is allowed; exceptions come back as data."""
+    """`make` in a worker, with the threads it is allowed; exceptions come back as data.
+
+    A worker is no rank of the launcher that may have started its caller, whatever it has inherited.
+    """
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
     torch.set_num_threads(job.threads or 1)
     try:
         return make(job, shard)

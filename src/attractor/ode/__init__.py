@@ -18,6 +18,9 @@ True
 True
 """
 
+from types import ModuleType
+
+from attractor.core.lazy import submodule
 from attractor.ode import corrections, pretrained, systems
 from attractor.ode.fitting import fit
 from attractor.ode.shards import FineData, make_trajectories
@@ -32,3 +35,7 @@ __all__ = [
     "pretrained",
     "systems",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    return submodule(__name__, name)

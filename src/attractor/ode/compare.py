@@ -33,6 +33,7 @@ from attractor import jobs
 from attractor.core import Trajectory, evolve, get_scheme
 from attractor.core.checks import check_seed
 from attractor.core.files import json_bytes, write_bytes, write_json
+from attractor.core.fingerprint import fingerprint
 from attractor.core.views import html_table, pandas, pictures
 from attractor.jobs.job import name_of, named
 from attractor.ode.serialization import rate_to_json
@@ -320,6 +321,7 @@ def compare_all(
     about = {
         "horizon": None if own_horizons else horizon, "device": device, "options": options, **names,
     }  # fmt: skip
+    code = {key: fingerprint(function) for key, function in own.items() if function is not None}
     files = {name: _packed(Path(place)) for name, place in solvers.items()}
     shards = []
     for name, packed in files.items():
@@ -330,7 +332,7 @@ def compare_all(
         threads=threads, gpus=int("cuda" in device),
     )  # fmt: skip
     how = {"engine": engine, "workers": workers, "address": address}
-    for made in jobs.keep(job, shards, folder, about, **how):
+    for made in jobs.keep(job, shards, folder, {**about, "code": code}, **how):
         yield made.shard[0], Comparison.from_json(made.json())
 
 

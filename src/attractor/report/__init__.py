@@ -8,6 +8,13 @@ Needs the `report` extra (Matplotlib and Plotly), which is imported when a pictu
 True
 """
 
+from types import ModuleType
+
+from attractor.core.lazy import submodule
 from attractor.report.page import Page
 
 __all__ = ["Page"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    return submodule(__name__, name)

@@ -21,6 +21,9 @@ holds in direction: two is best, at one seed, 2 against 1 (one)
 On the command line: ``attractor reproduce --list``, ``attractor reproduce stepnet-table1 --scale cpu``.
 """
 
+from types import ModuleType
+
+from attractor.core.lazy import submodule
 from attractor.reproduce.experiment import Experiment, Scale
 from attractor.reproduce.results import Results, load, merge
 from attractor.reproduce.runner import run
@@ -60,3 +63,7 @@ __all__ = [
     "run",
     "within",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    return submodule(__name__, name)

@@ -152,10 +152,10 @@ def write(path: Path, experiment: str, scale: str, runs: Mapping[str, Mapping[in
 
 
 @lru_cache(maxsize=8)
-def _by_digest(files: tuple[tuple[Path, int], ...]) -> dict[str, dict[int, Run]]:
-    """All runs in these files, as they were at these times."""
+def _by_digest(files: tuple[tuple[Path, int, int], ...]) -> dict[str, dict[int, Run]]:
+    """All runs in these files, as they were at these times and in these places of the disk."""
     found: dict[str, dict[int, Run]] = {}
-    for path, _ in files:
+    for path, *_ in files:
         try:
             kept = json.loads(path.read_text())
             name, scale = kept["experiment"], kept["scale"]
@@ -176,8 +176,8 @@ def load(experiment: Any, scale: str, folder: Path | str) -> Results:
     count as well.
     """
     kept = read(path_of(folder, experiment.name, scale), experiment.name, scale)
-    files = sorted(Path(folder).glob(f"*/{scale}.json"))
-    lent = _by_digest(tuple((path, path.stat().st_mtime_ns) for path in files))
+    files = [(path, path.stat()) for path in sorted(Path(folder).glob(f"*/{scale}.json"))]
+    lent = _by_digest(tuple((path, now.st_mtime_ns, now.st_ino) for path, now in files))
     arms = experiment.arms_of(scale)
     runs: dict[str, dict[int, Run]] = {}
     for arm in arms:

@@ -18,7 +18,8 @@ from attractor.core.versions import versions
 from attractor.reproduce import results as kept
 from attractor.reproduce.experiment import Experiment
 from attractor.reproduce.results import Results, Run, digest
-from attractor.reproduce.tasks import Context, task_of
+from attractor.reproduce.tasks import Context, data_of, task_of
+from attractor.train.tensors import CheckpointError
 
 Shard = tuple[str, int]  # arm and seed
 Tell = Callable[[str], None]
@@ -47,7 +48,8 @@ def run(
     Args:
         folder: of results; every run is there as soon as it has ended, and what was interrupted goes on
             from its last checkpoint. None: nothing is kept.
-        data: the folder of data sets; None: ``ATTRACTOR_DATA``.
+        data: the folder of data sets; None: ``ATTRACTOR_DATA``. Where it is named, runs in the results
+            that were made on other data raise.
         arms: only these.
         seeds: these instead of the scale's.
         workers: runs at a time, each in a process of its own; times are then not comparable.
@@ -59,6 +61,10 @@ def run(
             and so the last digits of what is trained, may depend on it.
         part: such as "3/16": only every sixteenth run, from the third on. Parts that are made at the
             same time need a folder each; `merge` puts them together.
+
+    Raises:
+        ValueError: runs in the folder were made on other data than those in `data`.
+        CheckpointError: a run that was interrupted had begun with other data.
     """
     engine = jobs.chosen(engine, workers, address)
     first, every = jobs.part_of(part or "1/1")
@@ -77,6 +83,8 @@ def run(
         context = Context(
             0, device, None if data is None else Path(data), scratch, tell, place / ".tokens"
         )
+        if data is not None:
+            _check_data(experiment, scale, found, [job for job in mine if job not in todo], context)
         if again:  # from the beginning, not from where it was interrupted
             for arm, seed in todo:
                 shutil.rmtree(f"{_scratch(scratch, experiment, arm, scale)}-{seed}", ignore_errors=True)
@@ -96,6 +104,28 @@ def run(
         if not found.missing():
             shutil.rmtree(scratch, ignore_errors=True)
     return found
+
+
+def _check_data(
+    experiment: Experiment, scale: str, results: Results, shards: list[Shard], context: Context
+) -> None:
+    """Raise if runs that are there were made on other data than those in the folder of the context."""
+    for arm in dict.fromkeys(arm for arm, _ in shards):
+        try:
+            read = data_of(experiment.task, experiment.config(arm, scale), context)
+        except FileNotFoundError:  # nothing can be run on what is not there
+            continue
+        other = [
+            seed
+            for name, seed in shards
+            if name == arm and read is not None and results.runs[arm][seed].get("data", read) != read
+        ]
+        if other:
+            raise ValueError(
+                f"{arm}, seed {other[0]}, is in the results of {experiment.name}, but was run on other "
+                f"data than {context.folder} holds; give another folder for the results (--out), or "
+                "again=True (--again) to run it once more"
+            )
 
 
 def _outcomes(
@@ -148,7 +178,13 @@ def arm(config: Mapping[str, Any], shard: Shard) -> Run:
             scratch, cache = Path(elsewhere) / "scratch", Path(elsewhere) / "cache"
         data = None if config["data"] is None else Path(config["data"])
         context = Context(seed, config["device"], data, scratch, config["tell"] or _silent, cache)
-        return one(config["task"], config["arms"][which], context)
+        try:
+            return one(config["task"], config["arms"][which], context)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{which}, seed {seed}, cannot go on where it was interrupted: {error}; or run it with "
+                "again=True (--again)"
+            ) from error
 
 
 def one(task: str, config: dict[str, Any], context: Context) -> Run:

@@ -41,13 +41,19 @@ def save(folder: Path | str, kind: str, tensors: dict[str, Tensor], config: dict
     """Write a checkpoint; an older one in the same folder is replaced, when this one is whole.
 
     Raises:
-        ValueError: the folder holds other things, or the configuration is too long to be read again.
+        ValueError: the folder holds other things, or a checkpoint of another kind, or the configuration
+            is too long to be read again.
     """
     folder = Path(folder)
     others = _names(folder) - {*FILES, MANIFEST, NEXT} if folder.is_dir() else set()
     if others:
         raise ValueError(f"{folder} holds {sorted(others)}; a checkpoint needs a folder of its own")
     settle(folder)
+    known = _kind_in(folder)
+    if known not in (None, kind):
+        raise ValueError(
+            f"{folder} holds a {known!s:.60}, which a {kind} is not to replace; give another folder"
+        )
     new, text = folder / NEXT, json_bytes(config)
     existed = folder.is_dir()
     try:
@@ -208,6 +214,14 @@ def settle(folder: Path) -> None:
         (new / MANIFEST).replace(folder / MANIFEST)
         sync_folder(folder)
     shutil.rmtree(new)
+
+
+def _kind_in(folder: Path) -> Any:
+    """The kind of checkpoint that a folder holds; None if there is none, or none that can be read."""
+    try:
+        return read_json(folder / MANIFEST, LARGEST_MANIFEST, link=False)[0]["kind"]
+    except (CheckpointError, KeyError, TypeError):
+        return None
 
 
 def _names(folder: Path) -> set[str]:

@@ -24,8 +24,10 @@ from attractor.train.bookkeeping import Counted, Sums, Tell, Watch
 from attractor.train.capture import Blocks, Captured, compiled_blocks
 from attractor.train.checkpoint import CheckpointError
 from attractor.train.classify import Classify
+from attractor.train.definition import Definition
 from attractor.train.feeds import Feed, feed_of
 from attractor.train.history import DivergedError, History, Progress, Row, Seeds
+from attractor.train.join import join
 from attractor.train.place import HALVES, Place
 from attractor.train.recipe import SHORT, Recipe
 from attractor.train.runs import Begun, RunFolder
@@ -50,6 +52,7 @@ def train(
     save_minutes: float = 10.0,
     tell: Tell | None = None,
     blocks: Blocks | None = None,
+    distributed: bool = True,
 ) -> History:
     """Train a model in place by a recipe; the same model, data and recipe give the same result.
 
@@ -57,6 +60,15 @@ def train(
     if it was killed in between, at any moment, and called again. Torch's, Python's and NumPy's random
     numbers are seeded for every epoch, and are the caller's again afterwards; what data sets draw from
     others is theirs to seed.
+
+    **The run in a folder.** With `out`, a folder holds one run. What defines it is written to
+    ``run.json`` before the first step: the recipe (without `capture`; `precision` as in use), the model
+    (class and attributes of every module, such as dropout's), its weights at the call, the loss (its
+    code, closure and global variables) and the data (tensors in memory; of other objects their class
+    and state, as pickling would keep it, without drawing a batch). The device, the number of processes,
+    `tell`, `save_every` and the workers of a loader do not define a run. The same run called again goes
+    on from its last checkpoint or, if it is finished, returns the same history and weights; any other
+    run raises `CheckpointError`, which names what differs.
 
     Args:
         model: any network; it is moved to the device and left there, in evaluation mode.
@@ -66,44 +78,69 @@ def train(
         valid_data: likewise; None: no validation.
         loss: ``(model, batch) -> Tensor`` or a dictionary with "loss" and further numbers to report: one
             entry an item, or a scalar. None: cross-entropy and accuracy of batches (inputs, labels).
-        device: None: a GPU if there is one. Under ``accelerate launch`` each process has its own, its
-            share of every batch, and gradients are averaged.
-        out: a folder for log.jsonl, times.jsonl and the last two checkpoints: after every `save_every`
-            epochs (0: none), and within an epoch every `save_minutes`. After Ctrl-C or SIGTERM the
-            step is finished and one more is written.
-        resume: go on from the checkpoint in `out`, if there is one, as if there had been no break. Of
-            an epoch that was interrupted, a loader's batches are gone through again up to there.
+        device: None: a GPU if there is one.
+        out: a folder for run.json, log.jsonl, times.jsonl and the last two checkpoints: after every
+            `save_every` epochs (0: none), and within an epoch every `save_minutes`. After Ctrl-C or
+            SIGTERM the step is finished and one more is written. A finished run leaves its weights in
+            model.safetensors, for ``model.load_state_dict(safetensors.torch.load_file(path))``.
+        resume: True, the default: go on with the run in `out`, as if there had been no break, because a
+            job that is killed is submitted again with the same call, and a call that defines another
+            run raises. Of an epoch that was interrupted, a loader's batches are gone through again up
+            to there. False: remove the run in `out` and start anew.
         tell: called with `Progress`; ``print`` will do.
         blocks: what capture="compile" compiles; None: the blocks that repeat.
+        distributed: True: processes that torchrun or ``accelerate launch`` has started (``WORLD_SIZE``
+            above 1) train one run together, whose batches they share and whose gradients are averaged.
+            All of them must call `train`, with the same run: they compare its definition first. A
+            process group that is merely initialised has no part in it. False: this process trains
+            alone, without a word to the others, as it must where one rank trains, or each another model.
 
     Raises:
         DivergedError: the training loss is not finite; names epoch, step and layer.
-        CheckpointError: what is in `out` is of another training, or damaged.
+        CheckpointError: `out` holds another run, or one of a version of attractor that did not record
+            what defines it, or is damaged.
+        ValueError: processes that were launched together train different runs; says in what they differ.
+        RuntimeError: another process has not called `train` within
+            `attractor.train.join.JOIN_SECONDS`, 120.
         OSError: the log or a checkpoint cannot be written, because the disk is full, say.
         KeyboardInterrupt, TerminatedError: after Ctrl-C, after SIGTERM (a `SystemExit`).
     """
-    place = Place.find(device, recipe.precision)
+    place = Place.find(device, recipe.precision, distributed)
     with ExitStack() as stack:
         stack.enter_context(_own_surroundings(place.device))
         training = _Training(model, train_data, valid_data, recipe, loss, place)
+        folder: RunFolder | None = None
+        if out is not None or place.share[1] > 1:
+            definition = training.definition(train_data, valid_data, loss)
+            options = {"out": out is not None, "resume": resume, "save_every": save_every}
+            join(place.share, definition, options)
+            if out is not None:
+                folder = RunFolder(out, recipe, definition, place.is_main)
+        training.begin()
         stack.callback(training.finish)
         if recipe.capture == "compile":
             stack.enter_context(compiled_blocks(model, blocks))
-        folder = None if out is None else RunFolder(out, recipe, training.feed.steps, place.is_main)
         history, begun = History(), None
         if folder:
             stack.callback(folder.close)
-            if resume:
-                history, begun = folder.resume(model, training.optimiser, training.scaler)
-                done = len(history) * (training.feed.steps + 1) + (begun.step if begun else 0)
-                if int(place.total(torch.tensor([done]))) != place.share[1] * done:
-                    raise ValueError(
-                        f"processes found other checkpoints in {out}; all must see one folder"
-                    )
-            elif place.is_main:
-                folder.kept.forget()
-            if place.is_main:
-                folder.begin(history)
+            problem: Exception | None = None
+            try:
+                if resume:
+                    history, begun = folder.resume(model, training.optimiser, training.scaler)
+                elif place.is_main:
+                    folder.clear()
+            except (CheckpointError, OSError) as error:
+                problem = error
+            place.raise_together(problem)
+            done = len(history) * (training.feed.steps + 1) + (begun.step if begun else 0)
+            if int(place.total(torch.tensor([done]))) != place.share[1] * done:
+                raise ValueError(f"processes found other checkpoints in {out}; all must see one folder")
+            try:
+                if place.is_main:
+                    folder.begin(history, model)
+            except (CheckpointError, OSError, TypeError) as error:
+                problem = error
+            place.raise_together(problem)
         place.wait()
         keeper = _Keeper(training, folder if save_every else None, history, 60 * save_minutes)
         if keeper.folder:
@@ -130,7 +167,42 @@ def train(
             place.wait()
             if tell and place.is_main:
                 tell(progress)
+        if folder and place.is_main:
+            folder.finish(model)
     return history
+
+
+def restored(
+    model: nn.Module,
+    train_data: Any,
+    valid_data: Any,
+    recipe: Recipe,
+    *,
+    out: Path | str,
+    loss: Loss | None = None,
+    device: torch.device | str | None = None,
+) -> History:
+    """Give a model the weights of the last checkpoint of its run, and train no further.
+
+    In this process alone. All arguments are those that `train` was called with; the model has the
+    weights it started from, and is left in evaluation mode.
+
+    Returns:
+        The rows of the epochs that are done; none if there is no checkpoint, or if the last one was
+        written within an epoch.
+
+    Raises:
+        CheckpointError: the folder holds another run.
+    """
+    place = Place.find(device, recipe.precision, distributed=False)
+    with _own_surroundings(place.device):
+        training = _Training(model, train_data, valid_data, recipe, loss, place)
+        definition = training.definition(train_data, valid_data, loss)
+        history, begun = RunFolder(out, recipe, definition).resume(
+            model, training.optimiser, training.scaler
+        )
+    model.eval()
+    return History() if begun else history
 
 
 def train_seeds(
@@ -149,7 +221,8 @@ def train_seeds(
 
     Args:
         make_model: called after ``torch.manual_seed(seed)``: weights differ like everything else.
-        out: each seed has a folder in it, ``seed-0``; summary.json holds what they give.
+        out: each seed has a folder in it, ``seed-0``, for one run as in `train`; summary.json holds what
+            they give.
         after: called with each trained model, its history and its seed.
         name: of the number that `Seeds` is about.
         options: of `train`.
@@ -161,6 +234,8 @@ def train_seeds(
         raise ValueError(
             f"{name} needs valid_data; or ask for another number, such as name='train_loss'"
         )
+    if out is not None and not options.get("resume", True):
+        (Path(out) / "summary.json").unlink(missing_ok=True)
     histories: list[History] = []
     for seed in seeds:
         torch.manual_seed(seed)
@@ -185,7 +260,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Means over all of the data, every sample once: "loss" and "accuracy", or what `loss` names.
 
-    On the model's device, in evaluation mode; the model is left in the mode it was in.
+    On the model's device, in evaluation mode; the model is left in the mode it was in. In this process
+    alone, whatever other processes there are: each sees all of the data.
     """
     if precision not in ("fp32", *HALVES):
         raise ValueError(f"precision = {precision!r} is not one of {', '.join(('fp32', *HALVES))}")
@@ -228,16 +304,32 @@ class _Training:
         self.rate = torch.zeros((), device=place.device) if graph else None
         self.optimiser = recipe.make_optimiser(model, self.rate)
         self.scaler = torch.amp.GradScaler(place.device.type, enabled=place.precision == "fp16")
-        shared, self.finish_sharing = place.shared(model)
-        self.loss = loss
+        self.loss, self.graph = loss, graph
         # Where waiting for a step costs nothing, its loss is looked at before weights are changed.
         self.careful = on_cpu and place.share[1] == 1
-        step = _Step(shared, model, self.optimiser, self.scaler, loss, self.feed, recipe, place, graph)
-        step.careful = self.careful
-        self.step: Callable[..., Counted] = Captured(step, step.snapshot) if graph else step
         self.valid: Feed | None = None
         if valid_data is not None:
             self.valid = feed_of(valid_data, recipe, train=False, like=like, share=place.share)
+
+    def definition(self, train_data: Any, valid_data: Any, loss: Loss | None) -> Definition:
+        """What defines the run; before the model is shared, and while it has its first weights."""
+        place = self.place
+        found = Definition.of(
+            self.model, train_data, valid_data, self.recipe, loss, precision=place.precision,
+            processes=place.share[1],
+        )  # fmt: skip
+        return replace(found, steps=self.feed.steps)
+
+    def begin(self) -> None:
+        """Share the model with the other processes, and make the steps."""
+        model, place, loss, graph = self.model, self.place, self.loss, self.graph
+        shared, self.finish_sharing = place.shared(model)
+        step = _Step(
+            shared, model, self.optimiser, self.scaler, loss, self.feed, self.recipe, place, graph
+        )
+        step.careful = self.careful
+        self.step: Callable[..., Counted] = Captured(step, step.snapshot) if graph else step
+        if self.valid is not None:
             look = _Evaluation(model, loss, self.valid, place, graph)
             self.look: Callable[..., Counted] = Captured(look) if graph else look
 

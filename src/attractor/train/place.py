@@ -12,6 +12,8 @@ from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from attractor.train.join import launched
+
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -30,20 +32,33 @@ class Place:
     accelerator: Any = None
 
     @classmethod
-    def find(cls, device: torch.device | str | None = None, precision: str = "auto") -> "Place":
-        """The device given, else the best there is; processes as torchrun or accelerate made them."""
+    def find(
+        cls,
+        device: torch.device | str | None = None,
+        precision: str = "auto",
+        distributed: bool = True,
+    ) -> "Place":
+        """The device given, else the best there is; processes as torchrun or accelerate made them.
+
+        Args:
+            distributed: False: this process alone, whoever has launched it.
+        """
         try:
             from accelerate import Accelerator
         except ImportError:
             raise ImportError("training needs Accelerate: pip install 'attractor[train]'") from None
         # On CPUs Accelerate has to be told, or each process would train alone, over the others' files.
         wanted = "cpu" if device is None and not torch.accelerator.is_available() else device
-        launched = int(os.environ.get("WORLD_SIZE", "1"))
-        several_cpus = launched > 1 and wanted is not None and torch.device(wanted).type == "cpu"
-        accelerator = Accelerator(cpu=True) if several_cpus else Accelerator()
-        if accelerator.num_processes != launched and launched > 1:
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world > 1 and not distributed:
+            told = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").replace("no", "fp32")
+            place = _own_device() if wanted is None else torch.device(wanted)
+            return cls(place, _precision(precision, place, told))
+        several_cpus = world > 1 and wanted is not None and torch.device(wanted).type == "cpu"
+        accelerator = launched(several_cpus) if world > 1 else Accelerator()
+        if accelerator.num_processes != world and world > 1:
             raise ValueError(
-                f"this is one of {launched} processes, but Accelerate knows of "
+                f"this is one of {world} processes, but Accelerate knows of "
                 f"{accelerator.num_processes}: an Accelerator was made before, of another kind; make it "
                 "with cpu=True, or none"
             )
@@ -56,14 +71,8 @@ class Place:
             place = accelerator.device
         else:
             place = torch.device(accelerator.device if device is None else device)
-        if place.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device = {device!r}, but torch finds no GPU here; say 'cpu'")
         told = accelerator.mixed_precision.replace("no", "fp32")
-        if precision == "auto":
-            bf16 = place.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-            precision = told if told != "fp32" else "bf16" if bf16 else "fp32"
-        if precision not in ("fp32", *HALVES) or (precision == "fp16" and place.type == "cpu"):
-            raise ValueError(f"precision {precision!r} on {place}; use 'fp32' or 'bf16'")
+        precision = _precision(precision, place, told)
         if accelerator.num_processes > 1 and told not in ("fp32", precision):
             raise ValueError(
                 f"precision = {precision!r}, but accelerate launch was told {told!r}; choose one"
@@ -129,6 +138,38 @@ class Place:
         """Until all processes are here."""
         if self.share[1] > 1:
             self.accelerator.wait_for_everyone()
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Raise an error in all processes if there is one in any of them: no process waits in vain."""
+        rank, world = self.share
+        if world > 1:
+            flags = torch.zeros(world, dtype=torch.int64)
+            flags[rank] = error is not None
+            ranks = self.total(flags).nonzero().flatten().tolist()
+            if ranks and error is None:
+                raise RuntimeError(f"ranks {ranks} cannot begin to train; see the error of each of them")
+        if error is not None:
+            raise error
+
+
+def _own_device() -> torch.device:
+    """The accelerator of this process, of those on the machine."""
+    found = torch.accelerator.current_accelerator()
+    assert found is not None
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+    return torch.device(found.type, index)
+
+
+def _precision(wanted: str, place: torch.device, told: str) -> str:
+    """The precision in use on a device; `told` is what Accelerate was told."""
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device = {str(place)!r}, but torch finds no GPU here; say 'cpu'")
+    if wanted == "auto":
+        bf16 = place.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        wanted = told if told != "fp32" else "bf16" if bf16 else "fp32"
+    if wanted not in ("fp32", *HALVES) or (wanted == "fp16" and place.type == "cpu"):
+        raise ValueError(f"precision {wanted!r} on {place}; use 'fp32' or 'bf16'")
+    return wanted
 
 
 class _OneBatch(TorchFunctionMode):

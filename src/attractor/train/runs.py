@@ -1,4 +1,4 @@
-"""A folder of one training: logs, the last two checkpoints, TensorBoard's files if it is installed."""
+"""A folder of one training: its definition, logs, the last two checkpoints, the final weights."""
 
 import json
 import re
@@ -13,15 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attractor.core.files import sweep, write_text
+from attractor.core.files import json_bytes, sweep, write_new, write_text
 from attractor.core.versions import versions
 from attractor.train import checkpoint
 from attractor.train.checkpoint import CheckpointError
+from attractor.train.definition import Definition, plain
 from attractor.train.history import TIMES, History, Row
 from attractor.train.recipe import Recipe
+from attractor.train.tensors import check_dtypes, parse, write_tensors
 
 KIND = "training"
-FREE = ("capture",)  # of a recipe: may be another when training is resumed
+DEFINITION, WEIGHTS = "run.json", "model.safetensors"
 STATES = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}  # of an optimiser
 
 Found = tuple[Path, dict[str, Tensor], dict[str, Any]]
@@ -134,26 +136,62 @@ class Begun:
 class RunFolder:
     """Everything a training writes; each file is whole or not there.
 
-    A checkpoint holds weights, the optimiser's state, the recipe and the log; within an epoch also what
+    ``run.json`` says what defines the run, from its beginning. A checkpoint holds weights, the
+    optimiser's state, the recipe, the log and the digest of the definition; within an epoch also what
     its steps gave so far and the states of all random generators, which each epoch seeds anew from its
-    number and the recipe's seed. Times are in times.jsonl alone: all else is the same in every run.
+    number and the recipe's seed. ``model.safetensors`` holds the weights of a run that is finished.
+    Times are in times.jsonl alone: all else is the same in every run.
 
     Args:
-        steps: of an epoch.
+        definition: of the run.
         main: whether this is the process that writes.
     """
 
-    def __init__(self, folder: Path | str, recipe: Recipe, steps: int, main: bool = True) -> None:
-        self.folder, self.recipe, self.steps, self.main = Path(folder), recipe, steps, main
+    def __init__(
+        self, folder: Path | str, recipe: Recipe, definition: Definition, main: bool = True
+    ) -> None:
+        self.folder, self.recipe, self.definition, self.main = Path(folder), recipe, definition, main
+        self.steps = definition.steps
         self.kept = Kept(folder, KIND, main=main)
         self.board: Any = None
 
-    def begin(self, history: History) -> None:
-        """Write the log as far as it goes: a folder that cannot be written to is found out now."""
-        with self.kept.told("the log"):
-            for name in ("log.jsonl", "times.jsonl"):
+    def begin(self, history: History, model: nn.Module) -> None:
+        """Write the definition and the log: a folder that cannot be written to is found out now.
+
+        Raises:
+            CheckpointError: another run has begun here meanwhile.
+        """
+        check_dtypes(model.state_dict())
+        self._check_foreign()
+        mine = json_bytes(self.definition.to_json())
+        with self.kept.told("the definition of the run"):
+            for name in (DEFINITION, WEIGHTS, "log.jsonl", "times.jsonl"):
                 sweep(self.folder / name)
+            if not write_new(self.folder / DEFINITION, mine):
+                self._check(self._recorded())
+        with self.kept.told("the log"):
+            if len(history) < self.recipe.epochs:
+                (self.folder / WEIGHTS).unlink(missing_ok=True)
             self._write_log(history.rows)
+
+    def clear(self) -> None:
+        """Remove what another run has left."""
+        self._check_foreign()
+        self.kept.forget()
+        for name in (DEFINITION, WEIGHTS, "log.jsonl", "times.jsonl"):
+            with suppress(OSError):  # which writing will tell
+                (self.folder / name).unlink(missing_ok=True)
+
+    def finish(self, model: nn.Module) -> Path:
+        """Write the weights as they are loaded anywhere: names of the model's own state, no prefix.
+
+        Tensors that are tied to each other are written under each of their names, so that
+        ``load_state_dict`` finds all of them.
+        """
+        path = self.folder / WEIGHTS
+        with self.kept.told(f"the weights {WEIGHTS}"):
+            write_tensors(path, dict(plain(model).state_dict()))
+        return path
 
     def save(
         self,
@@ -174,8 +212,9 @@ class RunFolder:
                     tensors[f"optimiser.{index}.{key}"] = value
         log = _lines([_timeless(row) for row in history]).encode()
         tensors["log"] = torch.frombuffer(bytearray(log + b"\n"), dtype=torch.uint8)  # never empty
-        config = {"recipe": asdict(self.recipe), "steps": self.steps, "scaler": scaler.state_dict(),
-                  "trained": _names(model, optimiser), "versions": versions()}  # fmt: skip
+        config = {"run": self.definition.digest, "recipe": asdict(self.recipe), "steps": self.steps,
+                  "scaler": scaler.state_dict(), "trained": _names(model, optimiser),
+                  "versions": versions()}  # fmt: skip
         if begun:
             tensors["begun.sums"] = begun.sums
             tensors |= {f"random.{name}": value for name, value in begun.random.items()}
@@ -189,23 +228,36 @@ class RunFolder:
         """Put model and optimiser back where the latest checkpoint has them; empty if there is none.
 
         Raises:
-            CheckpointError: it is of another recipe, model or data, or all there are are damaged.
+            CheckpointError: the folder holds another run, or all of its checkpoints are damaged.
         """
+        recorded = self._recorded()
         found = self.kept.load()
         if found is None:
+            self._check(recorded)
             return History(), None
         folder, tensors, config = found
+        if "run" not in config:
+            raise CheckpointError(
+                f"{folder} was written by a version of attractor that did not record what defines a "
+                f"run, so it may be another one; {ADVICE}. Its weights are in {checkpoint.FILES[0]}, "
+                "with 'model.' before their names"
+            )
+        weights = _weights(model, tensors)
         try:
-            self._check(folder, config)
             log = tensors["log"].numpy().tobytes().splitlines()
             rows = [json.loads(line) for line in log if line]
+            self._check(recorded, None if len(rows) >= self.recipe.epochs else weights, model)
+            if recorded is None and config["run"] != self.definition.digest:
+                raise CheckpointError(f"{folder} is of another run, and without {DEFINITION}; {ADVICE}")
+            if recorded is not None and config["run"] != recorded.digest:
+                raise CheckpointError(f"{folder} is of another run than {DEFINITION} says; {ADVICE}")
             begun = _begun(config.get("begun"), tensors, self.steps)
             trained, scale = config["trained"], config["scaler"]
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{folder} does not describe a training ({error}); {ADVICE}") from None
-        checkpoint.fill(model, _weights(model, tensors), folder, ADVICE)
+        checkpoint.fill(model, weights, folder, ADVICE)
         if trained != _names(model, optimiser):
             raise CheckpointError(f"{folder} was trained with other parameters frozen; {ADVICE}")
         _restore(optimiser, _part(tensors, "optimiser."), self.recipe, folder)
@@ -213,22 +265,56 @@ class RunFolder:
             scaler.load_state_dict(scale)
         return History([{**row, **times} for row, times in zip(rows, self._times(len(rows)))]), begun
 
-    def _check(self, folder: Path, config: dict[str, Any]) -> None:
-        # Through JSON, as the other one went, where tuples become lists.
-        mine = json.loads(json.dumps(asdict(self.recipe)))
-        theirs = {**asdict(Recipe()), **config["recipe"]}  # older ones know fewer options
-        other = [
-            f"{name} = {theirs.get(name)!r}, not {value!r}"
-            for name, value in mine.items()
-            if name not in FREE and theirs.get(name) != value
-        ]
-        if self.steps != config["steps"]:
-            other.append(
-                f"{config['steps']} steps an epoch, not {self.steps} (other data, or a loader's batch, "
-                "which is one process's own, with another number of processes)"
+    def _check_foreign(self) -> None:
+        """Raise rather than replace files that have names of ours, in a folder that is no training's."""
+        ours = (self.folder / "log.jsonl").exists() or self.kept.found()
+        foreign = [name for name in (DEFINITION, WEIGHTS) if (self.folder / name).exists() and not ours]
+        if foreign:
+            raise CheckpointError(
+                f"{self.folder} holds {' and '.join(foreign)}, which no training has written; "
+                "give another out="
             )
-        if other:
-            raise CheckpointError(f"{folder} was trained with {'; '.join(other)}; {ADVICE}")
+
+    def _recorded(self) -> Definition | None:
+        """What defines the run in the folder, as it says itself; None if it does not."""
+        path = self.folder / DEFINITION
+        if not path.exists():
+            return None
+        try:
+            return Definition.from_json(parse(path.read_bytes(), path))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} does not describe a run ({error}); {ADVICE}") from None
+
+    def _check(
+        self,
+        recorded: Definition | None,
+        weights: dict[str, Tensor] | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        """Raise if the folder holds another run.
+
+        Args:
+            recorded: what defines the run in the folder, if that is known.
+            weights: of the checkpoint of a run that is not finished. A model that has them already, as
+                after Ctrl-C in a notebook, is taken for the one that was trained.
+            model: of the call.
+        """
+        if recorded is None:
+            return
+        unlike = recorded.unlike(self.definition)
+        initial = recorded.unlike_weights(self.definition)
+        if weights is not None and model is not None and unlike == [initial]:
+            own = model.state_dict()
+            if own.keys() == weights.keys() and all(_equal(own[k], v) for k, v in weights.items()):
+                self.definition = recorded
+                return
+        if unlike:
+            hint = (
+                "make the model anew, from the same seed, to get this run; "
+                if unlike == [initial]
+                else ""
+            )
+            raise CheckpointError(f"{self.folder} holds a run with {'; '.join(unlike)}; {hint}{ADVICE}")
 
     def log(self, rows: list[Row]) -> None:
         """Write log.jsonl and times.jsonl, a row a line; and the last row for TensorBoard."""
@@ -261,19 +347,7 @@ class RunFolder:
             self.board.close()
 
 
-def weights_of(folder: Path | str, model: nn.Module) -> int:
-    """Give a model the weights of the latest checkpoint in a folder, for evaluation, if that was written
-    after a whole epoch; after how many: 0 where there is none."""
-    found = Kept(folder, KIND).load()
-    if found is None or "begun" in found[2]:
-        return 0
-    path, tensors, _ = found
-    checkpoint.fill(model, _weights(model, tensors), path, ADVICE)
-    model.eval()
-    return tensors["log"].numpy().tobytes().count(b"\n") - 1  # lines, and one more
-
-
-ADVICE = "give another out=, or resume=False to start again"
+ADVICE = "give another out=, or resume=False to start anew"
 
 
 def _remove(folder: Path) -> None:
@@ -313,6 +387,10 @@ def _names(model: nn.Module, optimiser: torch.optim.Optimizer) -> list[str]:
     """Of the parameters that are trained, in the optimiser's order."""
     names = {id(p): name for name, p in model.named_parameters()}
     return [names[id(p)] for group in optimiser.param_groups for p in group["params"]]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return _alike(one, other) and torch.equal(one.cpu(), other)
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

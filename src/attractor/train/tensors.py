@@ -11,7 +11,7 @@ import math
 import os
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,7 @@ def json_limit(size: int) -> int:
 
 def write_tensors(path: Path | str, tensors: dict[str, Tensor]) -> tuple[str, int]:
     """Write a safetensors file; its SHA-256 and its size."""
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor) or value.dtype not in NAMES:
-            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"{name!r} is {kind}; a checkpoint holds tensors of {', '.join(DTYPES)}")
+    check_dtypes(tensors)
     # Widest numbers first, so that all lie where their width allows.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header, place = {}, 0
@@ -76,6 +73,14 @@ def write_tensors(path: Path | str, tensors: dict[str, Tensor]) -> tuple[str, in
 
     write_parts(path, parts())
     return digest.hexdigest(), 8 + len(text) + place
+
+
+def check_dtypes(tensors: Mapping[str, Any]) -> None:
+    """Raise if something cannot be written to a safetensors file."""
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor) or value.dtype not in NAMES:
+            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"{name!r} is {kind}; a checkpoint holds tensors of {', '.join(DTYPES)}")
 
 
 def read_tensors(path: Path | str, *, link: bool = True) -> dict[str, Tensor]:

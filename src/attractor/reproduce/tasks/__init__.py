@@ -42,6 +42,16 @@ def task_of(name: str) -> Task:
     return getattr(import_module(module), function)
 
 
+def data_of(name: str, config: dict[str, Any], context: Context) -> dict[str, str] | None:
+    """Hashes of the data that a task would read, as its outcome has them; None if it does not say.
+
+    The function ``classify`` of a module says it by a function ``classify_data`` beside it.
+    """
+    module, _, function = name.partition(":")
+    found = getattr(import_module(module), f"{function}_data", None)
+    return None if found is None else found(config, context)
+
+
 def echo(config: dict[str, Any], context: Context) -> Outcome:
     """The configuration itself; for examples and tests."""
     return {"metrics": dict(config)}

@@ -29,6 +29,7 @@ from attractor.train import train
 DETECT = f"{__name__}:detect"
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
 AREAS = {"": (0, 1e10), "S": (0, 32**2), "M": (32**2, 96**2), "L": (96**2, 1e10)}
+PARTS = ("train2017", "val2017")
 MOST = 100  # detections of a class in an image
 
 
@@ -42,9 +43,7 @@ def detect(config: dict[str, Any], context: Context) -> Outcome:
     """
     with tempfile.TemporaryDirectory() as made:
         place = _coco(config, context, Path(made))
-        training, test = (
-            Coco(place, part, config["side"], config["boxes"]) for part in ("train2017", "val2017")
-        )
+        training, test = (Coco(place, part, config["side"], config["boxes"]) for part in PARTS)
         torch.manual_seed(context.seed)
         model = make_detector(config, len(training.classes))
         recipe = make_recipe(config, context.seed)
@@ -62,6 +61,14 @@ def detect(config: dict[str, Any], context: Context) -> Outcome:
     loss = history.final["train_loss"]
     digests = {part.name: part.digest for part in (training, test)}
     return rounded({"metrics": {**metrics, "train_loss": loss}, "curves": {}, "data": digests})
+
+
+def detect_data(config: dict[str, Any], context: Context) -> dict[str, str]:
+    """Hashes of what `detect` reads."""
+    with tempfile.TemporaryDirectory() as made:
+        place = _coco(config, context, Path(made))
+        parts = (Coco(place, part, config["side"], config["boxes"]) for part in PARTS)
+        return {part.name: part.digest for part in parts}
 
 
 class Coco(Dataset[tuple[Tensor, ...]]):
@@ -86,6 +93,11 @@ class Coco(Dataset[tuple[Tensor, ...]]):
             for image in found["images"]
             if not self.train or self._boxes(image["id"])
         ]
+
+    @property
+    def fingerprint(self) -> str:
+        """What the items are, wherever the folder is."""
+        return f"{self.name} {self.digest} {self.side} {self.boxes}"
 
     def __len__(self) -> int:
         return len(self.files)

@@ -115,7 +115,6 @@ def imagefolder(config: dict[str, Any], context: Context) -> Outcome:
             test.loader(recipe.batch, config["workers"]), recipe, device=context.device,
             tell=_told(context, recipe), out=folder_for(context, recipe),
         )  # fmt: skip
-    listed = "\n".join(sorted(p.name for d in (training, test) for p in d.paths))
     return rounded({
         "metrics": {
             "accuracy": 100 * history.accuracy,
@@ -123,8 +122,25 @@ def imagefolder(config: dict[str, Any], context: Context) -> Outcome:
             "parameters": sum(p.numel() for p in model.parameters()),
         },
         "curves": {"accuracy": [100 * x for x in history.column("valid_accuracy")]},
-        "data": {"names of files": hashlib.sha256(listed.encode()).hexdigest()},
+        "data": _listed(training, test),
     })  # fmt: skip
+
+
+def classify_data(config: dict[str, Any], context: Context) -> dict[str, str]:
+    """Hashes of what `classify` reads."""
+    return hashes(config, _sets(config, context))
+
+
+def imagefolder_data(config: dict[str, Any], context: Context) -> dict[str, str]:
+    """Hashes of what `imagefolder` reads."""
+    with tempfile.TemporaryDirectory() as made:
+        place = _imagenet(config, context, Path(made))
+        return _listed(*(ImageFolder(place / part, size=config["size"]) for part in ("train", "val")))
+
+
+def _listed(*folders: ImageFolder) -> dict[str, str]:
+    listed = "\n".join(sorted(p.name for d in folders for p in d.paths))
+    return {"names of files": hashlib.sha256(listed.encode()).hexdigest()}
 
 
 def make_network(config: dict[str, Any], data: images.ImageSet, seed: int) -> nn.Module:

@@ -14,6 +14,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from attractor.data import text
 from attractor.reproduce.tasks import Context, Outcome
 from attractor.reproduce.tasks.mixed import MixedValues
 from attractor.train import Classify, DivergedError, Recipe, evaluate, train
-from attractor.train.runs import weights_of
+from attractor.train.loop import restored
 
 Config = dict[str, Any]
 Rows = list[dict[str, Any]]
@@ -76,7 +77,7 @@ def language(config: Config, context: Context) -> Outcome:
     model = LanguageModel(vocabulary, **options).to(device)
     texts, positions = config["honest"]
     spread = torch.linspace(0, len(pieces) - 1, min(texts, len(pieces))).long().to(device)
-    look = lambda: left_to_right(model, pieces[spread], positions)
+    look = lambda model: left_to_right(model, pieces[spread], positions)
     valid = list(pieces.split(max(1, CHUNK // tokens)))
     made = _recipe(recipe, evaluations, context)
     with warnings.catch_warnings():
@@ -175,6 +176,24 @@ def classify(config: Config, context: Context) -> Outcome:
         },
         "data": hashes,
     }
+
+
+def language_data(config: Config, context: Context) -> dict[str, str]:
+    """Hashes of what `language` reads."""
+    return _streams(config["data"], config["tokenizer"], *_places(context))[2]
+
+
+def classify_data(config: Config, context: Context) -> dict[str, str]:
+    """Hashes of what `classify` reads."""
+    name = "toy" if config.get("synthetic") else config["data"]
+    tokens = config["tokens"][config["data"]]
+    return _labelled(name, config["tokenizer"], tokens, *_places(context))[2]
+
+
+def lines_data(config: Config, context: Context) -> dict[str, str]:
+    """Hashes of what `lines` reads."""
+    tokens = config["length"] * config["stretch"]
+    return _lines(config["data"], config["tokenizer"], tokens + 1, *_places(context))[2]
 
 
 class Windows:
@@ -298,7 +317,7 @@ def _loss(model: Any, states: Tensor, targets: Tensor) -> Tensor:
 
 def train_epochs(
     model: nn.Module, batches: Any, valid: Any, recipe: Recipe, loss: Any, context: Context, *,
-    patience: int | None = None, look: Callable[[], dict[str, float]] | None = None,
+    patience: int | None = None, look: Callable[[Any], dict[str, float]] | None = None,
 ) -> tuple[Rows, bool]:  # fmt: skip
     """Train a model, and go on from the checkpoint in ``context.scratch`` if there is one.
 
@@ -316,20 +335,23 @@ def train_epochs(
     out = None if scratch is None else scratch / "training"
     every = max(1, recipe.epochs // 5)
     rows: Rows = []
-    if scratch is not None:
-        rows = _begun(scratch)
-        done = weights_of(scratch / "training", model)  # epochs; rows may miss what came after them
+    if scratch is not None and out is not None and out.exists():
+        rows, last = _begun(scratch), deepcopy(model)  # the model itself stays as it is to begin with
+        options: Any = {"loss": loss, "device": context.device, "out": out}
+        done = len(restored(last, batches, valid, recipe, **options))  # rows may be ahead of it
         if 0 < done <= len(rows):
             if look is not None and "left_to_right" not in rows[done - 1]:
-                rows[done - 1] |= look()
+                rows[done - 1] |= look(last)
             if patience is not None and _stale(_losses(rows[:done]), patience):
+                model.load_state_dict(last.state_dict())
+                model.eval()
                 return rows[:done], True
 
     def tell(progress: Any) -> None:
         if progress.row is None:
             return
         del rows[progress.epoch - 1 :]  # of epochs after the last checkpoint, if it was interrupted
-        rows.append({**progress.row, **({} if look is None else look())})
+        rows.append({**progress.row, **({} if look is None else look(model))})
         if scratch is not None:
             write_json(scratch / "rows.json", rows)
         if progress.epoch % every == 0:
