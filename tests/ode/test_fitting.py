@@ -322,7 +322,9 @@ def test_a_rate_that_is_clearly_another_is_refused(tmp_path):
     folder = own.save(tmp_path / "own")
     at.HybridSolver.load(folder, rate=lambda t, u: spring(t, u.float()).double())
     at.HybridSolver.load(folder, rate=lambda t, u: u.missing)  # cannot be asked here
-    with pytest.raises(at.CheckpointError, match=r"another equation: at t = [\d.]+ and u = \[.*\] its rate was \["):
+    with pytest.raises(
+        at.CheckpointError, match=r"another equation: at t = [\d.]+ and u = \[.*\] its rate was \["
+    ):
         at.HybridSolver.load(folder, rate=lambda t, u: 1.01 * spring(t, u))
 
 

@@ -76,8 +76,7 @@ def encoder_model(config: Config, context: Context) -> Outcome:
     Curves, one number per epoch: perplexity, fast_off, real_off, left_to_right, train_loss.
     """
     tokens, device = config["length"] // config["shorten"], context.device
-    source = config["data"], config["tokenizer"], config.get("vocabulary"), context.folder
-    tokenizer, parts, hashes = _padded_lines(*source, tokens)
+    tokenizer, parts, hashes = _lines_of(config, context)
     recipe = config["recipe"]
     train_limit, valid_limit = config["limit"] or (None, None)
     ids, lengths = (x[:train_limit].to(device) for x in parts["train"])
@@ -89,7 +88,7 @@ def encoder_model(config: Config, context: Context) -> Outcome:
     sample = sample_targets(lengths.cpu(), tokens, config["sample"]).to(device)
     rows, finite = train_epochs(
         model, batches, None, _recipe(recipe, context.seed), all_positions, context,
-        look=lambda: evaluations(model, valid, sample),
+        look=lambda model: evaluations(model, valid, sample),
     )  # fmt: skip
     last = rows[-1] if finite else {}
     names = (
@@ -110,6 +109,11 @@ def encoder_model(config: Config, context: Context) -> Outcome:
         "curves": {name: [six_digits(row.get(name)) for row in rows] for name in CURVES},
         "data": hashes,
     }
+
+
+def encoder_model_data(config: Config, context: Context) -> dict[str, str]:
+    """Return the hashes of the data that `encoder_model` reads."""
+    return _lines_of(config, context)[2]
 
 
 class LineModel(nn.Module):
@@ -322,6 +326,13 @@ def _recipe(config: Config, seed: int) -> Recipe:
         weight_decay=config["weight_decay"], decay_vectors=True, clip=config["clip"], precision="fp32",
         seed=seed,
     )  # fmt: skip
+
+
+def _lines_of(
+    config: Config, context: Context
+) -> tuple[Any, dict[str, tuple[Tensor, Tensor]], dict[str, str]]:
+    source = config["data"], config["tokenizer"], config.get("vocabulary"), context.folder
+    return _padded_lines(*source, config["length"] // config["shorten"])
 
 
 @lru_cache(maxsize=2)

@@ -190,12 +190,6 @@ def classify_data(config: Config, context: Context) -> dict[str, str]:
     return _labelled(name, config["tokenizer"], tokens, *_places(context))[2]
 
 
-def lines_data(config: Config, context: Context) -> dict[str, str]:
-    """Hashes of what `lines` reads."""
-    tokens = config["length"] * config["stretch"]
-    return _lines(config["data"], config["tokenizer"], tokens + 1, *_places(context))[2]
-
-
 class Windows:
     """Batches ``[batch, tokens + 1]`` of a stream of ids; each epoch draws anew.
 
