@@ -245,9 +245,7 @@ def test_pdes_that_are_not_linear_need_the_map():
 def test_redraw_save_and_load():
     layer = PerformerAttention(4, 24)
     q, k, v = qkv(dtype=torch.float32)
-    options = dict(
-        is_causal=True, key_padding=None, pde=pdes.Diffusion(0.1), steps=2, dt=1.0, dropout_p=0.1
-    )
+    options = dict(is_causal=True, key_padding=None, pde=pdes.Diffusion(0.1), steps=2, dt=1.0)
     before, state = layer(q, k, v, **options), {n: t.clone() for n, t in layer.state_dict().items()}
     layer.redraw(torch.Generator().manual_seed(3))
     assert not torch.equal(before, layer(q, k, v, **options))
