@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from attractor.attention import masks, pde_attention
-from attractor.attention.dense import dense
+from attractor.attention.pde_attention import attention_and_map
 from attractor.attention.pdes import BY_NAME, PDE, LearnedPDE, get_pde
 from attractor.attention.precision import for_scores, wide
 from attractor.integrations.transformers_masks import BypassError, Mask, make_mask
@@ -48,6 +48,7 @@ from attractor.integrations.transformers_modules import (
     outside,
     which,
 )
+from attractor.train import groups as optimiser_groups
 
 if find_spec("transformers") is None:
     raise ImportError(
@@ -202,7 +203,9 @@ class _Attention:
             )
             return output.transpose(1, 2).contiguous(), None
         del options["method"]
-        output, A = dense(query, key, value, dropout_p=dropout, scale=scaling, **where, **options)
+        output, A = attention_and_map(
+            query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=True, **where, **options
+        )
         A = pad(A.to(query.dtype), (0, keys - A.shape[-1]))  # a static cache's empty end
         return output.transpose(1, 2).contiguous(), A
 
@@ -363,6 +366,34 @@ def add_pde(
     _use(model, name, found)
     _warn_of_outside(model, name, outside(model, found))
     return model
+
+
+def parameter_groups(
+    model: nn.Module, lr: float, *, weight_decay: float = 0.01, coefficient_lr: float | None = None
+) -> list[dict[str, Any]]:
+    """Optimiser groups of a model with PDE coefficients apart, which are never decayed.
+
+    Weight decay moves a coefficient toward the middle of its range even without a gradient, and the
+    optimiser that transformers' Trainer makes by itself decays every parameter that is not a bias or of
+    a norm. Give it another: ``Trainer(..., optimizers=(torch.optim.AdamW(groups), None))``.
+
+    Args:
+        model: a model of transformers, with or without coefficients from `add_pde`.
+        lr: the learning rate.
+        weight_decay: the weight decay of matrices; vectors, such as biases and norms, have none.
+        coefficient_lr: the learning rate of the coefficients; None: `lr`. They are single numbers on a
+            logit scale, and usually want a larger one than pretrained weights do.
+
+    Returns:
+        The groups that are not empty of: matrices, vectors, coefficients.
+
+    Raises:
+        TypeError: model is not a module.
+        ValueError: a rate is negative, or no parameter of the model requires a gradient.
+    """
+    return optimiser_groups.parameter_groups(
+        model, lr, weight_decay=weight_decay, coefficient_lr=coefficient_lr
+    )
 
 
 def load(model_class: Any, folder: Any, **options: Any) -> Any:
