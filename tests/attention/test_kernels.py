@@ -293,6 +293,9 @@ def test_models_take_it_as_their_attention():
 
 def test_errors_teach():
     q, k, v = qkv(key_heads=1)
+    for attend in (performer_attention, performer_dense):
+        with pytest.raises(TypeError, match=r"is_causal = 0.5 must be True or False"):
+            attend(q, q, q, features=torch.randn(4, 8), is_causal=0.5)
     with pytest.raises(ValueError, match=r"features \[3, 8\] must be \[4, count\]"):
         performer_attention(q, q, v, features=torch.randn(3, 8))
     with pytest.raises(ValueError, match="pass enable_gqa=True"):

@@ -378,6 +378,18 @@ def test_misspelt_arguments_are_refused(name):
         UNKNOWN[name](**{name: 0.1})
 
 
+def test_a_shared_pde_must_be_stable_for_the_steps_taken():
+    """Tensors are not checked in a call, so coefficients learnt for smaller steps would blow up."""
+    for options, learned in (
+        ({"dt": 2.0}, pdes.LearnedPDE("diffusion")),
+        ({"axis": "both"}, pdes.LearnedPDE("diffusion")),
+    ):
+        with pytest.raises(ValueError, match="make the LearnedPDE with these"):
+            PDEAttention(16, 2, learned, **options)
+    PDEAttention(16, 2, pdes.LearnedPDE("diffusion", dt=2.0), dt=0.5)
+    PDEAttention(16, 2, pdes.LearnedPDE("diffusion", axis="both"), axis="both")
+
+
 def test_the_nearest_argument_is_named():
     with pytest.raises(TypeError, match="did you mean 'dropout'"):
         PDEAttention(16, 2, droput=0.1)

@@ -903,6 +903,38 @@ def test_maps_are_those_of_the_output_under_autocast_too(dtype):
     torch.testing.assert_close(looked.logits, plain.logits, rtol=few, atol=few)
 
 
+def test_a_refused_name_leaves_nothing_registered():
+    before = pdes.Diffusion(0.123)
+    pde.register(names={"pde_first": before})
+    for names in (
+        {"pde_first": "wave", "eager": "wave"},
+        {"pde_first": "wave", "pde_b": pdes.Diffusion(9.0)},
+    ):
+        with pytest.raises(ValueError, match=r"no name for PDE attention|unstable"):
+            pde.register(names=names)
+        assert AttentionInterface()["pde_first"].setting.equation is before
+    assert "pde_b" not in AttentionInterface()
+
+
+def test_add_pde_that_fails_changes_nothing(monkeypatch):
+    model = gpt2().eval()
+    truth, names = model(IDS).logits, [n for n, _ in model.named_parameters()]
+    heads, counted = pde._heads, []
+
+    def counting(module):
+        counted.append(module)
+        return (
+            heads(module) if len(counted) < 2 else 3
+        )  # coefficients for 2 heads do not suit the second
+
+    monkeypatch.setattr(pde, "_heads", counting)
+    with pytest.raises(ValueError, match="has 2 numbers"):
+        pde.add_pde(model, pdes.Diffusion(torch.tensor([0.1, 0.2])[:, None, None]), per_head=True)
+    assert len(counted) == 2
+    assert [n for n, _ in model.named_parameters()] == names
+    assert torch.equal(model(IDS).logits, truth)
+
+
 def test_masks_on_their_way_can_be_copied():
     mask = pde.Mask((2, 1, 4, 4), 4, is_causal=True, key_padding=torch.ones(2, 4).bool())
     for other in (copy.copy(mask), copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):

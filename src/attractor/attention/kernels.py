@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from attractor.attention import masks
-from attractor.attention.arguments import check_tensors
+from attractor.attention.arguments import check_flag, check_tensors
 from attractor.attention.bands import band_values, step_values
 from attractor.attention.dense import space
 from attractor.attention.pdes import PDE, Line, evolve, get_pde, take_steps
@@ -145,6 +145,7 @@ def performer_attention(
         ``[*batch, heads, queries, value dim]``, in query's dtype; half precisions are summed in
         float32. A query that may attend to nothing has zero output.
     """
+    check_flag("is_causal", is_causal)
     equation = _equation(pde, steps, dt)
     if equation is not None and not equation.linear:
         raise ValueError(
@@ -248,6 +249,7 @@ def performer_dense(
 
     Arguments as there, and any PDE. Its scales are the largest over all keys: causal up to rounding.
     """
+    check_flag("is_causal", is_causal)
     equation = _equation(pde, steps, dt)
     log_q, log_k, values = _log_features(query, key, value, features, scale, enable_gqa, key_padding)
     if equation is not None:
@@ -312,6 +314,7 @@ def _log_features(
             f"features {list(projection.shape)} must be [{dim}, count], or [heads, {dim}, count], for a "
             f"query {list(query.shape)}"
         )
+    check_flag("enable_gqa", enable_gqa)
     check_tensors(query, key, value, enable_gqa)
     if not key.shape[-2]:
         raise ValueError(f"key {list(key.shape)} holds no tokens, so there is nothing to attend to")

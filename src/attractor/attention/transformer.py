@@ -37,6 +37,7 @@ from attractor.attention.arguments import METHODS, WALLS
 from attractor.attention.cache import PDECache, unchanged_on_error
 from attractor.attention.pde_attention import pde_attention
 from attractor.attention.pdes import AXES, PDE, Diffusion, LearnedPDE, get_pde
+from attractor.attention.pdes.pde import dimensions
 from attractor.attention.tracing import as_node, is_symbolic
 from attractor.core.checks import (
     as_int,
@@ -276,6 +277,11 @@ def _check_options(attention: Any, options: dict[str, Any], dropout: float) -> N
 def _equation(
     pde: str | PDE | nn.Module | None, learn: bool, heads: int | None, dt: float, axis: str
 ) -> Any:
+    if isinstance(pde, LearnedPDE) and (pde.dt < dt or dimensions(pde.axis) < dimensions(axis)):
+        raise ValueError(
+            f"pde keeps its coefficients stable for dt = {pde.dt:g} on axis {pde.axis!r}, and this "
+            f"attention steps by dt = {dt:g} on axis {axis!r}; make the LearnedPDE with these"
+        )
     if isinstance(pde, nn.Module):
         return pde
     if learn:

@@ -83,11 +83,11 @@ def register(
 
     Raises:
         ValueError: an unstable step, an option that does not exist, or a name that transformers would
-            take for something else.
+            take for something else; nothing is registered then.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    known = AttentionInterface()
+    known, made = AttentionInterface(), {}
     for name, pde in names.items():
         equation = get_pde(pde)() if isinstance(pde, str) else pde
         reserved = [part for part in ("/", "|", "sdpa", "flash", "flex_attention") if part in name]
@@ -97,8 +97,9 @@ def register(
                 f"{name!r} is no name for PDE attention: "
                 + (f"transformers gives {reserved[0]!r} a meaning" if reserved else "it is taken")
             )
-        setting = Setting(equation, steps, dt, walls, method)
-        AttentionInterface.register(name, _Attention(name, setting))
+        made[name] = _Attention(name, Setting(equation, steps, dt, walls, method))
+    for name, function in made.items():
+        AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, make_mask)
     return list(names)
 
@@ -337,8 +338,8 @@ def add_pde(
 
     Raises:
         ValueError: nothing in the model goes through transformers' AttentionInterface, its attention
-            does more than PDE attention can (sinks, an indexer), or the PDE is unstable. Where only a
-            part of it goes through there, a warning says which does not.
+            does more than PDE attention can (sinks, an indexer), or the PDE is unstable; the model is
+            not changed then. Where only a part of it goes through there, a warning says which does not.
     """
     equation = get_pde(pde)() if isinstance(pde, str) else pde
     name = _implementation(equation)
@@ -351,17 +352,18 @@ def add_pde(
     if needs := needing(found):
         raise ValueError(f"{_say_needs(model, needs)}: use another attn_implementation for this model, "
                          "or give add_pde a part of it that does without")  # fmt: skip
-    for module in found.values():
-        module.pde = Refinement(setting, _heads(module) if per_head else None, learn)
-        here = next(module.parameters(), None)
-        if here is not None and not here.is_meta:
-            module.pde.to(here.device, torch.promote_types(here.dtype, torch.float32))
+    refinements = [Refinement(setting, _heads(m) if per_head else None, learn) for m in found.values()]
     coefficients = {f.name: getattr(equation, f.name) for f in fields(equation)}  # type: ignore[arg-type]
     numbers = {n: c.flatten().tolist() if isinstance(c, Tensor) else c for n, c in coefficients.items()}
     setting_of_config = {
         "pde": name.removeprefix("pde_"), "coefficients": numbers, "steps": steps, "dt": dt,
         "per_head": per_head, "learn": learn, "walls": walls,
     }  # fmt: skip
+    for module, refinement in zip(found.values(), refinements, strict=True):
+        here = next(module.parameters(), None)
+        if here is not None and not here.is_meta:
+            refinement.to(here.device, torch.promote_types(here.dtype, torch.float32))
+        module.pde = refinement
     setattr(model.config, SETTING, setting_of_config)
     _use(model, name, found)
     _warn_of_outside(model, name, outside(model, found))
