@@ -291,6 +291,19 @@ def test_models_take_it_as_their_attention():
     assert all(slope.abs().min() > 0 for slope in slopes)
 
 
+@pytest.mark.parametrize("heads", [None, 1])
+@pytest.mark.parametrize("causal", [False, True])
+def test_tokens_without_heads_are_one_head(heads, causal):
+    q, k, v = torch.randn(3, 90, 4, dtype=torch.float64)
+    features = RandomFeatures(4, 8, heads=heads).double()
+    pde = pdes.LearnedPDE("diffusion").double()()
+    options = {"features": features, "is_causal": causal, "pde": pde}
+    out = performer_attention(q, k, v, **options)
+    assert out.shape == v.shape
+    torch.testing.assert_close(out, performer_dense(q, k, v, **options)[0])
+    torch.testing.assert_close(out, performer_attention(q[None], k[None], v[None], **options)[0])
+
+
 def test_errors_teach():
     q, k, v = qkv(key_heads=1)
     for attend in (performer_attention, performer_dense):

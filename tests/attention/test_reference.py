@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from attractor.attention import (
     PDECache,
     RandomFeatures,
+    context_parallel_attention,
     pde_attention,
     pdes,
     performer_attention,
@@ -234,6 +235,25 @@ def test_window_attention(examples):
 
 
 @EXAMPLES
+def test_context_parallel_attention_of_one_process(examples):
+    @settings(max_examples=examples)
+    @given(calls(square=True), st.booleans())
+    def check(call, plain):
+        tensors, options = call
+        names = ("is_causal", "scale", "enable_gqa", "pde", "steps", "dt")
+        options = {name: options[name] for name in names if name in options}
+        truth, _ = expected(tensors, options | ({"steps": 0} if plain else {}))
+        given = options | ({"pde": None} if plain else {})
+        if not plain and options["steps"] and not options["pde"].linear:
+            with pytest.raises(ValueError, match="is not linear"):
+                context_parallel_attention(*tensors, **given)
+        else:
+            agrees(context_parallel_attention(*tensors, **given), truth, tensors[0].dtype)
+
+    check()
+
+
+@EXAMPLES
 def test_performer_attention(examples):
     @settings(max_examples=examples)
     @given(calls(hows=("same", "gqa")), st.booleans(), st.integers(1, 40), st.booleans())
@@ -241,11 +261,13 @@ def test_performer_attention(examples):
         (query, key, value), options = call
         if "key_padding" in options:
             options["key_padding"] = options["key_padding"].expand(query.shape[0], -1)
-        heads = query.shape[-3] if query.ndim > 2 and per_head else None
-        features = RandomFeatures(query.shape[-1], 5, heads=heads).projection
+        heads = query.shape[-3] if query.ndim > 2 else 1
+        features = RandomFeatures(query.shape[-1], 5, heads=heads if per_head else None).projection
         names = ("is_causal", "key_padding", "scale", "enable_gqa", "pde", "steps", "dt")
         options = {name: options[name] for name in names if name in options} | {"features": features}
-        truth, _ = expected((query, key, value), options | ({"steps": 0} if plain else {}))
+        own = features[0] if query.ndim == 2 and per_head else features
+        alone = {"features": own} | ({"steps": 0} if plain else {})
+        truth, _ = expected((query, key, value), options | alone)
         given = options | ({"pde": None} if plain else {})
         agrees(performer_dense(query, key, value, **given)[0], truth, query.dtype)
         if not plain and options["steps"] and not options["pde"].linear:

@@ -143,7 +143,7 @@ def trace(
     dropout_p: float = 0.0,
     renormalise: bool = False,
     method: str = "auto",
-    limit: int = LIMIT,
+    limit: float = LIMIT,
 ) -> PDETrace:
     """The map of ``pde_attention`` with the same arguments, before and after each step.
 
@@ -181,10 +181,10 @@ def trace(
 
 @autocast_as_sdpa
 def _trace(
-    query: Tensor, key: Tensor, value: Tensor, *arguments: Any, limit: int, **options: Any
+    query: Tensor, key: Tensor, value: Tensor, *arguments: Any, limit: float, **options: Any
 ) -> PDETrace:
     call = Call.of(query, key, value, *arguments, **options)
-    check_whole("limit", limit, 0)
+    check_number("limit", limit, 0.0)
     steps, dt = call.steps, call.dt
     shape = (*call.query.shape[:-1], call.key.shape[-2])
     entries = (steps + 1) * math.prod(shape)

@@ -157,7 +157,9 @@ def performer_attention(
     if equation is not None:
         refuse_transforms("performer_attention with a PDE", "performer_dense")
         check_heads(equation, query.shape[:-2])
-        equation = for_maps(equation, query.shape[:-2])
+        equation = for_maps(equation, query.shape[:-2] or (1,))
+    if query.ndim == 2:  # one head
+        log_q, log_k, values = log_q[None], log_k[None], values[None]
     real = None if key_padding is None else key_padding[:, None, None, :]
     open = None if real is None else masks.open_faces(real)
     far = values if equation is None else step_values(equation, values, open, steps, dt)
@@ -166,7 +168,7 @@ def performer_attention(
     else:
         reach = 0 if equation is None else steps * equation.reach
         out = _causal(log_q, log_k, far, values, real, reach, chunk, equation, steps, dt)
-    return out.to(value.dtype)
+    return (out[0] if query.ndim == 2 else out).to(value.dtype)
 
 
 class PerformerAttention(nn.Module):
@@ -328,6 +330,8 @@ def _log_features(
             f"for a query [batch, heads, tokens, dim]; here query is {list(query.shape)} and key "
             f"{list(key.shape)}"
         )
+    if query.ndim == 2 and projection.ndim == 3:
+        projection = projection[0]
     if query.ndim > 2 and key.shape[-3] != query.shape[-3]:
         shared = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(shared, dim=-3), value.repeat_interleave(shared, dim=-3)
