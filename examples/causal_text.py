@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import attractor as at
+from attractor.train import parameter_groups
 
 PARTS = """the farmer sowing his corn, that kept
 the cock that crowed in the morn, that waked
@@ -35,7 +36,7 @@ def train(walls: str) -> tuple[at.attention.LanguageModel, float]:
         128, dim=64, heads=4, layers=2, hidden=128, max_tokens=TOKENS, dropout=0.0,
         pde="diffusion", steps=4, walls=walls,
     )  # fmt: skip
-    optimiser = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95))
+    optimiser = torch.optim.AdamW(parameter_groups(model, lr=5e-3), betas=(0.9, 0.95))
     warm_up = torch.optim.lr_scheduler.LinearLR(optimiser, 0.05, total_iters=20)
     for _ in range(UPDATES):
         starts = torch.randint(len(DATA) - TOKENS, (BATCH, 1))

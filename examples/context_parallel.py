@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from attractor.attention import LanguageModel, Parts, context_parallel_attention
+from attractor.train import parameter_groups
 
 several = int(os.environ.get("WORLD_SIZE", "1")) > 1
 if several:
@@ -30,7 +31,7 @@ model = LanguageModel(
     vocabulary, dim=64, heads=4, layers=2, hidden=128, max_tokens=tokens, dropout=0.0, pde="diffusion",
     attention=context_parallel_attention, parts=parts,
 ).to(device)  # fmt: skip
-optimiser = torch.optim.AdamW(model.parameters(), 1e-3)
+optimiser = torch.optim.AdamW(parameter_groups(model, 1e-3))  # which do not decay coefficients
 
 text = (torch.arange(tokens) ** 2 // 7 % vocabulary)[None]  # [batch, tokens]
 ids, targets = (parts.take(x, rank, dim=1).to(device) for x in (text[:, :-1], text[:, 1:]))

@@ -77,6 +77,8 @@ def test_one_row_of_a_mask_serves_all_texts(shapes, causal, method):
         "attn_mask": torch.rand(1, 1, TOKENS, TOKENS) > 0.2,
     }
     for chosen in (("documents",), ("key_padding",), ("attn_mask",), tuple(rows)):
+        if method == "stepped" and "attn_mask" in chosen:
+            continue  # which this mask is not for
         some = {name: rows[name] for name in chosen}
         every = {name: x.expand(BATCH, *x.shape[1:]) for name, x in some.items()}
         found = with_gradients(given, **options, **some)

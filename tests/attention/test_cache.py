@@ -1,10 +1,16 @@
 """A cache gives what one call on all tokens gives, however the tokens come."""
 
+import copy
+import gc
+import pickle
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attractor.attention import cache as module
 from attractor.attention import pde_attention, pdes
 from attractor.attention.cache import PDECache
 from attractor.attention.transformer import LanguageModel
@@ -262,6 +268,163 @@ def test_keys_are_scored_in_float32():
     cache.attend(q, k[:, :, 199:], v[:, :, 199:])
     truth = (q.double() @ k.double().mT / 128**0.5).softmax(-1)
     assert (cache._map(q, 199)[0] - truth).abs().max() < 1e-5
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
+}
+
+
+@every_pde
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("own", [False, True])
+def test_a_copy_is_a_cache_of_its_own(pde, how, own):
+    q, k, v = qkv()
+    equation = each_head(PDES[pde], 4) if own else PDES[pde]
+    cache = PDECache(equation, 2, capacity=64)  # room for both in one buffer
+    fed(cache, q[:, :, :20], k[:, :, :20], v[:, :, :20], [12, 1, 7])
+    other = COPIES[how](cache)
+    parts = [x[:, :, 20:] for x in (q, k, v)]
+    truth = pde_attention(q, k, v, is_causal=True, enable_gqa=True, pde=equation, steps=2)[:, :, 20:]
+    wrong = [torch.randn_like(x) for x in parts]
+    assert (fed(other, *wrong, [3, 1, 16]) - truth).abs().max() > 0.1
+    assert (len(cache), len(other)) == (20, 40)
+    close(fed(cache, *parts, [1, 5, 14]), truth)
+    other.crop(20)
+    close(fed(other, *parts, [20]), truth)
+
+
+@pytest.mark.parametrize("learnt", [False, True])
+def test_a_model_s_cache_can_be_copied(learnt):
+    model = LanguageModel(11, dim=16, heads=2, layers=1, hidden=16, learn=learnt).eval()
+    ids = torch.randint(11, (2, 10))
+    caches = [attention.new_cache() for attention in model.stack.attentions()]
+    model.states(ids[:, :6], caches=caches)
+    others = [copy.deepcopy(cache) for cache in caches]
+    truth = model.states(ids)[:, 6:]
+    torch.testing.assert_close(model.states(ids[:, 6:], caches=caches), truth)
+    torch.testing.assert_close(model.states(ids[:, 6:], caches=others), truth)
+
+
+def test_keys_and_values_are_freed_without_the_garbage_collector():
+    cache = PDECache("diffusion")
+    fed(cache, *qkv(), [20, 1, 19])
+    held = [weakref.ref(x) for x in (cache, *vars(cache).values()) if x is cache or torch.is_tensor(x)]
+    assert len(held) >= 4
+    gc.disable()
+    try:
+        del cache
+        assert not [x for x in held if x() is not None]
+    finally:
+        gc.enable()
+
+
+def state(cache):
+    tensors = {n: x[:, :, : len(cache)].clone() for n, x in vars(cache).items() if torch.is_tensor(x)}
+    return (cache._length, cache._final, cache._clear), tensors
+
+
+@pytest.mark.sampled(40)
+@every_pde
+@pytest.mark.parametrize("before", [0, 1, 15])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("place", ["_append", "_finish", "_rows", "pde_attention", "product"])
+def test_what_raises_leaves_the_cache_as_it_was(pde, before, padded, place, monkeypatch):
+    """Wherever it raises: memory may run out, and anybody may press Ctrl-C."""
+    q, k, v = qkv()
+    cache = PDECache(PDES[pde], 2, capacity=4)
+    real = torch.ones(2, 40, dtype=torch.bool)
+    real[0, :3] = not padded
+    if before:
+        fed(cache, *(x[:, :, :before] for x in (q, k, v)), [before], real[:, :before])
+    numbers, tensors = state(cache)
+
+    def fail(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if place.startswith("_"):
+            found = getattr(PDECache, place)
+            after = lambda *args: (found(*args), fail())
+            patch.setattr(PDECache, place, after)
+        else:
+            patch.setattr(module, {"product": "_product"}.get(place, place), fail)
+        try:
+            cache.attend(
+                *(x[:, :, before : before + 9] for x in (q, k, v)), real[:, before : before + 9]
+            )
+        except KeyboardInterrupt:
+            again, others = state(cache)
+            assert again == numbers
+            assert tensors.keys() == others.keys()
+            assert all(torch.equal(tensors[n], others[n]) for n in tensors)
+        else:
+            cache.crop(before)  # this place is not passed
+    truth = fed(PDECache(PDES[pde], 2), q, k, v, [40], real)[:, :, before:]
+    parts = [x[:, :, before:] for x in (q, k, v)]
+    close(fed(cache, *parts, [1, 6, 33 - before], real[:, before:]), truth)
+
+
+def test_coefficients_that_do_not_suit_the_heads_are_refused_and_nothing_is_taken_in():
+    cache = PDECache(pdes.Diffusion(torch.full((8, 1, 1), 0.1)))
+    for tokens in (9, 1):
+        one = torch.randn(1, 1, tokens, 4)
+        with pytest.raises(ValueError, match="does not suit 1 heads"):
+            cache.attend(one, one, one)
+        assert len(cache) == 0
+        assert cache._key is None
+
+
+def test_an_order_that_fails_changes_no_tensor(monkeypatch):
+    cache = PDECache("diffusion")
+    fed(cache, *qkv(), [40])
+    before = state(cache)[1]
+    monkeypatch.setattr(cache, "_stepped", torch.zeros(1))  # whose texts cannot be chosen
+    with pytest.raises(IndexError):
+        cache.reorder(torch.tensor([1, 1]))
+    assert torch.equal(cache._key[:, :, :40], before["_key"])
+    assert torch.equal(cache._value[:, :, :40], before["_value"])
+
+
+def test_coefficients_of_texts_are_reordered_with_them():
+    q, k, v = qkv()
+    alpha = torch.tensor([0.05, 0.4], dtype=torch.float64).view(2, 1, 1, 1)
+    cache = PDECache(pdes.Diffusion(alpha))
+    fed(cache, *(x[:, :, :20] for x in (q, k, v)), [20])
+    order = torch.tensor([1, 0, 1])
+    cache.reorder(order)
+    truth = pde_attention(
+        q[order], k[order], v[order], is_causal=True, enable_gqa=True, pde=pdes.Diffusion(alpha[order])
+    )
+    close(fed(cache, *(x[order, :, 20:] for x in (q, k, v)), [1] * 20), truth[:, :, 20:])
+
+
+def test_coefficients_are_those_of_the_start():
+    q, k, v = qkv()
+    alpha = torch.full((4, 1, 1), 0.3, dtype=torch.float64, requires_grad=True)
+    truth = fed(PDECache(pdes.Diffusion(0.3)), q, k, v, [40])
+    cache = PDECache(pdes.Diffusion(alpha))
+    first = cache.attend(*(x[:, :, :20] for x in (q, k, v)))
+    with torch.no_grad():
+        alpha.fill_(0.01)
+    close(torch.cat((first, fed(cache, *(x[:, :, 20:] for x in (q, k, v)), [1] * 20)), 2), truth)
+
+
+def test_a_pde_without_reach_takes_whole_rows():
+    class Own:
+        linear = True
+
+        def check(self, dt, axis="key"):
+            pass
+
+        def step(self, u, velocity, line, dt):
+            return u + 0.1 * dt * line.laplacian(u), velocity
+
+    q, k, v = qkv()
+    truth = fed(PDECache(pdes.Diffusion(0.1)), q, k, v, [40])
+    close(fed(PDECache(Own()), q, k, v, [11, 1, 28]), truth)
 
 
 def test_errors_teach():

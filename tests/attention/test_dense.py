@@ -180,24 +180,6 @@ def test_leaking_walls_warn_once(walls, options):
         pde_attention(*qkv(), pde="diffusion", walls=walls, window=2)  # not causal: nothing to warn of
 
 
-def test_a_finite_bias_that_seems_a_wall_warns_once():
-    _warned.clear()
-    q, k, v = qkv()
-    future = torch.ones(7, 7).triu(1)
-    with pytest.warns(
-        UserWarning, match="finite values down to -1e\\+09, .* Use -inf or a boolean mask"
-    ):
-        pde_attention(q, k, v, -1e9 * future, pde="diffusion")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pde_attention(q, k, v, -1e9 * future, pde="diffusion")
-        _warned.clear()
-        pde_attention(q, k, v, -1e9 * future, pde="diffusion", steps=0)  # nothing flows
-        for wall in (-torch.inf, torch.finfo(torch.float32).min, torch.finfo(torch.float16).min):
-            bias = torch.randn(7, 7).masked_fill(future > 0, wall)
-            pde_attention(q, k, v, bias, pde="diffusion")
-
-
 def test_masks_may_be_mapped_over():
     q, k, v = qkv()
     bias = torch.randn(2, 7, 7, dtype=torch.float64)

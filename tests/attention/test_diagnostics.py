@@ -45,8 +45,13 @@ def test_maps_are_those_of_dense(pde, kind, axis):
     found = trace(q, k, **MASKS[kind], pde=pde, steps=4, dt=dt, axis=axis)
     assert found.maps.shape == (5, 2, 2, 16, 16)
     assert found.times.tolist() == [0.0, 0.5, 1.0, 1.5, 2.0]
+    eye = torch.eye(16, dtype=torch.float64).expand(2, 2, 16, 16)
     for steps in (0, 4):
-        _, A = dense(q, k, k, **MASKS[kind], pde=pde, steps=steps, dt=dt, axis=axis)
+        options = {**MASKS[kind], "pde": pde, "steps": steps, "dt": dt, "axis": axis}
+        if axis != "key" and "is_causal" in MASKS[kind]:  # which pde_attention refuses
+            _, A = dense(q, k, k, **options)
+        else:
+            A = pde_attention(q, k, eye, method="dense", **options)
         torch.testing.assert_close(found.maps[steps], A, rtol=0, atol=1e-15)
     for name, numbers in found.measures().items():
         assert numbers.shape == (5, 2, 2), name
@@ -205,7 +210,9 @@ def test_maps_give_what_pde_attention_gives():
 
 def test_shared_heads_and_fewer_dimensions():
     q, k = qk(heads=4)
-    found = trace(q, k[:, :2], is_causal=True, pde="diffusion")
+    found = trace(q, k[:, :2], is_causal=True, enable_gqa=True, pde="diffusion")
+    with pytest.raises(ValueError, match="pass enable_gqa=True"):
+        trace(q, k[:, :2], is_causal=True, pde="diffusion")
     assert found.maps.shape == (5, 2, 4, 16, 16)
     one = trace(q[0, 0], k[0, 0], is_causal=True, pde="diffusion")
     assert one.spread.shape == (5,)

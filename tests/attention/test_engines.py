@@ -19,6 +19,7 @@ from attractor.attention.pdes import Line, evolve, take_steps
 TOKENS = (1, 2, 3, 7, 64, 257)
 STEPS = (1, 2, 4, 8)
 LINEAR = ("diffusion", "wave", "advection_diffusion")
+ANYWHERE = ("bool", "-inf")  # masks that put walls anywhere: not for "stepped"
 
 
 def coefficients(heads, dtype=torch.float64):
@@ -92,7 +93,7 @@ def worst(truth, others):
 
 
 @pytest.mark.sampled(24)
-@pytest.mark.parametrize("kind", masks(7))
+@pytest.mark.parametrize("kind", [kind for kind in masks(7) if kind not in ANYWHERE])
 @pytest.mark.parametrize("name", LINEAR)
 def test_stepped_equals_dense(name, kind):
     torch.manual_seed(0)
@@ -119,8 +120,8 @@ def test_tiled_equals_dense(name, kind, monkeypatch):
 @pytest.mark.parametrize("name", [*pdes.BY_NAME, "split"])
 @pytest.mark.parametrize("method", ["stepped", "tiled"])
 def test_equal_dense_everywhere(name, kind, method):
-    if method == "stepped" and name not in LINEAR:
-        pytest.skip("stepped is for linear PDEs")
+    if method == "stepped" and (name not in LINEAR or kind in ANYWHERE):
+        pytest.skip("stepped is for linear PDEs and walls that all rows share or that move with them")
     torch.manual_seed(0)
     for tokens in TOKENS:
         for steps in STEPS:
@@ -219,7 +220,7 @@ def test_rows_still_sum_to_one_under_every_mask(name):
     ones = torch.ones(2, 2, 80, 1, dtype=torch.float64)
     for kind, mask in masks(80).items():
         none = pde_attention(q, k, ones, pde=pde, steps=0, method="dense", **mask)
-        for method in ("dense", "stepped", "tiled"):
+        for method in ("dense", "tiled", *(() if kind in ANYWHERE else ("stepped",))):
             mass = pde_attention(q, k, ones, pde=pde, steps=4, method=method, **mask)
             assert (mass - none.round()).abs().max() < 1e-12, (kind, method)
 
@@ -275,7 +276,7 @@ def test_dropout_is_on_the_first_map():
     torch.manual_seed(5)
     kept = pde_attention(q, k, v, dropout_p=0.4, pde="diffusion", steps=0, method="tiled")
     torch.manual_seed(5)
-    moved = pde_attention(q, k, v, dropout_p=0.4, pde="diffusion", steps=3, method="stepped")
+    moved = pde_attention(q, k, v, dropout_p=0.4, pde="diffusion", steps=3, method="tiled")
     torch.testing.assert_close(
         moved, evolve(pdes.Diffusion(), kept, Line(-1), 3, 1.0), rtol=0, atol=1e-12
     )
@@ -361,6 +362,93 @@ def test_an_engine_that_cannot_says_why():
         pde_attention(q, k, v, pde="diffusion", axis="both", method="stepped")
     with pytest.raises(ValueError, match="use 'stepped' or 'dense'"):
         pde_attention(q, k, v, pde="diffusion", axis="query", method="tiled")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dropout_p": 0.1}, "dropout needs the weights themselves; use 'tiled' or 'dense'"),
+        ({"attn_mask": "torn"}, "attn_mask puts walls anywhere; use 'tiled' or 'dense'"),
+        ({"attn_mask": "torn bias"}, "attn_mask puts walls anywhere"),
+        ({"attn_mask": "torn", "window": 5, "is_causal": True}, "attn_mask puts walls anywhere"),
+    ],
+    ids=str,
+)
+def test_stepped_never_runs_another_engine(options, reason):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 90, 8)
+    torn = torch.rand(90, 90) > 0.5
+    masks = {"torn": torn, "torn bias": torch.zeros(90, 90).masked_fill(~torn, -1e9)}
+    options = {name: masks.get(x, x) for name, x in options.items()} | {"pde": "wave", "steps": 2}
+    for call in (pde_attention, explain):
+        with pytest.raises(ValueError, match=reason):
+            call(q, k, v, method="stepped", **options)
+    assert explain(q, k, v, **options).method == "tiled"
+
+
+@pytest.mark.slow
+def test_compiled_stepped_does_not_look_at_a_mask():
+    q, k, v = torch.randn(3, 1, 2, 90, 8)
+    mask = torch.zeros(90, 90)
+
+    def attend(q, k, v, mask, method):
+        return pde_attention(q, k, v, mask, pde="wave", method=method)
+
+    whole = torch.compile(attend, backend="aot_eager")
+    with pytest.raises(ValueError, match="compiled code cannot see"):
+        whole(q, k, v, mask, "stepped")
+    torch.testing.assert_close(whole(q, k, v, mask, "auto"), attend(q, k, v, mask, "stepped"))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", [*pdes.BY_NAME, "split"])
+def test_coefficients_of_texts_and_heads(name, causal):
+    """[texts, heads, 1, 1], on queries of any number of dimensions, with their gradients."""
+    torch.manual_seed(0)
+    for shape, lead in (((2, 3), (2, 3)), ((2, 3), (4, 2, 3)), ((2, 1), (4, 2, 3)), ((4, 1, 3), (4, 2, 3)),
+                        ((1, 1, 3), (3,)), ((1, 1), ())):  # fmt: skip
+        inputs = [torch.randn(*lead, 70, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+        random = [torch.rand(*shape, 1, 1, dtype=torch.float64) for _ in range(2)]
+        pde, leaves = equation(
+            name, (0.1 + 0.2 * random[0]).requires_grad_(), (0.1 * random[1]).requires_grad_()
+        )
+        found = {}
+        for method in ("dense", "tiled", "auto", *(("stepped",) if name in LINEAR else ())):
+            out = pde_attention(*inputs, is_causal=causal, pde=pde, steps=3, method=method)
+            found[method] = out, *torch.autograd.grad(out, (*inputs, *leaves), torch.ones_like(out))
+        for method, others in found.items():
+            assert worst(found["dense"], others) < 1e-12, (shape, lead, method)
+
+
+def test_coefficients_in_another_type_than_the_tensors():
+    x = torch.randn(1, 2, 40, 4)
+    alpha, beta = (torch.full((2, 1, 1), size, dtype=torch.float64) for size in (0.2, 0.1))
+    for name in (*pdes.BY_NAME, "split"):
+        truth = pde_attention(x, x, x, pde=equation(name, 0.2, 0.1)[0])
+        for method in ("dense", "tiled"):
+            out = pde_attention(x, x, x, pde=equation(name, alpha, beta)[0], method=method)
+            torch.testing.assert_close(out, truth)
+
+
+def test_flags_are_flags():
+    """A scale in the place of is_causal is not taken for True."""
+    x = torch.randn(1, 2, 9, 4)
+    for name in ("is_causal", "enable_gqa", "renormalise"):
+        with pytest.raises(TypeError, match=f"{name} = 0.125 must be True or False"):
+            pde_attention(x, x, x, pde="wave", **{name: 0.125})
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sequences_in_parts_broadcast_as_others_do(causal):
+    query, key = (
+        torch.randn(3, 4, 40, 8, dtype=torch.float64),
+        torch.randn(1, 1, 40, 8, dtype=torch.float64),
+    )
+    alpha = torch.rand(3, 4, 1, 1, dtype=torch.float64) / 3
+    for q in (query, query.expand(2, 3, 4, 40, 8)):
+        options = {"pde": pdes.Diffusion(alpha), "is_causal": causal}
+        out = context_parallel_attention(q, key, key, **options)
+        torch.testing.assert_close(out, pde_attention(q, key, key, method="dense", **options))
 
 
 def test_a_pde_of_ones_own_says_its_reach():
@@ -520,6 +608,8 @@ def test_on_a_gpu_as_exact_as_dense(name, method, dtype):
         pytest.skip("stepped is for linear PDEs")
     tokens = 300
     for kind, mask in masks(tokens).items():
+        if method == "stepped" and kind in ANYWHERE:
+            continue
         torch.manual_seed(0)
         inputs = torch.randn(3, 2, 2, tokens, 64, dtype=torch.float64)
         grad = torch.randn(2, 2, tokens, 64, dtype=torch.float64)
@@ -557,8 +647,8 @@ def test_diffusion_within_its_limit_keeps_the_map_from_turning_negative():
     q, k = 4 * torch.randn(2, 2, 2, 60, 8, dtype=torch.float64)
     eye = torch.eye(60, dtype=torch.float64).expand(2, 2, 60, 60)
     for alpha in (0.1, 0.499):
-        for mask in masks(60).values():
-            for method in ("dense", "stepped", "tiled"):
+        for kind, mask in masks(60).items():
+            for method in ("dense", "tiled", *(() if kind in ANYWHERE else ("stepped",))):
                 A = pde_attention(q, k, eye, pde=pdes.Diffusion(alpha), steps=8, method=method, **mask)
                 assert A.min() >= -1e-15
 
@@ -728,9 +818,9 @@ def test_texts_in_parts_with_scales_that_are_not_positive(scale):
 def far_biases(tokens):
     """Rows all of whose keys carry one large number; as masks, and what goes with them."""
     padding = torch.zeros(2, 1, 1, tokens)
-    padding[0, ..., :5] = -1e9
+    padding[0, ..., :5] = -8e3  # not yet a wall
     rows = torch.zeros(tokens, tokens)
-    rows[3], rows[4], rows[6, :7] = -1e9, 1e9, torch.linspace(-1e9, -1e9 + 1e4, 7)
+    rows[3], rows[4], rows[6, :7] = -8e3, 1e9, torch.linspace(1e9, 1e9 + 1e4, 7)
     torn = rows.masked_fill(torch.ones(tokens, tokens).bernoulli(0.7).triu(1) > 0, -torch.inf)
     documents = torch.arange(tokens).div(3, rounding_mode="floor").expand(2, -1)
     real = torch.arange(tokens).expand(2, -1) >= torch.tensor([[2], [0]])
@@ -739,8 +829,8 @@ def far_biases(tokens):
         "padding, window": (padding, {"window": (2, 1)}),
         "padding, documents": (padding, {"documents": documents}),
         "padding twice": (padding, {"is_causal": True, "key_padding": real}),
-        "one row": (torch.full((1, tokens), -1e9), {}),
-        "one row, query axis": (torch.full((1, tokens), -1e9), {"axis": "query"}),
+        "one row": (torch.full((1, tokens), -8e3), {}),
+        "one row, query axis": (torch.full((1, tokens), -8e3), {"axis": "query"}),
         "rows": (rows, {"is_causal": True}),
         "rows, per text": (rows, {"is_causal": True, "key_padding": real}),
         "torn": (torn, {}),
@@ -749,7 +839,6 @@ def far_biases(tokens):
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", far_biases(9))
-@pytest.mark.filterwarnings("ignore:attn_mask has finite values")
 def test_a_large_bias_of_a_whole_row_does_not_matter(kind):
     torch.manual_seed(0)
     for tokens in (9, 600):
@@ -772,14 +861,15 @@ def test_a_large_bias_of_a_whole_row_does_not_matter(kind):
     "kind",
     ["padding, causal", *(pytest.param(x, marks=pytest.mark.slow) for x in ("padding, window", "rows"))],
 )
-@pytest.mark.filterwarnings("ignore:attn_mask has finite values")
 def test_large_biases_compiled_whole(kind):
     torch.manual_seed(0)
     mask, options = far_biases(70)[kind]
     q, k, v = torch.randn(3, 2, 2, 70, 4)
 
+    method = "tiled" if kind == "rows" else "stepped"
+
     def attend(q, k, v, mask):
-        return pde_attention(q, k, v, mask, pde="diffusion", method="stepped", **options)
+        return pde_attention(q, k, v, mask, pde="diffusion", method=method, **options)
 
     whole = torch.compile(attend, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(whole(q, k, v, mask), attend(q, k, v, mask))

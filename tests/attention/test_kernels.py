@@ -245,9 +245,7 @@ def test_pdes_that_are_not_linear_need_the_map():
 def test_redraw_save_and_load():
     layer = PerformerAttention(4, 24)
     q, k, v = qkv(dtype=torch.float32)
-    options = dict(
-        is_causal=True, key_padding=None, pde=pdes.Diffusion(0.1), steps=2, dt=1.0, dropout_p=0.1
-    )
+    options = dict(is_causal=True, key_padding=None, pde=pdes.Diffusion(0.1), steps=2, dt=1.0)
     before, state = layer(q, k, v, **options), {n: t.clone() for n, t in layer.state_dict().items()}
     layer.redraw(torch.Generator().manual_seed(3))
     assert not torch.equal(before, layer(q, k, v, **options))
@@ -293,8 +291,24 @@ def test_models_take_it_as_their_attention():
     assert all(slope.abs().min() > 0 for slope in slopes)
 
 
+@pytest.mark.parametrize("heads", [None, 1])
+@pytest.mark.parametrize("causal", [False, True])
+def test_tokens_without_heads_are_one_head(heads, causal):
+    q, k, v = torch.randn(3, 90, 4, dtype=torch.float64)
+    features = RandomFeatures(4, 8, heads=heads).double()
+    pde = pdes.LearnedPDE("diffusion").double()()
+    options = {"features": features, "is_causal": causal, "pde": pde}
+    out = performer_attention(q, k, v, **options)
+    assert out.shape == v.shape
+    torch.testing.assert_close(out, performer_dense(q, k, v, **options)[0])
+    torch.testing.assert_close(out, performer_attention(q[None], k[None], v[None], **options)[0])
+
+
 def test_errors_teach():
     q, k, v = qkv(key_heads=1)
+    for attend in (performer_attention, performer_dense):
+        with pytest.raises(TypeError, match=r"is_causal = 0.5 must be True or False"):
+            attend(q, q, q, features=torch.randn(4, 8), is_causal=0.5)
     with pytest.raises(ValueError, match=r"features \[3, 8\] must be \[4, count\]"):
         performer_attention(q, q, v, features=torch.randn(3, 8))
     with pytest.raises(ValueError, match="pass enable_gqa=True"):

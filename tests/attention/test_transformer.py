@@ -18,7 +18,7 @@ from attractor.attention import (
     pdes,
 )
 from attractor.attention.cache import PDECache
-from attractor.attention.kernels import RandomFeatures, performer_attention
+from attractor.attention.kernels import PerformerAttention, RandomFeatures, performer_attention
 from attractor.attention.windows import window_attention
 
 PDES = ["diffusion", "wave", "reaction_diffusion", "advection_diffusion"]
@@ -346,6 +346,155 @@ def test_a_window_is_an_option(pde):
     assert changed.tolist() == [True] * 3 + [False] * 9
     standard = language_model(None, window=(2, 0), layers=1)
     assert ((standard(ids()) - standard(other)).abs().amax((0, 2)) > 0).tolist() == changed.tolist()
+
+
+class Mine(nn.Module):
+    """An attention of one's own that drops nothing."""
+
+    def forward(self, query, key, value, *, is_causal, pde, steps, dt, size=1.0):
+        return size * value
+
+
+UNKNOWN = {
+    "droput": lambda **o: PDEAttention(16, 2, **o),
+    "walss": lambda **o: PDEAttention(16, 2, None, **o),
+    "windw": lambda **o: PDEAttention(16, 2, attention=window_attention, window=3, **o),
+    "feature": lambda **o: PDEAttention(
+        16, 2, attention=performer_attention, features=RandomFeatures(8), **o
+    ),
+    "count": lambda **o: PDEAttention(16, 2, attention=PerformerAttention(8), **o),
+    "sise": lambda **o: PDEAttention(16, 2, attention=Mine(), **o),
+    "head": lambda **o: Stack(16, 2, 1, 16, **o),
+    "norms": lambda **o: Stack(16, 2, 0, 16, **o),
+    "poling": lambda **o: classifier(**o),
+    "map_droput": lambda **o: language_model(**o),
+    "axs": lambda **o: language_model(place="after", **o),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_misspelt_arguments_are_refused(name):
+    with pytest.raises(TypeError, match=f"no argument '{name}'"):
+        UNKNOWN[name](**{name: 0.1})
+
+
+def test_a_shared_pde_must_be_stable_for_the_steps_taken():
+    """Tensors are not checked in a call, so coefficients learnt for smaller steps would blow up."""
+    for options, learned in (
+        ({"dt": 2.0}, pdes.LearnedPDE("diffusion")),
+        ({"axis": "both"}, pdes.LearnedPDE("diffusion")),
+    ):
+        with pytest.raises(ValueError, match="make the LearnedPDE with these"):
+            PDEAttention(16, 2, learned, **options)
+    PDEAttention(16, 2, pdes.LearnedPDE("diffusion", dt=2.0), dt=0.5)
+    PDEAttention(16, 2, pdes.LearnedPDE("diffusion", axis="both"), axis="both")
+
+
+def test_the_nearest_argument_is_named():
+    with pytest.raises(TypeError, match="did you mean 'dropout'"):
+        PDEAttention(16, 2, droput=0.1)
+    with pytest.raises(TypeError, match="window_attention takes no such option; did you mean 'window'"):
+        PDEAttention(16, 2, attention=window_attention, windows=3)
+
+
+@pytest.mark.parametrize("attention", [None, window_attention, Mine()], ids=["default", "window", "own"])
+def test_arguments_under_another_name_are_refused(attention):
+    """They would be overwritten, or be active in evaluation."""
+    for name, own in (("is_causal", "causal"), ("dropout_p", "dropout"), ("key_padding", "forward")):
+        with pytest.raises(
+            TypeError, match=f"{name} is set by PDEAttention itself; use its argument .*{own}"
+        ):
+            PDEAttention(16, 2, attention=attention, **{name: True})
+
+
+def test_options_are_checked_without_a_pde_too():
+    for wrong in ({"axis": "keys"}, {"walls": "none"}, {"method": "fast"}):
+        (name,) = wrong
+        with pytest.raises(ValueError, match=f"{name} '{wrong[name]}' is not one of"):
+            PDEAttention(16, 2, None, **wrong)
+
+
+def test_models_and_stacks_take_no_unknown_inputs():
+    for model, x in ((Stack(16, 2, 0, 16), torch.randn(1, 3, 16)), (language_model(), ids())):
+        with pytest.raises(TypeError, match="unexpected keyword"):
+            model(x, keypadding=None)
+
+
+@pytest.mark.parametrize("attention", [Mine(), PerformerAttention(8, 16)], ids=["own", "performer"])
+def test_dropout_is_refused_where_nothing_can_be_dropped(attention):
+    with pytest.raises(
+        ValueError, match=r"dropout = 0.1 drops entries of the map, .* takes no dropout_p"
+    ):
+        PDEAttention(16, 2, attention=attention, dropout=0.1)
+    with pytest.raises(ValueError, match="takes no dropout_p"):
+        language_model(attention=attention, map_dropout=0.1)
+    with pytest.raises(TypeError, match="dropout_p"):
+        PerformerAttention(8)(*torch.randn(3, 1, 2, 5, 8), dropout_p=0.1)
+
+
+def test_what_can_have_a_cache():
+    can = lambda **options: PDEAttention(16, 2, **{"causal": True, **options}).can_cache
+    assert can()
+    assert can(axis="key", walls="mask", method="dense")
+    assert can(pde=None)
+    for cannot in (
+        {"axis": "query"}, {"axis": "both"}, {"axis": "query", "pde": None}, {"walls": "sequence"},
+        {"walls": "periodic"}, {"causal": False}, {"window": 3}, {"scale": 2.0}, {"renormalise": True},
+        {"attention": window_attention, "window": 3}, {"attention": PerformerAttention(8)},
+    ):  # fmt: skip
+        assert not can(**cannot), cannot
+        layer = PDEAttention(16, 2, **{"causal": True, **cannot})
+        with pytest.raises(ValueError, match="only causal attention by pde_attention"):
+            layer.new_cache()
+        with pytest.raises(ValueError, match="only causal attention by pde_attention"):
+            layer(torch.randn(1, 3, 16), cache=PDECache("diffusion"))
+
+
+def test_caches_of_other_attentions_are_refused():
+    layer, x = PDEAttention(16, 2, "wave", 3, causal=True), torch.randn(1, 3, 16)
+    for other in (PDECache("diffusion", 3), PDECache("wave", 4), PDECache("wave", 3, dt=0.5)):
+        with pytest.raises(ValueError, match="use one of its new_cache"):
+            layer(x, cache=other)
+    layer(x, cache=PDECache("wave", 3))
+    dropping = PDEAttention(16, 2, causal=True, dropout=0.5)
+    with pytest.raises(ValueError, match="a cache is for inference"):
+        dropping(x, cache=dropping.new_cache())
+    dropping.eval()(x, cache=dropping.new_cache())
+
+
+@pytest.mark.parametrize("place", ["each", "after"])
+def test_every_attention_needs_its_cache(place):
+    """With fewer, layers would be left out; with the last one twice, texts would be mixed up."""
+    model = language_model(place=place).eval()
+    caches = [attention.new_cache() for attention in model.stack.attentions()]
+    for wrong in (caches[:1], [*caches, caches[0]]):
+        with pytest.raises(ValueError, match=f"give one for each of {len(caches)} attentions"):
+            model.states(ids(), caches=wrong)
+    caches[-1].attend(*torch.randn(3, 2, 2, 4, 8))
+    with pytest.raises(ValueError, match="all must hold the same text"):
+        model.states(ids(), caches=caches)
+
+
+def test_what_raises_leaves_all_caches_as_they_were():
+    model = language_model().eval()
+    caches = [attention.new_cache() for attention in model.stack.attentions()]
+    text = ids()
+    truth = model.states(text)
+    model.states(text[:, :5], caches=caches)
+    last = model.stack.layers[-1].network.branch
+    model.stack.layers[-1].network.branch = nn.Linear(3, 3)
+    with pytest.raises(RuntimeError):
+        model.states(text[:, 5:], caches=caches)
+    model.stack.layers[-1].network.branch = last
+    assert [len(cache) for cache in caches] == [5, 5]
+    torch.testing.assert_close(model.states(text[:, 5:], caches=caches), truth[:, 5:])
+
+    layer, x = PDEAttention(16, 2, causal=True), torch.randn(1, 3, 16)
+    cache = layer.new_cache()
+    layer.out = nn.Linear(3, 3)
+    with pytest.raises(RuntimeError):
+        layer(x, cache=cache)
+    assert len(cache) == 0
 
 
 TABLES = {  # of the paper

@@ -1,12 +1,21 @@
 """Hugging Face models with PDE attention: the same as a dense map by hand, with every mask and cache."""
 
+import copy
+import pickle
 import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from attractor.attention import CausalityError, assert_causal, masks, pde_attention, pdes
+from attractor.attention import (
+    CausalityError,
+    assert_causal,
+    coefficients,
+    masks,
+    pde_attention,
+    pdes,
+)
 
 transformers = pytest.importorskip("transformers")
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils  # noqa: E402
@@ -859,6 +868,135 @@ def test_without_a_mask():
     for shape in ((2, 6), (6, 6)):
         with pytest.raises(ValueError, match=r"it must be \[batch, heads or 1, queries, keys\]"):
             attend(mask=torch.ones(shape).bool())
+
+
+@pytest.mark.parametrize("wall", [-1e9, -1e4, -2e4, -65504.0, torch.finfo(torch.float32).min / 2])
+def test_a_mask_written_with_large_numbers_is_a_wall(wall):
+    below = torch.ones(1, 1, 6, 6).bool().tril()
+    written = torch.zeros(1, 1, 6, 6).masked_fill(~below, wall)
+    bias = torch.randn(1, 2, 6, 6).double()
+    for more in ({}, {"position_bias": bias}, {"softcap": 0.7}, {"position_bias": bias, "softcap": 0.7}):
+        found, want = (attend(mask=x, causal=False, **more)[0] for x in (written.double(), below))
+        close(found, want)
+    found = attend(position_bias=bias + written, causal=False)[0]  # as T5 does it
+    close(found, attend(position_bias=bias, mask=below, causal=False)[0])
+
+
+@pytest.mark.parametrize("wall", [-1e9, -1e4, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_model_with_a_mask_of_ones_own_is_causal(kind, wall):
+    pde.register()
+    model = build(DECODERS[kind], "pde_diffusion")
+    mask = torch.zeros(1, 1, 12, 12).masked_fill(torch.ones(12, 12).triu(1) > 0, wall)
+    assert_causal(lambda ids: model(ids, attention_mask=mask).logits, IDS[:1])
+    close(model(IDS[:1], attention_mask=mask).logits, model(IDS[:1]).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=str)
+def test_maps_are_those_of_the_output_under_autocast_too(dtype):
+    pde.register()
+    model = build(llama, "pde_reaction_diffusion").float()
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None), torch.no_grad():
+        plain, looked = model(IDS), model(IDS, output_attentions=True)
+    assert len(looked.attentions) == 2
+    few = 0.1 if dtype else 1e-4
+    torch.testing.assert_close(looked.logits, plain.logits, rtol=few, atol=few)
+
+
+def test_a_refused_name_leaves_nothing_registered():
+    before = pdes.Diffusion(0.123)
+    pde.register(names={"pde_first": before})
+    for names in (
+        {"pde_first": "wave", "eager": "wave"},
+        {"pde_first": "wave", "pde_b": pdes.Diffusion(9.0)},
+    ):
+        with pytest.raises(ValueError, match=r"no name for PDE attention|unstable"):
+            pde.register(names=names)
+        assert AttentionInterface()["pde_first"].setting.equation is before
+    assert "pde_b" not in AttentionInterface()
+
+
+def test_add_pde_that_fails_changes_nothing(monkeypatch):
+    model = gpt2().eval()
+    truth, names = model(IDS).logits, [n for n, _ in model.named_parameters()]
+    heads, counted = pde._heads, []
+
+    def counting(module):
+        counted.append(module)
+        return (
+            heads(module) if len(counted) < 2 else 3
+        )  # coefficients for 2 heads do not suit the second
+
+    monkeypatch.setattr(pde, "_heads", counting)
+    with pytest.raises(ValueError, match="has 2 numbers"):
+        pde.add_pde(model, pdes.Diffusion(torch.tensor([0.1, 0.2])[:, None, None]), per_head=True)
+    assert len(counted) == 2
+    assert [n for n, _ in model.named_parameters()] == names
+    assert torch.equal(model(IDS).logits, truth)
+
+
+def test_masks_on_their_way_can_be_copied():
+    mask = pde.Mask((2, 1, 4, 4), 4, is_causal=True, key_padding=torch.ones(2, 4).bool())
+    for other in (copy.copy(mask), copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert other.is_causal
+        assert torch.equal(other.key_padding, mask.key_padding)
+
+
+@pytest.mark.parametrize("learn", [True, False])
+def test_a_model_with_a_pde_can_be_copied_and_pickled(learn):
+    model = pde.add_pde(gpt2().eval(), "wave", per_head=True, learn=learn)
+    truth = model(IDS).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(IDS).logits, truth)
+    averaged = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    averaged.update_parameters(model)
+    assert torch.equal(averaged(IDS).logits, truth)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@torch.no_grad()
+def test_a_cache_of_a_generation_can_be_copied(kind):
+    """transformers' own caches hold keys and values as they are; decoding goes on from a copy."""
+    pde.register()
+    model = build(DECODERS[kind], "pde_wave")
+    whole = model(IDS).logits
+    start = model(IDS[:, :8], use_cache=True).past_key_values
+    other = copy.deepcopy(start)
+    model(IDS.flip(1)[:, 8:], past_key_values=other)
+    close(model(IDS[:, 8:], past_key_values=start).logits, whole[:, 8:])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant):
+    model = pde.add_pde(gpt2(), "diffusion").train()
+    found = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.zero_grad()
+        torch.manual_seed(0)
+        model(IDS, labels=IDS).loss.backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_parameter_groups_keep_coefficients_from_decay():
+    model = pde.add_pde(gpt2(), pdes.Diffusion(0.1), per_head=True)
+    groups = pde.parameter_groups(model, 1e-2, weight_decay=0.5, coefficient_lr=0.1)
+    assert [g["lr"] for g in groups] == [1e-2, 1e-2, 0.1]
+    assert [g["weight_decay"] for g in groups] == [0.5, 0.0, 0.0]
+    assert {*groups[2]["params"]} == {p for n, p in model.named_parameters() if ".pde." in n}
+    assert sum(len(g["params"]) for g in groups) == len([*model.parameters()])
+    optimiser = torch.optim.AdamW(groups)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for _ in range(100):
+        optimiser.step()
+    for row in coefficients(model):
+        assert (row["min"], row["max"]) == (pytest.approx(0.1, abs=1e-7), pytest.approx(0.1, abs=1e-7))
+    assert pde.parameter_groups(model, 1e-2)[2]["lr"] == 1e-2
+    assert len(pde.parameter_groups(gpt2(), 1e-2)) == 2  # nothing learnt
 
 
 def test_a_bias_of_positions():

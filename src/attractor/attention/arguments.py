@@ -1,53 +1,122 @@
-"""What the entrances of PDE attention are given, checked: each error says what is allowed instead."""
+"""The arguments of PDE attention: checked, and brought into the form that every engine takes."""
 
 import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from attractor.attention import masks
 from attractor.attention.pdes import AXES, PDE, get_pde
 from attractor.attention.pdes.pde import check_heads
-from attractor.core.checks import as_int, check_beside, check_tensor, is_number
+from attractor.attention.precision import wide
+from attractor.core.checks import as_int, check_beside, check_number, check_tensor, is_number
 
 WALLS = ("mask", "sequence", "periodic")
 METHODS = ("auto", "dense", "stepped", "tiled", "fused")
-FORBIDS = -1e4  # a bias from here on down is meant as a wall
 _warned: set[str] = set()
 
 
-def check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    enable_gqa: bool,
-    pde: PDE | str,
-    steps: int,
-    dt: float,
-    axis: str,
-    walls: str,
-    key_padding: Tensor | None,
-    documents: Tensor | None,
-    window: masks.Window | None,
-    method: str,
-) -> PDE:
-    """The equation, if everything else is as it should be."""
-    equation: PDE = get_pde(pde)() if isinstance(pde, str) else pde
-    check_tensors(query, key, value, enable_gqa)
-    check_masks(query, key, attn_mask, key_padding, documents, window)
-    check_options(equation, steps, dt, dropout_p, axis, walls, method)
-    if steps and walls == "mask":
-        warn_of_finite_walls(attn_mask)
-    check_heads(equation, query.shape[:-2])
-    if axis != "key" or walls != "mask":
-        check_causality(query, key, attn_mask, is_causal, window, axis, walls)
-    return equation
+@dataclass(frozen=True, eq=False)
+class Call:
+    """The arguments of `pde_attention` as every engine takes them; `Call.of` makes one.
+
+    Attributes:
+        query, key, value: with the same dimensions before their tokens, except that key and value may
+            have fewer heads.
+        attn_mask: ``[..., queries or 1, keys or 1]``, bool or a bias in at least float32; or None.
+        pde: the equation.
+        key_padding: ``[batch, keys]`` bool, or None.
+        documents: ``[batch, tokens]`` ids, or None. On other axes than the keys padding is a document of
+            its own: its rows must not flow into those of real tokens.
+
+    All other attributes are as in `pde_attention`.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    pde: PDE
+    steps: int
+    dt: float
+    axis: str
+    walls: str
+    key_padding: Tensor | None
+    documents: Tensor | None
+    window: masks.Window | None
+    renormalise: bool
+    method: str
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        *,
+        pde: PDE | str,
+        steps: int = 4,
+        dt: float = 1.0,
+        axis: str = "key",
+        walls: str = "mask",
+        key_padding: Tensor | None = None,
+        documents: Tensor | None = None,
+        window: masks.Window | None = None,
+        renormalise: bool = False,
+        method: str = "auto",
+    ) -> "Call":
+        """The arguments of `pde_attention`; raises unless they fit together."""
+        steps, window = as_int(steps), whole_window(window)
+        query, key, value = broadcast(query, key, value, enable_gqa)
+        equation: PDE = get_pde(pde)() if isinstance(pde, str) else pde
+        check_tensors(query, key, value, enable_gqa)
+        check_masks(query, key, attn_mask, key_padding, documents, window)
+        check_options(equation, steps, dt, dropout_p, axis, walls, method)
+        for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa),
+                           ("renormalise", renormalise)):  # fmt: skip
+            check_flag(name, flag)
+        if scale is not None and not torch.compiler.is_compiling():
+            check_number("scale", scale)
+        check_heads(equation, query.shape[:-2])
+        attn_mask = with_rows(attn_mask)
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(wide(query.dtype))
+        key_padding, documents = for_every_text(key_padding, query), for_every_text(documents, query)
+        if axis != "key" and key_padding is not None and query.shape[-2] == key.shape[-2]:
+            documents = key_padding.long() if documents is None else 2 * documents.long() + key_padding
+        return cls(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, equation, steps, dt, axis, walls,
+            key_padding, documents, window, renormalise, method,
+        )  # fmt: skip
+
+    @property
+    def masks(self) -> dict[str, Any]:
+        """Everything that decides who may attend to whom, as arguments of `masks.allowed`."""
+        return {
+            "attn_mask": self.attn_mask,
+            "is_causal": self.is_causal,
+            "key_padding": self.key_padding,
+            "documents": self.documents,
+            "window": self.window,
+        }
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no query, no key, no head or no text."""
+        return 0 in (*self.query.shape[:-1], self.key.shape[-2])
 
 
 def broadcast(
@@ -56,7 +125,7 @@ def broadcast(
     """All three with the same dimensions before their tokens, where they broadcast, as in SDPA.
 
     With enable_gqa key and value may keep fewer heads than query, both as many. What does not fit is
-    handed back as it is, for `check` to refuse.
+    handed back as it is, for `check_tensors` to refuse.
     """
     given = query, key, value
     if not all(isinstance(x, Tensor) and x.ndim >= 2 for x in given):
@@ -154,7 +223,7 @@ def check_masks(
     documents: Tensor | None,
     window: Any,
 ) -> None:
-    """Raise unless every mask is of the map\'s shape."""
+    """Raise unless every mask is of the map's shape."""
     shape = (*query.shape[:-1], key.shape[-2])
     for name, given in (
         ("attn_mask", attn_mask),
@@ -205,24 +274,10 @@ def check_masks(
             )
 
 
-def warn_of_finite_walls(attn_mask: Tensor | None) -> None:
-    """Warns once, of a bias that seems to forbid and is no wall; looks on a CPU only."""
-    if attn_mask is None or attn_mask.dtype == torch.bool or "bias" in _warned:
-        return
-    if torch.compiler.is_compiling() or attn_mask.device.type != "cpu":
-        return
-    bias = attn_mask.detach()
-    if type(bias) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(bias):
-        return  # fake, or under vmap: without values
-    finite = (bias <= FORBIDS) & ~masks.walls_of_bias(bias)
-    if bool(finite.any()):
-        _warned.add("bias")
-        warnings.warn(
-            f"attn_mask has finite values down to {bias[finite].min():.3g}, which are no walls: weight "
-            "flows through them to keys that they seem to forbid. Use -inf or a boolean mask, False = "
-            "do not attend.",
-            stacklevel=5,
-        )
+def check_flag(name: str, value: Any) -> None:
+    """Raise unless value is True or False; a number here is an argument in the wrong place."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} = {value!r} must be True or False")
 
 
 def whole_window(window: Any) -> Any:
@@ -258,21 +313,15 @@ def check_options(
         pde.check(dt, axis)
 
 
-def check_causality(
-    query: Tensor,
-    key: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    window: masks.Window | None,
-    axis: str,
-    walls: str,
-) -> None:
-    """Raises, or warns, where a flow that is free to go would bring the future into a causal map."""
-    causal = is_causal or masks.sides(window)[1] == 0
-    if not causal and attn_mask is not None and not torch.compiler.is_compiling():
-        rows = with_rows(attn_mask)
+def check_causality(call: Call) -> None:
+    """Raise, or warn, where a flow through the mask would bring the future into a causal map."""
+    query, key, axis, walls = call.query, call.key, call.axis, call.walls
+    if axis == "key" and walls == "mask":
+        return
+    causal = call.is_causal or masks.sides(call.window)[1] == 0
+    if not causal and call.attn_mask is not None and not torch.compiler.is_compiling():
         causal = masks.sees_no_future(
-            masks.allowed(query.shape[-2], key.shape[-2], query.device, attn_mask=rows)
+            masks.allowed(query.shape[-2], key.shape[-2], query.device, attn_mask=call.attn_mask)
         )
     if not causal:
         return
@@ -287,5 +336,5 @@ def check_causality(
             f"walls={walls!r} lets attention flow through the causal mask: every token sees the next "
             "ones, and a language model reads its answers. Use walls='mask' unless that is what you "
             "want to show.",
-            stacklevel=5,
+            stacklevel=4,
         )

@@ -7,6 +7,11 @@ within 2 R keys. So a token costs ordinary cached attention and O(R) more. Under
 linear the whole row takes the steps, steps / dim of the attention's cost.
 """
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -15,6 +20,7 @@ from attractor.attention import masks
 from attractor.attention.bands import step_values
 from attractor.attention.pde_attention import pde_attention
 from attractor.attention.pdes import PDE, Line, evolve, get_pde, take_steps
+from attractor.attention.pdes.pde import check_heads, with_coefficients
 from attractor.attention.precision import autocast_as_sdpa, for_scores, wide
 from attractor.core.checks import (
     as_int,
@@ -33,8 +39,12 @@ class PDECache:
 
     However the tokens are cut into calls, the outputs are those of one call of ``pde_attention(...,
     is_causal=True)`` on all of them. For inference: nothing here carries gradients, and the PDE's
-    coefficients must not change while it is in use. Where heads share keys and values but have
-    coefficients of their own, stepped values are kept for every head of the queries.
+    coefficients are those of the moment when the cache is made, whatever happens to the parameters they
+    come from. Where heads share keys and values but have coefficients of their own, stepped values are
+    kept for every head of the queries.
+
+    A copy, shallow or deep, is a cache of its own, and a cache can be pickled if its PDE can. A method
+    that raises leaves the cache as it was.
 
     >>> import torch
     >>> from attractor.attention import pdes
@@ -75,11 +85,12 @@ class PDECache:
         steps = as_int(steps)
         if not isinstance(steps, int) or steps < 0:
             raise ValueError(f"steps = {steps} must be a whole number of at least 0")
-        self.pde: PDE = get_pde(pde)() if isinstance(pde, str) else pde
-        if isinstance(self.pde, type) or not hasattr(self.pde, "step"):
+        equation: Any = get_pde(pde)() if isinstance(pde, str) else pde
+        if isinstance(equation, type) or not hasattr(equation, "step"):
             raise ValueError(
                 f"pde {pde!r} is not an equation; give one such as pdes.Diffusion(alpha=0.1)"
             )
+        self.pde: PDE = with_coefficients(equation, lambda coefficient: coefficient.detach().clone())
         check_number("dt", dt, 0.0)
         if scale is not None:
             check_number("scale", scale)
@@ -87,7 +98,8 @@ class PDECache:
         self.steps, self.dt, self.scale = steps, dt, scale
         if steps:
             self.pde.check(dt, axis)
-        self._reach = steps * self.pde.reach if self.pde.linear else 0
+        self._by_rows = not self.pde.linear or not hasattr(self.pde, "reach")
+        self._reach = 0 if self._by_rows else steps * self.pde.reach
         self._capacity = capacity
         self._length = self._final = 0  # tokens, and those of them whose stepped values are final
         self._clear = 0  # no wall between keys from here on
@@ -96,10 +108,12 @@ class PDECache:
         self._stepped: Tensor | None = None
         self._real: Tensor | None = None
         self._matrices: tuple[Tensor, Tensor] | None = None
-        self._attend = autocast_as_sdpa(self._take_in)
 
     def __len__(self) -> int:
         return self._length
+
+    def __copy__(self) -> "PDECache":
+        return copy.deepcopy(self)  # two caches that write into one buffer would be of no use
 
     @property
     def real_tokens(self) -> Tensor | None:
@@ -121,7 +135,8 @@ class PDECache:
         Returns:
             ``[batch, heads, new, value dim]``.
         """
-        return self._attend(query, key, value, key_padding=key_padding)
+        with unchanged_on_error(self):
+            return _attend(query, key, value, cache=self, key_padding=key_padding)
 
     def _take_in(self, query: Tensor, key: Tensor, value: Tensor, key_padding: Tensor | None) -> Tensor:
         self._check(query, key, value, key_padding)
@@ -152,10 +167,16 @@ class PDECache:
             and not bool(((indices >= 0) & (indices < texts)).all())
         ):
             raise ValueError(f"indices {indices.tolist()} must be from 0 to {texts - 1}")
+        chosen: dict[str, Any] = {}
         for name in ("_key", "_value", "_stepped", "_real"):
             held = getattr(self, name)
             if held is not None:
-                setattr(self, name, held.index_select(0, indices.to(held.device)))
+                chosen[name] = held.index_select(0, indices.to(held.device))
+        if texts > 1:
+            chosen["pde"] = with_coefficients(self.pde, lambda x: _of_texts(x, indices))
+            chosen["_matrices"] = None
+        for name, value in chosen.items():
+            setattr(self, name, value)
 
     def crop(self, tokens: int) -> None:
         """Keeps the first tokens, or, if negative, drops so many at the end: speculative decoding."""
@@ -194,6 +215,7 @@ class PDECache:
             raise ValueError(f"{shapes}: all have one batch, query and key the same last dimension")
         if key.shape[1] != value.shape[1] or query.shape[1] % max(key.shape[1], 1):
             raise ValueError(f"{shapes}: key and value must have as many heads, a divisor of query's")
+        check_heads(self.pde, query.shape[:2])
         for name, new, held in (("key", key, self._key), ("value", value, self._value)):
             if held is not None and (new.shape[:2], new.shape[3]) != (held.shape[:2], held.shape[3]):
                 raise ValueError(
@@ -267,7 +289,7 @@ class PDECache:
         reach, rows = self._reach, query.shape[2]
         stop = first + rows
         A, allowed = self._map(query, first)
-        if not self.pde.linear:
+        if self._by_rows:
             line = Line(-1, None if allowed is None else masks.open_faces(allowed))
             A = evolve(self.pde, A, line, self.steps, self.dt)
         if not reach:
@@ -324,6 +346,35 @@ class PDECache:
             inside = inside & pad(real, (max(-low, 0), 0))[:, None]
         faces = masks.open_faces(inside.unfold(-1, 2 * reach, 1))
         return take_steps(self.pde, pad(near, (reach, 0)), Line(-1, faces), self.steps, self.dt)
+
+
+@autocast_as_sdpa
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, *, cache: PDECache, key_padding: Tensor | None
+) -> Tensor:
+    return cache._take_in(query, key, value, key_padding)
+
+
+@contextmanager
+def unchanged_on_error(*caches: PDECache | None) -> Iterator[None]:
+    """Give caches back what they held, should the body raise.
+
+    Buffers are only ever written beyond the tokens that a cache holds, so its attributes are enough.
+    """
+    before = [(cache, dict(vars(cache))) for cache in caches if cache is not None]
+    try:
+        yield
+    except BaseException:
+        for cache, attributes in before:
+            vars(cache).update(attributes)
+        raise
+
+
+def _of_texts(coefficient: Tensor, indices: Tensor) -> Tensor:
+    """Coefficients ``[batch, heads, 1, 1]`` of other texts; those that all texts share as they are."""
+    if coefficient.ndim < 4 or coefficient.shape[-4] == 1:
+        return coefficient
+    return coefficient.index_select(-4, indices.to(coefficient.device))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -26,18 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from attractor.attention import masks
-from attractor.attention.arguments import (
-    broadcast,
-    check_masks,
-    check_options,
-    check_tensors,
-    whole_window,
-    with_rows,
-)
+from attractor.attention.arguments import Call
 from attractor.attention.dense import dense, space
-from attractor.attention.pdes import PDE, LearnedPDE, Neighbourhood, get_pde
-from attractor.attention.pdes.pde import check_heads
-from attractor.core.checks import as_int, check_beside, check_number, check_tensor, check_whole
+from attractor.attention.pdes import PDE, LearnedPDE, Neighbourhood
+from attractor.attention.precision import autocast_as_sdpa
+from attractor.core.checks import check_beside, check_number, check_tensor, check_whole
 
 LIMIT = 2**27  # entries of all maps of a trace: half a gigabyte in float32
 
@@ -137,6 +130,7 @@ def trace(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    enable_gqa: bool = False,
     *,
     pde: PDE | str,
     steps: int = 4,
@@ -146,9 +140,14 @@ def trace(
     key_padding: Tensor | None = None,
     documents: Tensor | None = None,
     window: masks.Window | None = None,
-    limit: int = LIMIT,
+    dropout_p: float = 0.0,
+    renormalise: bool = False,
+    method: str = "auto",
+    limit: float = LIMIT,
 ) -> PDETrace:
     """The map of ``pde_attention`` with the same arguments, before and after each step.
+
+    The last map times the values is what `pde_attention` returns, up to rounding.
 
     >>> import torch
     >>> from attractor.attention import pdes
@@ -159,20 +158,35 @@ def trace(
     >>> bool((seen.smoothness.diff(dim=0) < 0).all())
     True
 
-    The map is built, so this is for short sequences: more than `limit` entries in all maps together
-    raise a ValueError. A split reaction acts before the first step, as it does there.
+    Arguments are those of `pde_attention`, without the values. The map is built, so this is for short
+    sequences. A split reaction acts before the first step, as it does there. Flows that would make a
+    causal model see its future are shown, and not refused.
+
+    Args:
+        dropout_p: probability that an entry of A(0) is dropped; with the same seed those that
+            ``method="dense"`` drops.
+        renormalise: divides every row of the last map by its sum.
+        method: any of `pde_attention`'s; all engines have the same map.
+        limit: the largest number of entries of all maps together.
+
+    Raises:
+        TypeError, ValueError: as in `pde_attention`, or the maps have more than `limit` entries.
     """
-    equation: Any = get_pde(pde)() if isinstance(pde, str) else pde
-    steps, window = as_int(steps), whole_window(window)
-    query, key, _ = broadcast(query, key, key, enable_gqa=True)
-    check_tensors(query, key, key, enable_gqa=True)
-    check_masks(query, key, attn_mask, key_padding, documents, window)
-    check_options(equation, steps, dt, 0.0, axis, walls, "dense")
-    check_heads(equation, query.shape[:-2])
-    attn_mask = with_rows(attn_mask)
-    if scale is not None:
-        check_number("scale", scale)
-    shape = (*query.shape[:-1], key.shape[-2])
+    return _trace(
+        query, key, key, attn_mask, dropout_p, is_causal, scale, enable_gqa, limit=limit, pde=pde,
+        steps=steps, dt=dt, axis=axis, walls=walls, key_padding=key_padding, documents=documents,
+        window=window, renormalise=renormalise, method=method,
+    )  # fmt: skip
+
+
+@autocast_as_sdpa
+def _trace(
+    query: Tensor, key: Tensor, value: Tensor, *arguments: Any, limit: float, **options: Any
+) -> PDETrace:
+    call = Call.of(query, key, value, *arguments, **options)
+    check_number("limit", limit, 0.0)
+    steps, dt = call.steps, call.dt
+    shape = (*call.query.shape[:-1], call.key.shape[-2])
     entries = (steps + 1) * math.prod(shape)
     if entries > limit:
         raise ValueError(
@@ -180,17 +194,17 @@ def trace(
             f"more than limit = {limit:.3g}; give fewer texts, heads or tokens: query[:1, :1, :256]"
         )
     _, A = dense(
-        query, key, key[..., :0], attn_mask, 0.0, is_causal, scale, pde=equation, steps=0, dt=dt,
-        key_padding=key_padding, documents=documents, window=window,
+        call.query, call.key, call.value[..., :0], dropout_p=call.dropout_p, scale=call.scale,
+        pde=call.pde, steps=0, dt=dt, **call.masks,
     )  # fmt: skip
-    allowed = masks.allowed(
-        query.shape[-2], key.shape[-2], query.device, attn_mask=attn_mask, is_causal=is_causal,
-        key_padding=key_padding, documents=documents, window=window,
-    )  # fmt: skip
-    where = space(allowed, axis, walls)
-    maps = list(_stages(equation, A, where, steps, dt))
+    allowed = masks.allowed(shape[-2], shape[-1], call.query.device, **call.masks)
+    where = space(allowed, call.axis, call.walls)
+    maps = [A] * (steps + 1) if call.empty else list(_stages(call.pde, A, where, steps, dt))
+    if call.renormalise:
+        mass = maps[-1].sum(-1, keepdim=True)
+        maps[-1] = maps[-1] / mass.masked_fill(mass == 0, 1.0)
     times = dt * torch.arange(steps + 1, dtype=A.dtype, device=A.device)
-    return PDETrace(torch.stack(maps), times, allowed, where, equation)
+    return PDETrace(torch.stack(maps), times, allowed, where, call.pde)
 
 
 def _stages(pde: Any, u: Tensor, where: Neighbourhood, steps: int, dt: float) -> Iterator[Tensor]:

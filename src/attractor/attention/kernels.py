@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from attractor.attention import masks
-from attractor.attention.arguments import check_tensors
+from attractor.attention.arguments import check_flag, check_tensors
 from attractor.attention.bands import band_values, step_values
 from attractor.attention.dense import space
 from attractor.attention.pdes import PDE, Line, evolve, get_pde, take_steps
-from attractor.attention.pdes.pde import check_heads
+from attractor.attention.pdes.pde import check_heads, for_maps
 from attractor.attention.precision import autocast_as_sdpa, refuse_transforms, wide
+from attractor.attention.tracing import as_node, is_symbolic
 from attractor.core.checks import check_beside, check_number, check_tensor, check_whole, is_whole
 
 
@@ -88,6 +89,8 @@ class RandomFeatures(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Features ``[..., count]`` of x ``[..., dim]``."""
+        if is_symbolic(x):
+            return as_node(self, x)
         dim = self.projection.shape[-2]
         check_tensor("x", x, f"[..., {dim}]")
         check_beside("x", x, "the features", self.projection)
@@ -142,6 +145,7 @@ def performer_attention(
         ``[*batch, heads, queries, value dim]``, in query's dtype; half precisions are summed in
         float32. A query that may attend to nothing has zero output.
     """
+    check_flag("is_causal", is_causal)
     equation = _equation(pde, steps, dt)
     if equation is not None and not equation.linear:
         raise ValueError(
@@ -153,6 +157,9 @@ def performer_attention(
     if equation is not None:
         refuse_transforms("performer_attention with a PDE", "performer_dense")
         check_heads(equation, query.shape[:-2])
+        equation = for_maps(equation, query.shape[:-2] or (1,))
+    if query.ndim == 2:  # one head
+        log_q, log_k, values = log_q[None], log_k[None], values[None]
     real = None if key_padding is None else key_padding[:, None, None, :]
     open = None if real is None else masks.open_faces(real)
     far = values if equation is None else step_values(equation, values, open, steps, dt)
@@ -161,7 +168,7 @@ def performer_attention(
     else:
         reach = 0 if equation is None else steps * equation.reach
         out = _causal(log_q, log_k, far, values, real, reach, chunk, equation, steps, dt)
-    return out.to(value.dtype)
+    return (out[0] if query.ndim == 2 else out).to(value.dtype)
 
 
 class PerformerAttention(nn.Module):
@@ -175,6 +182,8 @@ class PerformerAttention(nn.Module):
         dim: of a head's queries and keys.
         count, heads, orthogonal, generator: of `RandomFeatures`.
         chunk: as in `performer_attention`.
+
+    There is no dropout on the map, which is never built: `PDEAttention` refuses ``dropout=`` with it.
     """
 
     def __init__(
@@ -188,6 +197,7 @@ class PerformerAttention(nn.Module):
         chunk: int = 128,
     ) -> None:
         super().__init__()
+        check_whole("chunk", chunk, 1)
         self.features = RandomFeatures(
             dim, count, heads=heads, orthogonal=orthogonal, generator=generator
         )
@@ -198,9 +208,26 @@ class PerformerAttention(nn.Module):
         self.features.redraw(generator)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float = 0.0, **options: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool = False,
+        key_padding: Tensor | None = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        pde: PDE | str | None = None,
+        steps: int = 4,
+        dt: float = 1.0,
     ) -> Tensor:
-        """As `performer_attention`; dropout_p does nothing, there is no map to drop entries of."""
+        """As `performer_attention`, with these features."""
+        options: Any = {
+            "is_causal": is_causal, "key_padding": key_padding, "scale": scale, "enable_gqa": enable_gqa,
+            "pde": pde, "steps": steps, "dt": dt,
+        }  # fmt: skip
+        if is_symbolic(query):
+            return as_node(self, query, key, value, **options)
         return performer_attention(
             query, key, value, features=self.features, chunk=self.chunk, **options
         )
@@ -224,10 +251,12 @@ def performer_dense(
 
     Arguments as there, and any PDE. Its scales are the largest over all keys: causal up to rounding.
     """
+    check_flag("is_causal", is_causal)
     equation = _equation(pde, steps, dt)
     log_q, log_k, values = _log_features(query, key, value, features, scale, enable_gqa, key_padding)
     if equation is not None:
         check_heads(equation, query.shape[:-2])
+        equation = for_maps(equation, query.shape[:-2])
     phi_q = (log_q - log_q.detach().amax(-1, keepdim=True)).exp()
     phi_k = (log_k - log_k.detach().amax((-2, -1), keepdim=True)).exp()
     A = phi_q @ phi_k.mT
@@ -287,6 +316,7 @@ def _log_features(
             f"features {list(projection.shape)} must be [{dim}, count], or [heads, {dim}, count], for a "
             f"query {list(query.shape)}"
         )
+    check_flag("enable_gqa", enable_gqa)
     check_tensors(query, key, value, enable_gqa)
     if not key.shape[-2]:
         raise ValueError(f"key {list(key.shape)} holds no tokens, so there is nothing to attend to")
@@ -300,6 +330,8 @@ def _log_features(
             f"for a query [batch, heads, tokens, dim]; here query is {list(query.shape)} and key "
             f"{list(key.shape)}"
         )
+    if query.ndim == 2 and projection.ndim == 3:
+        projection = projection[0]
     if query.ndim > 2 and key.shape[-3] != query.shape[-3]:
         shared = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(shared, dim=-3), value.repeat_interleave(shared, dim=-3)

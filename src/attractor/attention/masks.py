@@ -3,6 +3,10 @@
 Matrices here are ``[..., queries, keys]``, True where a query may attend, and broadcast: a dimension
 that does not matter has size 1. Positions of queries and keys are both counted from 0 (top left), as
 `torch.nn.functional.scaled_dot_product_attention` does.
+
+An additive mask forbids a key where its entry is at most `WALL`; every other entry is a bias. Softmax
+does not distinguish an entry of -1e4 from -inf, and neither does anything here: `walls_of_bias` is the
+only place that decides.
 """
 
 from dataclasses import dataclass, replace
@@ -14,6 +18,7 @@ from torch.nn.functional import pad
 from attractor.attention.lengths import larger, smaller, surely
 
 Window = int | tuple[int, int]
+WALL = -8192.0  # an entry of an additive mask from here on down forbids its key; see `walls_of_bias`
 FAR = 1e3  # a bias beyond it costs float32 the fourth digit of the scores
 ROWS = 512  # of a map looked at a few rows at a time
 
@@ -34,7 +39,7 @@ def allowed(
     Args:
         queries, keys: how many there are.
         device: where the matrix is made.
-        attn_mask: bool, True = attend, or a float bias, whose walls count.
+        attn_mask: bool, True = attend, or a float bias, which forbids where `walls_of_bias` says so.
         is_causal: keys up to the query's own position.
         key_padding: ``[batch, keys]`` bool, True = a real token.
         documents: ``[batch, tokens]`` ids; a token attends within its own document.
@@ -71,13 +76,21 @@ def sides(window: Window | None) -> tuple[int, int]:
 
 
 def walls_of_bias(bias: Tensor) -> Tensor:
-    """True where an additive mask forbids: -inf, or the lowest number of any float type.
+    """Return True where an additive mask forbids a key: where its entry is at most `WALL`, -8192.
 
-    Masks are often made in one type and cast to another, so that float16's lowest number counts in
-    a float32 mask, and bfloat16's too.
+    The weight that softmax gives to such a key is exactly 0 in every float type, unless the scores of
+    its row differ by thousands. The threshold lies
+
+    - below what biases reach: ALiBi's steepest usual slope, 1/2 of 8 heads, is above it for 16,384
+      tokens. A longer ALiBi bias crosses it where the weights of all neighbours have been 0 for
+      thousands of keys, so a wall there holds nothing back.
+    - above all numbers that masks are written with: -1e4 (-9984 in bfloat16), -65504, -1e9, the lowest
+      number of any float type, half of it, and sums of these. A bias of up to 1,790 may be added to any
+      of them without opening the wall.
+
+    It is a power of two, so it is the same number in every float type. NaN is not a wall.
     """
-    lowest = max(torch.finfo(bias.dtype).min, torch.finfo(torch.bfloat16).min)
-    return (bias <= lowest) | (bias == torch.finfo(torch.float16).min)
+    return bias <= WALL
 
 
 def row_offset(bias: Tensor, allowed: Tensor | None) -> Tensor:

@@ -27,15 +27,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attractor.attention.arguments import with_positive_scale
+from attractor.attention.arguments import Call, with_positive_scale
 from attractor.attention.bands import band_scores, band_values, step_values
 from attractor.attention.flash import attend, attend_backward
 from attractor.attention.masks import Scope
 from attractor.attention.parts import Parts, Runs, count
-from attractor.attention.pde_attention import explain, four_dimensions
-from attractor.attention.pdes import PDE, Diffusion, Line, get_pde, take_steps
+from attractor.attention.pde_attention import four_dimensions
+from attractor.attention.pdes import PDE, Diffusion, Line, take_steps
+from attractor.attention.pdes.pde import for_heads
 from attractor.attention.precision import autocast_as_sdpa, first_derivatives_only, wide
-from attractor.core.checks import as_int, check_number
 
 KEYS, SUMS = 0, 1  # tags of messages
 
@@ -92,27 +92,30 @@ def context_parallel_attention(
     >>> context_parallel_attention(query, key, value, "diffusion", is_causal=True).shape
     torch.Size([1, 8, 100, 64])
     """
-    equation: PDE = Diffusion() if pde is None else get_pde(pde)() if isinstance(pde, str) else pde
-    steps = 0 if pde is None else as_int(steps)
-    processes, wrong = Processes.of(group), None
+    steps, pde = (0, Diffusion()) if pde is None else (steps, pde)
+    processes, call, wrong = Processes.of(group), None, None
     try:
-        explain(query, key, value, enable_gqa=enable_gqa, pde=equation, steps=steps, dt=dt)  # checks
-        _check(query, key, equation, steps, scale)
+        call = Call.of(
+            query, key, value, None, 0.0, is_causal, scale, enable_gqa, pde=pde, steps=steps, dt=dt
+        )
+        _check(call)
     except (TypeError, ValueError) as error:
         wrong = error
     if parts is None:
-        parts = _asked(processes, query, value, equation, steps, is_causal, wrong)
+        parts = _asked(processes, query, call, wrong)
     if wrong:
         raise wrong
-    shape = query.shape[:-1]
-    query, key, value, _ = four_dimensions(query, key, value, None)
+    assert call is not None
+    shape = call.query.shape[:-1]
+    query, key, value = four_dimensions(call.query, call.key, call.value)
     _check_parts(parts, processes, query)
-    if 0 in shape:
+    if call.empty:
         return query.new_zeros(*shape, value.shape[-1])
     query, scale = with_positive_scale(query, scale)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    equation = for_heads(call.pde, shape[:-1])
     attention = _causal if is_causal else _all_to_all
-    out = attention(query, key, value, processes, parts, equation, steps, dt, scale)
+    out = attention(query, key, value, processes, parts, equation, call.steps, dt, scale)
     return out.to(value.dtype).reshape(*shape, value.shape[-1])
 
 
@@ -128,7 +131,7 @@ def _all_to_all(
     scale: float,
 ) -> Tensor:
     """Every row attends to all keys: a halo on both sides, and the ring."""
-    reach, tokens = steps * pde.reach, parts.tokens
+    reach, tokens = steps and steps * pde.reach, parts.tokens
     wanted = tuple(
         tuple((max(start - reach, 0), min(stop + reach, tokens)) for start, stop in runs)
         for runs in parts.runs
@@ -152,7 +155,7 @@ def _causal(
     scale: float,
 ) -> Tensor:
     """Far keys by the ring, counted `reach` later than they are; near ones by hand."""
-    reach, dtype = steps * pde.reach, wide(query.dtype)
+    reach, dtype = steps and steps * pde.reach, wide(query.dtype)
     mine = parts.runs[processes.rank]
     keys, values = (_to_the_left(parts.runs, start, 0) for start in (reach, 2 * reach))
     far = _to_the_left(parts.runs, reach, reach)
@@ -482,21 +485,20 @@ def _scope(query: Tensor, key: Tensor, diagonal: bool) -> Scope:
 # Input
 
 
-def _check(query: Tensor, key: Tensor, pde: PDE, steps: int, scale: float | None) -> None:
-    if scale is not None and not torch.compiler.is_compiling():
-        check_number("scale", scale)
+def _check(call: Call) -> None:
+    query, key, pde = call.query, call.key, call.pde
     if query.shape[-2] != key.shape[-2]:
         raise ValueError(
             f"query has {query.shape[-2]} tokens and key {key.shape[-2]}: every process holds queries, "
             "keys and values of the same tokens"
         )
-    if steps and not pde.linear:
+    if call.steps and not pde.linear:
         raise ValueError(
             f"{type(pde).__name__} is not linear: its map has to be built, and no halo of values will "
             "do; use a linear PDE (diffusion, wave, advection_diffusion), or pde_attention with all "
             "tokens in one process, which takes O(tokens) memory (method='tiled' or 'fused')"
         )
-    if steps and not hasattr(pde, "reach"):
+    if call.steps and not hasattr(pde, "reach"):
         raise ValueError(
             f"{type(pde).__name__} does not say its reach, how many neighbours away a step looks, which "
             "is the width of a halo; give it one"
@@ -504,13 +506,7 @@ def _check(query: Tensor, key: Tensor, pde: PDE, steps: int, scale: float | None
 
 
 def _asked(
-    processes: Processes,
-    query: Tensor,
-    value: Tensor,
-    pde: PDE,
-    steps: int,
-    is_causal: bool,
-    wrong: ValueError | TypeError | None,
+    processes: Processes, query: Tensor, call: Call | None, wrong: ValueError | TypeError | None
 ) -> Parts:
     """One run for each process, in the order of their ranks, as long as it says.
 
@@ -521,10 +517,11 @@ def _asked(
         "wrong",
     )  # fmt: skip
     told = [0] * (len(names) - 1) + [1]
-    if not wrong:
+    if call is not None and not wrong:
+        q, v = call.query, call.value
         told = [
-            query.shape[-2], query.shape[:-2].numel(), query.shape[-1], value.shape[-1],
-            query.element_size(), steps, int(bool(is_causal)), 0,
+            q.shape[-2], q.shape[:-2].numel(), q.shape[-1], v.shape[-1], q.element_size(), call.steps,
+            int(call.is_causal), 0,
         ]  # fmt: skip
     if processes.count > 1:
         device = query.device if isinstance(query, Tensor) else None

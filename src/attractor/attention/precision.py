@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from attractor.core.checks import autocast
 
-Attention = TypeVar("Attention", bound=Callable[..., Tensor])
+Attention = TypeVar("Attention", bound=Callable[..., Any])
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -33,7 +33,7 @@ def autocast_as_sdpa(attention: Attention) -> Attention:
     """Under autocast: query, key and value in its type, as SDPA takes them, and no autocast inside."""
 
     @wraps(attention)
-    def in_one_type(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+    def in_one_type(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Any:
         if not isinstance(query, Tensor) or not autocast(query):
             return attention(query, key, value, *args, **options)
         kind = query.device.type

@@ -25,6 +25,7 @@ True
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,12 +33,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from attractor.attention.cache import PDECache
+from attractor.attention.arguments import METHODS, WALLS
+from attractor.attention.cache import PDECache, unchanged_on_error
 from attractor.attention.pde_attention import pde_attention
-from attractor.attention.pdes import PDE, Diffusion, LearnedPDE, get_pde
+from attractor.attention.pdes import AXES, PDE, Diffusion, LearnedPDE, get_pde
+from attractor.attention.pdes.pde import dimensions
+from attractor.attention.tracing import as_node, is_symbolic
 from attractor.core.checks import (
     as_int,
     check_beside,
+    check_choice,
     check_home,
     check_input,
     check_number,
@@ -45,6 +50,7 @@ from attractor.core.checks import (
     check_whole,
     is_number,
     is_whole,
+    nearest,
 )
 
 
@@ -70,6 +76,11 @@ class PDEAttention(nn.Module):
             steps=0; key_padding, documents and dropout_p only where there are any.
         **options: passed on to it: ``axis``, ``walls``, ``window``, ``method`` of `pde_attention`, or
             whatever `attention` takes; modules among them become part of this one.
+
+    Raises:
+        TypeError: an option that `attention` does not take, or that is an argument of this class under
+            another name (``is_causal``, ``dropout_p``).
+        ValueError: a number that is not allowed, or dropout for an `attention` without dropout_p.
     """
 
     def __init__(
@@ -100,6 +111,7 @@ class PDEAttention(nn.Module):
             )
         if not is_number(dropout) or not 0 <= dropout < 1:
             raise ValueError(f"dropout = {dropout!r} is not a probability below 1")
+        _check_options(attention, options, dropout)
         self.dim, self.heads, self.causal, self.dropout = dim, heads, causal, dropout
         self.steps, self.dt = (steps, dt) if pde is not None else (0, dt)
         self.attention = attention
@@ -126,23 +138,23 @@ class PDEAttention(nn.Module):
             documents: ``[batch, tokens]`` integer ids of packed texts that do not see each other.
             cache: of the tokens before, made by `new_cache`; x is added to it.
         """
+        if is_symbolic(x):
+            return as_node(self, x, key_padding, documents, cache)
         width, weight = self.dim, getattr(self.project, "weight", None)
         check_input("x", x, f"[batch, tokens, {width}]", "this attention", weight)
         if x.ndim != 3 or x.shape[2] != width:
             raise ValueError(f"x {list(x.shape)} must be [batch, tokens, {width}]")
-        if cache is not None and documents is not None:
-            raise ValueError(
-                "documents and a cache were both given, but a cache holds one text a row; leave out the "
-                "cache, or give every text a row of its own"
-            )
+        if cache is not None:
+            self._check_cache(cache, documents)
         batch, tokens, dim = x.shape
         heads = self.project(x).view(batch, tokens, 3, self.heads, dim // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, tokens, dim / heads]
-        if cache is not None:
-            seen = cache.attend(query, key, value, key_padding)
-        else:
+        if cache is None:
             seen = self._attend(query, key, value, key_padding, documents)
-        return self.out(seen.transpose(1, 2).reshape(batch, tokens, dim))
+            return self.out(seen.transpose(1, 2).reshape(batch, tokens, dim))
+        with unchanged_on_error(cache):
+            seen = cache.attend(query, key, value, key_padding)
+            return self.out(seen.transpose(1, 2).reshape(batch, tokens, dim))
 
     def equation(self) -> PDE | None:
         """The PDE with its coefficients as they are now; None for standard attention."""
@@ -150,18 +162,48 @@ class PDEAttention(nn.Module):
 
     @property
     def can_cache(self) -> bool:
-        """Whether tokens can be taken in one by one: causal, and by `pde_attention` without a window."""
+        """Whether tokens can be taken in one by one: causal, by `pde_attention`, without a window, with
+        ``axis="key"`` and ``walls="mask"``."""
         plain = self.attention is None and self.options.keys() <= {"axis", "walls", "method"}
-        return plain and self.causal and self.options.get("walls", "mask") == "mask"
+        walled = self.options.get("axis", "key") == "key" and self.options.get("walls", "mask") == "mask"
+        return plain and walled and self.causal
 
     def new_cache(self, capacity: int = 64) -> PDECache:
         """An empty cache for decoding, with the PDE's coefficients as they are now."""
+        self._check_can_cache()
+        return PDECache(self.equation() or Diffusion(), self.steps, self.dt, capacity=capacity)
+
+    def _check_can_cache(self) -> None:
         if not self.can_cache:
             raise ValueError(
-                "only causal attention by pde_attention, with walls='mask' and without a window, has a "
-                f"cache; this is {self}"
+                "only causal attention by pde_attention, with axis='key' and walls='mask' and without "
+                f"further options, has a cache; this is {self}"
             )
-        return PDECache(self.equation() or Diffusion(), self.steps, self.dt, capacity=capacity)
+
+    def _check_cache(self, cache: PDECache, documents: Tensor | None) -> None:
+        """Raise unless the cache gives what this attention gives without one."""
+        self._check_can_cache()
+        if documents is not None:
+            raise ValueError(
+                "documents and a cache were both given, but a cache holds one text a row; leave out the "
+                "cache, or give every text a row of its own"
+            )
+        if self.training and self.dropout:
+            raise ValueError(
+                f"dropout = {self.dropout} acts in training mode, and a cache is for inference; use "
+                "evaluation mode, or leave out the cache"
+            )
+        own, other = (
+            f"{pde.__name__}, steps={steps}, dt={dt:g}" if steps else "no steps"
+            for pde, steps, dt in (
+                (type(self.equation()), self.steps, self.dt),
+                (type(cache.pde), cache.steps, cache.dt),
+            )
+        )
+        if own != other:
+            raise ValueError(
+                f"the cache is for {other}, and this attention has {own}; use one of its new_cache"
+            )
 
     def _attend(
         self,
@@ -195,9 +237,51 @@ class PDEAttention(nn.Module):
         return f"heads={self.heads}, steps={self.steps}, causal={self.causal}{pde}"
 
 
+# Arguments that PDEAttention hands to its attention by itself, and its own names of them.
+_OWN = {
+    "is_causal": "causal", "dropout_p": "dropout", "pde": "pde", "steps": "steps", "dt": "dt",
+    "key_padding": "key_padding of forward", "documents": "documents of forward",
+}  # fmt: skip
+
+
+def _check_options(attention: Any, options: dict[str, Any], dropout: float) -> None:
+    """Raise unless `attention`, or `pde_attention` if it is None, takes these options."""
+    called: Any = pde_attention if attention is None else attention
+    name = getattr(called, "__name__", type(called).__name__)
+    try:
+        signature = inspect.signature(called.forward if isinstance(called, nn.Module) else called)
+    except (TypeError, ValueError):  # a function of C does not say
+        return
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    known = {n for n, p in signature.parameters.items() if p.kind in named}
+    for option in options:
+        if option in _OWN:
+            raise TypeError(f"{option} is set by PDEAttention itself; use its argument {_OWN[option]}")
+        if option not in known and inspect.Parameter.VAR_KEYWORD not in kinds:
+            own = inspect.signature(PDEAttention).parameters
+            raise TypeError(
+                f"PDEAttention has no argument {option!r}, and {name} takes no such option"
+                f"{nearest(option, [*own, *known])}"
+            )
+    if attention is None:
+        for option, choices in (("axis", AXES), ("walls", WALLS), ("method", METHODS)):
+            check_choice(option, options.get(option, choices[0]), choices)
+    if dropout and not known & {"dropout_p"} and inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise ValueError(
+            f"dropout = {dropout} drops entries of the map, which {name} cannot: it takes no dropout_p; "
+            "use dropout=0 here, and dropout on what the layers add"
+        )
+
+
 def _equation(
     pde: str | PDE | nn.Module | None, learn: bool, heads: int | None, dt: float, axis: str
 ) -> Any:
+    if isinstance(pde, LearnedPDE) and (pde.dt < dt or dimensions(pde.axis) < dimensions(axis)):
+        raise ValueError(
+            f"pde keeps its coefficients stable for dt = {pde.dt:g} on axis {pde.axis!r}, and this "
+            f"attention steps by dt = {dt:g} on axis {axis!r}; make the LearnedPDE with these"
+        )
     if isinstance(pde, nn.Module):
         return pde
     if learn:
@@ -222,9 +306,10 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor, **masks: Any) -> Tensor:
         """The state after this branch, ``[batch, tokens, dim]``; masks go to the branch."""
-        check_input("x", x, "[batch, tokens, dim]", "this layer", getattr(self.norm, "weight", None))
-        if x.ndim != 3 or x.shape[-1] != self.dim:
-            raise ValueError(f"x {list(x.shape)} must be [batch, tokens, {self.dim}]")
+        if not is_symbolic(x):
+            check_input("x", x, "[batch, tokens, dim]", "this layer", getattr(self.norm, "weight", None))
+            if x.ndim != 3 or x.shape[-1] != self.dim:
+                raise ValueError(f"x {list(x.shape)} must be [batch, tokens, {self.dim}]")
         if self.pre:
             return x + self.dropout(self.branch(self.norm(x), **masks))
         return self.norm(x + self.dropout(self.branch(x, **masks)))
@@ -285,6 +370,8 @@ class Stack(nn.Module):
             network = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
             return Residual(dim, network, norm, dropout)
 
+        if not layers and place == "each":
+            attend()  # for its checks
         inside = {} if place == "each" else {"pde": None}
         self.layers = nn.ModuleList(Layer(attend(**inside), think()) for _ in range(layers))
         self.after = attend() if place == "after" else None
@@ -295,11 +382,32 @@ class Stack(nn.Module):
         return [module for module in self.modules() if isinstance(module, PDEAttention)]
 
     def forward(
-        self, x: Tensor, caches: Sequence[PDECache | None] | None = None, **masks: Any
+        self,
+        x: Tensor,
+        caches: Sequence[PDECache | None] | None = None,
+        key_padding: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
-        """States ``[batch, tokens, dim]`` after the last layer, normalised; caches: one an attention."""
-        check_tensor("x", x, "[batch, tokens, dim]")
-        caches = caches or [None] * (len(self.layers) + 1)
+        """States ``[batch, tokens, dim]`` after the last layer, normalised.
+
+        Args:
+            x: the states ``[batch, tokens, dim]`` that enter.
+            caches: one for each of `attentions`, in that order, or None. Where anything raises they stay
+                as they are.
+            key_padding, documents: as in `PDEAttention`.
+        """
+        if not is_symbolic(x):
+            check_tensor("x", x, "[batch, tokens, dim]")
+        count = len(self.layers) + (self.after is not None)
+        masks = {"key_padding": key_padding, "documents": documents}
+        if not caches:
+            return self._through(x, [None] * count, masks)
+        if len(caches) != count:
+            raise ValueError(f"caches are {len(caches)}; give one for each of {count} attentions")
+        with unchanged_on_error(*caches):
+            return self._through(x, caches, masks)
+
+    def _through(self, x: Tensor, caches: Sequence[PDECache | None], masks: dict[str, Any]) -> Tensor:
         for layer, cache in zip(self.layers, caches):
             x = layer(x, cache=cache, **masks)
         if self.after is not None:
@@ -341,6 +449,8 @@ class Embedding(nn.Module):
             start: how many tokens there were before.
             real: how many of these were real in each text, ``[batch, 1]``; None if all were.
         """
+        if is_symbolic(ids):
+            return as_node(self, ids, key_padding, start, real)
         most = self.positions.num_embeddings
         check_tensor("ids", ids, "of integers [batch, tokens]", floating=False)
         check_home("ids", ids, "this model", self.tokens.weight)
@@ -427,11 +537,12 @@ class Classifier(nn.Module):
 
     def forward(self, ids: Tensor, key_padding: Tensor | None = None) -> Tensor:
         """Logits ``[batch, classes]`` of texts ``[batch, tokens]``; key_padding True = a real token."""
-        check_tensor("ids", ids, "of integers [batch, tokens]", floating=False)
-        if ids.ndim == 2 and not ids.shape[1]:
-            raise ValueError(
-                f"ids {list(ids.shape)} hold no token; a text to be told apart has at least one"
-            )
+        if not is_symbolic(ids):
+            check_tensor("ids", ids, "of integers [batch, tokens]", floating=False)
+            if ids.ndim == 2 and not ids.shape[1]:
+                raise ValueError(
+                    f"ids {list(ids.shape)} hold no token; a text to be told apart has at least one"
+                )
         if key_padding is None and self.padding is not None:
             key_padding = ids != self.padding
         x = self.stack(self.embed(ids, key_padding), key_padding=key_padding)
@@ -441,8 +552,8 @@ class Classifier(nn.Module):
         if real is None:
             return x[:, 0] if self.pooling == "first" else x.mean(1)
         if self.pooling == "first":
-            first = real.int().argmax(1)
-            return x[torch.arange(len(x), device=x.device), first]
+            first = real.int().argmax(1)[:, None, None]
+            return x.gather(1, first.expand(-1, 1, x.shape[-1]))[:, 0]
         total = x.masked_fill(~real[:, :, None], 0.0).sum(1)
         return total / real.sum(1, keepdim=True).clamp(min=1)
 
@@ -493,16 +604,21 @@ class LanguageModel(nn.Module):
         With caches, one for each attention of the stack, ids are the tokens after those they hold.
         """
         start, real = (len(caches[0]), caches[0].real_tokens) if caches else (0, None)
+        if caches and any(len(cache) != start for cache in caches):
+            raise ValueError(
+                f"caches hold {[len(cache) for cache in caches]} tokens; all must hold the same text"
+            )
         x = self.embed(ids, key_padding, start, real)
         return self.stack(x, caches, key_padding=key_padding, documents=documents)
 
     def logits(self, states: Tensor) -> Tensor:
         """``[..., vocabulary]`` of states ``[..., dim]``."""
         weight = self.embed.tokens.weight
-        check_input("states", states, f"[..., {weight.shape[1]}]", "this model", weight)
-        check_beside("states", states, "the embedding", weight)  # no hook brings an offloaded one here
-        if states.ndim == 0 or states.shape[-1] != weight.shape[1]:
-            raise ValueError(f"states {list(states.shape)} must be [..., {weight.shape[1]}]")
+        if not is_symbolic(states):
+            check_input("states", states, f"[..., {weight.shape[1]}]", "this model", weight)
+            check_beside("states", states, "the embedding", weight)  # no hook brings an offloaded one
+            if states.ndim == 0 or states.shape[-1] != weight.shape[1]:
+                raise ValueError(f"states {list(states.shape)} must be [..., {weight.shape[1]}]")
         return linear(states, weight)
 
     @torch.no_grad()

@@ -13,17 +13,12 @@ import torch
 from torch import Tensor
 
 from attractor.attention import flash, fused, masks
-from attractor.attention.arguments import (
-    broadcast,
-    check,
-    for_every_text,
-    whole_window,
-    with_positive_scale,
-)
+from attractor.attention.arguments import Call, with_positive_scale
 from attractor.attention.bands import step_values
 from attractor.attention.masks import Scope
 from attractor.attention.pde_attention import four_dimensions, pde_attention
 from attractor.attention.pdes import PDE, Diffusion, Line, evolve
+from attractor.attention.pdes.pde import for_heads
 from attractor.attention.precision import (
     autocast_as_sdpa,
     first_derivatives_only,
@@ -32,7 +27,7 @@ from attractor.attention.precision import (
 )
 from attractor.attention.stepped import Others, stepped
 from attractor.attention.tiled import tiled
-from attractor.core.checks import as_int, check_number
+from attractor.core.checks import as_int, is_whole
 
 ROWS = 8192  # at a time: what they need for a while then stays small
 PART = 1024  # rows that a gradient of a few keys is summed over at once
@@ -68,18 +63,14 @@ def window_attention(
     The other arguments are those of `pde_attention`.
     """
     refuse_transforms("window_attention", "pde_attention with window= and method='dense'")
-    steps, pde = (0, "diffusion") if pde is None else (as_int(steps), pde)
-    window, global_tokens = whole_window(window), as_int(global_tokens)
-    query, key, value = broadcast(query, key, value, enable_gqa)
-    equation = check(
-        query, key, value, None, dropout_p, is_causal, enable_gqa, pde, steps, dt, "key", "mask",
-        key_padding, None, window, "auto",
+    steps, pde = (0, "diffusion") if pde is None else (steps, pde)
+    call = Call.of(
+        query, key, value, None, dropout_p, is_causal, scale, enable_gqa, pde=pde, steps=steps, dt=dt,
+        key_padding=key_padding, window=window,
     )  # fmt: skip
-    tokens = query.shape[-2]
-    if scale is not None and not torch.compiler.is_compiling():
-        check_number("scale", scale)
-    query, scale = with_positive_scale(query, scale)
-    if not isinstance(global_tokens, int) or global_tokens < 0:
+    query, key, value, key_padding = call.query, call.key, call.value, call.key_padding
+    global_tokens, tokens = as_int(global_tokens), query.shape[-2]
+    if not is_whole(global_tokens) or global_tokens < 0:
         raise ValueError(f"global_tokens = {global_tokens!r} must be a whole number of at least 0")
     if query.shape[-2] != key.shape[-2]:
         raise ValueError(
@@ -87,14 +78,14 @@ def window_attention(
         )
     if query.ndim != 4:
         raise ValueError(f"query {list(query.shape)} must be [batch, heads, tokens, dim]")
-    key_padding = for_every_text(key_padding, query)
-    if 0 in query.shape[:-1]:
+    if call.empty:
         return query.new_zeros(*query.shape[:-1], value.shape[-1])
+    query, scale = with_positive_scale(query, scale)
     common: Any = {
-        "dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa, "pde": equation,
-        "steps": steps, "dt": dt,
+        "dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa,
+        "pde": for_heads(call.pde, query.shape[:-2]), "steps": call.steps, "dt": dt,
     }  # fmt: skip
-    left, right = masks.sides(window)
+    left, right = masks.sides(call.window)
     right = 0 if is_causal else right
     if left < 0 <= right and global_tokens and not is_causal:
         left = tokens - 1  # no limit either, but the global tokens see beyond `right`
@@ -193,11 +184,11 @@ def _by_kernels(
     options: Any = {name: common[name] for name in ("pde", "steps", "dt")}
     scale = query.shape[-1] ** -0.5 if common["scale"] is None else common["scale"]
     if not count and not options["steps"]:
-        query, key, value, _ = four_dimensions(query, key, value, None)
+        query, key, value = four_dimensions(query, key, value)
         return _Band.apply(query, key, value, left, right, scale)
     table = values.taps(like=value, **options) if options["steps"] else None
     if right == 0 and (is_causal or not count):
-        query, key, value, _ = four_dimensions(query, key, value, None)
+        query, key, value = four_dimensions(query, key, value)
         return kernels.causal(query, key, value, count, table, left, scale)
     begin, end = count + left + 1, tokens - right
     near = _seen_first(tokens, begin, right, count, is_causal)
@@ -211,8 +202,8 @@ def _by_kernels(
     if right:
         far = query_below, key_below, value_below, first_key, first_value
         below = torch.cat(list(_apart(*far, window, None, **common)), -2)
-    _, first_key, first_value, _ = four_dimensions(query, first_key, first_value, None)
-    query, key, value, _ = four_dimensions(query, key, value, None)
+    _, first_key, first_value = four_dimensions(query, first_key, first_value)
+    query, key, value = four_dimensions(query, key, value)
     first_value = first_value.to(wide(value.dtype))
     if table is not None and count:
         first_value = values.step(first_value, table, None)
@@ -323,8 +314,8 @@ def _apart(
     """
     left, right = window
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    _, first_key, first_value, _ = four_dimensions(query, first_key, first_value, None)
-    query, key, value, _ = four_dimensions(query, key, value, None)
+    _, first_key, first_value = four_dimensions(query, first_key, first_value)
+    query, key, value = four_dimensions(query, key, value)
     rows, count = query.shape[-2], first_key.shape[-2]
     options: Any = {"pde": pde, "steps": steps, "dt": dt}
     real = None if key_padding is None else key_padding[:, None, None, :]

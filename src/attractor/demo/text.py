@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from attractor.attention import CausalityError, LanguageModel, assert_causal
+from attractor.train import parameter_groups
 
 TOKENS, BATCH, EVALUATIONS = 64, 16, 20
 RATE, WARMUP = 5e-3, 20
@@ -58,7 +59,7 @@ def _trained(
     model = LanguageModel(
         128, dim=96, heads=4, layers=1, hidden=192, max_tokens=TOKENS, dropout=0.0, **options
     ).to(training.device)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95))
+    optimiser = torch.optim.AdamW(parameter_groups(model, RATE, decay_vectors=True), betas=(0.9, 0.95))
     batches, line = torch.Generator().manual_seed(seed), []
     every = max(4, updates // EVALUATIONS)
     for update in range(updates + 1):

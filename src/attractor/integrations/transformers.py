@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from attractor.attention import masks, pde_attention
-from attractor.attention.dense import dense
+from attractor.attention.pde_attention import attention_and_map
 from attractor.attention.pdes import BY_NAME, PDE, LearnedPDE, get_pde
 from attractor.attention.precision import for_scores, wide
 from attractor.integrations.transformers_masks import BypassError, Mask, make_mask
@@ -48,6 +48,7 @@ from attractor.integrations.transformers_modules import (
     outside,
     which,
 )
+from attractor.train import groups as optimiser_groups
 
 if find_spec("transformers") is None:
     raise ImportError(
@@ -82,11 +83,11 @@ def register(
 
     Raises:
         ValueError: an unstable step, an option that does not exist, or a name that transformers would
-            take for something else.
+            take for something else; nothing is registered then.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    known = AttentionInterface()
+    known, made = AttentionInterface(), {}
     for name, pde in names.items():
         equation = get_pde(pde)() if isinstance(pde, str) else pde
         reserved = [part for part in ("/", "|", "sdpa", "flash", "flex_attention") if part in name]
@@ -96,8 +97,9 @@ def register(
                 f"{name!r} is no name for PDE attention: "
                 + (f"transformers gives {reserved[0]!r} a meaning" if reserved else "it is taken")
             )
-        setting = Setting(equation, steps, dt, walls, method)
-        AttentionInterface.register(name, _Attention(name, setting))
+        made[name] = _Attention(name, Setting(equation, steps, dt, walls, method))
+    for name, function in made.items():
+        AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, make_mask)
     return list(names)
 
@@ -202,7 +204,9 @@ class _Attention:
             )
             return output.transpose(1, 2).contiguous(), None
         del options["method"]
-        output, A = dense(query, key, value, dropout_p=dropout, scale=scaling, **where, **options)
+        output, A = attention_and_map(
+            query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=True, **where, **options
+        )
         A = pad(A.to(query.dtype), (0, keys - A.shape[-1]))  # a static cache's empty end
         return output.transpose(1, 2).contiguous(), A
 
@@ -334,8 +338,8 @@ def add_pde(
 
     Raises:
         ValueError: nothing in the model goes through transformers' AttentionInterface, its attention
-            does more than PDE attention can (sinks, an indexer), or the PDE is unstable. Where only a
-            part of it goes through there, a warning says which does not.
+            does more than PDE attention can (sinks, an indexer), or the PDE is unstable; the model is
+            not changed then. Where only a part of it goes through there, a warning says which does not.
     """
     equation = get_pde(pde)() if isinstance(pde, str) else pde
     name = _implementation(equation)
@@ -348,21 +352,50 @@ def add_pde(
     if needs := needing(found):
         raise ValueError(f"{_say_needs(model, needs)}: use another attn_implementation for this model, "
                          "or give add_pde a part of it that does without")  # fmt: skip
-    for module in found.values():
-        module.pde = Refinement(setting, _heads(module) if per_head else None, learn)
-        here = next(module.parameters(), None)
-        if here is not None and not here.is_meta:
-            module.pde.to(here.device, torch.promote_types(here.dtype, torch.float32))
+    refinements = [Refinement(setting, _heads(m) if per_head else None, learn) for m in found.values()]
     coefficients = {f.name: getattr(equation, f.name) for f in fields(equation)}  # type: ignore[arg-type]
     numbers = {n: c.flatten().tolist() if isinstance(c, Tensor) else c for n, c in coefficients.items()}
     setting_of_config = {
         "pde": name.removeprefix("pde_"), "coefficients": numbers, "steps": steps, "dt": dt,
         "per_head": per_head, "learn": learn, "walls": walls,
     }  # fmt: skip
+    for module, refinement in zip(found.values(), refinements, strict=True):
+        here = next(module.parameters(), None)
+        if here is not None and not here.is_meta:
+            refinement.to(here.device, torch.promote_types(here.dtype, torch.float32))
+        module.pde = refinement
     setattr(model.config, SETTING, setting_of_config)
     _use(model, name, found)
     _warn_of_outside(model, name, outside(model, found))
     return model
+
+
+def parameter_groups(
+    model: nn.Module, lr: float, *, weight_decay: float = 0.01, coefficient_lr: float | None = None
+) -> list[dict[str, Any]]:
+    """Optimiser groups of a model with PDE coefficients apart, which are never decayed.
+
+    Weight decay moves a coefficient toward the middle of its range even without a gradient, and the
+    optimiser that transformers' Trainer makes by itself decays every parameter that is not a bias or of
+    a norm. Give it another: ``Trainer(..., optimizers=(torch.optim.AdamW(groups), None))``.
+
+    Args:
+        model: a model of transformers, with or without coefficients from `add_pde`.
+        lr: the learning rate.
+        weight_decay: the weight decay of matrices; vectors, such as biases and norms, have none.
+        coefficient_lr: the learning rate of the coefficients; None: `lr`. They are single numbers on a
+            logit scale, and usually want a larger one than pretrained weights do.
+
+    Returns:
+        The groups that are not empty of: matrices, vectors, coefficients.
+
+    Raises:
+        TypeError: model is not a module.
+        ValueError: a rate is negative, or no parameter of the model requires a gradient.
+    """
+    return optimiser_groups.parameter_groups(
+        model, lr, weight_decay=weight_decay, coefficient_lr=coefficient_lr
+    )
 
 
 def load(model_class: Any, folder: Any, **options: Any) -> Any:

@@ -27,6 +27,7 @@ from attractor.train import checkpoint
 from attractor.train.capture import compiled_blocks, repeated_blocks
 from attractor.train.checkpoint import CheckpointError
 from attractor.train.classify import Classify
+from attractor.train.groups import parameter_groups
 from attractor.train.history import DivergedError, History, Progress, Seeds, TerminatedError
 from attractor.train.loop import evaluate, train, train_seeds
 from attractor.train.recipe import PAPER, SHORT, Recipe
@@ -45,6 +46,7 @@ __all__ = [
     "checkpoint",
     "compiled_blocks",
     "evaluate",
+    "parameter_groups",
     "repeated_blocks",
     "train",
     "train_seeds",

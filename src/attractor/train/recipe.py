@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attractor.train.groups import undecayed
+
 CHOICES = {
     "schedule": ("cosine", "steps", "constant"),
     "optimiser": ("sgd", "adamw"),
@@ -33,7 +35,8 @@ class Recipe:
         floor: where the cosine ends, as a part of learning_rate.
         optimiser: "sgd" with `momentum` and `nesterov`, or "adamw" with `betas`.
         weight_decay: of all parameters with SGD, of those with two or more dimensions with AdamW;
-            `decay_vectors` True or False decides it for both.
+            `decay_vectors` True or False decides it for both. Parameters of modules that declare
+            ``no_weight_decay = True``, such as the coefficients of a `LearnedPDE`, are never decayed.
         label_smoothing: of the training loss; validation is without.
         mixup: alpha of mixup (Zhang et al., 2018): a training image is a mean of two, with weights w and
             1 - w, and so is its loss; w of every image from Beta(alpha, alpha). 0: none. For images that
@@ -131,7 +134,7 @@ class Recipe:
         if not parameters:
             raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient")
         vectors = self.optimiser == "sgd" if self.decay_vectors is None else self.decay_vectors
-        groups = _groups(parameters, self.weight_decay, vectors)
+        groups = _groups(parameters, self.weight_decay, vectors, undecayed(model))
         fused = True if all(p.is_cuda and p.is_floating_point() for p in parameters) else None
         lr = self.learning_rate if rate is None else rate
         if self.optimiser == "sgd":
@@ -142,11 +145,14 @@ class Recipe:
         return adamw
 
 
-def _groups(parameters: Iterable[nn.Parameter], decay: float, vectors: bool) -> list[dict[str, Any]]:
+def _groups(
+    parameters: Iterable[nn.Parameter], decay: float, vectors: bool, never: Iterable[nn.Parameter]
+) -> list[dict[str, Any]]:
     decayed: list[nn.Parameter] = []
     spared: list[nn.Parameter] = []
+    apart = {id(p) for p in never}
     for p in parameters:
-        (decayed if vectors or p.dim() > 1 else spared).append(p)
+        (decayed if (vectors or p.dim() > 1) and id(p) not in apart else spared).append(p)
     groups = [{"params": decayed, "weight_decay": decay}, {"params": spared, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 

@@ -96,7 +96,7 @@ def arguments(m: Maker, dtypes: Any = FLOATS) -> tuple[tuple[Any, ...], dict[str
         mask = m.bools(shape[m.whole_number(0, len(shape) - 1) :])
         if isinstance(mask, Tensor) and m.flag():
             mask = torch.zeros(mask.shape).masked_fill(
-                ~mask.bool(), m.pick((-torch.inf, -1.0, torch.finfo(torch.float32).min))
+                ~mask.bool(), m.pick((-torch.inf, -1.0, -1e9, -1e4, torch.finfo(torch.float32).min))
             )
         options["attn_mask"] = mask
     if m.chance(15):
@@ -504,8 +504,6 @@ def _assert_causal(m: Maker) -> Call:
 @target("attractor.attention.trace", warns=True)
 def _trace(m: Maker) -> Call:
     (query, key, _), options, size = arguments(m, WIDE)
-    for name in ("method", "renormalise", "enable_gqa"):
-        options.pop(name, None)
 
     def check(seen: Any) -> None:
         steps = options.get("steps", 4)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import attractor as at
+from attractor.attention.pdes import LearnedPDE
 from attractor.integrations import onnx, timm
 from attractor.integrations import scipy as scipys
 from attractor.integrations import transformers as transformers_
@@ -128,6 +129,19 @@ def _add_pde(m: Maker) -> Call:
     per_head, learn = m.boolean(), m.boolean()
     return Call(
         lambda: transformers_.add_pde(model, pde, steps, dt, per_head=per_head, learn=learn) and None
+    )
+
+
+@target("attractor.integrations.transformers.parameter_groups", needs="transformers")
+def _parameter_groups(m: Maker) -> Call:
+    model = m.choice([LearnedPDE("wave"), torch.nn.Linear(2, 2)], odd=("model", torch.nn.Identity()))
+    lr, coefficient_lr = m.number(0.0, 1.0), m.number(0.0, 1.0)
+    return calling(
+        transformers_.parameter_groups,
+        model,
+        lr,
+        weight_decay=m.number(0.0, 1.0),
+        coefficient_lr=coefficient_lr,
     )
 
 

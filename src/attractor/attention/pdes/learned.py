@@ -24,7 +24,9 @@ class LearnedPDE(nn.Module):
     non-negative: there its steps average, and are stable with walls anywhere.
 
     Parameters stay in float32 in a half-precision model, and so do the coefficients. They are vectors
-    (``alpha_logit [heads]``), so the usual rule, no weight decay for vectors, leaves them alone.
+    (``alpha_logit [heads]``). Weight decay would pull them toward 0, the middle of the interval, even
+    without a gradient: `no_weight_decay` says so, and `attractor.train.parameter_groups` returns
+    optimiser groups that leave them alone, as do all optimisers that this library makes.
 
     Args:
         pde: where it starts, exactly: an equation, with numbers or with a tensor of one for each head,
@@ -42,6 +44,8 @@ class LearnedPDE(nn.Module):
     >>> pde.alpha.shape, round(pde.alpha.mean().item(), 4), round(pde.beta.mean().item(), 4)
     (torch.Size([8, 1, 1]), 0.1, 0.03)
     """
+
+    no_weight_decay = True
 
     def __init__(
         self, pde: str | PDE, heads: int | None = None, dt: float = 1.0, axis: str = "key"

@@ -1,8 +1,8 @@
 """What every PDE offers, the loop that steps it, and the check of its step."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
 from itertools import zip_longest
 from typing import Any, Protocol
 
@@ -170,6 +170,42 @@ def check_heads(pde: Any, shape: Sequence[int]) -> None:
                 f"{field.name} {list(given.shape)} of {type(pde).__name__} does not suit {heads} heads; "
                 f"give a number, or a tensor [{heads}, 1, 1]"
             )
+
+
+def with_coefficients(pde: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The equation with each of its coefficients that is a tensor changed; as it is if none is."""
+    changed = {}
+    for field in fields(pde) if is_dataclass(pde) else ():
+        given = getattr(pde, field.name)
+        other = change(given) if isinstance(given, Tensor) else given
+        if other is not given:
+            changed[field.name] = other
+    return replace(pde, **changed) if changed else pde
+
+
+def for_maps(pde: Any, shape: Sequence[int]) -> Any:
+    """The equation with coefficients of no more dimensions than maps have.
+
+    Args:
+        pde: the equation; its coefficients suit `shape`, as `check_heads` says.
+        shape: ``[*batch, heads]`` of the maps.
+    """
+    most = len(shape) + 2
+    return with_coefficients(pde, lambda x: x.reshape(x.shape[-most:]) if x.ndim > most else x)
+
+
+def for_heads(pde: Any, shape: Sequence[int]) -> Any:
+    """The equation for maps ``[batch, heads, queries, keys]``, to which engines flatten all others.
+
+    Args:
+        pde, shape: as in `for_maps`, of the maps before they are flattened.
+    """
+
+    def flat(x: Tensor) -> Tensor:
+        return x.expand(*shape[:-1], *x.shape[-3:]).flatten(0, -4) if x.ndim > 3 else x
+
+    pde = for_maps(pde, shape if len(shape) > 2 else (1, 1))
+    return with_coefficients(pde, flat) if len(shape) > 2 else pde
 
 
 def same(pde: Any, other: Any) -> bool:

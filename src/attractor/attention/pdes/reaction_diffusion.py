@@ -80,11 +80,13 @@ class ReactionDiffusion:
         if not torch.compiler.is_compiling():
             check_number("time", time)
             check_factor(u, growth, u)
-            if not isinstance(growth, Tensor) and not abs(growth) <= 700:
+            limit = int(math.log(torch.finfo(u.dtype).max)) - 1
+            if not isinstance(growth, Tensor) and not abs(growth) <= limit:
                 raise ValueError(
-                    f"beta times the pseudo-time is {growth:g}; a reaction of more than 700 overflows"
+                    f"beta times the pseudo-time is {growth:g}; a reaction of more than {limit} "
+                    f"overflows {u.dtype}"
                 )
-        return logistic(u, growth)
+        return logistic(u, growth.to(u.device, u.dtype) if isinstance(growth, Tensor) else growth)
 
     def step(
         self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float

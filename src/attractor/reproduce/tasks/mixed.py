@@ -31,8 +31,18 @@ class MixedValues(nn.Module):
         own = torch.arange(count) == 0
         self.weight = nn.Parameter(own.float()[:, None, None, None].repeat(1, heads, 1, dim))
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, **_: Any) -> Tensor:
-        """The output, like `query`; of a PDE and its steps nothing is wanted."""
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        pde: Any = None,
+        steps: int = 0,
+        dt: float = 1.0,
+    ) -> Tensor:
+        """The output, like `query`; a PDE and its steps are ignored, masks and dropout are refused."""
         tokens = value.shape[-2]
         mixed = sum(pad(value, (0, 0, k, 0))[..., :tokens, :] * w for k, w in enumerate(self.weight))
         return scaled_dot_product_attention(query, key, mixed.to(value.dtype), is_causal=is_causal)
