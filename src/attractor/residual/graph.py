@@ -63,6 +63,8 @@ MOVES = {"cat", "stack", "index", "index_select", "gather", "roll", "flip", "con
 NORMS = {"rsqrt", "rsqrt_", "reciprocal", "pow", "div", "sqrt"}  # a factor made by these is no gate
 SIGMOIDS = {"sigmoid", "sigmoid_", "hardsigmoid", "hardsigmoid_"}
 LEARNT = ("conv", "mm", "attention", "linear", "unseen")  # in names of what makes a branch deeper
+JOINS = {"cat", "stack", "constant_pad_nd", "repeat"}  # these may add channels
+POOLS = ("pool", "upsample", "pixel_", "unfold", "col2im")  # in names of what changes places
 KEPT = 16  # sums, and gated products, that are held while the graph is made, to see how axes lie later
 
 
@@ -239,6 +241,7 @@ class Graph(Counted):
             shape=sample_shape(tuple(args[0].shape), self.size),
             axis=known_axis(tuple(args[0].shape), self.size),
             layout=_layout(self._sums.get(before), args[state]),
+            moved=before >= 0 and self._moved(before, x),
             home=home,
             stack=(*self.calls.stack, *self.where[f]),
         )
@@ -295,6 +298,12 @@ class Graph(Counted):
                 return False
             node = self.steps[step].state_node
         return node >= at and self.work[node] == self.work[at] and self._between(node, at)[0] == at
+
+    def _moved(self, before: int, x: int) -> bool:
+        """Whether more than pointwise operations, norms and another order of axes lies between nodes."""
+        _, (since, _) = self._between(x, before)
+        changes = lambda name: name in JOINS or any(part in name for part in (*LEARNT, *POOLS))
+        return any(changes(self.made_by[node]) for node in since)
 
     def _began_above(self, sum_: int, other: int) -> bool:
         """Whether a sum of steps started from an ancestor of the other node."""
