@@ -76,10 +76,17 @@ class Graph(Counted):
         inputs: tensors that vary from input to input, with their names.
         size: how many inputs there are.
         within: keep to additions in the module of that path.
+        related: take all inputs to come from one tensor, as those of a block inside a network do: one
+            may then be the shortcut of another.
     """
 
     def __init__(
-        self, calls: Calls, inputs: Iterable[tuple[str, Tensor]], size: int, within: str = ""
+        self,
+        calls: Calls,
+        inputs: Iterable[tuple[str, Tensor]],
+        size: int,
+        within: str = "",
+        related: bool = False,
     ) -> None:
         super().__init__()
         self.calls, self.size = calls, size
@@ -100,10 +107,11 @@ class Graph(Counted):
         self._owner: dict[int, int] = {}  # storage -> node
         self._alive: list[StorageWeakRef] = []  # as long as these are here, no storage's number returns
         self._blank: set[int] = set()  # storages that nothing was written to
+        origin = {self._node("input", set())} if related else set()
         for name, tensor in inputs:
             known = self._of(tensor)  # one tensor may have several names
             names = {name} if known is None else {name, *self.sources[known]}
-            self._own(tensor, self._node("input", set(), sources=frozenset(names)))
+            self._own(tensor, self._node("input", origin, sources=frozenset(names)))
 
     def plan(self, granularity: Granularity) -> Plan | None:
         """The trunk in blocks; None if nothing was added to what it came from."""
