@@ -125,6 +125,24 @@ def test_reentrant_checkpointing_of_a_whole_stage():
     torch.testing.assert_close(x.grad, want, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_blocks_that_are_compiled_one_by_one(reentrant):
+    """Compiled code knows no storages: what it cannot find raises, and does not start from nothing."""
+    want = gradients(stage(), lambda b, x: b(x), features())
+    torch._dynamo.reset()
+    blocks, x = stage(), features().requires_grad_()
+    compiled = [torch.compile(block, backend="aot_eager") for block in blocks]
+    run = lambda _, x: [x := block(x) for block in compiled][-1]
+    for one, other in zip(gradients(blocks, run, x), want):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    around = torch.compile(lambda x: each(blocks, x), backend="aot_eager")
+    for one, other in zip(gradients(blocks, lambda _, x: around(x), x), want):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    with pytest.raises(RuntimeError, match=r"DIA gate.*use_reentrant=False.* whole stages"):
+        each(compiled, x, reentrant=reentrant).square().sum().backward()
+
+
 def test_frozen_blocks_are_no_reentrant_ones():
     """Blocks that run without gradients, before others that have them, are what their owner wants."""
     blocks, x = stage(), features()

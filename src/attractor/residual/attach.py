@@ -128,8 +128,7 @@ def start_gate(block: Any, *_: Any) -> None:
 
 def resume_gate(block: Any, args: Any, kwargs: Any) -> None:
     """As a hook before a further block: a shared gate takes the memory that belongs to its input."""
-    if not torch.compiler.is_compiling():
-        block.gate.resume(next(iter(tensors_in([*args, *kwargs.values()])), None))
+    block.gate.resume(next(iter(tensors_in([*args, *kwargs.values()])), None))
 
 
 def leave_gate(block: Any, args: Any, out: Any) -> None:

@@ -27,7 +27,8 @@ class DIA(Gate):
 
     Activation checkpointing is exact with ``use_reentrant=False``, of blocks, stages and networks:
     `resume` finds the memory that a block began with by the block's input. Reentrant checkpointing of
-    single blocks, which cuts the graph between them, raises an error; that of whole stages is exact.
+    single blocks, which cuts the graph between them, raises an error, and so does any of blocks that
+    are compiled one by one; that of whole stages is exact.
 
     Args:
         channels: C.
@@ -72,7 +73,7 @@ class DIA(Gate):
         Raises:
             RuntimeError: the graph of the memory was cut, or the memory is not known any more.
         """
-        if isinstance(x, Tensor) and not torch.compiler.is_compiling():
+        if isinstance(x, Tensor):
             self.memories.resume(x)
 
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
@@ -136,7 +137,8 @@ class Memories:
 
     def resume(self, x: Tensor) -> None:
         """Make current what the block with the input x begins with, and keep it for another run."""
-        storage, place = _place_of(x)
+        compiling = torch.compiler.is_compiling()  # storages are not known there
+        storage, place = (None, None) if compiling else _place_of(x)
         begun = None if storage is None else self._begun.get(storage)
         if begun is not None and begun[0] == place:
             self.current = begun[1]
@@ -146,12 +148,12 @@ class Memories:
             if in_backward():
                 raise RuntimeError(
                     "a block with a DIA gate is run again in the backward pass, and the memory that it "
-                    "began with is not known, as after reentrant checkpointing or where saved tensors "
-                    "are moved; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or "
-                    "checkpoint whole stages"
+                    "began with is not known, as after reentrant checkpointing, where saved tensors are "
+                    "moved, or where the block alone is compiled; use torch.utils.checkpoint.checkpoint("
+                    "..., use_reentrant=False) and compile around it, or checkpoint whole stages"
                 )
             return
-        if not memory.recorded and x.grad_fn is not None:
+        if not memory.recorded and x.requires_grad and not x.is_leaf:
             raise RuntimeError(
                 "the block before this one ran without a graph, as reentrant checkpointing lets it, so "
                 "that gradients through the memory of its DIA gate would be lost; use "
@@ -172,8 +174,12 @@ class Memories:
         return Memories, ()
 
 
+@torch.compiler.assume_constant_result
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass, in which checkpointing runs blocks again."""
+    """Whether this thread runs a backward pass, in which checkpointing runs blocks again.
+
+    In compiled code it is as it was when the code was compiled.
+    """
     return torch._C._current_graph_task_id() != -1
 
 
