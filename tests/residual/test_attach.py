@@ -78,6 +78,28 @@ def test_a_memory_under_checkpointing(name):
     assert not len(blocks[0].gate.memories._begun)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RUNS)
+def test_a_memory_under_checkpointing_on_a_gpu(name):
+    """There a thread of its own runs the backward pass, and blocks again."""
+    blocks, x = stage().cuda(), features().cuda()
+    plain = lambda b, x: b(x)
+    if name == "something between blocks":
+        plain = lambda b, x: [x := 2 * block(x) for block in b][-1]
+    want = gradients(copy.deepcopy(blocks), plain, x)
+    for one, other in zip(gradients(blocks, RUNS[name], x), want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+    assert not len(blocks[0].gate.memories._begun)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["each block", "the last"])
+def test_reentrant_checkpointing_of_single_blocks_raises_on_a_gpu(name):
+    blocks, x = stage().cuda(), features().cuda().requires_grad_()
+    with pytest.raises(RuntimeError, match=r"DIA gate.*use_reentrant=False.*whole stages"):
+        REENTRANT[name](blocks, x).square().sum().backward()
+
+
 def test_a_backward_pass_that_is_run_twice():
     blocks, x = stage(), features()
     loss = each(blocks, x).square().sum()
