@@ -550,9 +550,9 @@ def branch(size=(4, 5), batch=3, channels=6, dtype=torch.float64):
 def stirred(gate):
     """The gate with every parameter and statistic moved away from where it starts."""
     with torch.no_grad():
-        for name, p in [*gate.named_parameters(), *gate.named_buffers()]:
-            if p.is_floating_point():
-                p.add_(0.4 * torch.rand_like(p) if "running_var" in name else 0.4 * torch.randn_like(p))
+        statistics = [(name, b) for name, b in gate.named_buffers() if "running" in name]
+        for name, p in [*gate.named_parameters(), *statistics]:
+            p.add_(0.4 * torch.rand_like(p) if "running_var" in name else 0.4 * torch.randn_like(p))
     return gate
 
 
@@ -671,7 +671,7 @@ def test_gate_that_starts_at_one_changes_nothing_and_learns(make, dtype, trainin
         out = gate(f, x)
         assert torch.equal(out, plain)
     out.float().square().sum().backward()
-    own = [p for n, p in gate.named_parameters() if not (make.normalisation and n in ("weight", "bias"))]
+    own = [p for n, p in gate.named_parameters() if not n.startswith("norm.") or not make.normalisation]
     assert any(p.grad.abs().max() > 0 for p in own)
     with torch.no_grad():
         for p in own:

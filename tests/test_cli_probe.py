@@ -333,6 +333,7 @@ INPUTS = {
     "a function": "def inputs(n, generator):\n    return torch.randint(11, (n, 7), generator=generator)",
     "a tensor": "inputs = torch.arange(7 * 300).view(300, 7) % 11",
     "a mapping": "inputs = {'ids': torch.arange(7 * 300).view(300, 7) % 11}",
+    "a tuple": "inputs = (torch.arange(7 * 300).view(300, 7) % 11, torch.arange(300))",
     "batches": "inputs = [torch.zeros(5, 7).long(), torch.ones(4, 6).long()]",
     "made batches": "def inputs(n, generator):\n    yield from [torch.zeros(5, 7).long()] * 2",
 }
@@ -349,7 +350,8 @@ def test_a_text_network_of_one_s_own_is_probed_on_inputs_beside_it(kind, tmp_pat
     torch.manual_seed(0)
     found = networks.find("text.py:net")
     batches = list(networks.own_inputs(found, 9, 4, 0))
-    assert [len(batch["ids"] if kind == "a mapping" else batch) for batch in batches] == (
+    ids = lambda batch: batch["ids"] if kind == "a mapping" else batch[0] if kind == "a tuple" else batch
+    assert [len(ids(batch)) for batch in batches] == (
         [4, 4, 1] if "batches" not in kind else [5, 4] if kind == "batches" else [5, 5]
     )
     profile = StiffnessProfile.load("out/probe/profile")
@@ -381,6 +383,10 @@ def test_a_text_network_without_inputs_gets_random_tokens_or_is_told_what_to_wri
     ("inputs", "message"),
     [
         ("inputs = 3", "inputs in text.py is a int; give a tensor [n, ...]"),
+        (
+            "inputs = (torch.zeros(4, 7).long(),) * 2",
+            "inputs in text.py is a tuple whose elements 0 and 1",
+        ),
         ("def inputs(batch):\n    return batch", "is called as inputs(n, generator), but takes (batch)"),
         ("inputs = torch.rand(4, 7)", "(ids must be integers); inputs in text.py must be what it takes"),
     ],

@@ -9,7 +9,7 @@ generator)`` that returns either.
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -24,7 +24,7 @@ from attractor import equations
 from attractor.core.checks import nearest
 from attractor.data import images
 from attractor.data.imagefolder import ENDINGS, centre_box, decoded
-from attractor.residual.meter import Batch
+from attractor.residual.meter import Batch, is_batch
 
 HUBS = ("timm", "torchvision", "transformers", "attractor")
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -300,8 +300,8 @@ def noise(network: Network, n: int, batch: int, seed: int, size: int) -> Iterato
 def own_inputs(network: Network, n: int, batch: int, seed: int) -> Iterator[Any]:
     """Batches of what stands beside a network of one's own as `inputs`.
 
-    A tensor, a mapping or a tuple is one batch, and is cut into such as are asked for; a list or an
-    iterator holds batches, which stay as they are.
+    One batch is cut into such as are asked for; a list or an iterator holds batches, which stay as they
+    are. What is one batch, `probe` says.
     """
     given, where = network.inputs, f"inputs in {network.place}"
     if callable(given) and not isinstance(given, Mapping):
@@ -314,18 +314,13 @@ def own_inputs(network: Network, n: int, batch: int, seed: int) -> Iterator[Any]
                 "write def inputs(n, generator), which returns n inputs"
             ) from None
         given = given(n, generator)
-    if isinstance(given, Tensor | Mapping | tuple):
-        size = Batch.of(given, network.model, None).size
-        last = min(n, size)
-        for start in range(0, last, batch):
-            yield _cut(given, slice(start, min(start + batch, last)), size)
-    elif isinstance(given, Iterable) and not isinstance(given, str):
+    if not is_batch(given, network.model, where):
         yield from given
-    else:
-        raise TypeError(
-            f"{where} is a {type(given).__name__}; give a tensor [n, ...], a tuple (input, label), "
-            "a mapping of the network's arguments, a list of these, or a function (n, generator) to them"
-        )
+        return
+    size = Batch.of(given, network.model, None).size
+    last = min(n, size)
+    for start in range(0, last, batch):
+        yield _cut(given, slice(start, min(start + batch, last)), size)
 
 
 def _cut(given: Any, part: slice, size: int) -> Any:

@@ -9,8 +9,9 @@ from torch import nn
 
 import attractor as at
 from attractor.residual import gated_blocks, resnet34, resnet50, resnet101, resnet_cifar
+from attractor.residual.attach import SharedGate
 from attractor.residual.gates import BY_NAME
-from attractor.residual.insert import SharedGate, insert_gates
+from attractor.residual.insert import insert_gates
 
 timm = pytest.importorskip("timm")
 from attractor.integrations.timm import GATES, NAMES, attn_layer, register  # noqa: E402
@@ -199,7 +200,7 @@ def test_checkpointed_blocks_have_the_same_gradients():
 # Features
 
 
-@pytest.mark.parametrize("kind", ["list", "dict", "hook", "getter"])
+@pytest.mark.parametrize("kind", ["list", "dict", "hook", "getter", "fx"])
 def test_features(kind):
     whole = stirred(unsettled(timm.create_model("resnet34_dia", num_classes=0))).eval()
     model = timm.create_model("resnet34_dia", features_only=True, feature_cls=kind).eval()
@@ -221,13 +222,6 @@ def test_features_of_small_networks():
     assert shapes == [(16, 32, 32), (64, 32, 32), (128, 16, 16), (256, 8, 8)]
     assert model.feature_info.channels() == [16, 64, 128, 256]
     assert model.feature_info.reduction() == [1, 1, 2, 4]
-
-
-def test_traced_features_are_refused():
-    with pytest.raises(
-        ValueError, match=r"hooks, which torch.fx does not see; give another feature_cls"
-    ):
-        timm.create_model("resnet34_stepnet", features_only=True, feature_cls="fx")
 
 
 # Trained weights

@@ -11,6 +11,7 @@ from torch.nn.functional import pad, relu, silu
 from attractor.residual import probe
 from attractor.residual.gates import BY_NAME
 from attractor.residual.insert import gated_blocks, insert_gates, residual_blocks
+from tests.residual import lookalikes
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -466,3 +467,141 @@ def test_among_blocks_of_other_names_what_a_gate_cannot_reach_is_told():
     ):
         insert_gates(net, "se")
     assert list(gated_blocks(net)) == ["0", "3"]
+
+
+# Networks of timm whose blocks are made in other ways
+
+
+class Noting(nn.Module):
+    """A gate of 2 that keeps what it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = []
+
+    def forward(self, f, x=None):
+        self.given.append((f, x))
+        return 2 * f
+
+
+@pytest.mark.parametrize("example", [None, torch.randn(2, 3, 16, 16)], ids=["no example", "example"])
+def test_ghost_bottlenecks_are_gated(example):
+    """What ends their branch has the channels of no convolution: it concatenates two halves."""
+    torch.manual_seed(0)
+    net, x = lookalikes.GhostNet().eval(), torch.randn(2, 3, 16, 16)
+    before = net(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = residual_blocks(net, example)
+        gated = insert_gates(copy.deepcopy(net), "stepnet", "all", example=example)
+        twice = insert_gates(copy.deepcopy(net), lambda channels: Noting(), "all", example=example)
+    assert [block.name for block in found] == ["blocks.0.0", "blocks.1.0", "blocks.1.1"]
+    assert [block.branch for block in found] == ["ghost2"] * 3
+    assert [block.channels for block in found] == [10, 14, 14]
+    assert [block.identity for block in found] == [True, False, True]
+    assert torch.equal(gated(x), before)
+    twice(x)
+    block = twice.blocks[1][0]
+    (f, shortcut), *_ = block.gate.given
+    given = twice.blocks[0](twice.stem(x))
+    torch.testing.assert_close(shortcut, block.shortcut(given))
+    torch.testing.assert_close(block(given), shortcut + 2 * f)
+
+
+@pytest.mark.parametrize("block", [lookalikes.DlaBasic, lookalikes.DlaBottleneck])
+@pytest.mark.parametrize("residual_root", [False, True])
+def test_trees_of_dla_are_gated_on_an_example(block, residual_root):
+    """Their shortcut may be an argument, and roots take a list."""
+    torch.manual_seed(0)
+    net, x = lookalikes.DLA(block, residual_root).eval(), torch.randn(2, 3, 16, 16)
+    before = net(x)
+    leaves = ["level2.tree1", "level2.tree2"]
+    leaves += [f"level3.tree{i}.tree{j}" for i in (1, 2) for j in (1, 2)]
+    roots = ["level2.root", "level3.tree1.root", "level3.tree2.root"] if residual_root else []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = residual_blocks(net, x)
+        twice = insert_gates(copy.deepcopy(net), lambda channels: Noting(), "all", example=x)
+    assert sorted(b.name for b in found) == sorted(leaves + roots)
+    # A projection in the tree around a block is none of the block's own, but no identity either.
+    assert {b.name for b in found if not b.identity} == {"level2.tree1", "level3.tree1.tree1"}
+    for gate in ("se", "stepnet", "dia"):
+        gated = insert_gates(copy.deepcopy(net), gate, "all", example=x)
+        assert torch.equal(gated(x), before)
+        assert list(gated_blocks(gated)) == [b.name for b in found]
+    assert not torch.allclose(twice(x), before)
+    tree = twice.level2
+    bottom = tree.downsample(twice.base_layer(x))
+    for part, shortcut in ((tree.tree1, tree.project(bottom)), (tree.tree2, None)):
+        (f, given), *_ = part.gate.given
+        if shortcut is not None:
+            torch.testing.assert_close(given, shortcut)
+        torch.testing.assert_close(
+            part(twice.base_layer(x), shortcut) if shortcut is not None else part(given),
+            relu(given + 2 * f),
+        )
+    if residual_root:
+        (f, given), *_ = tree.root.gate.given
+        torch.testing.assert_close(given, part(tree.tree1(twice.base_layer(x), tree.project(bottom))))
+
+
+def test_trees_of_dla_without_an_example_say_what_is_missing():
+    net = lookalikes.DLA()
+    with pytest.warns(
+        UserWarning, match=r"modules get no gate.*level2.tree1 could not be tried.*example="
+    ):
+        insert_gates(net, "se")
+    assert "level2.tree2" in gated_blocks(net)
+    assert "level2.tree1" not in gated_blocks(net)
+
+
+def test_a_condition_that_is_added_is_no_branch():
+    """What is made from another argument alone is no function of x."""
+
+    class Conditioned(Named):
+        def forward(self, x, condition):
+            return x + self.f(condition)
+
+    batch = {"x": torch.randn(2, 3, 8, 8), "time": torch.randn(2, 8, 8, 8)}
+    with pytest.raises(ValueError, match=r"found blocks.0 adds nothing to what it was given"):
+        insert_gates(Diffusion(Conditioned), "se", example=batch)
+
+
+def test_channels_in_the_last_axis_are_refused_with_a_reason():
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1), nn.LayerNorm(8)
+
+        def forward(self, x):
+            return x + self.norm(self.conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.Sequential(Last(), Last())
+
+        def forward(self, x):
+            return self.blocks(x.permute(0, 2, 3, 1))
+
+    reason = (
+        r"blocks.0 adds \[5, 6, 8\] per input, whose first axis is no number of channels of its conv"
+    )
+    with pytest.raises(ValueError, match=reason):
+        insert_gates(Net(), "se", example=torch.randn(2, 8, 5, 6))
+
+
+@pytest.mark.slow
+def test_ghostnet_and_dla_of_timm():
+    timm = pytest.importorskip("timm")
+    x = torch.randn(2, 3, 64, 64)
+    for name, blocks in (("ghostnet_050", 16), ("dla34", 12), ("dla102", 42)):
+        torch.manual_seed(0)
+        net = timm.create_model(name, num_classes=5).eval()
+        before = net(x)
+        for gate in ("se", "stepnet"):
+            gated = insert_gates(copy.deepcopy(net), gate, "all", example=x)
+            assert len(gated_blocks(gated)) == blocks
+            torch.testing.assert_close(gated(x), before, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(torch.fx.symbolic_trace(gated)(x), before, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(torch.jit.script(gated)(x), before, rtol=1e-5, atol=1e-5)

@@ -7,9 +7,23 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attractor.residual import gates
-from attractor.residual.gates import CBAM, DIA, ECA, FCA, IEBN, SE, SEM, SGE, SRM, StepNet, make_gate
+from attractor.residual.gates import (
+    CBAM,
+    DIA,
+    ECA,
+    FCA,
+    IEBN,
+    SE,
+    SEM,
+    SGE,
+    SRM,
+    StepNet,
+    fca,
+    make_gate,
+)
 from attractor.residual.gates.fca import TOP, cosines
 from attractor.train import checkpoint
 
@@ -276,15 +290,30 @@ def test_fca_splits_any_number_of_channels_evenly(channels):
 
 def test_fca_keeps_its_waves_for_the_next_call_but_not_for_ever():
     gate, f = FCA(16), torch.rand(2, 16, 8, 8)
+    fca.kept_cosines.cache_clear()
     with torch.inference_mode():
         gate(f)
-    kept = dict(gate.cosines)
+    made = fca.kept_cosines.cache_info().misses
     gate(f.requires_grad_()).sum().backward()  # waves made in inference serve in training
-    assert gate.cosines.keys() == kept.keys()
-    assert all(gate.cosines[k] is kept[k] for k in kept)
-    for size in range(1, 60):
+    assert fca.kept_cosines.cache_info().misses == made == 2
+    for size in range(1, 100):
         gate(torch.rand(1, 16, size, size + 1))
-    assert len(gate.cosines) <= 32
+    assert fca.kept_cosines.cache_info().currsize <= 128
+
+
+def test_fca_keeps_no_waves_that_mean_nothing_outside():
+    """Those of FakeTensorMode and of transforms of torch.func; a later call gets numbers."""
+    gate, f = stir(FCA(16)), torch.rand(2, 16, 9, 11)
+    with torch.no_grad():
+        want = gate(f)
+    fca.kept_cosines.cache_clear()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert gate(mode.from_tensor(f)).shape == f.shape
+    torch.func.grad(lambda f: gate(f).sum())(f)
+    torch.vmap(gate)(f[:, None])
+    torch.func.functional_call(gate, dict(gate.named_parameters()), (f,))
+    with torch.no_grad():
+        assert torch.equal(gate(f), want)
 
 
 def test_fca_loads_other_frequencies():
@@ -331,6 +360,37 @@ def test_iebn_of_a_batch_normalisation_is_it_until_trained(options):
         assert (made.eps, made.momentum) == (plain.eps, plain.momentum)
         assert [n for n, p in made.named_parameters() if p.requires_grad] == ["scale", "shift"]
     assert IEBN.of(plain, identity=False).shift.eq(-1).all()
+
+
+def test_iebn_holds_a_batch_normalisation_that_others_find():
+    """What looks for batch normalisations must not take IEBN for one, and so drop its scale and shift."""
+    gate, f = stir(IEBN(8)).eval(), pair(dtype=torch.float32)[0]
+    before = gate(f)
+    synced = nn.SyncBatchNorm.convert_sync_batchnorm(deepcopy(gate))
+    assert isinstance(synced, IEBN)
+    assert isinstance(synced.norm, nn.SyncBatchNorm)
+    torch.testing.assert_close(synced(f), before, rtol=1e-6, atol=1e-6)
+    assert synced.state_dict().keys() == gate.state_dict().keys()
+    state = gate.state_dict()
+    assert set(state) - {"scale", "shift", "doubled"} == set(nn.BatchNorm2d(8).state_dict())
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        assert torch.equal(state[name], getattr(gate, name))
+        assert torch.equal(state[name], getattr(gate.norm, name))
+    with pytest.raises(AttributeError):
+        gate.momentum = 0.5  # is set where it counts: gate.norm.momentum
+    torch.optim.swa_utils.update_bn([f, f], gate.train())
+    torch.testing.assert_close(gate.running_mean, f.mean((0, 2, 3)))
+
+
+def test_iebn_says_which_weights_of_a_batch_normalisation_are_missing():
+    state = {k: v for k, v in nn.BatchNorm2d(8).state_dict().items() if k != "bias"}
+    missing, unexpected = nn.ModuleDict({"bn": IEBN(8)}).load_state_dict(
+        {f"bn.{k}": v for k, v in state.items()}, strict=False
+    )
+    assert (sorted(missing), unexpected) == (["bn.bias", "bn.scale", "bn.shift"], [])
+    del state["num_batches_tracked"]  # as in states of old versions of torch
+    state["bias"] = torch.zeros(8)
+    assert IEBN(8).load_state_dict(state, strict=False).missing_keys == ["scale", "shift"]
 
 
 def test_iebn_loads_a_batch_normalisation():

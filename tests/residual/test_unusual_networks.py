@@ -38,7 +38,7 @@ class Notes:
 
 def check(net, *batches, names, call=lambda net, batch: net(batch), axis=0, rtol=1e-5):
     want = torch.cat([Notes.of(net, batch, call, axis) for batch in batches])
-    found = probe(net, batches, call=call)
+    found = probe(net, list(batches), call=call)
     assert found.names == tuple(names)
     torch.testing.assert_close(found.nsi, want, rtol=rtol, atol=1e-12)
     return found

@@ -24,7 +24,7 @@ def run(seed: int, device: str, tell: Tell, small: bool) -> dict[str, Any]:
         epochs=epochs, batch=64, learning_rate=0.1, warmup=0.25 * epochs, crop=1, flip=False, seed=seed
     )
     data = images.load("digits", "train"), images.load("digits", "test")
-    batches = data[1].normalised(slice(PROBED)).to(device).split(PROBED)
+    batches = [data[1].normalised(slice(PROBED)).to(device)]
     arms: dict[str, Any] = {}
     profiles: dict[str, StiffnessProfile] = {}
     for i, gate in enumerate(GATES):

@@ -192,7 +192,7 @@ def _empty() -> Any:
 
 def _in_precision_of(tensors: Mapping[str, Tensor], net: nn.Module) -> nn.Module:
     """The network, each of its tensors of floats in the precision of the saved one."""
-    for name, own in (*net.named_parameters(), *net.named_buffers()):
+    for name, own in net.state_dict(keep_vars=True).items():  # parts may rename their tensors there
         saved = tensors.get(name)
         if saved is not None and own.is_floating_point() and saved.dtype in PRECISIONS:
             own.data = own.data.to(saved.dtype)

@@ -128,11 +128,6 @@ def _entrypoint(name: str, backbone: str, gate: str) -> Callable[..., nn.Module]
     ) -> nn.Module:
         from timm.models import build_model_with_cfg
 
-        if options.get("feature_cls") == "fx":
-            raise ValueError(
-                f"{name}: gates are called by hooks, which torch.fx does not see; give another "
-                "feature_cls, such as 'list', 'hook' or 'getter'"
-            )
         if pretrained_cfg is None or isinstance(pretrained_cfg, str):  # a tag, such as "a1_in1k"
             pretrained_cfg = replace(_configuration(backbone, pretrained_cfg), architecture=name)
         plain: set[str] = set()

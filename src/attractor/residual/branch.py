@@ -7,16 +7,17 @@ The model is not touched: the copy has its own buffers and none of its hooks.
 """
 
 import copy
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from attractor.residual.dispatch import Calls, tensors_in
+from attractor.residual.dispatch import Calls, is_feature, tensors_in
 from attractor.residual.graph import COPIES, Graph, sample_shape
 from attractor.residual.trunk import Addition
 
@@ -43,6 +44,21 @@ class NoBranchError(ValueError):
 
 
 @dataclass(frozen=True)
+class Source:
+    """Where x is before a block's forward begins: an argument, or what a part makes of one.
+
+    Attributes:
+        argument: name of a parameter of forward.
+        index: position in it, where the argument is a list; None where it is a tensor.
+        part: path of the part that makes x of it; None where it is x.
+    """
+
+    argument: str
+    index: int | None = None
+    part: str | None = None
+
+
+@dataclass(frozen=True)
 class Branch:
     """A residual branch of a block.
 
@@ -51,6 +67,8 @@ class Branch:
         shortcut: path of the part that makes x, or None.
         identity: whether x is what the block was given.
         channels, axes: of f.
+        source: where x is before forward begins; None where forward makes it on the way.
+        trial: arguments of a call without numbers that shows this; None where it needs numbers.
     """
 
     end: str
@@ -58,6 +76,8 @@ class Branch:
     identity: bool
     channels: int
     axes: int
+    source: Source | None = None
+    trial: Given | None = None
 
 
 def read_branch(block: nn.Module, given: Given | None = None, named: str = "") -> Branch:
@@ -76,8 +96,10 @@ def read_branch(block: nn.Module, given: Given | None = None, named: str = "") -
     for numbers in (False, True):
         failed.clear()
         for arguments in (given,) if given is not None else _arguments(block):
+            trial = _on(arguments, block, numbers)
             try:
-                return _read(_copied(block, numbers), _on(arguments, block, numbers), named)
+                found = _read(copied(block, numbers), trial, named)
+                return replace(found, trial=None if numbers else trial)
             except NoBranchError:
                 raise
             except Exception as error:
@@ -89,11 +111,16 @@ def read_branch(block: nn.Module, given: Given | None = None, named: str = "") -
 
 def _read(block: nn.Module, given: Given, named: str) -> Branch:
     args, kwargs = given
-    features = tensors_in([*args, *kwargs.values()])
+    sources = dict(_sources(block, args, kwargs))
+    features = [tensor for tensor in sources.values() if is_feature(tensor)]
+    if not features:
+        raise TypeError("it is called without a tensor of floats")
     calls = Calls(block)
     inputs = features[0].shape[0]
-    graph = Graph(calls, ((f"input {i}", t) for i, t in enumerate(features)), inputs)
+    graph = Graph(calls, ((str(s), t) for s, t in sources.items()), inputs, related=True)
     start, whole = graph._of(features[0]), sample_shape(tuple(features[0].shape), inputs)
+    arguments = {graph._of(t): s for s, t in reversed(sources.items()) if isinstance(s, Source)}
+    taken: dict[str, int | None] = {}
     made: dict[str, list[tuple[int | None, Tensor]]] = {}
     slot = "gate" in block.__dict__ and block.__dict__["gate"] is None  # the block calls it itself
     if slot:
@@ -106,8 +133,16 @@ def _read(block: nn.Module, given: Given, named: str) -> Branch:
 
         return hook
 
+    def take(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            tensors = tensors_in([*args, *kwargs.values()])
+            taken[path] = graph._of(tensors[0]) if len(tensors) == 1 else None
+
+        return hook
+
     for path, part in block.named_modules():
         if path:
+            part.register_forward_pre_hook(take(path), with_kwargs=True)
             part.register_forward_hook(note(path))
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), calls.watched(), graph:
         block(*args, **kwargs)
@@ -118,23 +153,59 @@ def _read(block: nn.Module, given: Given, named: str) -> Branch:
         )
     once = {path: found[0] for path, found in made.items() if len(found) == 1}
     wanted = "gate" if slot else named
-    steps = [s for s in graph.steps.values() if _place(graph, s.node) == ()]
+    steps = [s for s in graph.steps.values() if _place(graph, s.node) == () and _adds(graph, s, start)]
     for step in sorted(steps, key=lambda s: s.node, reverse=True):
         end = _end(graph, step, once, wanted)
         if end is None:
             continue
         out, x = once[end][1], step.state_node
-        if sample_shape(tuple(out.shape), inputs) != step.shape or not _is_map(out, block):
+        if sample_shape(tuple(out.shape), inputs) != step.shape:
             raise NoBranchError(
-                f"adds {list(step.shape)} an input, but its part {end} returns {list(out.shape)[1:]}; a "
-                "gate goes on what is added as it is, [batch, channels, ...]",
+                f"adds {list(step.shape)} per input, but its part {end} returns {list(out.shape)[1:]}; "
+                "a gate goes on what is added as it is, [batch, channels, ...]",
+                adds=True,
+            )
+        if not _is_map(out, block):
+            raise NoBranchError(
+                f"adds {list(step.shape)} per input, whose first axis is no number of channels of its "
+                "convolutions; a gate takes maps [batch, channels, ...], with as many axes as they have",
                 adds=True,
             )
         identity = x == start and step.shape == whole
-        parts = [] if identity else [path for path, (node, _) in once.items() if node == x]
+        shapes = {s: sample_shape(tuple(t.shape), inputs) for s, t in sources.items()}
+        argument = arguments.get(x)
+        if argument is not None and shapes[argument] == step.shape:
+            return Branch(end, None, identity, out.shape[1], out.dim(), argument)
+        parts = [path for path, (node, _) in once.items() if node == x]
         shortcut = min(parts, key=lambda path: path.count("."), default=None)
-        return Branch(end, shortcut, identity, out.shape[1], out.dim())
+        origin = None if shortcut is None else arguments.get(taken[shortcut])
+        source = None if origin is None else replace(origin, part=shortcut)
+        return Branch(end, shortcut, identity, out.shape[1], out.dim(), source)
     raise NoBranchError(_why(graph, steps), adds=bool(steps))
+
+
+def _sources(block: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[Any, Tensor]]:
+    """The tensors among the arguments of a call by their `Source`, or by a number if none names them."""
+    signature = inspect.signature(block.forward)
+    lists = [p.name for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL]
+    others = 0
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        if isinstance(value, Tensor):
+            yield Source(name), value
+        elif isinstance(value, list | tuple) and name not in lists:
+            for i, tensor in enumerate(value):
+                if isinstance(tensor, Tensor):
+                    yield Source(name, i), tensor
+        else:
+            values = value.values() if isinstance(value, Mapping) else (value,)
+            for tensor in tensors_in(values):
+                yield (others := others + 1), tensor
+
+
+def _adds(graph: Graph, step: Addition, start: int | None) -> bool:
+    """Whether what a step adds was made from the block's first input, and not only from another one."""
+    (f,) = _others(graph, step) or (step.node,)
+    return start is None or graph.sources[start] <= graph.sources[f]
 
 
 class _Same(nn.Module):
@@ -162,9 +233,13 @@ def _end(graph: Graph, step: Addition, once: Mapping[str, Any], named: str) -> s
 
 
 def _is_map(f: Tensor, block: nn.Module) -> bool:
-    """Whether f is ``[batch, channels, ...]``, with as many axes as the block's convolutions have."""
+    """Whether f is ``[batch, channels, ...]``, with as many axes as the block's convolutions have.
+
+    f has the channels of x, which the first convolution takes or the shortcut's returns; what a part
+    makes of several convolutions, as by concatenation, need not have those of any.
+    """
     convolutions = [m for m in block.modules() if isinstance(m, _ConvNd)]
-    widths = {c.out_channels for c in convolutions}
+    widths = {n for c in convolutions for n in (c.in_channels, c.out_channels)}
     widths |= {m.out_features for m in block.modules() if isinstance(m, nn.Linear)}
     return f.dim() in {2 + len(c.kernel_size) for c in convolutions} and f.shape[1] in widths
 
@@ -187,8 +262,9 @@ def _why(graph: Graph, steps: list[Addition]) -> str:
             f"ends its branch by {graph.made_by[f]} in its own forward, where no hook reaches; let a "
             "part that is called once return the branch"
         )
-    if graph.steps:
-        inner = ".".join(next(iter(graph.steps.values())).home)
+    parts = [step for step in graph.steps.values() if _place(graph, step.node)]
+    if parts:
+        inner = ".".join(parts[0].home)
         return f"adds nothing by itself, only inside its part {inner}"
     own = [graph.made_by[n] for n in range(len(graph.parents)) if _place(graph, n) == ()]
     if {"cat", "stack"} & set(own):
@@ -211,7 +287,7 @@ def _arguments(block: nn.Module) -> Iterator[Given]:
             yield (torch.empty(shape, dtype=dtype, device="meta"),), {}
 
 
-def _copied(block: nn.Module, numbers: bool) -> nn.Module:
+def copied(block: nn.Module, numbers: bool = False) -> nn.Module:
     """A copy in eval mode without hooks: with the block's own weights, or with none at all."""
     memo: dict[int, Any] = {}
     for part in block.modules():

@@ -63,6 +63,8 @@ MOVES = {"cat", "stack", "index", "index_select", "gather", "roll", "flip", "con
 NORMS = {"rsqrt", "rsqrt_", "reciprocal", "pow", "div", "sqrt"}  # a factor made by these is no gate
 SIGMOIDS = {"sigmoid", "sigmoid_", "hardsigmoid", "hardsigmoid_"}
 LEARNT = ("conv", "mm", "attention", "linear", "unseen")  # in names of what makes a branch deeper
+JOINS = {"cat", "stack", "constant_pad_nd", "repeat"}  # these may add channels
+POOLS = ("pool", "upsample", "pixel_", "unfold", "col2im")  # in names of what changes places
 KEPT = 16  # sums, and gated products, that are held while the graph is made, to see how axes lie later
 
 
@@ -74,10 +76,17 @@ class Graph(Counted):
         inputs: tensors that vary from input to input, with their names.
         size: how many inputs there are.
         within: keep to additions in the module of that path.
+        related: take all inputs to come from one tensor, as those of a block inside a network do: one
+            may then be the shortcut of another.
     """
 
     def __init__(
-        self, calls: Calls, inputs: Iterable[tuple[str, Tensor]], size: int, within: str = ""
+        self,
+        calls: Calls,
+        inputs: Iterable[tuple[str, Tensor]],
+        size: int,
+        within: str = "",
+        related: bool = False,
     ) -> None:
         super().__init__()
         self.calls, self.size = calls, size
@@ -98,10 +107,11 @@ class Graph(Counted):
         self._owner: dict[int, int] = {}  # storage -> node
         self._alive: list[StorageWeakRef] = []  # as long as these are here, no storage's number returns
         self._blank: set[int] = set()  # storages that nothing was written to
+        origin = {self._node("input", set())} if related else set()
         for name, tensor in inputs:
             known = self._of(tensor)  # one tensor may have several names
             names = {name} if known is None else {name, *self.sources[known]}
-            self._own(tensor, self._node("input", set(), sources=frozenset(names)))
+            self._own(tensor, self._node("input", origin, sources=frozenset(names)))
 
     def plan(self, granularity: Granularity) -> Plan | None:
         """The trunk in blocks; None if nothing was added to what it came from."""
@@ -239,6 +249,7 @@ class Graph(Counted):
             shape=sample_shape(tuple(args[0].shape), self.size),
             axis=known_axis(tuple(args[0].shape), self.size),
             layout=_layout(self._sums.get(before), args[state]),
+            moved=before >= 0 and self._moved(before, x),
             home=home,
             stack=(*self.calls.stack, *self.where[f]),
         )
@@ -295,6 +306,12 @@ class Graph(Counted):
                 return False
             node = self.steps[step].state_node
         return node >= at and self.work[node] == self.work[at] and self._between(node, at)[0] == at
+
+    def _moved(self, before: int, x: int) -> bool:
+        """Whether more than pointwise operations, norms and another order of axes lies between nodes."""
+        _, (since, _) = self._between(x, before)
+        changes = lambda name: name in JOINS or any(part in name for part in (*LEARNT, *POOLS))
+        return any(changes(self.made_by[node]) for node in since)
 
     def _began_above(self, sum_: int, other: int) -> bool:
         """Whether a sum of steps started from an ancestor of the other node."""

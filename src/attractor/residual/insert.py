@@ -17,17 +17,16 @@ A block is recognised by what it does, not by its class: it adds what a part of 
 names of torchvision, timm and transformers are looked for first, and each such block is tried by itself
 (see `branch`); where none is found, every module is. What adds nothing, or concatenates, gets no gate.
 
-Our own blocks have a slot for a gate and call it themselves. Others get it by two hooks: one before the
-block hands gate and shortcut to the end of the branch, one there applies them. Hooks are plain functions
-that reach everything through the module they are called with, so that a copy of a model is whole. What
-waits between the two hooks waits in the model: threads that run it at the same time need copies of it.
+Our own blocks have a slot for a gate and call it themselves. Into the forward of others the call is
+written, see `attach`: a gated network can be copied, run in several threads, checkpointed, traced by
+torch.fx, exported, and compiled by torch.jit.script where it could be without gates.
 """
 
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -35,8 +34,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from attractor.residual.branch import Given, NoBranchError, read_branch
-from attractor.residual.gates import BY_NAME, Gate, get_gate, make_gate
+from attractor.residual.attach import attach, share
+from attractor.residual.branch import Branch, Given, NoBranchError, read_branch
+from attractor.residual.gates import BY_NAME, get_gate, make_gate
 from attractor.residual.meter import Batch, call_model
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -56,6 +56,7 @@ class ResidualBlock:
     identity: bool = True  # whether x itself is added
     axes: int = 4  # of f, [batch, channels, ...]
     untried: str = ""  # why it could not be tried, so that only its parts' names tell what it does
+    read: Branch | None = None  # what a trial showed
 
     @property
     def stage(self) -> str:
@@ -165,78 +166,9 @@ def insert_gates(
     if getattr(kind, "shared", False):
         gates = _share(gates)
     for block, made in gates:
-        _attach(block, made)
+        named = Branch(block.branch, block.shortcut, block.identity, block.channels, block.axes)
+        attach(block.module, made, block.read or named)
     return model
-
-
-class SharedGate(nn.Module):
-    """A gate that belongs to another block: used here, but its weights are kept only there."""
-
-    def __init__(self, gate: nn.Module) -> None:
-        super().__init__()
-        self.elsewhere: Any = (gate,)  # in a tuple, so that it is not registered as a child
-
-    def forward(self, f: Tensor, x: Tensor | None = None) -> Tensor:
-        """The gated branch ``[batch, channels, height, width]``, by the other block's gate."""
-        return self.elsewhere[0](f, x)
-
-    def start(self) -> None:
-        """Let the gate forget what it has seen."""
-        self.elsewhere[0].start()
-
-    def _replicate_for_data_parallel(self) -> Any:
-        raise RuntimeError(
-            f"{type(self.elsewhere[0]).__name__} is one gate for several blocks, which the copies of "
-            "nn.DataParallel would share with each other; use DistributedDataParallel"
-        )
-
-
-class EarlyShortcut(nn.Module):
-    """What a projected shortcut becomes when a gate needs it: computed before the branch, and once.
-
-    `_early` puts this class in front of the shortcut's own. When the block calls its shortcut, it gets
-    the result that waits here, so that batch statistics are updated once, and hooks run once.
-    """
-
-    waiting: Any = None  # x, and what was made of it
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The projected x ``[batch, channels, height, width]``."""
-        if self.waiting is None:
-            return super().__call__(*args, **kwargs)
-        (x, early), self.waiting = self.waiting, None
-        if not any(given is x for given in (*args, *kwargs.values())):
-            raise RuntimeError(
-                "this gate looks at the shortcut, which was projected from the block's input, but the "
-                "block projects another tensor, as pre-activation does; insert it with "
-                "where='identity', or tell by needs_x = False that it does not look at x"
-            )
-        return early
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _empty, (type(self).__bases__[1],), {**self.__dict__, "waiting": None}
-
-
-class Handover:
-    """A gate and its shortcut on the way to the end of a branch; in copies of a model nothing waits."""
-
-    def __init__(self, gate: nn.Module, x: Tensor | None) -> None:
-        self.gate, self.x = gate, x
-
-    def __deepcopy__(self, memo: Any) -> None:
-        return None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-
-@cache
-def _early(shortcut: Any) -> Any:
-    return type(shortcut.__name__, (EarlyShortcut, shortcut), {})
-
-
-def _empty(shortcut: Any) -> nn.Module:
-    return _early(shortcut).__new__(_early(shortcut))
 
 
 def _find(model: nn.Module, example: Any) -> tuple[list[ResidualBlock], dict[str, str]]:
@@ -274,7 +206,9 @@ def _find(model: nn.Module, example: Any) -> tuple[list[ResidualBlock], dict[str
     names = [
         name
         for name, _ in model.named_modules()
-        if name in refused and "its part" not in refused[name] and convolutions(name) > 1
+        if name in refused
+        and "only inside its part" not in refused[name]
+        and (name in adding or convolutions(name) > 1)
     ]
     told = [f"{n or 'the network itself'} {refused[n]}" for n in names if n or len(names) == 1]
     untried = [f"{n or 'the network itself'} {unknown[n]}" for n in list(unknown)[::-1]]
@@ -303,19 +237,11 @@ def _may_be_block(module: nn.Module) -> bool:
 
 def _tried(block: ResidualBlock, given: dict[str, Given] | None) -> ResidualBlock:
     """A block as a run shows it. Our own are known; what has a gate was tried when it got it."""
+    gated: Branch | None = vars(block.module).get("gated_branch")
+    if gated is not None:
+        return _as_read(block, gated)
     if type(block.module).__module__.startswith("attractor.") or (block.branch and block.gate()):
         return block
-    for hook in block.module._forward_pre_hooks.values():
-        if isinstance(hook, partial) and hook.func is _hand_over:
-            told, gate = hook.keywords, block.gate()
-            channels, identity = getattr(gate, "channels", block.channels), not told["projects"]
-            return replace(
-                block,
-                channels=channels,
-                branch=told["branch"],
-                shortcut=told["early"],
-                identity=identity,
-            )
     if given is not None and block.name not in given:
         return replace(block, untried="the network does not call it on the example")
     try:
@@ -325,8 +251,19 @@ def _tried(block: ResidualBlock, given: dict[str, Given] | None) -> ResidualBloc
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
         return replace(block, untried=reason)
+    return _as_read(block, found)
+
+
+def _as_read(block: ResidualBlock, found: Branch) -> ResidualBlock:
     return ResidualBlock(
-        block.name, block.module, found.channels, found.end, found.shortcut, found.identity, found.axes
+        block.name,
+        block.module,
+        found.channels,
+        found.end,
+        found.shortcut,
+        found.identity,
+        found.axes,
+        read=found,
     )
 
 
@@ -335,13 +272,22 @@ def _inputs(model: nn.Module, example: Any) -> dict[str, Given]:
     given: dict[str, Given] = {}
 
     def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        bare = lambda v: v.detach().to("meta") if isinstance(v, Tensor) else v
+        known: dict[int, Tensor] = {}  # one tensor that is given twice stays one
+
+        def bare(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return known.setdefault(id(value), value.detach().to("meta"))
+            return [bare(v) for v in value] if isinstance(value, list | tuple) else value
+
         given.setdefault(name, (tuple(map(bare, args)), {k: bare(v) for k, v in kwargs.items()}))
 
     modes = [(module, module.training) for module in model.modules()]
-    parts = [(n, m) for n, m in model.named_modules() if _may_be_block(m)]
-    hooks = [m.register_forward_pre_hook(partial(note, n), with_kwargs=True) for n, m in parts]
+    hooks = []
     try:
+        for name, part in model.named_modules():
+            if _may_be_block(part):
+                hook = partial(note, name)
+                hooks.append(part.register_forward_pre_hook(hook, with_kwargs=True))
         with torch.no_grad():
             call_model(model.eval(), Batch.of(example, model, False).given)
     finally:
@@ -366,11 +312,17 @@ def _check(block: ResidualBlock, gate: Any) -> None:
             f"{kind} is for images, [batch, channels, height, width], but {_called(block)} has "
             f"{block.axes - 2} axes behind its channels; take one of {', '.join(others)}"
         )
-    if not block.identity and block.shortcut is None and getattr(gate, "needs_x", True):
+    hidden = block.read is not None and block.read.source is None and "gate" not in vars(block.module)
+    if hidden and getattr(gate, "needs_x", True):
+        made = "makes in its own forward, where no hook reaches"
+        if block.shortcut is not None:
+            made = (
+                f"makes by its part {block.shortcut} of another tensor than its input, as pre-activation"
+                " does"
+            )
         raise ValueError(
-            f"{kind} looks at x, which {_called(block)} makes in its own forward, where no hook reaches;"
-            " insert it with where='identity', take a gate that looks at f alone, such as 'se', or tell "
-            "by needs_x = False that yours does"
+            f"{kind} looks at x, which {_called(block)} {made}; insert it with where='identity', take a "
+            "gate that looks at f alone, such as 'se', or tell by needs_x = False that yours does"
         )
 
 
@@ -485,89 +437,27 @@ def _share(gates: list[tuple[ResidualBlock, nn.Module]]) -> list[tuple[ResidualB
 
     In a flat list of blocks a stage ends where the channels change.
     """
-    shared = []
+    shared: list[tuple[ResidualBlock, nn.Module]] = []
     for _, group in groupby(gates, lambda pair: (pair[0].stage, pair[0].channels)):
-        (first, gate), *others = group
-        shared += [(first, gate), *((block, SharedGate(gate)) for block, _ in others)]
-        first.module.register_forward_pre_hook(start_gate)
-        shared[-1][0].module.register_forward_hook(start_gate)
+        blocks, made = zip(*group)
+        shared += zip(blocks, share(made[0], [block.module for block in blocks]))
     return shared
 
 
-def start_gate(block: Any, *_: Any) -> None:
-    """As a hook before the first block of a stage and after the last: a shared gate forgets."""
-    block.gate.start()
-
-
-def _attach(block: ResidualBlock, gate: nn.Module) -> None:
-    """Make the gate a part of the block, and see that it is called."""
-    module: Any = block.module
-    calls_it_itself = "gate" in module.__dict__  # as None, until now
-    module.gate = gate
-    if calls_it_itself:
-        return
-    early = block.shortcut if getattr(gate, "needs_x", True) else None
-    if early:
-        projection: Any = module.get_submodule(early)
-        projection.__class__ = _early(projection.__class__)
-    hand_over = partial(
-        _hand_over,
-        name=next(iter(inspect.signature(module.forward).parameters), "x"),
-        branch=block.branch,
-        early=early,
-        projects=not block.identity,
-    )
-    module.register_forward_pre_hook(hand_over, with_kwargs=True)
-    module.get_submodule(block.branch).register_forward_hook(_apply)
-
-
-def _hand_over(
-    block: Any, args: Any, kwargs: Any, *, name: str, branch: str, early: str | None, projects: bool
-) -> None:
-    """Before a block: its gate, and its shortcut if known, begin to wait at the end of the branch."""
-    given = args[0] if args else kwargs.get(name)
-    x = None if projects else given
-    if early:
-        projection = block.get_submodule(early)
-        projection.waiting = None  # of a forward that was broken off
-        x = projection(given)
-        projection.waiting = (given, x)
-    end = block.get_submodule(branch)
-    if _apply not in end._forward_hooks.values():  # replaced, as by convert_sync_batchnorm
-        end.register_forward_hook(_apply)
-    end.waiting = Handover(block.gate, x)
-
-
-def _apply(end: Any, args: Any, f: Tensor) -> Tensor:
-    """At the end of the branch: f is gated."""
-    waiting = getattr(end, "waiting", None)
-    if waiting is None:
-        raise RuntimeError(
-            f"a {type(end).__name__} at the end of a gated branch was called outside of its block; call "
-            "the block as a whole"
-        )
-    end.waiting = None
-    return _gated(waiting.gate, f, waiting.x)
-
-
-def _gated(gate: nn.Module, f: Tensor, x: Tensor | None) -> Tensor:
-    """The gated f. Gates of this library take images: other axes than an image's become one."""
-    own = gate.elsewhere[0] if isinstance(gate, SharedGate) else gate
-    if not isinstance(f, Tensor) or f.dim() == 4 or not isinstance(own, Gate):
-        return gate(f, x)
-    flat = lambda t: t if t is None else t.flatten(2)[..., None]
-    return gate(flat(f), flat(x)).reshape(f.shape)
-
-
 def _norms(module: nn.Module, without: Iterable[nn.Module | None] = ()) -> list[Norm]:
-    """Batch normalisations inside a module, but not inside some of its parts."""
+    """Batch normalisations inside a module, and gates that stand for one, but not inside some parts."""
     skip = {inner for part in without if part is not None for inner in part.modules()}
     return [
         (holder, name, part)
         for holder in module.modules()
+        if holder not in skip and not _is_normalisation(holder)
         for name, part in holder.named_children()
-        if isinstance(part, nn.BatchNorm2d) and part not in skip
+        if (isinstance(part, nn.BatchNorm2d) or _is_normalisation(part)) and part not in skip
     ]
+
+
+def _is_normalisation(module: nn.Module) -> bool:
+    return bool(getattr(module, "normalisation", False))
 
 
 def _stem_norms(model: nn.Module, first: ResidualBlock) -> list[Norm]:

@@ -1,13 +1,14 @@
 """Norms at the additions of a network, batch by batch: what `probe` is made of."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 
 from attractor.core.checks import nearest
 from attractor.core.stiffness import Mean
@@ -44,15 +45,29 @@ class Batch:
     masks: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, given: Any, model: nn.Module, padding: Padding) -> "Batch":
-        """Made ready for a model."""
+    def of(cls, given: Any, model: nn.Module, padding: Padding, call: Call | None = None) -> "Batch":
+        """Made ready for a model.
+
+        Args:
+            given: one batch, see `arguments_of`; a list is a tuple.
+            model: that will be called.
+            padding: as in `probe`.
+            call: how it will be called, if not with `arguments_of`; the first of a tuple then counts.
+
+        Raises:
+            ValueError: it is no batch, or not one for this model.
+        """
         like = next((p for p in model.parameters() if p.is_floating_point()), None)
         if isinstance(given, list | tuple) and not given:
             raise ValueError("a batch is empty; give tensors [batch, ...]")
         if like is not None:
             device, dtype = like.device, like.dtype
             given = _map(given, lambda t: t.to(device, dtype if t.is_floating_point() else None))
-        size = _size(given)
+        inputs: Any = _argument(given)
+        if call is None:
+            args, kwargs = arguments_of(model, given)
+            inputs = {**{f"input {i}": value for i, value in enumerate(args)}, **kwargs}
+        size = _size(inputs, type(given).__name__)
         real, masks = None, {}
         if callable(padding):
             real = padding(given)
@@ -330,6 +345,12 @@ class Samples:
                     "another length, or pass padding=False to count everything"
                 )
             return apart.movedim(side, 1)
+        if len(fits) > 1:
+            raise ValueError(
+                f"features of shape {list(features.shape)} have {len(fits)} axes as long as the mask's "
+                f"{tokens} tokens; pad the batch to another length, or pass padding=False to count "
+                "everything"
+            )
         if apart.dim() < 3 or not fits:
             raise ValueError(
                 f"features of shape {list(features.shape)} do not have the {tokens} tokens of the "
@@ -351,37 +372,205 @@ def _piece(n: int) -> int:
     return longest if longest >= 64 else n
 
 
+def is_batch(given: Any, model: nn.Module, name: str = "batches") -> bool:
+    """Whether something is one batch, and not an iterable of batches.
+
+    Args:
+        given: a tensor, a mapping or a tuple is one batch; a list or another iterable holds batches.
+        model: decides how many elements of a tuple are inputs.
+        name: of the argument, for the message of an error.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: it is a tuple that may as well be several batches.
+    """
+    if isinstance(given, Tensor | Mapping):
+        return True
+    if isinstance(given, tuple):
+        inputs = required(model) or []
+        more = [i for i, other in enumerate(given) if i and _alike(given[0], other)]
+        if not more or 1 < len(inputs) == len(given):
+            return True
+        if len({len(part) for part in given if isinstance(part, Tensor) and part.dim()}) > 1:
+            return False  # labels would be as many as inputs
+        raise ValueError(
+            f"{name} is a tuple whose elements 0 and {more[0]} are alike ({_form(given[0])}); it may be "
+            "one batch (inputs, labels) or several batches: give [batch] for one batch, or a list of "
+            "the elements for several, such as list(x.split(64))"
+        )
+    if isinstance(given, Dataset) and not isinstance(given, IterableDataset):
+        raise TypeError(
+            f"{name} is a {type(given).__name__}, a Dataset of single samples; give "
+            "DataLoader(dataset, batch_size=...)"
+        )
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise TypeError(
+            f"{name} is a {type(given).__name__}; give a tensor [n, ...], a tuple (inputs, labels), a "
+            "mapping of the model's arguments, or an iterable of these, such as a list or a DataLoader"
+        )
+    return False
+
+
+def batches_of(given: Any, model: nn.Module) -> Iterator[Any]:
+    """The batches that the argument `batches` of `probe` means, see `is_batch`.
+
+    Raises:
+        TypeError, ValueError: it means none, or several things, or its batches are not of one form.
+    """
+    if is_batch(given, model):
+        yield given
+        return
+    first = None
+    for i, batch in enumerate(given):
+        form = _form(batch)
+        first = first or form
+        if form != first:
+            raise ValueError(
+                f"batch 0 is {first}, but batch {i} is {form}; a list holds batches of inputs, and "
+                "inputs with their labels are one batch, a tuple (inputs, labels)"
+            )
+        if isinstance(batch, list | tuple) and any(type(part) in (int, float) for part in batch[1:]):
+            raise ValueError(
+                f"batch {i} is {form} with a number beside it, a single sample; pass batches, as "
+                "DataLoader(dataset, batch_size=...) makes them"
+            )
+        yield batch
+
+
+def _form(batch: Any) -> str:
+    """What all batches of one probe have in common."""
+    if isinstance(batch, Tensor):
+        kind = "float" if batch.is_floating_point() else "complex" if batch.is_complex() else "integer"
+        return f"a {kind} tensor with {batch.dim()} axes"
+    if isinstance(batch, Mapping):
+        return "a mapping"
+    if isinstance(batch, list | tuple):
+        return f"a {type(batch).__name__} that begins with {_form(batch[0])}" if batch else "empty"
+    return f"a {type(batch).__name__}"
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two elements of a tuple look like two batches of inputs."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return _form(one) == _form(other) and one.dim() > 1 and one.shape[1:] == other.shape[1:]
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys()
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) > 0 and _alike(one[0], other[0])
+    return False
+
+
 def call_model(model: nn.Module, given: Any) -> Any:
-    """A tensor as it is, the first of a tuple, a mapping by name without what forward does not take."""
-    if isinstance(given, list | tuple):
-        return call_model(model, given[0])
-    if not isinstance(given, Mapping):
-        return model(given)
-    taken = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters
-    every = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-    return model(**{k: v for k, v in given.items() if (every or k in taken) and k not in LABELS})
+    """Call a model with a batch, see `arguments_of`."""
+    args, kwargs = arguments_of(model, given)
+    return model(*args, **kwargs)
+
+
+def arguments_of(model: nn.Module, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model is called with for one batch.
+
+    Args:
+        model: its forward says how many inputs it needs: the parameters without a default.
+        given: a tensor is the input. A mapping has arguments by name; what forward does not take is left
+            out, and labels are, unless forward needs them. A tuple or list begins with as many inputs as
+            forward needs, and what follows, such as labels, is left out; its first element may also be a
+            mapping, or a list or tuple of all inputs.
+
+    Returns:
+        Positional arguments, and arguments by name.
+
+    Raises:
+        ValueError: the batch lacks an input that forward needs, or it is not known how many it takes.
+    """
+    if isinstance(given, Mapping):
+        return (), _by_name(model, given)
+    if not isinstance(given, list | tuple):
+        return (given,), {}
+    first = given[0]
+    if isinstance(first, Mapping):
+        return (), _by_name(model, first)
+    inputs = required(model)
+    if isinstance(first, list | tuple):
+        if inputs is None or len(inputs) == len(first):
+            return tuple(first), {}
+        if len(inputs) == 1:
+            return (first,), {}
+        given = first
+    if inputs is None:
+        if len(given) == 1:
+            return (first,), {}
+        raise ValueError(
+            f"a batch is a {type(given).__name__} of {len(given)} elements, and forward of "
+            f"{type(model).__name__} takes any number of arguments, so it is not known which are inputs;"
+            " pass call=lambda model, batch: ..."
+        )
+    if len(given) < len(inputs):
+        raise ValueError(
+            f"a batch is a {type(given).__name__} of {len(given)} elements, but forward of "
+            f"{type(model).__name__} needs {len(inputs)} inputs ({', '.join(inputs)}); pass them all"
+        )
+    return tuple(given[: max(1, len(inputs))]), {}
+
+
+def required(model: nn.Module) -> list[str] | None:
+    """The names of the inputs that a model's forward needs; None if it takes any number of them."""
+    parameters = _parameters(model)
+    if parameters is None:
+        return ["input"]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return None
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [p.name for p in positional if p.default is p.empty]
+
+
+def _parameters(model: nn.Module) -> list[inspect.Parameter] | None:
+    """The parameters of a model's forward; None of a traced one, which has no signature."""
+    try:
+        return list(inspect.signature(getattr(model, "_orig_mod", model).forward).parameters.values())
+    except ValueError:
+        return None
+
+
+def _by_name(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = _parameters(model) or []
+    every = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    needed = {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    taken = {p.name for p in parameters}
+    if needed - given.keys():
+        raise ValueError(
+            f"a batch has {', '.join(map(repr, given))}, but forward of {type(model).__name__} needs "
+            f"{', '.join(sorted(needed - given.keys()))}; give the entries the names of forward's "
+            "parameters, or pass call=lambda model, batch: ..."
+        )
+    wanted = lambda name: (every or name in taken) and (name not in LABELS or name in needed)
+    return {name: value for name, value in given.items() if wanted(name)}
 
 
 def _argument(given: Any) -> Any:
-    """What a model is called with: the first of a tuple."""
+    """The first of a tuple, which holds the inputs."""
     return _argument(given[0]) if isinstance(given, list | tuple) and given else given
 
 
-def _size(given: Any) -> int:
-    """How many inputs a batch has: the first axis of its tensors, where 1 fits all."""
-    named = [(n, t) for n, t in _named(_argument(given)) if n not in LABELS] or [*_named(given)]
-    sizes = {name: t.shape[0] for name, t in named if t.dim() and not _is_mask(name, t)}
-    text = [size for name, size in sizes.items() if name in TEXT]
-    many = {size for size in sizes.values() if size != 1}
+def _size(inputs: Any, kind: str) -> int:
+    """How many inputs a batch has: the first axis of its tensors, where 1 fits all.
+
+    Args:
+        inputs: what the model is called with.
+        kind: of the batch, for the message.
+    """
+    named = [(n, t) for n, t in _named(inputs) if n not in LABELS] or [*_named(inputs)]
+    sizes = [(name, t.shape[0]) for name, t in named if t.dim() and not _is_mask(name, t)]
+    text = [size for name, size in sizes if name in TEXT]
+    many = {size for _, size in sizes if size != 1}
     if not sizes or 0 in many:
         raise ValueError(
-            f"a batch is a {type(given).__name__} without a tensor [batch, ...]; give tensors, tuples "
-            "(input, label) or mappings of a model's arguments"
+            f"a batch is a {kind} without a tensor [batch, ...]; give tensors, tuples (inputs, labels) "
+            "or mappings of a model's arguments"
         )
     if text:  # images of all texts may come in one pack
         return text[0]
     if len(many) > 1:
-        told = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        told = ", ".join(f"{name} {size}" for name, size in sizes)
         raise ValueError(
             f"how many inputs a batch has cannot be told from its tensors' first axes ({told}); all "
             "have as many entries as there are inputs, or 1"

@@ -51,7 +51,7 @@ What it cannot know:
 (torch.Size([16, 4]), ('0', '1', '2', '3'), [0, 0, 0, 0])
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import RLock
 from typing import Any
@@ -61,7 +61,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from attractor.core.stiffness import Mean
-from attractor.residual.meter import Batch, Call, Meter, Padding
+from attractor.residual.meter import Batch, Call, Meter, Padding, batches_of
 from attractor.residual.profile import Step, StiffnessProfile
 from attractor.residual.trunk import Granularity
 
@@ -70,7 +70,7 @@ SWITCHES = RLock()  # fused layers and compilation are switched off for the whol
 
 def probe(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Any,
     step: Step = "one",
     *,
     granularity: Granularity = "block",
@@ -89,9 +89,21 @@ def probe(
     Args:
         model: any module with residual additions. It runs in eval mode without gradients, and is left
             as it was found.
-        batches: tensors, tuples (input, label, ...), or mappings with the names of the model's
-            arguments; the first axis counts inputs. One batch alone is taken for a list of one.
-            Floating inputs take the dtype of the model's first parameter.
+        batches: one batch, or an iterable of batches such as a list, a generator or a DataLoader. The
+            first axis counts inputs; floating inputs take the dtype of the model's first parameter.
+
+            - A tensor ``[batch, ...]`` is one batch.
+            - A mapping is one batch: arguments of the model by name. Labels, and what forward does not
+              take, are left out.
+            - A tuple is one batch, as loaders yield it: first the inputs, as many as forward has
+              parameters without a default, then labels and others, which are left out.
+              ``(inputs, labels)`` may have a mapping, or a list of several inputs, for its inputs.
+            - A list holds batches, each of one of the kinds above and all of one form. Inside it, as a
+              DataLoader yields them, a list is a tuple.
+
+            A tuple of elements that look alike, such as ``x.split(64)`` or an input with a target of
+            its shape, may mean one batch or several and raises: pass ``[batch]`` or a list. Only where
+            their first axes differ, which those of one batch do not, are they several batches.
         step: "one", or "gate" for gates as step sizes; `StiffnessProfile.with_step` gives the other.
         granularity: "block", or "addition" for each addition by itself.
         device: where to run; by default where the model is.
@@ -108,8 +120,9 @@ def probe(
         progress: told the number of inputs done.
 
     Raises:
-        ValueError: nothing is added to what it came from, the inputs cannot be told apart, or there is
-            no module `within`.
+        ValueError: nothing is added to what it came from, the inputs cannot be told apart, there is
+            no module `within`, or `batches` may mean several things.
+        TypeError: `batches` is neither a batch nor an iterable of batches.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; probe takes an nn.Module")
@@ -129,13 +142,16 @@ def probe(
         )
     if limit is not None and limit < 1:
         raise ValueError(f"limit = {limit}; at least one input is needed")
-    if isinstance(batches, Tensor | Mapping):
-        batches = [batches]
     done = 0
     with SWITCHES, at_rest(model, device) as net, at_rest(initial, device) as fresh:
         meters = [Meter(m, granularity, within, call) for m in (net, fresh) if m is not None]
-        for given in batches:
-            batch = Batch.of(given, meters[0].model, padding)
+        for given in batches_of(batches, meters[0].model):
+            if done and isinstance(padding, Tensor):
+                raise ValueError(
+                    "padding is a tensor, which marks the tokens of one batch, but there are several; "
+                    "pass a function that takes a batch and returns its mask"
+                )
+            batch = Batch.of(given, meters[0].model, padding, call)
             if limit is not None:
                 batch = batch.first(limit - done)
             for meter in meters:

@@ -252,8 +252,8 @@ class ResNet(nn.Module):
         return self.fc(self.avgpool(x).flatten(1))
 
 
-def check_images(images: Any, first: nn.Conv2d) -> None:
-    """Raise unless images are what a network's first convolution takes."""
+def check_images(images: Any, first: nn.Conv2d, size: tuple[int, int] | None = None) -> None:
+    """Raise unless images are what a network's first convolution takes, and of `size` if it is given."""
     if isinstance(images, torch.fx.Proxy):  # torch.fx writes the network down
         return
     channels = first.in_channels
@@ -261,6 +261,11 @@ def check_images(images: Any, first: nn.Conv2d) -> None:
     check_input("images", images, shape, "this network", first.weight)
     if images.dim() != 4 or images.shape[1] != channels or not images.shape[2] * images.shape[3]:
         raise ValueError(f"images have shape {list(images.shape)}; this network takes {shape}")
+    if size is not None and images.shape[-2:] != size:
+        raise ValueError(
+            f"images of {' x '.join(map(str, images.shape[-2:]))}; this model has positions for "
+            f"{' x '.join(map(str, size))}: resize them, or make it with image_size="
+        )
 
 
 def conv(kernel: int, inputs: int, outputs: int, stride: int = 1, **factory: Any) -> nn.Conv2d:

@@ -2,13 +2,13 @@
 
 The *trunk* is the longest chain of steps, each linked to the last step that its own x came from; what
 adds inside a branch hangs beside it. Additions that belong to one module, such as attention and MLP of
-a transformer's layer, are one *block*. A *stage* ends where the number of elements of one input's
-features, or of their channels, changes.
+a transformer's layer, are one *block*. A *stage* ends where the number of channels of one input's
+features, or the number of their places, changes; another order of axes is no change.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import groupby
 from math import prod
 from typing import Literal, TypeAlias
 
@@ -53,6 +53,8 @@ class Addition:
         axis: where the inputs are, see `sample_axis`, or None if that is not known.
         layout: the order of axes that makes the sum before to this x, but for a reshape; None if that is
             not known.
+        moved: whether x has other features than the sum before: something that is no function of
+            single features, such as a convolution, a pooling or padding, lies between.
         home: the path of its block.
         stack: the calls around it, and around the end of its branch.
     """
@@ -70,6 +72,7 @@ class Addition:
     shape: tuple[int, ...]
     axis: int | None
     layout: tuple[int, ...] | None
+    moved: bool
     home: Path
     stack: Stack
 
@@ -189,7 +192,7 @@ def make_plan(
     parts = [[step] for step in trunk]
     if granularity == "block":
         parts = join(join_siblings(absorb(trunk), model))
-    stages = stage_numbers([part[-1].shape for part in parts])
+    stages = stage_numbers([p[-1].shape for p in parts], [p[0].moved for p in parts])
     names = unique([".".join(part[0].home) for part in parts])
     blocks = []
     for name, stage, part in zip(names, stages, parts):
@@ -313,13 +316,56 @@ def join(trunk: list[Addition]) -> list[list[Addition]]:
     return parts
 
 
-def stage_numbers(shapes: list[tuple[int, ...]]) -> list[int]:
-    """Numbers from 0, one more where the features of one input change, but for the order of axes."""
+def stage_numbers(shapes: Sequence[tuple[int, ...]], moved: Sequence[bool] | None = None) -> list[int]:
+    """The stage of every block: one more where channels or places of the features change.
+
+    A shape does not tell which of its axes are the channels: ``[128, 64]`` after ``[64, 128]`` may be
+    the same features in another order, or twice the channels at half the length. What lies between the
+    two blocks tells.
+
+    Args:
+        shapes: of one input's features after each block, without the axis of the inputs: channels come
+            first or last, as in ``[C, H, W]``, ``[H, W, C]`` or ``[tokens, C]``.
+        moved: for each block, whether its x has other features than the block before it made; such a
+            block begins a stage if its shape is another. None if that is not known: another shape then
+            is the same stage only if it can be nothing but the same features in another order.
+
+    Returns:
+        Numbers from 0.
+
+    >>> stage_numbers([(16, 32, 32), (16, 32, 32), (64, 16, 16), (16, 16, 64), (256, 64)])
+    [0, 0, 1, 1, 1]
+    """
     numbers = [0]
-    for old, new in pairwise(shapes):  # channels come first or last: [C, H, W], [H, W, C], [tokens, C]
-        same = prod(old) == prod(new) and bool({*old[:1], *old[-1:]} & {*new[:1], *new[-1:]})
-        numbers.append(numbers[-1] + (old != new and not same))
+    for i in range(1, len(shapes)):
+        old, new = shapes[i - 1], shapes[i]
+        same = old == new
+        if not same and (moved is None or not moved[i]):
+            same = rearranged(old, new, sure=moved is None)
+        numbers.append(numbers[-1] + (not same))
     return numbers
+
+
+def rearranged(old: tuple[int, ...], new: tuple[int, ...], sure: bool) -> bool:
+    """Whether a shape can be another one's features in another order: as many channels and places.
+
+    Args:
+        old, new: shapes of one input's features.
+        sure: leave out what may as well be other features: two axes that change places, and channels
+            last beside places that are grouped in another way.
+    """
+    if prod(old) != prod(new) or not old or not new:
+        return False
+    first_or_last = lambda shape: ((shape[0], shape[1:]), (shape[-1], shape[:-1]))
+    (first, behind), (last, before) = first_or_last(old)
+    (new_first, new_behind), (new_last, new_before) = first_or_last(new)
+    if first == new_first or (last == new_last and not (sure and len(old) == len(new))):
+        return True
+    if sure and len(old) == len(new) == 2:
+        return False
+    alike = lambda one, other: one == other or 1 in (len(one), len(other))  # or flattened
+    first_to_last = first == new_last and alike(behind, new_before)
+    return first_to_last or (last == new_first and alike(before, new_behind))
 
 
 def unique(names: list[str]) -> list[str]:

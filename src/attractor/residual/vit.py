@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from attractor.core.checks import as_int, check_whole
+from attractor.residual.attach import share
 from attractor.residual.gates import make_gate
-from attractor.residual.insert import SharedGate, start_gate
 from attractor.residual.resnet import check_images
 
 
@@ -153,15 +153,10 @@ class ViT(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits ``[batch, num_classes]`` of images ``[batch, in_channels, height, width]``."""
-        check_images(images, self.patches)
-        if images.shape[-2:] != self.image_size:
-            raise ValueError(
-                f"images of {' x '.join(map(str, images.shape[-2:]))}; this model has positions for "
-                f"{' x '.join(map(str, self.image_size))}: resize them, or make it with image_size="
-            )
+        check_images(images, self.patches, self.image_size)
         x = self.patches(images).flatten(2).transpose(1, 2)
         if self.cls is not None:
-            x = torch.cat((self.cls.expand(len(x), -1, -1), x), 1)
+            x = torch.cat((self.cls.expand(x.shape[0], -1, -1), x), 1)
         x = self.norm(self.layers(x + self.positions))
         return self.head(x.mean(1) if self.cls is None else x[:, 0])
 
@@ -258,7 +253,5 @@ def _add_gates(steps: list[Any], gate: Any, dim: int, options: Mapping[str, Any]
             f"{type(first).__name__} takes the place of batch normalisations; a ViT has none"
         )
     if getattr(first, "shared", False):  # by all layers, which are one stage
-        for step in steps[1:]:
-            step.gate = SharedGate(first)
-        steps[0].register_forward_pre_hook(start_gate)
-        steps[-1].register_forward_hook(start_gate)
+        for step, made in zip(steps, share(first, steps)):
+            step.gate = made

@@ -124,6 +124,12 @@ for _class in ("DIA", "IEBN"):
         m.seed()
         return calling(gate(name.lower(), 4, torch.float32).start)
 
+    @target(f"attractor.residual.gates.{_class}.resume")
+    def _resume(m: Maker, name: str = _class) -> Call:
+        m.seed()
+        made, x = gate(name.lower(), 4, torch.float32), m.tensor((2, 4, 3, 3), [torch.float32])
+        return calling(made.resume, m.choice([x, None]))
+
 
 @target("attractor.residual.gates.get_gate")
 def _get_gate(m: Maker) -> Call:
@@ -356,9 +362,9 @@ def _probe(m: Maker) -> Call:
     model = m.choice([probed(4, 3)], odd=(nn.Linear(4, 4), None, probed, nn.Sequential()))
     batch = m.tensor((m.pick((3, 1, 2, 0)), 4), [torch.float32], fill="normal")
     batches = (
-        m.pick(([batch], batch, [(batch, 3)], [batch, batch]))
+        m.pick(([batch], batch, [(batch, None)], (batch, "names"), [batch, batch]))
         if not m.strange()
-        else m.pick(([], None, 3, ["a"], [None]))
+        else m.pick(([], None, 3, ["a"], [None], [(batch, 3)], (batch, batch)))
     )
     options: dict[str, Any] = {"step": m.choice(["one", "gate"])}
     if m.chance(40):

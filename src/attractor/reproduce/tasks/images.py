@@ -70,7 +70,7 @@ def classify(config: dict[str, Any], context: Context) -> Outcome:
     """
     sets = _sets(config, context)
     model = make_network(config, sets[0], context.seed).to(context.device)
-    batches = sets[1].normalised(slice(config["probed"])).to(context.device).split(128)
+    batches = list(sets[1].normalised(slice(config["probed"])).to(context.device).split(128))
     initial = probe(model, batches, settle=True) if config["probed"] else None
     recipe = make_recipe(config, context.seed)
     history = train(

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from attractor.core.checks import as_int
 from attractor.residual.gates.excitation import Excitation, narrow
-from attractor.residual.gates.gate import Gate, average, check_batch, check_branch, opened
+from attractor.residual.gates.gate import Gate, average, check_batch, check_branch, is_scripting, opened
 
 
 class CBAM(Gate):
@@ -65,7 +65,8 @@ class CBAM(Gate):
 
     def _channels(self, f: Tensor) -> Tensor:
         """[batch, channels, 1, 1]."""
-        check_branch(self, f)
+        if not is_scripting():
+            check_branch(self, f)
         dtype = self.excitation.reduce.weight.dtype
         mean, largest = average(f, dtype).flatten(1), f.amax((2, 3)).to(dtype)
         z = self.excitation(mean) + self.excitation(largest)
@@ -75,6 +76,7 @@ class CBAM(Gate):
         """[batch, 1, height, width]."""
         dtype = self.conv.weight.dtype
         mean, largest = f.mean(1, keepdim=True, dtype=dtype), f.amax(1, keepdim=True).to(dtype)
-        check_batch("CBAM", self.norm, f.shape[0] * f.shape[2] * f.shape[3])
+        if not is_scripting():
+            check_batch("CBAM", self.norm, f.shape[0] * f.shape[2] * f.shape[3])
         z = self.norm(self.conv(torch.cat((mean, largest), 1)))
         return opened(z, self.identity).to(f.dtype)

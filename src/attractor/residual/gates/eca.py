@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from attractor.core.checks import as_int
-from attractor.residual.gates.gate import Gate, average, check_branch, opened
+from attractor.residual.gates.gate import Gate, average, check_branch, is_scripting, opened
 
 
 class ECA(Gate):
@@ -39,7 +39,8 @@ class ECA(Gate):
 
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
         """F ``[batch, channels, 1, 1]``."""
-        check_branch(self, f)
+        if not is_scripting():
+            check_branch(self, f)
         z = self.conv(average(f, self.conv.weight.dtype).flatten(2).mT)  # [batch, 1, channels]
         return opened(z.mT[..., None], self.identity).to(f.dtype)
 

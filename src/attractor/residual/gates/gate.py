@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from attractor.core.checks import check_dtype, check_home, check_tensor
 
+is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
+
 
 class Gate(nn.Module):
     """A step size for a residual branch: called ``gate(f, x)``, it returns f already multiplied.
@@ -22,7 +24,11 @@ class Gate(nn.Module):
     Args of every member, by keyword: `identity` starts the gate at exactly 1, so that a trained network
     computes the same function on the day a gate is put into it: every sigmoid is doubled (F then lies
     between 0 and ``2 ** sigmoids``) and its argument starts at 0; `device` and `dtype`. States keep
-    `identity`, as the buffer `doubled`, and a gate becomes what the state it loads says.
+    `identity` under the name `doubled`, and a gate becomes what the state it loads says. It is not a
+    buffer, since averages of weights (EMA, SWA) take in buffers, and a bool has no average.
+
+    A gate can be used in several threads at once and compiled by `torch.jit.script`; checks of the
+    arguments are left out there.
     """
 
     identity_blocks_only: ClassVar[bool] = False
@@ -32,6 +38,7 @@ class Gate(nn.Module):
     normalisation: ClassVar[bool] = False
     sigmoids: ClassVar[int] = 1
     may_lack: ClassVar[tuple[str, ...]] = ("doubled",)  # states of older versions do
+    __jit_unused_properties__: ClassVar[list[str]] = ["doubled"]
 
     def __init__(
         self,
@@ -42,8 +49,13 @@ class Gate(nn.Module):
     ) -> None:
         super().__init__()
         check_channels(type(self).__name__, channels, dtype)
-        self.channels, self.identity = channels, identity
-        self.register_buffer("doubled", torch.tensor(bool(identity), device=device))
+        self.channels, self.identity = channels, bool(identity)
+
+    @property
+    def doubled(self) -> Tensor:
+        """`identity` as states keep it."""
+        own = next(self.parameters(), None)
+        return torch.tensor(self.identity, device=None if own is None else own.device)
 
     @abstractmethod
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
@@ -61,9 +73,19 @@ class Gate(nn.Module):
     def start(self) -> None:
         """Called before the first block of a stage; a gate with a memory forgets it here."""
 
+    def resume(self, x: Any) -> None:
+        """Called before each further block of a stage with the block's input.
+
+        A gate with a memory takes the one that belongs to this input, if the block is run again.
+        """
+
     def extra_repr(self) -> str:
         """The arguments, for ``print(gate)``."""
         return f"{self.channels}, identity=True" if self.identity else f"{self.channels}"
+
+    def _save_to_state_dict(self, state: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(state, prefix, keep_vars)
+        state[f"{prefix}doubled"] = self.doubled
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
         adopt_identity(self, state, prefix)
@@ -71,9 +93,9 @@ class Gate(nn.Module):
 
 
 def adopt_identity(gate: Any, state: dict[str, Any], prefix: str) -> None:
-    """Take `identity` from a state; one that does not tell it, as older ones, leaves the gate's own."""
-    saved = state.setdefault(f"{prefix}doubled", gate.doubled)
-    if not saved.is_meta:
+    """Take `identity` out of a state; one of an older version does not tell it and changes nothing."""
+    saved = state.pop(f"{prefix}doubled", None)
+    if saved is not None and not saved.is_meta:
         gate.identity = bool(saved)
 
 
@@ -85,7 +107,10 @@ def check_channels(name: str, channels: Any, dtype: Any = None) -> None:
 
 
 def check_branch(gate: Any, f: Any) -> None:
-    """Raise if f is not ``[batch, channels, height, width]`` of floats beside the gate's parameters."""
+    """Raise if f is not ``[batch, channels, height, width]`` of floats beside the gate's parameters.
+
+    Callers leave it out where `torch.jit.script` compiles them.
+    """
     if traced(f):
         return
     name, channels = type(gate).__name__, gate.channels

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from attractor.residual.gates.excitation import Excitation, narrow
-from attractor.residual.gates.gate import Gate, average, check_branch, opened
+from attractor.residual.gates.gate import Gate, average, check_branch, is_scripting, opened
 
 
 class SE(Gate):
@@ -35,6 +35,7 @@ class SE(Gate):
 
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
         """F ``[batch, channels, 1, 1]``."""
-        check_branch(self, f)
+        if not is_scripting():
+            check_branch(self, f)
         z = self.excitation(average(f, self.excitation.reduce.weight.dtype).flatten(1))
         return opened(z, self.identity)[..., None, None].to(f.dtype)

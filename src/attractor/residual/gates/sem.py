@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from attractor.core.checks import as_int
 from attractor.residual.gates.eca import adaptive_kernel
 from attractor.residual.gates.excitation import Excitation, narrow
-from attractor.residual.gates.gate import Gate, average, check_branch, opened
+from attractor.residual.gates.gate import Gate, average, check_branch, is_scripting, opened
 
 
 class SEM(Gate):
@@ -55,7 +55,8 @@ class SEM(Gate):
 
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
         """F ``[batch, channels, 1, 1]``."""
-        check_branch(self, f)
+        if not is_scripting():
+            check_branch(self, f)
         mean = average(f, self.scale.dtype).flatten(1)
         excitations = (
             self.excitation(mean),

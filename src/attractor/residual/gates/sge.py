@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from attractor.core.checks import as_int
-from attractor.residual.gates.gate import Gate, average, check_branch, opened
+from attractor.residual.gates.gate import Gate, average, check_branch, is_scripting, opened
 
 
 class SGE(Gate):
@@ -56,7 +56,8 @@ class SGE(Gate):
 
     def _maps(self, f: Tensor) -> Tensor:
         """[batch, groups, 1, height, width]."""
-        check_branch(self, f)
+        if not is_scripting():
+            check_branch(self, f)
         wide = torch.promote_types(f.dtype, torch.float32)  # halves do not know eps^2
         grouped = (f * average(f, wide)).unflatten(1, (self.groups, -1))
         likeness = grouped.sum(2, keepdim=True)

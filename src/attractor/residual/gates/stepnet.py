@@ -3,15 +3,23 @@
 "Understanding Self-attention Mechanism via Dynamical System Perspective".
 """
 
-from functools import reduce
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from attractor.core.checks import check_beside, check_tensor
 from attractor.residual.gates.excitation import Excitation, narrow
-from attractor.residual.gates.gate import Gate, average, check_batch, check_branch, opened, traced
+from attractor.residual.gates.gate import (
+    Gate,
+    average,
+    check_batch,
+    check_branch,
+    is_scripting,
+    opened,
+    traced,
+)
 from attractor.residual.gates.iebn import IEBN
 
 Inputs: TypeAlias = Literal["pair", "x", "next", "difference"]
@@ -66,6 +74,8 @@ class StepNet(Gate):
                 "leave iebn out, or take adaptor 'stepnet' or 'd'"
             )
         self.inputs, self.adaptor = inputs, adaptor
+        self.excitation: Excitation | None = None
+        self.mix: nn.Parameter | None = None
         factory: Any = {"device": device, "dtype": dtype}
         states = 2 if inputs == "pair" else 1
         if adaptor == "b":
@@ -76,28 +86,30 @@ class StepNet(Gate):
             bound = states**-0.5  # as nn.Conv2d starts
             self.mix = nn.Parameter(torch.empty(channels, states, **factory).uniform_(-bound, bound))
         heads = states if adaptor == "d" else 1
-        self.heads = nn.ModuleList(
+        self.heads: Any = nn.ModuleList(
             make_head(channels, adaptor, iebn, identity, **factory) for _ in range(heads)
         )
 
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
         """F ``[batch, channels, 1, 1]``."""
-        check_branch(self, f)
-        states = self._states(f, x)
-        if self.adaptor == "b":
+        if not is_scripting():
+            check_branch(self, f)
+            self._check_batch(f)
+        if self.excitation is not None:
+            states = self._states(f, x, self.excitation.reduce.weight.dtype)
             z = self.excitation(torch.cat(states, 1).flatten(1))[..., None, None]
-            return opened(z, self.identity).to(f.dtype)
-        for layer in self.heads.modules():
-            if isinstance(layer, nn.BatchNorm2d):
-                check_batch("StepNet", layer, f.shape[0])
-        if self.adaptor != "d":
-            states = [(torch.stack(states, -1) * self.mix[:, None, None]).sum(-1)]
-        z = reduce(torch.add, [head(state) for head, state in zip(self.heads, states)])
+        elif self.mix is not None:
+            states = self._states(f, x, self.mix.dtype)
+            z = self.heads[0]((torch.stack(states, -1) * self.mix[:, None, None]).sum(-1))
+        else:
+            states = self._states(f, x, self.heads[0][-1].shift.dtype)
+            z = self.heads[0](states[0])
+            if len(self.heads) > 1:
+                z = z + self.heads[-1](states[-1])
         return opened(z, self.identity).to(f.dtype)
 
-    def _states(self, f: Tensor, x: Tensor | None) -> list[Tensor]:
+    def _states(self, f: Tensor, x: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
         """What the Adaptor sees, pooled: one or two tensors [batch, channels, 1, 1]."""
-        dtype = next(self.parameters()).dtype
         if self.inputs == "difference":
             return [average(f, dtype)]
         if x is None:
@@ -105,13 +117,20 @@ class StepNet(Gate):
                 "StepNet looks at the shortcut as well: call gate(f, x) with the x that f is added to "
                 "(inputs='difference' needs f only)"
             )
-        if not traced(x):
+        if not is_scripting():
             check_shortcut(f, x)
         now = average(x, dtype)
         if self.inputs == "x":
             return [now]
         ahead = now + average(f, dtype)
         return [ahead] if self.inputs == "next" else [now, ahead]
+
+    @torch.jit.unused
+    def _check_batch(self, f: Tensor) -> None:
+        """Raise if a normalisation would see one sample in training."""
+        for layer in self.modules():
+            if isinstance(layer, _BatchNorm):
+                check_batch("StepNet", layer, f.shape[0])
 
     def extra_repr(self) -> str:
         """The arguments, for ``print(gate)``."""
@@ -141,13 +160,15 @@ def make_head(
     norm = IEBN(channels, **factory) if iebn == "inside" else nn.BatchNorm2d(channels, **factory)
     if iebn == "after" and adaptor != "a":
         return nn.Sequential(norm, ie)
-    if identity:
+    if identity and norm.weight is not None:
         nn.init.zeros_(norm.weight)
     return nn.Sequential(norm)
 
 
 def check_shortcut(f: Tensor, x: Any) -> None:
     """Raise if x is not a tensor of f's shape, dtype and device."""
+    if traced(f) or traced(x):
+        return
     check_tensor("x", x, "of f's shape")
     check_beside("x", x, "f", f)
     if x.shape != f.shape:
