@@ -119,7 +119,7 @@ def test_from_a_file_of_one_s_own_to_a_solver_a_comparison_and_states(tmp_path, 
     (tmp_path / "other.py").write_text(OWN.replace("u**3", "u"))
     refused = runner.invoke(app, ["solve", "out/fit/solver", "--rate", "other.py:rate"])
     assert refused.exit_code == 2
-    assert "was fitted to another equation: at u = [" in refused.output
+    assert "was fitted to another equation: at t = 0.37 and u = [" in refused.output
 
 
 @pytest.mark.parametrize(

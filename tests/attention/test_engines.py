@@ -742,6 +742,28 @@ def test_machine_code_gives_the_same_gradients():
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [0, 2])
+def test_machine_code_gives_the_same_gradients_of_windows(count):
+    """Two calls in one graph, with and without a PDE: their gradients are added up."""
+    torch.manual_seed(count)
+    alpha = torch.full((1, 1, 1), 0.1, requires_grad=True)
+    inputs = [*torch.randn(3, 1, 2, 50, 16).unbind(0), alpha]
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    grad = torch.randn(1, 2, 50, 16)
+    options = {"window": (10, 0), "global_tokens": count, "is_causal": True, "steps": 2}
+
+    def attend(query, key, value, alpha):
+        found = window_attention(query, key, value, pde=pdes.Diffusion(alpha), **options)
+        return found + window_attention(query, key, value, pde=None, **options)
+
+    plain = torch.autograd.grad(attend(*inputs), inputs, grad)
+    torch._dynamo.reset()  # a number of global tokens that changed would be a variable
+    compiled = torch.compile(attend, fullgraph=True)
+    for x, y in zip(torch.autograd.grad(compiled(*inputs), inputs, grad), plain):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "options", [{"pde": "reaction_diffusion"}, {"pde": "wave", "dropout_p": 0.3}], ids=str
 )

@@ -272,7 +272,7 @@ def test_training_learns_the_same_by_the_kernel(kernels):
 )
 def test_the_paper_s_recipe_by_kernels(kernels, monkeypatch, name):
     """Every correction learns what it learns in torch; those whose inputs are learnt stay there."""
-    options = {"dt": 0.1, "horizon": 0.5, "recipe": "paper", "trajectories": 4, "epochs": 1, "width": 32}
+    options = {"dt": 0.1, "horizon": 0.5, "recipe": "paper", "trajectories": 4, "epochs": 1, "width": 32, "seed": 2}  # fmt: skip
     found = []
     for there in (True, False):
         monkeypatch.setattr(fused, "TRITON", there)

@@ -1210,6 +1210,7 @@ def test_resuming_with_captured_steps(tmp_path, deterministic):
     with pytest.raises(InterruptedRun):
         train(half, data, None, recipe, device="cuda", out=tmp_path, tell=stop)
     resumed = make()
+    resumed.load_state_dict(start)
     train(resumed, data, None, recipe, device="cuda", out=tmp_path)
     for a, b in zip(resumed.parameters(), whole.parameters()):
         assert torch.equal(a.cpu(), b.cpu())

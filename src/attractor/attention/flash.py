@@ -40,7 +40,7 @@ def split_softmax(
 
     Args:
         query, key, value: ``[batch, heads, tokens, dim]``.
-        near: the other scores ``[batch, heads, queries, n]``, -inf for none.
+        near: the other scores ``[batch, heads, queries, n]``; -inf for none, n = 0 if no row has any.
         scope: which keys the rest of the softmax is over; None: none.
 
     Returns:
@@ -71,12 +71,12 @@ class _SplitSoftmax(torch.autograd.Function):
         scope: Scope | None,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        lse = near.logsumexp(-1)
         if scope is None:
             part, share = value.new_zeros(*query.shape[:-1], value.shape[-1]), near.new_ones(())
+            lse = near.logsumexp(-1)
         else:
             part, part_lse = attend(query, key, value, scope, scale)
-            lse = torch.logaddexp(lse, part_lse)
+            lse = torch.logaddexp(near.logsumexp(-1), part_lse) if near.shape[-1] else part_lse
         lse = lse.masked_fill(lse == -torch.inf, 0.0)
         if scope is not None:
             share = (part_lse - lse).exp()[..., lse.shape[-1] - part.shape[-2] :, None]

@@ -97,7 +97,7 @@ def softmax_attention(query: Tensor, key: Tensor, value: Tensor, scope: Scope, s
         if plain and scope.bias is None:
             return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     if scope.documents is not None or scope.banded or scope.mask is not None:
-        none = query.new_full((*query.shape[:-1], 1), -torch.inf, dtype=wide(query.dtype))
+        none = query.new_empty((*query.shape[:-1], 0), dtype=wide(query.dtype))
         out, _ = flash.split_softmax(query, key, value, none, scope, scale)
         return _all_rows(out, scope).to(value.dtype)
     bias, real = scope.bias, scope.real

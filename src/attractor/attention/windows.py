@@ -234,6 +234,8 @@ class _Band(torch.autograd.Function):
 
 def _with_parts(x: Tensor, *ranges: tuple[int, int]) -> tuple[Tensor, ...]:
     """x, and some of its tokens (from, to) once more, with one gradient for all."""
+    if torch.compiler.is_compiling():  # which adds the gradients up in one kernel
+        return x, *(x[..., start:stop, :] for start, stop in ranges)
     return _WithParts.apply(x, ranges)
 
 
@@ -254,16 +256,14 @@ class _WithParts(torch.autograd.Function):
                 continue
             if whole is None:
                 whole = grad.new_zeros(ctx.shape)
-            if torch.compiler.is_compiling():
-                part = whole[..., start:stop, :] + grad
-                whole = whole.slice_scatter(part, -2, start, stop)
-            else:
-                whole[..., start:stop, :] += grad
+            whole[..., start:stop, :] += grad
         return whole, None
 
 
 def _parts(x: Tensor, *ranges: tuple[int, int]) -> tuple[Tensor, ...]:
     """Some of the tokens (from, to), in several parts that may overlap, with one gradient for all."""
+    if torch.compiler.is_compiling():  # which adds the gradients up in one kernel
+        return tuple(x[..., start:stop, :] for start, stop in ranges)
     return _Parts.apply(x, ranges)
 
 
@@ -396,6 +396,8 @@ class _Product(torch.autograd.Function):
         # One product over a million rows would be one processor's: some rows each, then their sum.
         end = rows.shape[-2] // PART * PART
         rows = rows.to(matrix.dtype)
-        parts = [x[..., :end, :].unflatten(-2, (-1, PART)) for x in (rows, grad)]
-        of_matrix = (parts[0].mT @ parts[1]).sum(-3) + rows[..., end:, :].mT @ grad[..., end:, :]
+        of_matrix = rows[..., end:, :].mT @ grad[..., end:, :]
+        if end:  # Inductor may compile a sum of no parts to other values than 0
+            parts = [x[..., :end, :].unflatten(-2, (-1, PART)) for x in (rows, grad)]
+            of_matrix = of_matrix + (parts[0].mT @ parts[1]).sum(-3)
         return of_rows, of_matrix

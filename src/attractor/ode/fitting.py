@@ -298,7 +298,7 @@ def _why_lost(rate: Rate, scheme: AnyScheme, dt: float, horizon: float, runs: li
     return (
         f"no correction of {scheme.name} with dt = {dt:g} can follow all held-out trajectories to the "
         f"horizon {horizon:g}: states become non-finite. "
-        f"{stiff or 'Use a smaller dt or a shorter horizon.'}"
+        f"{stiff or 'Use a smaller dt, a shorter horizon, more trajectories or more training.'}"
     )
 
 
