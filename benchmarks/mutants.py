@@ -6,10 +6,10 @@ until the first failure, the tests that mirror the changed file first. A mutant 
 survives; some survivors are equivalent to the original.
 
     python -m benchmarks.mutants --count 40 --seed 0                          # the tests of `make test`
-    python -m benchmarks.mutants --count 40 --seed 0 --markers "not gpu" --only 3,17      # all CPU tests
+    python -m benchmarks.mutants --only 3,17 --markers "slow and not gpu" --tests tests/attention   # those of test-all
 
 Results are written to benchmarks/results/mutants.json after each mutant; a mutant that has a result for the
-same marker expression is not run again.
+same selection of tests is not run again.
 """
 
 import argparse
@@ -123,15 +123,15 @@ def choose(count: int, seed: int) -> list[Mutant]:
     return random.Random(seed).sample(everything, count)
 
 
-def judge(mutant: Mutant, folder: Path, markers: str) -> dict[str, object]:
+def judge(mutant: Mutant, folder: Path, markers: str, tests: list[str]) -> dict[str, object]:
     """Whether a test fails with this mutant in place, which one, and how long it took."""
     path = folder / mutant.file
     source = path.read_text()
     path.write_text(source[: mutant.start] + mutant.after + source[mutant.stop :])
     began = time.monotonic()
     try:
-        for tests in _groups(mutant.file, folder):
-            failed = _run(tests, folder, markers)
+        for group in [tests] if tests else _groups(mutant.file, folder):
+            failed = _run(group, folder, markers)
             if failed is not None:
                 return {"caught": True, "by": failed, "seconds": round(time.monotonic() - began)}
     finally:
@@ -187,9 +187,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--markers", default=QUICK, help="pytest's -m expression")
     parser.add_argument("--only", default="", help="numbers of the mutants to run, separated by commas")
+    parser.add_argument(
+        "--tests", nargs="*", default=[], help="files and folders of tests; all by default"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     chosen = choose(options.count, options.seed)
+    suite = " in ".join([options.markers, *([" ".join(options.tests)] if options.tests else [])])
     only = {int(x) for x in options.only.split(",") if x} or set(range(len(chosen)))
     saved = json.loads(options.out.read_text()) if options.out.exists() else {}
     if saved.get("seed") != options.seed:
@@ -201,15 +205,15 @@ def main() -> None:
         )
         for number, mutant in enumerate(chosen):
             row = saved["mutants"].setdefault(str(number), {**asdict(mutant), "verdicts": {}})
-            if number not in only or options.markers in row["verdicts"]:
+            if number not in only or suite in row["verdicts"]:
                 continue
-            row["verdicts"][options.markers] = judge(mutant, folder, options.markers)
+            row["verdicts"][suite] = judge(mutant, folder, options.markers, options.tests)
             print(number, f"{mutant.file}:{mutant.line}", mutant.before[:40], "->", mutant.after[:40],
-                  row["verdicts"][options.markers], flush=True)  # fmt: skip
+                  row["verdicts"][suite], flush=True)  # fmt: skip
             write_json(options.out, saved)
-    verdicts = [row["verdicts"].get(options.markers) for row in saved["mutants"].values()]
+    verdicts = [row["verdicts"].get(suite) for row in saved["mutants"].values()]
     judged = [verdict for verdict in verdicts if verdict]
-    print(f"{sum(v['caught'] for v in judged)} of {len(judged)} mutants were caught ({options.markers})")
+    print(f"{sum(v['caught'] for v in judged)} of {len(judged)} mutants were caught ({suite})")
 
 
 if __name__ == "__main__":

@@ -400,6 +400,7 @@ def test_compiled_stepped_does_not_look_at_a_mask():
     torch.testing.assert_close(whole(q, k, v, mask, "auto"), attend(q, k, v, mask, "stepped"))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", [*pdes.BY_NAME, "split"])
 def test_coefficients_of_texts_and_heads(name, causal):

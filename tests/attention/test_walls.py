@@ -33,7 +33,7 @@ def alibi(heads, tokens):
     return -slopes[:, None, None] * (position[:, None] - position).abs()
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(12)
 @every_wall
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("tokens", [12, 80])
@@ -47,7 +47,7 @@ def test_a_causal_model_that_writes_its_mask_is_causal(wall, method, tokens):
     )
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @every_wall
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("pde", ["diffusion", "reaction_diffusion"])

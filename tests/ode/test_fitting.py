@@ -20,12 +20,13 @@ F64 = dict(dtype=torch.float64)
 
 
 def errors(solver, system, horizon, n=30):
-    """Mean square error over trajectories nobody saw: hybrid and plain."""
+    """Mean square error over new trajectories: of the hybrid solver without its guard, and of the scheme."""
     u0 = system.sample(n, torch.Generator().manual_seed(777), torch.float64)
     steps = round(horizon / solver.dt)
     truth = fine_trajectories(system, u0, solver.dt, steps, 16)
     plain = at.evolve(system, u0, torch.arange(steps + 1, **F64) * solver.dt, solver.scheme)
-    return [(solved.u - truth).square().mean().item() for solved in (solver.solve(u0, horizon), plain)]
+    hybrid = solver.solve(u0, horizon, guard=False)
+    return [(solved.u - truth).square().mean().item() for solved in (hybrid, plain)]
 
 
 @pytest.fixture(scope="module")
@@ -267,12 +268,12 @@ def test_step_and_solve_agree(chain):
 def test_guard_stays_close_to_plain_outside_and_out_of_the_way_inside(chain):
     system, solver = chain
     inside = system.sample(100, torch.Generator().manual_seed(5), torch.float64)
-    calm = solver.solve(inside, 5.0, guard=True)
-    assert calm.stats.guarded.double().mean() < 0.02 * 50
+    calm = solver.solve(inside, 2.0, guard=True)
+    assert calm.stats.guarded.double().mean() < 0.02 * 20
     far = torch.cat((torch.rand(100, 2, **F64) * math.pi / 2, torch.zeros(100, 2, **F64)), -1)
-    truth = fine_trajectories(system, far, 0.1, 50, 40)
-    guarded = solver.solve(far, 5.0, guard=True)
-    plain = at.evolve(system, far, torch.arange(51, **F64) * 0.1, "rk4")
+    truth = fine_trajectories(system, far, 0.1, 20, 40)
+    guarded = solver.solve(far, 2.0, guard=True)
+    plain = at.evolve(system, far, torch.arange(21, **F64) * 0.1, "rk4")
     error = lambda solved: (solved.u - truth).square().mean((0, 2))
     assert guarded.ok.all()
     assert error(guarded).mean() <= 2 * error(plain).mean()

@@ -227,7 +227,7 @@ def test_a_gate_of_two_makes_x_and_twice_f(kind):
     assert list(gated_blocks(net)) == ["0"]
 
 
-@pytest.mark.sampled(50)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("gate", BY_NAME)
 @pytest.mark.parametrize("kind", RESIDUAL)
 def test_nothing_changes_on_the_first_day_to_the_bit(kind, gate):
@@ -508,6 +508,7 @@ def test_ghost_bottlenecks_are_gated(example):
     torch.testing.assert_close(block(given), shortcut + 2 * f)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("block", [lookalikes.DlaBasic, lookalikes.DlaBottleneck])
 @pytest.mark.parametrize("residual_root", [False, True])
 def test_trees_of_dla_are_gated_on_an_example(block, residual_root):

@@ -121,7 +121,7 @@ def big():
     return model, images, outputs
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("gate", "where"), [*((gate, "default") for gate in GATES), ("stepnet", "all")])
 def test_a_resnet50_computes_the_same_on_the_first_day(big, gate, where):
     model, images, outputs = big
@@ -131,7 +131,7 @@ def test_a_resnet50_computes_the_same_on_the_first_day(big, gate, where):
             torch.testing.assert_close(gated(images), outputs[mode], rtol=0, atol=1e-6)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("where", ["all", pytest.param("identity", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("model", [*FOREIGN, *OWN])
@@ -157,7 +157,7 @@ def test_the_first_day_elsewhere(model, gate, where):
     assert (fresh(images) - plain.eval()(images)).abs().max() > 1e-5  # it does act
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("model", ["theirs-bottleneck", "transformers-basic", "own"])
 def test_copies_states_and_gradients(model, gate):
@@ -426,6 +426,7 @@ class Before(nn.Module):
         return x + self.conv2(self.bn2(self.conv1(activated)).relu())
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("where", ["all", "identity"])
 @pytest.mark.parametrize("gate", GATES)
 def test_preactivation_elsewhere_is_gated_at_its_last_convolution(gate, where):

@@ -44,7 +44,7 @@ NETWORKS = {
 }
 FITS = lambda gate, network: not (gate == "iebn" and network.startswith("vit"))
 CASES = [(gate, network) for network in NETWORKS for gate in BY_NAME if FITS(gate, network)]
-sampled = pytest.mark.sampled(8)
+sampled = pytest.mark.sampled(5)
 every_gate = pytest.mark.parametrize("gate", BY_NAME)
 every_network = pytest.mark.parametrize(("gate", "network"), CASES)
 
@@ -481,6 +481,7 @@ def by_hand(net, x):
     return net.fc(x.mean((2, 3)))
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("network", ["resnet34", "written", "intercepted"])
 @every_gate
 def test_a_forward_written_by_hand(gate, network):
