@@ -150,7 +150,6 @@ def test_as_exact_as_dense_at_full_size(causal, dtype, dim, kind):
         assert error <= (2 if n == 0 else 3) * allowed + few, n
 
 
-@pytest.mark.sampled(1)
 def test_walls_of_documents_and_padding(kind):
     q, k, v = (random(2, 1, 26, 16) for _ in range(3))
     ids = torch.zeros(2, 26, dtype=torch.long, device=DEVICE)

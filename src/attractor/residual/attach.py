@@ -1,12 +1,13 @@
-"""How a gate becomes a part of a block and is called: `attach`.
+"""Adding a gate to a block, and calling it there: `attach`.
 
-A gate is the block's child `gate`. There are three ways to have it called:
+A gate is the block's child module `gate`. It is called in one of three ways:
 
-- The block has a slot, an attribute `gate` that is None, and calls what is in it, as our own blocks do.
-- The gate is written into a copy of the block's forward, see `rewriting`.
+- The block has an attribute `gate` that is None and calls the module stored there, as the blocks of this
+  library do.
+- The call is written into a copy of the block's forward, see `rewriting`.
 - Where the source of forward does not show the end of the branch, two modules are *intercepted*: the
-  block hands x over when it is called, and the part that ends the branch passes what it returns through
-  the gate. What waits between the two calls belongs to the thread that runs them.
+  block stores x when it is called, and the part that ends the branch passes its output through the gate.
+  The value stored between the two calls is local to the thread.
 """
 
 import inspect
@@ -26,12 +27,12 @@ from attractor.residual.rewriting import counts, gate_branch, gate_flat_branch, 
 
 
 def attach(block: Any, gate: nn.Module, branch: Branch) -> None:
-    """Make the gate a part of the block, and see that it is called.
+    """Add the gate to the block as a child module, and have it called on the branch.
 
     Args:
-        block: is changed in place. One that does not call the gate itself keeps `branch` as its
+        block: changed in place. A block that does not call the gate itself keeps `branch` as its
             attribute `gated_branch`.
-        gate: called ``gate(f, x)``; x is None where the gate does not need it and it is not at hand.
+        gate: called as ``gate(f, x)``; x is None where the gate does not need it and it is not known.
         branch: of the block.
     """
     calls_it_itself = "gate" in vars(block)  # as None, until now

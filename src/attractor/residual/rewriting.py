@@ -2,13 +2,13 @@
 
 A gate sits on f, what one part of a block returns. Where the block's forward calls that part by its
 name, as in ``out = self.bn2(out)``, the source of forward is enough: the call becomes
-``self.gate_branch(self.bn2(out), gate_x)``, and ``gate_x = x`` is forward's first line. The block gets a
-class of its own, an heir of the class it has, with this forward. Everything is then plain code: nothing
-waits between two calls, so that threads, copies, checkpointing, torch.fx, torch.export and
-torch.jit.script work as they do without a gate.
+``self.gate_branch(self.bn2(out), gate_x)``, and ``gate_x = x`` is forward's first line. The class of the
+block becomes a subclass of the one it had, with this forward. The result is ordinary code without state
+between calls, so that threads, copies, checkpointing, torch.fx, torch.export and torch.jit.script work
+as they do without a gate.
 
-`gated_class` returns None where the source is not known or does not show every call of the part, as in a
-forward that loops over its parts, has helper methods, or hands a part to `checkpoint`.
+`gated_class` returns None where the source is not available or does not show every call of the part, as
+in a forward that loops over its parts, calls helper methods, or passes a part to `checkpoint`.
 """
 
 import __future__
@@ -47,7 +47,7 @@ def gate_flat_branch(self: Any, f: Tensor, x: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What `written_class` makes a class of: a block's own class, and what becomes of its forward.
+    """What `written_class` builds a class from: a block's class, and how its forward changes.
 
     Attributes:
         kind: the block's class.
@@ -68,7 +68,7 @@ def gated_class(block: nn.Module, end: str, source: Source | None, flat: bool) -
     """The class of a block whose forward calls ``self.gate``, or None if it cannot be written.
 
     Args:
-        block: is looked at and left as it is.
+        block: read, not changed.
         end: path of the part whose output is f; each of its calls is followed by the gate.
         source: where x is before forward begins, or None if the gate does not see it. What a part makes
             of an argument is made at once, and forward takes the result where it calls that part.
@@ -89,7 +89,7 @@ def gated_class(block: nn.Module, end: str, source: Source | None, flat: bool) -
 
 
 class CannotWriteError(ValueError):
-    """The source of a forward does not show where a gate goes."""
+    """The source of a forward does not show where the gate belongs."""
 
 
 @cache
@@ -97,7 +97,7 @@ def written_class(recipe: Recipe) -> type[nn.Module]:
     """The class that a recipe describes.
 
     Raises:
-        CannotWriteError: the source is not known, or shows too little.
+        CannotWriteError: the source is not available or does not show every call.
     """
     original: Any = recipe.kind.forward
     names: dict[str, Any] = {
@@ -145,7 +145,7 @@ def _written(original: FunctionType, recipe: Recipe) -> FunctionType:
 
 
 def _compiled(original: FunctionType, function: ast.FunctionDef, recipe: Recipe) -> FunctionType:
-    """The function of a definition with the globals, defaults and variables of the one it comes from."""
+    """Compile a changed definition with the globals, defaults and closure of the original function."""
     free = original.__code__.co_freevars
     body: ast.stmt = function
     if free:
@@ -172,7 +172,7 @@ def _compiled(original: FunctionType, function: ast.FunctionDef, recipe: Recipe)
 
 
 def _code(code: CodeType, name: str) -> CodeType | None:
-    """The code of the function of that name inside another code."""
+    """Find the code object of a function by its name inside another code object."""
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             if constant.co_name == name:
@@ -183,7 +183,7 @@ def _code(code: CodeType, name: str) -> CodeType | None:
 
 
 def _definition(forward: Any) -> ast.FunctionDef | None:
-    """The definition of a plain function from its source, a new tree each time."""
+    """Parse the definition of a plain function from its source; None if that is not possible."""
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return None
     try:
@@ -299,7 +299,7 @@ def counts(block: nn.Module, kind: type[nn.Module], run: Callable[[nn.Module], A
     """How often forward calls the gate, in evaluation and in training, in two runs of a copy.
 
     Args:
-        block: a copy, which is used up.
+        block: a copy of the block; it is changed.
         kind: a class of `gated_class`.
         run: calls a block.
     """
@@ -318,7 +318,7 @@ def counts(block: nn.Module, kind: type[nn.Module], run: Callable[[nn.Module], A
 
 
 class _Counter(nn.Module):
-    """In the place of a gate."""
+    """Stands in for a gate and counts its calls."""
 
     calls: Any = 0
 
