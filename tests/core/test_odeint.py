@@ -69,6 +69,12 @@ def test_step_size(step, back):
     torch.testing.assert_close(ours[0], theirs[0], rtol=tolerance, atol=tolerance)
 
 
+def test_a_step_size_for_one_interval():
+    y = at.odeint(lambda t, y: -y, torch.ones(1, **F64), torch.tensor([0.0, 1.0], **F64),
+                  method="euler", options={"step_size": 0.25})  # fmt: skip
+    torch.testing.assert_close(y[-1], torch.full((1,), 0.75**4, **F64))
+
+
 def test_steps_end_at_the_wanted_times():
     seen = []
     rate = lambda t, y: (seen.append(t.item()), -y)[1]

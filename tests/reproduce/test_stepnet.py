@@ -223,6 +223,9 @@ def test_average_precision_by_hand():
     twice = [got([square(0), square(0), square(52)], [1, 1, 1], [0.9, 0.8, 0.95])]
     crowd = [truth([square(0), [50, 0, 100, 10]], [1, 1], [False, True])]
     assert average_precision(crowd, twice)["AP"] == pytest.approx(100)
+    # A detection of a small box counts though it is itself not small; a miss of that size does not.
+    large = [got([[0, 0, 33, 32], [300, 0, 340, 40]], [1, 1], [0.9, 0.95])]
+    assert average_precision([truth([[0, 0, 31, 32]], [1])], large)["APS"] == pytest.approx(90)
     assert overlaps(np.array([square(0)]), np.array([square(5)]), np.array([False]))[0, 0] == (
         pytest.approx(1 / 3)
     )
