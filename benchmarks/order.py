@@ -15,7 +15,7 @@ from benchmarks.problems import PROBLEMS, Problem
 from benchmarks.results import save
 
 # Steps for each order: fine enough for the slope to settle, coarse enough to stay above rounding.
-STEPS = {1: 3200, 2: 400, 3: 200, 4: 160, 5: 60}
+STEPS = {1: 3200, 2: 400, 3: 200, 4: 160, 5: 60, 8: 10}
 
 
 def error(problem: Problem, scheme, steps: int) -> float:

@@ -46,8 +46,11 @@ def test_scheme_meets_its_order_conditions_and_no_more(scheme):
         assert defect(scheme.order, scheme.kick, kick_sees, drift_sees) < 1e-12
         assert defect(scheme.order + 1, scheme.kick, kick_sees, drift_sees) > 1e-3
     else:
-        assert all(defect(p, scheme.b, scheme.a) == 0 for p in range(1, scheme.order + 1))
-        assert defect(scheme.order + 1, scheme.b, scheme.a) > 0
+        rounding = (
+            1e-12 if scheme.name in ("tsit5", "dop853") else 0
+        )  # their coefficients are irrational
+        assert all(defect(p, scheme.b, scheme.a) <= rounding for p in range(1, scheme.order + 1))
+        assert defect(scheme.order + 1, scheme.b, scheme.a) > 10 * rounding
         assert all(isinstance(x, Fraction) for x in (*scheme.b, *scheme.c))
 
 

@@ -20,7 +20,7 @@ def ellipse(e):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("scheme", ["bosh3", "dopri5"])
+@pytest.mark.parametrize("scheme", ["bosh3", "dopri5", "tsit5", "dop853"])
 def test_error_follows_the_tolerance(scheme):
     u0 = torch.tensor([ellipse(0.3)], **F64)
     errors = []
@@ -44,7 +44,9 @@ def test_every_trajectory_has_its_own_steps():
     assert together.stats.accepted[1] > 2 * together.stats.accepted[0]
 
 
-@pytest.mark.parametrize(("scheme", "order"), [("dopri5", 5), ("bosh3", 4), ("adaptive_heun", 3)])
+@pytest.mark.parametrize(
+    ("scheme", "order"), [("dopri5", 5), ("tsit5", 5), ("bosh3", 4), ("adaptive_heun", 3)]
+)
 def test_states_inside_a_step_are_interpolated_to_order(scheme, order):
     # One forced step of size h and states inside it: the local error falls as the order says.
     from attractor.core.control import Control, controlled
@@ -59,6 +61,20 @@ def test_states_inside_a_step_are_interpolated_to_order(scheme, order):
         truth = at.evolve(rate, u0, t, "dopri5", rtol=1e-13, atol=1e-14)
         errors.append((inside.u - truth.u).abs().max().item())
     assert math.log2(errors[1] / errors[2]) == pytest.approx(order, abs=0.5)
+
+
+@pytest.mark.parametrize("tolerance", [1e-6, 1e-9, 1e-12])
+def test_dop853_takes_the_steps_of_scipy(tolerance):
+    from scipy.integrate import solve_ivp
+
+    u0 = torch.tensor([ellipse(0.6)], **F64)
+    ours = at.evolve(orbit, u0, [0.0, 6.0], "dop853", rtol=tolerance, atol=tolerance)
+    rate = lambda t, y: orbit(t, torch.from_numpy(y)).numpy()
+    theirs = solve_ivp(rate, (0, 6), u0[0].numpy(), "DOP853", rtol=tolerance, atol=tolerance)
+    assert ours.stats.accepted.item() == pytest.approx(len(theirs.t) - 1, rel=0.2, abs=2)
+    truth = at.evolve(orbit, u0, [0.0, 6.0], "dop853", rtol=1e-13, atol=1e-14).final[0]
+    reached = (ours.final[0] - truth).abs().max().item()
+    assert reached < 3 * abs(theirs.y[:, -1] - truth.numpy()).max() + 1e-12
 
 
 @pytest.mark.slow

@@ -94,7 +94,7 @@ def check_error_control(problem, scheme, compile_tolerance):
 
 
 tolerances = st.tuples(st.sampled_from([1e-4, 1e-6, 1e-8]), st.sampled_from([None, 2, True]))
-controlled = st.sampled_from([None, "dopri5", "bosh3"])
+controlled = st.sampled_from([None, "dopri5", "bosh3", "tsit5", "dop853"])
 
 
 @few

@@ -187,7 +187,7 @@ def _forward(
             stats = replace(found.stats, rate_calls=found.stats.rate_calls + calls)
             return replace(found, stats=stats), rounds
         u1, k1, stages = u1.detach(), k1.detach(), [k.detach() for k in stages]
-        error = control.norm(_scaled_error(scheme, stages, _cast(size, u), u, u1, control, t.dtype))
+        error = _error(scheme, stages, _cast(size, u), u, u1, control, t.dtype)
         finite = (torch.isfinite(u1) & torch.isfinite(k1)).all(-1, keepdim=True)
         error = torch.where(finite, error, torch.nan).to(t.dtype)
         at_least = size.abs() <= control.least
@@ -208,7 +208,7 @@ def _forward(
         rejected += (active[..., None] & ~passed)[..., 0]
         u, k = torch.where(passed, u1, u), torch.where(passed, k1, k)
         t = torch.where(passed, t1, t)
-        factor = control.safety * error ** (-1 / (min(scheme.order, scheme.order_low) + 1))
+        factor = control.safety * error ** (-1 / (scheme.error_order + 1))
         factor = factor.nan_to_num(control.shrink, posinf=control.grow)
         factor = _rounded(factor.clamp(control.shrink, control.grow))
         longer = size * factor
@@ -324,7 +324,7 @@ def _calls(scheme: Scheme) -> int:
     return len(scheme.b) - scheme.first_same_as_last
 
 
-def _scaled_error(
+def _error(
     scheme: Scheme,
     stages: list[Tensor],
     h: Tensor,
@@ -333,10 +333,17 @@ def _scaled_error(
     control: Control,
     wide: torch.dtype,
 ) -> Tensor:
-    """Error over allowed error, in a precision in which tolerances are not 0."""
-    error = (h * weighted_sum(scheme.error_weights, stages)).abs().to(wide)
+    """Norm of the error over the allowed error, in a precision in which tolerances are not 0."""
     scale = control.atol + control.rtol * torch.maximum(u.abs(), u1.abs()).to(wide)
-    return _over(error, scale)
+
+    def estimate(weights: tuple[float, ...]) -> Tensor:
+        return control.norm(_over((h * weighted_sum(weights, stages)).abs().to(wide), scale))
+
+    error = estimate(scheme.error_weights)
+    if not scheme.lower_error_weights:
+        return error
+    lower = estimate(scheme.lower_error_weights)
+    return error * _over(error, torch.hypot(error, 0.1 * lower))
 
 
 def _over(x: Tensor, scale: Tensor) -> Tensor:
@@ -375,7 +382,7 @@ def _first_step(
     h0 = torch.where(small, 1e-6, 0.01 * d0 / d1).nan_to_num(1e-6).clamp(min=1e-200)
     bend = call_rate(f, _cast(clock[0] + sign * h0, u), u + sign * _cast(h0, u) * k).detach() - k
     d2 = control.norm(_over(wide(bend), scale)) / h0
-    order = min(scheme.order, scheme.order_low) + 1
+    order = scheme.error_order + 1
     steepest = torch.maximum(d1, d2).nan_to_num(1e15)
     h1 = torch.where(steepest <= 1e-15, (h0 * 1e-3).clamp(min=1e-6), (0.01 / steepest) ** (1 / order))
     h = torch.minimum(100 * h0, h1).to(clock.dtype)

@@ -14,8 +14,8 @@ from attractor.core.evolve import check_problem, on_grid
 from attractor.core.scheme import Rate, Scheme, check_same_rate
 from attractor.core.tableaus import AnyScheme, get_scheme
 
-# torchdiffeq's names. Its "rk4" is the 3/8 rule.
-ADAPTIVE = {name: name for name in ("dopri5", "bosh3", "fehlberg2", "adaptive_heun")}
+# torchdiffeq's names, and two of ours. Its "rk4" is the 3/8 rule.
+ADAPTIVE = {n: n for n in ("dopri5", "bosh3", "fehlberg2", "adaptive_heun", "tsit5", "dop853")}
 FIXED = {
     "euler": "euler",
     "midpoint": "midpoint",
@@ -58,11 +58,12 @@ def odeint(
         y0: a tensor of any shape, or a tuple of them.
         t: 1-D times, increasing or decreasing.
         rtol, atol: error control of adaptive methods; fixed-step methods do not use them.
-        method: "dopri5" (default), "bosh3", "fehlberg2", "adaptive_heun"; on the grid t "euler",
-            "midpoint", "heun2", "heun3", "rk4" (the 3/8 rule, as in torchdiffeq); a Scheme or
-            Splitting, adaptive if it has an embedded pair; or a HybridSolver, which steps the last
-            dimension of y0 by its own dt and guards its steps (see `HybridSolver.solve`), except under
-            transforms of torch.func. Such a solver belongs to one equation: func must be that equation.
+        method: "dopri5" (default), "bosh3", "fehlberg2", "adaptive_heun", "tsit5", "dop853"; on the
+            grid t "euler", "midpoint", "heun2", "heun3", "rk4" (the 3/8 rule, as in torchdiffeq); a
+            Scheme or Splitting, adaptive if it has an embedded pair; or a HybridSolver, which steps the
+            last dimension of y0 by its own dt and guards its steps (see `HybridSolver.solve`), except
+            under transforms of torch.func. Such a solver belongs to one equation: func must be that
+            equation.
         options: adaptive: first_step, safety, ifactor, dfactor, min_step, max_step, max_num_steps,
             norm. Fixed: step_size, grid_constructor; steps end at the times t, so nothing is
             interpolated.

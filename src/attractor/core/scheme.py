@@ -35,6 +35,9 @@ class Scheme:
         c: the stages' times, in steps.
         order: order of convergence, checked against the order conditions.
         b_low: weights of an embedded slope of lower order; with it the scheme can control its error.
+        b_lower: weights of a second embedded slope, of a still lower order. The two estimates e and
+            e_lower are combined as ``e^2 / sqrt(e^2 + 0.01 e_lower^2)``, which is of a higher order
+            than either (Hairer, Norsett and Wanner I, II.10).
         dense: weights d of ``theta^2 (1 - theta)^2 dt sum_i d_i k_i``, which is added to the cubic
             Hermite interpolant inside a step. None: the cubic alone, and above order 3, where that is
             coarser than the steps, steps that end at the wanted times.
@@ -54,9 +57,12 @@ class Scheme:
     order: int
     b_low: tuple[Fraction, ...] | None = None
     dense: tuple[Fraction, ...] | None = None
+    b_lower: tuple[Fraction, ...] | None = None
     order_low: int = field(init=False, default=0, repr=False, compare=False)
     rate_calls: int = field(init=False, default=0, repr=False, compare=False)
+    error_order: int = field(init=False, default=0, repr=False, compare=False)
     error_weights: tuple[float, ...] = field(init=False, default=(), repr=False, compare=False)
+    lower_error_weights: tuple[float, ...] = field(init=False, default=(), repr=False, compare=False)
     dense_weights: tuple[float, ...] = field(init=False, default=(), repr=False, compare=False)
     _hash: int = field(init=False, default=0, repr=False, compare=False)
     _a: tuple[tuple[float, ...], ...] = field(init=False, default=(), repr=False, compare=False)
@@ -72,17 +78,19 @@ class Scheme:
         order: int,
         b_low: Sequence[Coefficient] | None = None,
         dense: Sequence[Coefficient] | None = None,
+        b_lower: Sequence[Coefficient] | None = None,
     ) -> None:
-        rows_given = [*a, b, c, *(row for row in (b_low, dense) if row is not None)]
+        rows_given = [*a, b, c, *(row for row in (b_low, dense, b_lower) if row is not None)]
         if not all(hasattr(row, "__len__") and not isinstance(row, str) for row in rows_given):
             raise TypeError(
-                f"{name}: a is a list of rows, b, c, b_low and dense are rows of coefficients"
+                f"{name}: a is a list of rows, b, c, b_low, dense and b_lower are rows of coefficients"
             )
         exact = all(isinstance(x, Rational | str) for row in rows_given for x in row)
         tolerance = 0 if exact else 1e-10
         stages = len(b)
         rows = [*([[]] if len(a) == stages - 1 else []), *a]
-        for what, values in (("a", rows), ("c", c), ("b_low", b_low), ("dense", dense)):
+        others = {"a": rows, "c": c, "b_low": b_low, "dense": dense, "b_lower": b_lower}
+        for what, values in others.items():
             if values is not None and len(values) != stages:
                 raise ValueError(
                     f"{name}: {what} has {len(values)} entries but b has {stages}; every stage needs one"
@@ -97,6 +105,7 @@ class Scheme:
         put("order", order)
         put("b_low", None if b_low is None else as_fractions(name, b_low))
         put("dense", None if dense is None else as_fractions(name, dense))
+        put("b_lower", None if b_lower is None else as_fractions(name, b_lower))
 
         for i, (row, c_i) in enumerate(zip(self.a, self.c)):
             if abs(sum(row) - c_i) > tolerance:
@@ -107,6 +116,15 @@ class Scheme:
             raise ValueError(f"{name}: b_low adds up to {sum(self.b_low)}, not to 1")
         if self.b_low == self.b:
             raise ValueError(f"{name}: b_low equals b, so that every error estimate would be 0")
+        put("error_order", min(order, self.order_low))
+        if self.b_lower is not None:
+            lower = _order(self.b_lower, self.a, order, tolerance)
+            if not 0 < lower < self.error_order:
+                raise ValueError(
+                    f"{name}: b_lower is of order {lower}; it must be at least 1 and less than that of "
+                    f"b_low, {self.order_low}"
+                )
+            put("error_order", min(order, 2 * self.error_order - lower))
 
         # Trailing stages that only serve the error estimate (dopri5's seventh) are not called.
         put("rate_calls", max(i for i, b_i in enumerate(self.b) if b_i) + 1)
@@ -114,6 +132,7 @@ class Scheme:
         put("_b", tuple(map(float, self.b)))
         put("_c", tuple(map(float, self.c)))
         put("error_weights", tuple(float(b - low) for b, low in zip(self.b, self.b_low or ())))
+        put("lower_error_weights", tuple(float(b - low) for b, low in zip(self.b, self.b_lower or ())))
         put("dense_weights", tuple(map(float, self.dense or ())))
         put("_hash", hash((name, self._a, self._b, self._c)))
 
@@ -122,10 +141,11 @@ class Scheme:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Made anew where it is unpickled: the hash of a name differs from process to process.
-        return Scheme, (self.name, self.a, self.b, self.c, self.order, self.b_low, self.dense)
+        parts = self.name, self.a, self.b, self.c, self.order, self.b_low, self.dense, self.b_lower
+        return Scheme, parts
 
     def __repr__(self) -> str:
-        pair = f" (error from order {self.order_low})" if self.b_low else ""
+        pair = f" (error from order {self.error_order})" if self.b_low else ""
         return f"Scheme({self.name!r}, order {self.order}{pair}, {len(self.b)} stages)"
 
     @property
@@ -330,6 +350,8 @@ def _order(
     b: tuple[Fraction, ...], a: tuple[tuple[Fraction, ...], ...], most: int, tolerance: float
 ) -> int:
     order = 0
+    if tolerance:
+        b, a = ([float(x) for x in b], [[float(x) for x in row] for row in a])  # type: ignore[assignment]
     while order < most and defect(order + 1, b, a) <= tolerance:
         order += 1
     return order

@@ -11,6 +11,8 @@ from functools import cache
 from math import prod
 from typing import Any, TypeAlias
 
+import numpy as np
+
 Tree: TypeAlias = tuple[Any, ...]
 Number: TypeAlias = Fraction | float
 
@@ -43,29 +45,39 @@ def density(tree: Tree) -> int:
     return size(tree) * prod(map(density, tree))
 
 
-def stage_weights(
-    tree: Tree, a: Sequence[Sequence[Number]], other: Sequence[Sequence[Number]]
-) -> list[Number]:
-    """w_i(tree) at each stage i. For partitioned methods `a` and `other` alternate with depth."""
-    children = [stage_weights(child, other, a) for child in tree]
-    return [
-        prod((sum(a_ij * w for a_ij, w in zip(row, child)) for child in children), start=Fraction(1))
-        for row in a
-    ]
-
-
 def defect(
     nodes: int,
     b: Sequence[Number],
     a: Sequence[Sequence[Number]],
     other: Sequence[Sequence[Number]] | None = None,
 ) -> Number:
-    """By how much the conditions with that many nodes are missed, at most. 0: all hold."""
-    other = a if other is None else other
-    misses: list[Any] = [
-        abs(
-            sum(b_i * w for b_i, w in zip(b, stage_weights(tree, a, other))) - Fraction(1, density(tree))
-        )
-        for tree in trees(nodes)
-    ]
-    return max(misses)
+    """By how much the conditions with that many nodes are missed, at most. 0: all hold.
+
+    Args:
+        nodes: of the trees.
+        b, a: the tableau: fractions, for an exact answer, or floats.
+        other: for partitioned methods, which alternate between `a` and `other` with the depth of a node.
+    """
+    exact = isinstance(b[0], Fraction)
+    depths, other = (1, a) if other is None else (2, other)
+    matrices = [_matrix(a, len(other), exact), _matrix(other, len(a), exact)]
+
+    @cache
+    def weights(tree: Tree, depth: int) -> Any:
+        """w_i(tree) at each stage i."""
+        found = np.ones(len(matrices[depth]), dtype=object if exact else float)
+        for child in tree:
+            found = found * (matrices[depth] @ weights(child, (depth + 1) % depths))
+        return found
+
+    row = np.array(b, dtype=object if exact else float)
+    one = Fraction(1) if exact else 1.0
+    return max(abs(row @ weights(tree, 0) - one / density(tree)) for tree in trees(nodes))
+
+
+def _matrix(rows: Sequence[Sequence[Number]], columns: int, exact: bool) -> Any:
+    """The rows, which may end early, as a matrix with that many columns."""
+    made = np.zeros((len(rows), columns), dtype=object if exact else float)
+    for i, row in enumerate(rows):
+        made[i, : len(row)] = row
+    return made

@@ -141,7 +141,7 @@ def scheme_to_json(scheme: AnyScheme) -> dict[str, Any]:
     return {
         "scheme": scheme.name,
         "a": [listed(row) for row in scheme.a],
-        **{key: listed(getattr(scheme, key)) for key in ("b", "c", "b_low", "dense")},
+        **{key: listed(getattr(scheme, key)) for key in ("b", "c", "b_low", "dense", "b_lower")},
         "order": scheme.order,
     }
 
@@ -151,8 +151,8 @@ def scheme_from_json(saved: dict[str, Any]) -> AnyScheme:
     if "splitting" in saved:
         kick, drift = ([float.fromhex(x) for x in saved[k]] for k in ("kick", "drift"))
         return Splitting(saved["splitting"], kick, drift, saved["order"])
-    parts = (saved[key] for key in ("a", "b", "c", "order", "b_low", "dense"))
-    return Scheme(saved["scheme"], *parts)
+    parts: dict[str, Any] = {key: saved[key] for key in ("a", "b", "c", "order", "b_low", "dense")}
+    return Scheme(saved["scheme"], **parts, b_lower=saved.get("b_lower"))  # older files have none
 
 
 def module_from_tensors(
