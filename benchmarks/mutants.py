@@ -9,7 +9,7 @@ survives; some survivors are equivalent to the original.
     python -m benchmarks.mutants --only 3,17 --markers "slow and not gpu" --tests tests/attention   # those of test-all
 
 Results are written to benchmarks/results/mutants.json after each mutant; a mutant that has a result for the
-same selection of tests is not run again.
+same selection of tests is not run again. Results of other sources are discarded.
 """
 
 import argparse
@@ -204,7 +204,9 @@ def main() -> None:
             ROOT, folder, ignore=shutil.ignore_patterns(".git", ".venv", "out", ".*_cache", "carry")
         )
         for number, mutant in enumerate(chosen):
-            row = saved["mutants"].setdefault(str(number), {**asdict(mutant), "verdicts": {}})
+            row = saved["mutants"].get(str(number), {})
+            if any(row.get(key) != value for key, value in asdict(mutant).items()):  # of other sources
+                row = saved["mutants"][str(number)] = {**asdict(mutant), "verdicts": {}}
             if number not in only or suite in row["verdicts"]:
                 continue
             row["verdicts"][suite] = judge(mutant, folder, options.markers, options.tests)
