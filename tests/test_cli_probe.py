@@ -207,6 +207,7 @@ def test_a_folder_of_images(tmp_path):
     assert batch.shape == (2, 1, 16, 16)
 
 
+@pytest.mark.slow
 def test_transformers_by_their_kind(tmp_path):
     pytest.importorskip("transformers")
     options = [f"-o{k}={v}" for k, v in dict(hidden_size=16, num_hidden_layers=3, num_attention_heads=2,

@@ -153,6 +153,7 @@ def test_the_same_seed_gives_the_same_numbers(monkeypatch):
     assert first != small(4)
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_leaves_the_others_whole(monkeypatch, tmp_path):
     def broken(*_):
         raise ArithmeticError("two and two make five")

@@ -43,7 +43,7 @@ def with_gradients(out, inputs):
     return out, *torch.autograd.grad(out, inputs, torch.randn(out.shape).to(out))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LINEAR)
 def test_taps_are_what_steps_make_of_a_unit(name):
     for steps, heads in ((1, 3), (4, 1), (8, 1))[: 3 if name == "advection_diffusion" else 2]:
@@ -177,6 +177,7 @@ def test_causal_equals_dense(tokens, steps, dim, heads, name):
     assert worst(found, truth) < 1e-12
 
 
+@pytest.mark.slow
 def test_causal_equals_the_operator_without_kernels():
     pde, leaves = equation("advection_diffusion", 2)
     q, k, v = (random(1, 2, 70, 16) for _ in range(3))
@@ -186,7 +187,7 @@ def test_causal_equals_the_operator_without_kernels():
     assert worst(found, truth) < 1e-12
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_lower_precision_is_as_exact_as_torch(dtype):
     inputs = [random(1, 2, 70, 32).detach() for _ in range(3)]

@@ -160,7 +160,7 @@ def test_a_gradient_alone(wanted):
     assert worst(*found) < 1e-12
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("pde", [pdes.AdvectionDiffusion(0.2, 0.1), None])
 def test_no_bit_of_the_past_changes_with_the_future(pde):
     x = random(1, 2, 40, 16, dtype=torch.bfloat16).detach()

@@ -407,6 +407,7 @@ def test_a_row_that_stays_nan_leaves_shared_gradients_alone(how):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [dict(), dict(scheme="dopri5", rtol=1e-6)], ids=str)
 def test_early_states_have_gradients_though_all_are_lost_later(how):
     u0 = torch.tensor([[1.0], [0.2]], **F64, requires_grad=True)

@@ -93,6 +93,7 @@ def exploding(width=8):
     return hybrid(at.HybridSolver(lambda t, u: u**2, "rk4", correction, 0.5))
 
 
+@pytest.mark.slow
 def test_a_last_step_that_cannot_be_followed_is_no_success():
     solved = solve_ivp(lambda t, u: u**2, (0, 0.4), [4.0], method=exploding())
     assert not solved.success

@@ -298,7 +298,7 @@ CACHES = {
 }
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("side", [None, "left"])
 @every_decoder
@@ -335,7 +335,7 @@ def test_several_queries_against_a_cache(make, name):
 # Causality
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @every_pde
 @every_decoder
 def test_decoders_are_causal(make, name):
@@ -463,7 +463,7 @@ def test_own_settings_of_a_model():
     close(logits(model), logits(build(gpt2, "sdpa")))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @every_pde
 @pytest.mark.parametrize("make", [gpt2, llama, bert, modernbert])
 def test_saved_and_loaded(make, name, tmp_path):

@@ -43,6 +43,7 @@ def test_a_hybrid_step_is_far_better_than_a_plain_one(chain):
     assert solver.history[-1]["rollout"] == pytest.approx(hybrid, rel=10)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("scheme", ["euler", "heun", "rk3", "rk4", "leapfrog"])
 def test_linear_systems_come_out_exact(scheme):
     system = at.systems.SpringMass(n=8)
@@ -56,6 +57,7 @@ def test_one_trajectory_fits_the_linear_correction():
     assert errors(solver, system, 20.0)[0] < 1e-18
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("correction", ["attns", "attns_m", "neurvec", "csm", "fsnet"])
 def test_every_correction_can_be_fitted(correction):
     system = at.systems.ElasticPendulum()
@@ -75,6 +77,7 @@ def test_the_same_seed_gives_the_same_solver():
     assert not torch.equal(fit(0).step(u), fit(1).step(u))
 
 
+@pytest.mark.slow
 def test_paper_recipe_learns():
     system = at.systems.Logistic(growth=2.0)
     solver = at.fit(
@@ -466,6 +469,7 @@ def test_a_pulse_in_time_is_noticed(middle):
         at.fit(pulse, dt=0.1, horizon=10.0, sample=SAMPLE, trajectories=4, period=25.0)
 
 
+@pytest.mark.slow
 def test_a_period_known_to_seven_digits_is_good_enough():
     rate = lambda t, u: torch.stack((u[..., 1], -u[..., 0] + torch.cos(t)), -1)
     solver = at.fit(rate, dt=0.1, horizon=2.0, sample=SAMPLE, trajectories=8, period=6.2831853,

@@ -155,6 +155,7 @@ def test_ray_makes_the_same_files(tmp_path):
     assert make(tmp_path / "ray", engine="ray", address="local").hash == make(tmp_path / "one").hash
 
 
+@pytest.mark.slow
 def test_fractions_are_nested_and_noise_is_reproducible(tmp_path):
     data = make(tmp_path)
     half, all_ = data.runs(fraction=0.5), data.runs()
@@ -227,6 +228,7 @@ def test_a_rate_that_is_not_finite_somewhere_has_no_witness(tmp_path):
     assert make_trajectories(gap, tmp_path, **how).hash == data.hash
 
 
+@pytest.mark.slow
 def test_data_of_a_version_without_a_witness_go_on(tmp_path):
     data = make(tmp_path)
     without = {k: v for k, v in data.manifest.items() if k != "witness"}

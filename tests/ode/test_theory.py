@@ -189,6 +189,7 @@ def hybrids():
     return found
 
 
+@pytest.mark.slow
 def test_the_error_stays_below_every_bound(hybrids):
     for solver, truth in hybrids:
         found = convergence_bound(solver, truth)

@@ -143,6 +143,7 @@ def test_the_largest_second_derivatives_are_chosen():
     torch.testing.assert_close(size(top), size(whole).sort(descending=True).values[:4])
 
 
+@pytest.mark.slow
 def test_theorems_hold_for_a_small_fit():
     config = {**SMALL, "system": "2-link", "recipe": "default", "correction": "attns", "end": 1.0}
     bound = solver_theory.bound(config, Context())["metrics"]

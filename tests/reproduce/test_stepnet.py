@@ -50,7 +50,7 @@ def test_every_place_has_its_experiment():
     assert {f"stepnet-{place}" for place in PLACES.split()} <= set(NAMES)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_it_runs_in_small_and_can_be_drawn(name, tmp_path):
     pytest.importorskip("PIL")

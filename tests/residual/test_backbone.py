@@ -28,6 +28,7 @@ def test_maps_are_the_stages():
     assert set(backbone.state_dict()) == {n for n in model.state_dict() if not n.startswith("fc.")}
 
 
+@pytest.mark.slow
 def test_maps_of_a_resnet50():
     backbone = resnet_backbone(50, "stepnet")
     maps = backbone(torch.rand(2, 3, 64, 64))
