@@ -13,7 +13,7 @@ from attractor.core.scheme import Rate
 from attractor.core.tableaus import AnyScheme
 
 PLAIN_SUBSTEPS = 2  # of the solver's own scheme, where the accuracy of a fit is not known
-MOST_SUBSTEPS = 128  # of dopri5, in place of one step
+MOST_SUBSTEPS = 64  # of dop853, in place of one step
 ROUNDING = 1e-13  # relative to a state: substeps are not asked to agree better
 
 
@@ -129,12 +129,12 @@ class TrustRegion(nn.Module):
 
 
 def settled_step(rate: Rate, t: Tensor, dt: Any, u: Tensor, tolerance: Tensor) -> Tensor:
-    """Return the states ``[*batch, d]`` one dt after u, by as many substeps of dopri5 as they need.
+    """Return the states ``[*batch, d]`` one dt after u, by as many substeps of dop853 as they need.
 
     Each trajectory doubles its substeps until the estimated error of every component is within the
     tolerance, or there are `MOST_SUBSTEPS`. Its substeps do not depend on the other trajectories.
     """
-    scheme = get_scheme("dopri5")
+    scheme = get_scheme("dop853")
     with torch.no_grad():
         start, count = u.detach(), 1
         state = _substeps(rate, scheme, t, dt, start, count)
