@@ -498,6 +498,7 @@ def test_a_forward_written_by_hand(gate, network):
 # Compiled forms
 
 
+@pytest.mark.filterwarnings("ignore:The TorchScript type system")  # of torch.fx.GraphModule
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.slow
 @every_gate

@@ -13,8 +13,11 @@ rate into a slope ``S``, so that a plain step is ``u + dt * S``; a *correction* 
 This folder knows torch and nothing else of the library.
 """
 
+from types import ModuleType
+
 from attractor.core import stiffness, tableaus
 from attractor.core.evolve import evolve
+from attractor.core.lazy import submodule
 from attractor.core.odeint import odeint, odeint_adjoint
 from attractor.core.scheme import Scheme
 from attractor.core.splitting import Splitting
@@ -34,3 +37,7 @@ __all__ = [
     "stiffness",
     "tableaus",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    return submodule(__name__, name)

@@ -180,6 +180,7 @@ def silent_stages(stage: Tensor, drop_first: bool = True, mean: Mean = "input") 
     ([0], [1])
     """
     check_tensor("stage", stage, "[blocks]", floating=False)
+    check_values("stage", stage)
     if mean not in ("input", "stage"):
         raise ValueError(f"mean = {mean!r}; it is 'input' or 'stage'")
     needed = (2 if mean == "input" else 1) + int(drop_first)

@@ -92,7 +92,11 @@ class ImageSet:
 
     def take(self, index: Tensor) -> "ImageSet":
         """Those images, in that order."""
-        index = index if isinstance(index, Tensor) else torch.as_tensor(index)
+        if not isinstance(index, Tensor):
+            try:
+                index = torch.as_tensor(index)
+            except (RuntimeError, TypeError, ValueError) as error:
+                raise TypeError(f"index is a {type(index).__name__}; give positions [k]") from error
         self._check_index(index)
         return replace(self, images=self.images[index], labels=self.labels[index])
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attractor.core import Trajectory, get_scheme
-from attractor.core.checks import MOST_STEPS, as_number, is_whole
+from attractor.core.checks import MOST_STEPS, as_number, check_values, is_whole
 from attractor.core.control import is_transformed
 from attractor.core.evolve import Guard, call_correction, check_problem, guarded_step, on_grid
 from attractor.core.scheme import Rate, check_state
@@ -207,8 +207,11 @@ class HybridSolver:
 
     def _converted(self, u: Tensor) -> Tensor:
         """States in the solver's dtype and on its device; what is no floating state as it is."""
-        floating = isinstance(u, Tensor) and u.is_floating_point()
-        return u.to(dtype=self.dtype, device=self.device) if floating and self._like is not None else u
+        if not (isinstance(u, Tensor) and u.is_floating_point()) or self._like is None:
+            return u
+        if u.device != self.device:
+            check_values("u", u)
+        return u.to(dtype=self.dtype, device=self.device)
 
     def _guard(self, guard: bool | None) -> Guard | None:
         """The guard of one solve; None if nothing is known about where the correction applies."""

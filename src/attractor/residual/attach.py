@@ -66,9 +66,11 @@ def _calls_once(block: nn.Module, kind: type[nn.Module], trial: Given) -> bool:
 class SharedGate(nn.Module):
     """A gate that belongs to another block: used here, but its weights are kept only there."""
 
+    elsewhere: Any
+
     def __init__(self, gate: nn.Module) -> None:
         super().__init__()
-        self.elsewhere: Any = (gate,)  # in a tuple, so that it is not registered as a child
+        self.elsewhere = (gate,)  # in a tuple, so that it is not registered as a child
 
     @property
     def needs_x(self) -> bool:

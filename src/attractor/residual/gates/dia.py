@@ -174,13 +174,16 @@ class Memories:
         return Memories, ()
 
 
-@torch.compiler.assume_constant_result
 def in_backward() -> bool:
     """Whether this thread runs a backward pass, in which checkpointing runs blocks again.
 
     In compiled code it is as it was when the code was compiled.
     """
     return torch._C._current_graph_task_id() != -1
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler here.
+in_backward._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _place_of(x: Tensor) -> tuple[Any, Any]:
