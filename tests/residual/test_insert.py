@@ -357,7 +357,9 @@ def test_gates_by_function():
 def test_nothing_stays_behind():
     """After a forward no block holds a feature map."""
     gated = insert_gates(make("theirs-bottleneck"), "stepnet", "all")
-    waits = lambda net: any(m.waiting.value is not None for m in net.modules() if hasattr(m, "waiting"))
+    waits = lambda net: any(
+        m.handover.value is not None for m in net.modules() if hasattr(m, "handover")
+    )
     gated(torch.rand(2, 3, 16, 16))
     assert not waits(gated)
     with pytest.raises(ValueError, match="one sample"):

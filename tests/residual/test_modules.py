@@ -108,7 +108,7 @@ def test_every_network_is_here():
 
 
 def intercepted(net):
-    return [m for m in net.modules() if hasattr(m, "waiting")]
+    return [m for m in net.modules() if hasattr(m, "handover")]
 
 
 def test_look_alikes_are_gated_in_both_ways():

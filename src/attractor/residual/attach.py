@@ -143,25 +143,25 @@ def leave_gate(block: Any, args: Any, out: Any) -> None:
 # Blocks whose forward cannot be written
 
 
-class Waiting(threading.local):
-    """What waits in a module for a call of the same thread; in copies of the module nothing waits."""
+class Handover(threading.local):
+    """A value that a thread stores in a module for a later call. Copies of the module hold none."""
 
     value: Any = None
 
     def take(self) -> Any:
-        """What waits, once."""
+        """Return the value and remove it."""
         value, self.value = self.value, None
         return value
 
-    def __deepcopy__(self, memo: Any) -> "Waiting":
-        return Waiting()
+    def __deepcopy__(self, memo: Any) -> "Handover":
+        return Handover()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Waiting, ()
+        return Handover, ()
 
 
 def _intercept(block: nn.Module, end: str, source: Source | None, flat: bool) -> None:
-    """Have x handed over before a block's forward, and f gated behind the part that ends the branch."""
+    """Store x before a block's forward, and gate the output of the part that ends the branch."""
     _intercepted(block.get_submodule(end), _call_end)
     if source is not None and source.part is not None:
         _intercepted(block.get_submodule(source.part), _call_shortcut)
@@ -174,7 +174,7 @@ def _intercept(block: nn.Module, end: str, source: Source | None, flat: bool) ->
 
 def _intercepted(part: Any, call: Callable[..., Any]) -> None:
     part.__class__ = _intercepting(part.__class__, call)
-    part.waiting = Waiting()
+    part.handover = Handover()
 
 
 @cache
@@ -209,34 +209,34 @@ def _refuse_script(part: Any) -> Any:
 def _hand_over(
     block: Any, args: Any, kwargs: Any, *, end: str, source: Source | None, position: Any, flat: bool
 ) -> None:
-    """Before a block: its gate and x begin to wait at the end of the branch."""
+    """Before a block: store the block, x and the gate's function at the end of the branch."""
     x = None
     if source is not None:
         x = kwargs[source.argument] if source.argument in kwargs else args[position]
         x = x if source.index is None else x[source.index]
     if source is not None and source.part is not None:
         projection = block.get_submodule(source.part)
-        if not hasattr(projection, "waiting"):  # replaced
+        if not hasattr(projection, "handover"):  # replaced
             _intercepted(projection, _call_shortcut)
-        projection.waiting.value = None
+        projection.handover.value = None
         x = projection(x)
-        projection.waiting.value = (x,)
+        projection.handover.value = (x,)
     part = block.get_submodule(end)
-    if not hasattr(part, "waiting"):  # replaced, as by convert_sync_batchnorm
+    if not hasattr(part, "handover"):  # replaced, as by convert_sync_batchnorm
         _intercepted(part, _call_end)
-    part.waiting.value = (block, x, gate_flat_branch if flat else gate_branch)
+    part.handover.value = (block, x, gate_flat_branch if flat else gate_branch)
 
 
 def _forget(block: Any, args: Any, out: Any, *, end: str, source: Source | None) -> None:
-    """After a block, also if it raised an error: nothing waits any more."""
+    """After a block, also if it raised an error: remove what is stored."""
     for path in (end, None if source is None else source.part):
         if path is not None:
-            block.get_submodule(path).waiting.value = None
+            block.get_submodule(path).handover.value = None
 
 
 def _call_end(part: Any, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """At the end of the branch: f is gated."""
-    handed = part.waiting.take()
+    """At the end of the branch: call the part, then the gate."""
+    handed = part.handover.take()
     f = plain(*args, **kwargs)
     if handed is None:
         if getattr(part, "traced", False):  # a graph of torch.fx calls part and gate one by one
@@ -252,6 +252,6 @@ def _call_end(part: Any, plain: Callable[..., Any], args: Any, kwargs: Any) -> A
 
 
 def _call_shortcut(part: Any, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The shortcut that was projected before the branch; statistics are updated once, hooks run once."""
-    early = part.waiting.take()
+    """Return the projection that was computed before the branch, so that the part runs once per call."""
+    early = part.handover.take()
     return plain(*args, **kwargs) if early is None else early[0]
