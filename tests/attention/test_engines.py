@@ -765,6 +765,24 @@ def test_machine_code_gives_the_same_gradients_of_windows(count):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_machine_code_does_not_overwrite_the_weights_of_global_tokens():
+    """Inductor may write into a tensor that the backward pass saved while a view of it is still needed."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 3, 130, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    grad = torch.randn(2, 3, 130, 8, dtype=torch.float64)
+    options = {"window": (7, 0), "global_tokens": 3, "is_causal": True, "steps": 3}
+
+    def attend(query, key, value):
+        return window_attention(query, key, value, pde=pdes.Diffusion(0.2), **options)
+
+    plain = torch.autograd.grad(attend(*inputs), inputs, grad)
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True)
+    for x, y in zip(torch.autograd.grad(compiled(*inputs), inputs, grad), plain):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize(
     "options", [{"pde": "reaction_diffusion"}, {"pde": "wave", "dropout_p": 0.3}], ids=str
 )

@@ -317,7 +317,7 @@ def test_one_softmax_over_the_scope_and_other_scores(kind, prefers, gpu):
     scores, _, _ = truth(*leaves, scope)
     weights = torch.cat((scores, near), -1).softmax(-1)
     expected = weights[..., : scope.keys] @ leaves[2] + weights[..., scope.keys :] @ more
-    far, rest = flash.split_softmax(*leaves, near, scope, SCALE)
+    far, (rest,) = flash.split_softmax(*leaves, [near], scope, SCALE)
     found = pad(far, (0, 0, scope.queries - far.shape[-2], 0)) + rest @ more
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     grad = torch.randn_like(found)
@@ -442,7 +442,7 @@ def test_a_document_does_not_touch_another(kind, gpu):
     def run(*given):
         leaves = [x.clone().requires_grad_() for x in given]
         none = torch.full((2, 3, T, 1), -torch.inf, dtype=torch.float64)
-        out, _ = flash.split_softmax(*leaves, none, scope, SCALE)
+        out, _ = flash.split_softmax(*leaves, [none], scope, SCALE)
         return out, *torch.autograd.grad(out, leaves, grad[..., top:, :])
 
     own = (scope.documents == scope.documents[:, -1:])[:, None, :, None]
@@ -644,12 +644,12 @@ def test_on_a_gpu_compiled_and_captured(kind):
     near = torch.randn(2, 3, T, 4, device="cuda", requires_grad=True)
 
     def both(*given):
-        far, weights = flash.split_softmax(*given, scope, SCALE)
+        far, (weights,) = flash.split_softmax(*given[:3], given[3:], scope, SCALE)
         loss = far.square().sum() + (pad(far, (0, 0, T - far.shape[-2], 0))[..., :4] * weights).sum()
         return far, *torch.autograd.grad(loss, given)
 
     def forward(*given):
-        return flash.split_softmax(*given, scope, SCALE)[0]
+        return flash.split_softmax(*given[:3], given[3:], scope, SCALE)[0]
 
     plain = [x.detach() for x in both(*given, near)]
     compiled = torch.compile(forward, fullgraph=True)(*given, near)

@@ -6,7 +6,7 @@ operators are torch's own (`operators`) where one serves a scope: on CPUs, and o
 bands and packed documents. Everything else is done a strip of rows at a time, on CUDA in plain torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,25 +34,31 @@ __all__ = ["Strip", "attend", "attend_backward", "log_sum_exp", "split_softmax"]
 
 
 def split_softmax(
-    query: Tensor, key: Tensor, value: Tensor, near: Tensor, scope: Scope | None, scale: float
-) -> tuple[Tensor, Tensor]:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    near: Sequence[Tensor],
+    scope: Scope | None,
+    scale: float,
+) -> tuple[Tensor, list[Tensor]]:
     """One softmax over the keys of a scope and over some more scores a row.
 
     Args:
         query, key, value: ``[batch, heads, tokens, dim]``.
-        near: the other scores ``[batch, heads, queries, n]``; -inf for none, n = 0 if no row has any.
+        near: the other scores, tensors ``[batch, heads, queries, n]`` of one type; -inf for none.
         scope: which keys the rest of the softmax is over; None: none.
 
     Returns:
         The sum over the scope's keys of weight times value ``[batch, heads, last queries, value dim]``,
         without the first rows if these have no keys in scope, and the weights of the other scores
-        ``[batch, heads, queries, n]``; of the type of `near`. All weights of a row add up to 1, or to
-        0 if it may attend to nothing.
+        ``[batch, heads, queries, n]``, a tensor for each tensor of `near`. All weights of a row add up
+        to 1, or to 0 if it may attend to nothing.
 
-    Gradients of the two outputs must come from one sum, in which the weights enter linearly; a row
+    Gradients of the outputs must come from one sum, in which the weights enter linearly; a row
     whose first gradient is zero must have a second one that is zero.
     """
-    return _SplitSoftmax.apply(query, key, value, near, scope, scale)
+    out, *weights = _SplitSoftmax.apply(query, key, value, scope, scale, *near)
+    return out, weights
 
 
 def log_sum_exp(query: Tensor, key: Tensor, scope: Scope, scale: float) -> Tensor:
@@ -67,36 +73,47 @@ class _SplitSoftmax(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        near: Tensor,
         scope: Scope | None,
         scale: float,
-    ) -> tuple[Tensor, Tensor]:
+        *near: Tensor,
+    ) -> tuple[Tensor, ...]:
+        scores = torch.cat(near, -1) if near else None
         if scope is None:
-            part, share = value.new_zeros(*query.shape[:-1], value.shape[-1]), near.new_ones(())
-            lse = near.logsumexp(-1)
+            assert scores is not None, "a softmax over nothing"
+            part, share = value.new_zeros(*query.shape[:-1], value.shape[-1]), scores.new_ones(())
+            lse = scores.logsumexp(-1)
         else:
             part, part_lse = attend(query, key, value, scope, scale)
-            lse = torch.logaddexp(near.logsumexp(-1), part_lse) if near.shape[-1] else part_lse
+            lse = part_lse if scores is None else torch.logaddexp(scores.logsumexp(-1), part_lse)
         lse = lse.masked_fill(lse == -torch.inf, 0.0)
         if scope is not None:
             share = (part_lse - lse).exp()[..., lse.shape[-1] - part.shape[-2] :, None]
-        weights = (near - lse[..., None]).exp()
+        # Weights of their own memory: if they were views of one tensor, AOTAutograd could save both the
+        # tensor and a view for the backward pass and declare both free for reuse, and Inductor would
+        # overwrite the tensor before the view is read (torch 2.11 and 2.13).
+        weights = [(x - lse[..., None]).exp() for x in near]
         ctx.scope, ctx.scale = scope, scale
         # Neither another name for an output nor one changed in place may be saved: torch 2.11 compiles
         # that to a gradient of zero.
-        ctx.save_for_backward(query, key, value, part, share, weights, lse)
-        return part * share, weights
+        ctx.save_for_backward(query, key, value, part, share, lse, *weights)
+        return part * share, *weights
 
     @staticmethod
     @first_derivatives_only
-    def backward(ctx: Any, grad_far: Tensor, grad_weights: Tensor) -> tuple[Any, ...]:
-        query, key, value, part, share, weights, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad_far: Tensor, *grad_weights: Tensor) -> tuple[Any, ...]:
+        query, key, value, part, share, lse, *weights = ctx.saved_tensors
         # The operator's backward subtracts <grad, out> from every score's gradient. For one softmax
         # over both sets of keys it must be the sum over both, so it is given an out that makes it so:
         # the multiple of grad that has the right product, for only that matters.
-        total = (grad_weights * weights).sum(-1, keepdim=True)
+        total = lse.new_zeros(*lse.shape, 1)
+        for of_weight, weight in zip(grad_weights, weights):
+            total = total + (of_weight * weight).sum(-1, keepdim=True)
+
+        def of_near() -> list[Tensor]:
+            return [weight * (of_weight - total) for of_weight, weight in zip(grad_weights, weights)]
+
         if ctx.scope is None:
-            return None, None, None, weights * (grad_weights - total), None, None
+            return None, None, None, None, None, *of_near()
         grad = grad_far.to(value.dtype)
         top = total.shape[-2] - part.shape[-2]
         total = total + pad((grad_far * part).sum(-1, keepdim=True) * share, (0, 0, top, 0))
@@ -104,7 +121,7 @@ class _SplitSoftmax(torch.autograd.Function):
         per_grad = torch.where(size > 1e-30, total[..., top:, :] / size / size, 0.0)
         out = (grad * per_grad).to(value.dtype)
         grads = attend_backward(grad, query, key, value, out, lse, ctx.scope, ctx.scale)
-        return *grads, weights * (grad_weights - total), None, None
+        return *grads, None, None, *of_near()
 
 
 class _LogSumExp(torch.autograd.Function):

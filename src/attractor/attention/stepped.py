@@ -76,18 +76,13 @@ def stepped(
         scores.append(others[0])
     far = scope.narrowed(reach)
     empty = far.left is not None and far.right is not None and far.left + far.right < 0
-    out, weights = flash.split_softmax(
-        query, key, far_values, torch.cat(scores, -1), None if empty else far, scale
-    )
-    *nears, rest = weights.split(
-        [*(width for _, width, _, _ in bands), others[0].shape[-1] if others else 0], -1
-    )
-    for near, (first, _, patch_first, patch_width) in zip(nears, bands):
+    out, weights = flash.split_softmax(query, key, far_values, scores, None if empty else far, scale)
+    for near, (first, _, patch_first, patch_width) in zip(weights, bands):
         offset = first - patch_first
         spread = _spread(near, offset, patch_first, patch_width, scope, open, stencil, pde, steps, dt)
         out = band_values(spread, value.to(dtype), patch_first, onto=out)
     out = _all_rows(out, scope)
-    return (out if others is None else out + others[1](rest)).to(value.dtype)
+    return (out if others is None else out + others[1](weights[-1])).to(value.dtype)
 
 
 def softmax_attention(query: Tensor, key: Tensor, value: Tensor, scope: Scope, scale: float) -> Tensor:
@@ -97,8 +92,7 @@ def softmax_attention(query: Tensor, key: Tensor, value: Tensor, scope: Scope, s
         if plain and scope.bias is None:
             return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     if scope.documents is not None or scope.banded or scope.mask is not None:
-        none = query.new_empty((*query.shape[:-1], 0), dtype=wide(query.dtype))
-        out, _ = flash.split_softmax(query, key, value, none, scope, scale)
+        out, _ = flash.split_softmax(query, key, value, [], scope, scale)
         return _all_rows(out, scope).to(value.dtype)
     bias, real = scope.bias, scope.real
     if bias is not None and bias.dtype != query.dtype:
