@@ -1,6 +1,7 @@
 """What every member of a plug-in folder must satisfy. Members are found, not listed."""
 
 import inspect
+import pickle
 from copy import deepcopy
 from dataclasses import FrozenInstanceError, fields
 from fractions import Fraction
@@ -14,6 +15,7 @@ from attractor.attention import pdes
 from attractor.attention.masks import open_faces
 from attractor.core.scheme import Scheme
 from attractor.core.splitting import Splitting
+from attractor.core.step import Step
 from attractor.core.tableaus import ALL
 from attractor.core.trees import defect
 from attractor.ode import corrections, systems
@@ -244,6 +246,13 @@ def test_system_says_what_it_is(make):
         setattr(make(), next((f.name for f in fields(make)), "dim"), 1)
 
 
+@pytest.mark.parametrize("scheme", ALL.values(), ids=lambda s: s.name)
+def test_schemes_can_be_copied(scheme):
+    again = pickle.loads(pickle.dumps(scheme))
+    assert again == scheme
+    assert again.name == scheme.name
+
+
 # ---- corrections: everything ode/corrections exports
 
 CORRECTIONS = [BY_NAME[name] for name in BY_NAME]
@@ -253,6 +262,11 @@ every_correction = pytest.mark.parametrize("make", CORRECTIONS, ids=lambda c: c.
 def small(make, **factory):
     torch.manual_seed(1)
     return make(4, **factory) if make is corrections.Linear else make(4, width=16, **factory)
+
+
+def step_of(u, slope, t=None):
+    """A step with four stages that depend on u and slope."""
+    return Step(u, slope, 0.1, t, (slope, 0.5 * slope + u, slope * u, u))
 
 
 def test_every_correction_is_exported_and_named():
@@ -267,7 +281,10 @@ def test_every_correction_is_exported_and_named():
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
 def test_correction_keeps_shape_and_dtype(make, dtype, batch):
     u, slope = torch.rand(2, *batch, 4, dtype=dtype)
-    added = small(make, dtype=dtype)(u, slope, 0.1)
+    correction = small(make, dtype=dtype)
+    added = correction(step_of(u, slope))
+    if not correction.needs_stages:
+        assert torch.equal(added, correction(u, slope, 0.1))
     assert added.shape == u.shape
     assert added.dtype == dtype
 
@@ -276,8 +293,8 @@ def test_correction_keeps_shape_and_dtype(make, dtype, batch):
 def test_gradients_of_a_correction(make):
     correction = small(make, dtype=torch.float64)
     u, slope = torch.rand(2, 3, 4, dtype=torch.float64).requires_grad_().unbind(0)
-    assert torch.autograd.gradcheck(lambda u, s: correction(u, s, 0.1), (u, slope))
-    correction(u, slope, 0.1).square().sum().backward()
+    assert torch.autograd.gradcheck(lambda u, s: correction(step_of(u, s)), (u, slope))
+    correction(step_of(u, slope)).square().sum().backward()
     assert all(p.grad is not None for p in correction.parameters())
 
 
@@ -286,17 +303,17 @@ def test_correction_is_rebuilt_from_its_config(make):
     correction = small(make)
     again = make(**correction.config)
     again.load_state_dict(correction.state_dict())
-    u, slope = torch.rand(2, 3, 4)
-    assert torch.equal(again(u, slope, 0.1), correction(u, slope, 0.1))
+    step = step_of(*torch.rand(2, 3, 4))
+    assert torch.equal(again(step), correction(step))
 
 
 @pytest.mark.sampled(2)
 @every_correction
 def test_correction_can_be_compiled_whole(make):
     correction = small(make)
-    u, slope = torch.rand(2, 3, 4)
+    step = step_of(*torch.rand(2, 3, 4))
     whole = torch.compile(correction, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(whole(u, slope, 0.1), correction(u, slope, 0.1))
+    torch.testing.assert_close(whole(step), correction(step))
 
 
 @every_correction
@@ -305,13 +322,13 @@ def test_correction_with_a_period_repeats_in_time(make):
     u, slope = torch.rand(2, 3, 4, dtype=torch.float64)
     assert correction.timed
     assert not small(make).timed
-    at = lambda t: correction(u, slope, 0.1, torch.tensor(t, dtype=torch.float64))
+    at = lambda t: correction(step_of(u, slope, torch.tensor(t, dtype=torch.float64)))
     torch.testing.assert_close(at(0.3), at(2.3))
     assert (at(0.3) - at(0.9)).abs().max() > 1e-6
-    each = correction(u, slope, 0.1, torch.tensor([0.3, 0.9, 0.3], dtype=torch.float64))
+    each = correction(step_of(u, slope, torch.tensor([0.3, 0.9, 0.3], dtype=torch.float64)))
     torch.testing.assert_close(each, torch.stack((at(0.3)[0], at(0.9)[1], at(0.3)[2])))
-    with pytest.raises(ValueError, match="needs the time as its fourth argument"):
-        correction(u, slope, 0.1)
+    with pytest.raises(ValueError, match="needs the time"):
+        correction(step_of(u, slope))
 
 
 VARIANTS = ({"body": "lstm"}, {"body": "transformer"}, {"state": True}, {"times_dt": True},
@@ -319,6 +336,7 @@ VARIANTS = ({"body": "lstm"}, {"body": "transformer"}, {"state": True}, {"times_
 BODIES = [
     (make, {} if make is corrections.Linear else {"width": 16, "skip": True}) for make in CORRECTIONS
 ]
+BODIES += [(corrections.Stages, {"width": 0})]
 BODIES += [(corrections.AttNS, {"width": 16, "skip": True, **more}) for more in VARIANTS]
 
 
@@ -328,7 +346,8 @@ def test_last_layer_is_linear_in_its_features(make, options):
     correction = make(4, **options, dtype=torch.float64)
     net = correction.net
     u, slope = torch.rand(2, 50, 4, dtype=torch.float64) * 3 + 5
-    x = correction.inputs(u, slope, 0.1)
+    step = step_of(u, slope)
+    x = correction.inputs(step)
     mean, deviation = x.mean(0), x.std(0)
     scaled = (x - mean) / deviation
     weights = torch.randn(net.features(scaled).shape[-1], 4, dtype=torch.float64)
@@ -339,7 +358,7 @@ def test_last_layer_is_linear_in_its_features(make, options):
     torch.testing.assert_close(net(x), expected, rtol=1e-9, atol=1e-9)
     again = make(**correction.config, dtype=torch.float64)
     again.load_state_dict(correction.state_dict())
-    assert torch.equal(again(u, slope, 0.1), correction(u, slope, 0.1))
+    assert torch.equal(again(step), correction(step))
 
 
 # ---- pdes: everything attention/pdes names

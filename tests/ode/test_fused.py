@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from attractor.core import evolve, get_scheme
+from attractor.core.step import Step
 from attractor.ode import HybridSolver, captured, corrections, fit, fused, systems, trajectories
 from attractor.ode.captured import CapturedStep, capture_step
 from attractor.ode.corrections.network import ACTIVATIONS, Network
@@ -424,7 +425,8 @@ def test_fused_corrections(kernels, name, period):
     correction = make(4, period=period, device=DEVICE, **options)
     twin = fused.fuse(correction)
     u, slope, t = drawn(6, 4), drawn(6, 4), torch.tensor(0.3, device=DEVICE)
-    given = (u, slope, 0.1, t) if period else (u, slope, 0.1)
+    stages = (slope, u, 2 * slope, u + slope) if name == "stages" else ()
+    given = (Step(u, slope, 0.1, t if period else None, stages),)
     torch.testing.assert_close(twin(*given), correction(*given), rtol=1e-4, atol=1e-5)
     if name in ("csm", "linear"):  # several hidden layers, or none
         assert torch.equal(twin(*given), correction(*given))

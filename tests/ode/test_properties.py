@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import attractor as at
+from attractor.core.step import Step
 from attractor.core.trajectory import Status
 from attractor.ode import make_trajectories
 from attractor.ode.corrections import BY_NAME
@@ -298,12 +299,13 @@ def test_data_of_two_equations_in_one_folder_never_mix(tmp_path_factory, first, 
 def test_modules_can_be_copied_averaged_and_shared(name):
     torch.manual_seed(0)
     u, slope = torch.randn(2, 5, 3, **F64)
+    of = lambda u: Step(u, slope, 0.1, None, (slope, u, slope * u, slope + u))
     if name == "trust region":
         module = TrustRegion.around(torch.randn(40, 3, **F64))
         call = lambda m: m.distance(u)
     else:
         module = BY_NAME[name](3, **F64) if name == "linear" else BY_NAME[name](3, width=8, **F64)
-        call = lambda m: m(u, slope, 0.1)
+        call = lambda m: m(of(u))
     result = call(module)
     averaged = torch.optim.swa_utils.AveragedModel(module, use_buffers=True)
     averaged.update_parameters(module)
@@ -316,10 +318,10 @@ def test_modules_can_be_copied_averaged_and_shared(name):
     for reentrant in (False, True):
         start = u.clone().requires_grad_()
         added = torch.utils.checkpoint.checkpoint(
-            lambda x: module(x, slope, 0.1), start, use_reentrant=reentrant
+            lambda x: module(of(x)), start, use_reentrant=reentrant
         )
         plain = u.clone().requires_grad_()
-        wanted = torch.autograd.grad(module(plain, slope, 0.1).sum(), plain, allow_unused=True)[0]
+        wanted = torch.autograd.grad(module(of(plain)).sum(), plain, allow_unused=True)[0]
         if wanted is not None:
             added.sum().backward()
             torch.testing.assert_close(start.grad, wanted)

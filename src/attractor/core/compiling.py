@@ -60,6 +60,19 @@ def components_first(u: Tensor) -> Tensor:
     return u.movedim(-1, 0).contiguous().movedim(0, -1)
 
 
+def operations(run: Callable[..., Any], fixed: tuple[Any, ...], *args: Any) -> int:
+    """How many operations of torch ``run(*fixed, *args)`` makes; counted once for the same `fixed`."""
+    key = (run, *(x if _hashable(x) else _Identity(x) for x in fixed))
+    if key not in _COUNTED:
+        if len(_COUNTED) >= 64:
+            _COUNTED.pop(next(iter(_COUNTED)))
+        _COUNTED[key] = count_operations(lambda: run(*fixed, *args))
+    return _COUNTED[key]
+
+
+_COUNTED: dict[Any, int] = {}
+
+
 def count_operations(call: Callable[[], Any]) -> int:
     """How many operations of torch a call makes; what compiled code grows with."""
     with _Counter() as counter:

@@ -10,21 +10,20 @@ also what `compile=True` compiles and what `checkpoint=` recomputes.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute_later
 
 from attractor.core.checks import check_values, is_whole
-from attractor.core.compiling import compiled, components_first, count_operations
+from attractor.core.compiling import compiled, components_first, operations
 from attractor.core.control import Control, controlled, has_tangent
-from attractor.core.scheme import Rate, check_unwritten, moved, version
+from attractor.core.scheme import Rate, broadcasts, check_unwritten, moved, version
 from attractor.core.splitting import Halves, Splitting
+from attractor.core.step import Correction, Step, correction_of_step, with_parameters
 from attractor.core.tableaus import AnyScheme, get_scheme
 from attractor.core.trajectory import Record, Stats, Status, Trajectory
-
-Correction: TypeAlias = Callable[..., Tensor]
 
 
 def evolve(
@@ -34,6 +33,7 @@ def evolve(
     scheme: str | AnyScheme | None = None,
     correction: Correction | None = None,
     *,
+    parameters: Tensor | None = None,
     every: int = 1,
     compile: bool = False,
     checkpoint: int | bool | None = None,
@@ -55,8 +55,11 @@ def evolve(
         t: times, 1-D, strictly increasing or decreasing, spacing free.
         scheme: a name (see `get_scheme`), a Scheme or a Splitting. None: "dopri5" if a tolerance is
             passed, "rk4" otherwise.
-        correction: ``(u, slope, dt) -> what is added`` to a plain step; one with a true attribute
-            `timed` is called with t as a fourth argument.
+        correction: What is added to a plain step: ``correction(step)`` of a `Step`, or
+            ``correction(u, slope, dt)``; one with a true attribute `timed` is called with t as a fourth
+            argument.
+        parameters: Parameters ``[*batch, k]`` of the trajectories, or ``[k]`` for all of them. The rate
+            is then called with them as a third argument, ``f(t, u, p)``.
         every: keep every n-th state and the last one; the others take no memory.
         compile: compile several steps at a time with `torch.compile`. Pays from a few hundred
             steps on; the first call of a rate takes about half a minute (see docs/foundation.md).
@@ -87,6 +90,7 @@ def evolve(
     controls_error = rtol is not None or atol is not None
     scheme = get_scheme(scheme if scheme is not None else "dopri5" if controls_error else "rk4")
     t = check_problem(u0, t)
+    parameters = check_parameters(u0, parameters)
     if not is_whole(every) or every < 1:
         raise ValueError(f"every = {every!r} keeps nothing; use 1 for all states, 10 for each tenth")
     if checkpoint is not None and not (
@@ -94,7 +98,10 @@ def evolve(
     ):
         raise ValueError(f"checkpoint = {checkpoint!r}; use True, or the number of steps between states")
     if not controls_error:
-        return on_grid(f, u0, t, scheme, correction, every=every, compile=compile, checkpoint=checkpoint)
+        return on_grid(
+            f, u0, t, scheme, correction, parameters=parameters, every=every, compile=compile,
+            checkpoint=checkpoint,
+        )  # fmt: skip
 
     if correction is not None:
         raise ValueError(
@@ -107,7 +114,13 @@ def evolve(
         max_steps=max_steps,
     )
     return controlled(
-        f, u0, t[_saved(len(t) - 1, every)], scheme, control, compile=compile, checkpoint=checkpoint
+        with_parameters(f, parameters),
+        u0,
+        t[_saved(len(t) - 1, every)],
+        scheme,
+        control,
+        compile=compile,
+        checkpoint=checkpoint,
     )
 
 
@@ -145,6 +158,26 @@ def check_problem(u0: Tensor, t: Tensor | Sequence[float]) -> Tensor:
     return t
 
 
+def check_parameters(u0: Tensor, parameters: Tensor | None) -> Tensor | None:
+    """The parameters of each trajectory ``[*batch, k]``, of the type of u0 and on its device."""
+    if parameters is None:
+        return None
+    if not isinstance(parameters, Tensor):
+        raise TypeError(
+            f"parameters is a {type(parameters).__name__}; give a tensor [*batch, k], or [k] for all"
+        )
+    if not parameters.is_floating_point() and not parameters.is_complex():
+        raise TypeError(f"parameters are of {parameters.dtype}; give floating numbers: use .to(u0)")
+    check_values("parameters", parameters)
+    batch = u0.shape[:-1]
+    if parameters.dim() == 0 or not broadcasts(parameters[..., 0], batch):
+        raise ValueError(
+            f"parameters {list(parameters.shape)} do not fit u0 {list(u0.shape)}; give one row per "
+            f"trajectory, {[*batch, 'k']}, or one for all, ['k']"
+        )
+    return parameters.to(u0).expand(*batch, parameters.shape[-1])
+
+
 # On a grid
 
 
@@ -154,7 +187,7 @@ class Guard:
 
     Attributes:
         inside: Maps states ``[*batch, d]`` to ``[*batch]``, True where the correction may be applied. It
-            is called without gradients.
+            is called without gradients. Parameters follow the states, ``[*batch, d + k]``.
         replace: ``(rate, t, dt, u) -> state one step later``. None: the correction is applied
             everywhere, and trajectories that leave are only marked.
         rate_calls: Calls of the rate that `replace` has made.
@@ -189,6 +222,7 @@ class _March:
     f: Rate
     scheme: AnyScheme
     correction: Correction | None
+    parameters: Tensor | None  # [*batch, k]
     t: Tensor  # as the caller passed it
     times: Tensor  # in the state's precision, for the rate
     dt: Any  # numbers, or a tensor where steps are compiled or differentiated
@@ -210,23 +244,25 @@ class _March:
         stop = first + keep[-1]
         inside = None if self.guard is None else self.guard.inside
         fixed = (self.f, self.scheme, self.correction, inside, keep)
-        u, run = _stand_in(u, survivors), _run
+        u, p, run = _stand_in(u, survivors), _stand_in(self.parameters, survivors), _run
         if keep[-1] == self.compiled_length:
             u, run = components_first(u), compiled(_run, u.device, *fixed)
+            p = None if p is None else components_first(p)
         alive = survivors.alive if survivors is not None and torch.is_grad_enabled() else None
-        return run(*fixed, self.times[first:stop], self.dt[first:stop], u, alive)
+        return run(*fixed, self.times[first:stop], self.dt[first:stop], u, alive, p)
 
     def guarded_run(
         self, first: int, keep: tuple[int, ...], u: Tensor, survivors: _Survivors | None
     ) -> list[Tensor]:
         """The same run, in which the guard replaces every step that starts outside."""
         assert self.guard is not None
-        u, states, f = _stand_in(u, survivors), list[Tensor](), self.f
+        u, p = _stand_in(u, survivors), _stand_in(self.parameters, survivors)
+        states, f = list[Tensor](), self.f
         if survivors is not None:
             f = _only(survivors.alive, f)
         for i in range(first, first + keep[-1]):
             u, outside = guarded_step(
-                f, self.scheme, self.correction, self.guard, self.times[i], self.dt[i], u
+                f, self.scheme, self.correction, self.guard, self.times[i], self.dt[i], u, p
             )
             if bool(outside.any()):
                 known = outside if survivors is None else outside & survivors.alive
@@ -331,6 +367,7 @@ def on_grid(
     scheme: AnyScheme,
     correction: Correction | None = None,
     *,
+    parameters: Tensor | None = None,
     every: int = 1,
     compile: bool = False,
     checkpoint: int | bool | None = None,
@@ -340,21 +377,24 @@ def on_grid(
     """`evolve` without error control.
 
     Args:
+        parameters: Of each trajectory ``[*batch, k]``, see `check_parameters`.
         watch: Look for non-finite states after each run. False lets them stay and spread.
         guard: Where the correction may be applied.
     """
     n, saved, written = len(t) - 1, _saved(len(t) - 1, every), version(u0)
     real = u0.real.dtype if u0.is_complex() else u0.dtype
     times, dt = t.to(real), t.diff().to(real)
+    correction = correction_of_step(correction)
     for when in (times[0], times[-1]):
-        scheme.check_rate(f, when, u0)
+        scheme.check_rate(with_parameters(f, parameters), when, u0)
 
     spacing = n if not checkpoint else math.isqrt(n) + 1 if checkpoint is True else int(checkpoint)
     longest = max(1, min(RUN, spacing))
     if compile and n:
         # Compilers slow down on very long functions, and gcc 12 breaks down.
         inside = None if guard is None else guard.inside
-        size = count_operations(lambda: _run(f, scheme, correction, inside, (1,), times, dt, u0))
+        fixed = (f, scheme, correction, inside, (1,))
+        size = operations(_run, fixed, times, dt, u0, None, parameters)
         check_unwritten(u0, written)
         longest = min(longest, COMPILED_OPERATIONS // size + 1)
     length = _run_length(n, every, longest)
@@ -364,6 +404,7 @@ def on_grid(
         f=f,
         scheme=scheme,
         correction=correction,
+        parameters=parameters,
         t=t,
         times=times,
         dt=dt.tolist() if as_numbers else dt,
@@ -417,6 +458,7 @@ def _run(
     dt: Any,
     u: Tensor,
     alive: Tensor | None = None,
+    parameters: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor | None]:
     """Take steps from u at times t [k] with sizes dt [k].
 
@@ -434,29 +476,41 @@ def _run(
         if inside is not None:
             starts.append(u.detach())
         if isinstance(scheme, Splitting) and correction is None:
-            slope, known = scheme._slope_after(rate, t[i], u, dt[i], known)
+            bound = with_parameters(rate, parameters)
+            slope, known = scheme._slope_after(bound, t[i], u, dt[i], known)
             u = moved(u, dt[i], (1.0,), (slope,))
         else:
-            u = _step(rate, scheme, correction, t[i], dt[i], u)
+            u = corrected_step(rate, scheme, correction, t[i], dt[i], u, parameters)
         if i + 1 in keep:
             states.append(u)
-    stayed = None if inside is None else inside(torch.stack(starts)).all(0)
+    stayed = None if inside is None else inside(_beside(torch.stack(starts), parameters)).all(0)
     return states, stayed
 
 
 def _only(alive: Tensor, f: Rate) -> Rate:
     """The rate where a trajectory is alive, and 0 elsewhere."""
-    return lambda t, u: torch.where(alive[..., None], f(t, u), 0.0)
+    return lambda t, u, *p: torch.where(alive[..., None], f(t, u, *p), 0.0)
 
 
-def _step(
-    f: Rate, scheme: AnyScheme, correction: Correction | None, t: Tensor, dt: Any, u: Tensor
+def corrected_step(
+    f: Rate,
+    scheme: AnyScheme,
+    correction: Correction | None,
+    t: Any,
+    dt: Any,
+    u: Tensor,
+    parameters: Tensor | None = None,
 ) -> Tensor:
-    slope = scheme.slope(f, t, u, dt)
-    plain = moved(u, dt, (1.0,), (slope,))
+    """Return the state one step after u; `correction` has the call ``correction(step)``."""
     if correction is None:
-        return plain
-    added = call_correction(correction, u, slope, dt, t)
+        return moved(u, dt, (1.0,), (scheme.slope(with_parameters(f, parameters), t, u, dt),))
+    step = scheme.step(f, t, u, dt, parameters)
+    return moved(u, dt, (1.0,), (step.slope,)) + correction_term(correction, step)
+
+
+def correction_term(correction: Correction, step: Step) -> Tensor:
+    """What a correction adds to a plain step, after checking it."""
+    u, added = step.u, correction(step)
     if not isinstance(added, Tensor):
         raise TypeError(
             f"the correction returned a {type(added).__name__}; it must return a tensor like u"
@@ -466,7 +520,7 @@ def _step(
             f"the correction returned {list(added.shape)} in {added.dtype} for a state of shape "
             f"{list(u.shape)} in {u.dtype}; they must be alike"
         )
-    return plain + added
+    return added
 
 
 def guarded_step(
@@ -477,26 +531,31 @@ def guarded_step(
     t: Tensor,
     dt: Any,
     u: Tensor,
+    parameters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the state one step after u, and which trajectories ``[*batch]`` the guard stepped."""
-    outside = ~guard.inside(u.detach())
+    outside = ~guard.inside(_beside(u, parameters).detach())
     if not bool(outside.any()):
-        return _step(f, scheme, correction, t, dt, u), outside
+        return corrected_step(f, scheme, correction, t, dt, u, parameters), outside
     if bool(outside.all()):
-        return guard.step(f, t, dt, u), outside
+        return guard.step(with_parameters(f, parameters), t, dt, u), outside
+
     # Each kind of step gets its own trajectories, and one of them in place of the others, so that no
     # step is computed, or differentiated, where it does not apply.
-    place, row = outside[..., None], u.detach()
-    corrected = _step(f, scheme, correction, t, dt, torch.where(place, row[~outside][0], u))
-    plain = guard.step(f, t, dt, torch.where(place, u, row[outside][0]))
-    return torch.where(place, plain, corrected), outside
+    def only(mine: Tensor, x: Any) -> Any:
+        return None if x is None else torch.where(mine[..., None], x, x.detach()[mine][0])
+
+    inside = ~outside
+    corrected = corrected_step(f, scheme, correction, t, dt, only(inside, u), only(inside, parameters))
+    plain = guard.step(with_parameters(f, only(outside, parameters)), t, dt, only(outside, u))
+    return torch.where(outside[..., None], plain, corrected), outside
 
 
-def call_correction(correction: Correction, u: Tensor, slope: Tensor, dt: Any, t: Any) -> Tensor:
-    """What is added to a plain step; a correction that says it is `timed` also gets t."""
-    return (
-        correction(u, slope, dt, t) if getattr(correction, "timed", False) else correction(u, slope, dt)
-    )
+def _beside(u: Tensor, parameters: Tensor | None) -> Tensor:
+    """States ``[*batch, d]``, followed by their parameters if there are any."""
+    if parameters is None:
+        return u
+    return torch.cat((u, parameters.expand(*u.shape[:-1], parameters.shape[-1])), -1)
 
 
 def _everybody(u: Tensor, t: Tensor) -> _Survivors:
@@ -512,13 +571,15 @@ def _all_finite(u: Tensor) -> bool:
     return math.isfinite(u.sum(dtype=wide).item()) or bool(torch.isfinite(u).all())
 
 
-def _stand_in(u: Tensor, survivors: _Survivors | None) -> Tensor:
-    """u with the state of a living trajectory in place of every lost one.
+def _stand_in(u: Any, survivors: _Survivors | None) -> Any:
+    """u with the state of a living trajectory in place of every lost one; None stays None.
 
     Always a node of its own in the graph: gradients of a run add up there before they meet those of
     a kept state, so that the order of additions, and with it every bit, is the same with and
     without a loss.
     """
+    if u is None:
+        return None
     if survivors is None or not bool(survivors.alive.any()):
         return u.view_as(u)
     donor = u.detach()[survivors.alive][0]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attractor.core.checks import check_tensor, is_number
+from attractor.core.step import Step, with_parameters
 from attractor.core.trees import defect
 
 Rate: TypeAlias = Callable[[Any, Tensor], Tensor]
@@ -58,6 +59,7 @@ class Scheme:
     b_low: tuple[Fraction, ...] | None = None
     dense: tuple[Fraction, ...] | None = None
     b_lower: tuple[Fraction, ...] | None = None
+    exact: bool = field(init=False, default=True, repr=False, compare=False)
     order_low: int = field(init=False, default=0, repr=False, compare=False)
     rate_calls: int = field(init=False, default=0, repr=False, compare=False)
     error_order: int = field(init=False, default=0, repr=False, compare=False)
@@ -99,6 +101,7 @@ class Scheme:
 
         put = lambda key, value: object.__setattr__(self, key, value)
         put("name", name)
+        put("exact", exact)
         put("a", tuple(_lower_row(name, i, row, stages) for i, row in enumerate(rows)))
         put("b", as_fractions(name, b))
         put("c", as_fractions(name, c))
@@ -141,8 +144,11 @@ class Scheme:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Made anew where it is unpickled: the hash of a name differs from process to process.
-        parts = self.name, self.a, self.b, self.c, self.order, self.b_low, self.dense, self.b_lower
-        return Scheme, parts
+        # Coefficients that were floats are floats again, for their checks are not exact.
+        own = lambda row: row if self.exact or row is None else tuple(map(float, row))
+        a, b, c = tuple(map(own, self.a)), own(self.b), own(self.c)
+        rest = own(self.b_low), own(self.dense), own(self.b_lower)
+        return Scheme, (self.name, a, b, c, self.order, *rest)
 
     def __repr__(self) -> str:
         pair = f" (error from order {self.error_order})" if self.b_low else ""
@@ -163,6 +169,11 @@ class Scheme:
             dt: step, likewise; negative steps go back in time.
         """
         return weighted_sum(self._b, self.stages(f, t, u, dt, self.rate_calls))
+
+    def step(self, f: Rate, t: Any, u: Tensor, dt: Any, parameters: Tensor | None = None) -> Step:
+        """The plain step from u, with its stages. Arguments as in `slope`; f may take `parameters`."""
+        stages = self.stages(with_parameters(f, parameters), t, u, dt, self.rate_calls)
+        return Step(u, weighted_sum(self._b, stages), dt, t, tuple(stages), parameters)
 
     def stages(
         self,

@@ -17,6 +17,7 @@ from attractor.core.scheme import (
     checked_order,
     moved,
 )
+from attractor.core.step import Step, with_parameters
 from attractor.core.trees import defect
 
 Halves: TypeAlias = tuple[Tensor | None, Tensor | None]  # q' and p', where they are known
@@ -94,6 +95,10 @@ class Splitting:
     def slope(self, f: Rate, t: Any, u: Tensor, dt: Any) -> Tensor:
         """S, so that ``u + dt * S`` is the symplectic step. Arguments as in `Scheme.slope`."""
         return self._slope_after(f, t, u, dt)[0]
+
+    def step(self, f: Rate, t: Any, u: Tensor, dt: Any, parameters: Tensor | None = None) -> Step:
+        """The plain step from u; it has no stages. Arguments as in `Scheme.step`."""
+        return Step(u, self.slope(with_parameters(f, parameters), t, u, dt), dt, t, (), parameters)
 
     def _slope_after(
         self, f: Rate, t: Any, u: Tensor, dt: Any, known: Halves = (None, None)

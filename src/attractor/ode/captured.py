@@ -20,8 +20,9 @@ from torch import Tensor
 
 from attractor.core.checks import as_int, check_tensor
 from attractor.core.compiling import compiled, components_first, count_operations
-from attractor.core.evolve import COMPILED_OPERATIONS, call_correction
+from attractor.core.evolve import COMPILED_OPERATIONS
 from attractor.core.scheme import Rate
+from attractor.core.step import correction_of_step
 from attractor.core.tableaus import AnyScheme
 from attractor.ode import fused
 from attractor.train.capture import WARMUP, Captured
@@ -67,7 +68,7 @@ class CapturedStep:
             raise ValueError(f"steps = {steps!r} goes nowhere; use 1 or more steps of dt a graph")
         gpu = _on_gpu(u)
         self.solver, self.steps, self.compile = solver, steps, gpu if compile is None else compile
-        correction: Any = solver.correction
+        correction: Any = correction_of_step(solver.correction)
         if precision is not None:
             correction = fused.fuse(correction, precision)
         self._fixed = (solver.rate, solver.scheme, correction, solver.dt)
@@ -160,9 +161,9 @@ def _steps(
     """`HybridSolver.step`, several times; t in float64."""
     for i in range(steps):
         now = (t + i * dt if i else t).to(u.dtype)
-        slope = scheme.slope(f, now, u, dt)
-        plain = u + dt * slope
-        u = plain if correction is None else plain + call_correction(correction, u, slope, dt, now)
+        step = scheme.step(f, now, u, dt)
+        plain = u + dt * step.slope
+        u = plain if correction is None else plain + correction(step)
     return u
 
 

@@ -6,16 +6,17 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attractor.core import evolve, get_scheme, stiffness
+from attractor.core import Splitting, evolve, get_scheme, stiffness
 from attractor.core.checks import check_whole
-from attractor.core.evolve import call_correction
 from attractor.core.scheme import Rate, call_rate
+from attractor.core.step import with_parameters
 from attractor.core.tableaus import AnyScheme
 from attractor.ode.corrections import BY_NAME, get_correction
 from attractor.ode.processes import Crew, Group
@@ -32,6 +33,7 @@ from attractor.ode.trajectories import (
     fine_trajectories,
     initial_states,
     make_run,
+    sampled_parameters,
     substeps_for,
     whole_steps,
 )
@@ -49,6 +51,7 @@ MARGIN = 1.5  # of the trust region: new trajectories of the sampler leave it in
 EPOCHS, LOSS_SCALE = 500, 1.0  # of recipe "paper"
 # Whether the slope or the state determines the error depends on the equation, so "auto" tries both.
 AUTO: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("stages", {}),
     ("attns", {}),
     ("neurvec", {}),
     ("attns", {"state": True}),
@@ -69,6 +72,7 @@ def fit(
     precision: str | None = None,
     trajectories: int = 1000,
     sample: Sampler | None = None,
+    parameters: Sampler | None = None,
     fine_dt: float | None = None,
     period: float | None = None,
     seed: int = 0,
@@ -109,6 +113,9 @@ def fit(
         precision: "float32" computes the network in float32, which is faster, and fits it as such.
         trajectories: Number of trajectories to learn from; further ones are held out.
         sample: ``(n, generator=...) -> [n, d]`` initial states, for a rate of your own.
+        parameters: ``(n, generator=...) -> [n, k]`` parameters of the equation, one row per trajectory.
+            The rate is then called as ``rate(t, u, p)``, the correction sees p, and one solver serves
+            all parameters that the sampler draws.
         fine_dt: Step of the fine data. None: found by refinement.
         period: Period of a rate that depends on t; its phase becomes a feature. A rate that depends on t
             without a period raises.
@@ -153,30 +160,35 @@ def fit(
             "pass it as well, a function (n, generator=...) -> states [n, d]"
         )
     few = initial_states(system_or_rate, sample, 16, plan.generator(0, "trial"), device)
+    few_p = sampled_parameters(parameters, 16, plan.generator(0, "trial parameters"), device)
     sizes = {"width": width, "depth": depth, "activation": activation, "precision": precision}
     shared: dict[str, Any] = {"period": period, **(options or {})}
+    if few_p is not None:
+        shared["parameters"] = few_p.shape[-1]
     shared |= {key: value for key, value in sizes.items() if value is not None}
-    candidates = _candidates(correction, recipe, few.shape[-1], shared)
-    _check_rate(system_or_rate, [(0.0, few)], horizon, period)
+    candidates = _candidates(correction, recipe, scheme, few.shape[-1], shared)
+    _check_rate(system_or_rate, [(0.0, few, few_p)], horizon, period)
 
     progress("fine data")
     if fine_dt is None:
-        substeps = enough_substeps(system_or_rate, few, dt, steps, period=period)
+        substeps = enough_substeps(system_or_rate, few, dt, steps, period=period, parameters=few_p)
     else:
         substeps = substeps_for(dt, fine_dt)
     new = lambda stream: replace(
         plan, count=held_out, stream=stream, shard_size=few_phases, substeps=substeps
     )
-    held = _runs(system_or_rate, sample, new("held out"), device)
+    make = partial(_runs, system_or_rate, sample, parameters, device)
+    held = make(new("held out"))
     _check_rate(system_or_rate, _along(held, dt), horizon, period)
     if data is None:
-        runs = _runs(system_or_rate, sample, replace(plan, substeps=substeps), device)
+        runs = make(replace(plan, substeps=substeps))
     else:
-        runs = _from_data(data, system_or_rate, dt, few.shape[-1], substeps, period, device)
+        runs = _from_data(data, system_or_rate, dt, few, few_p, substeps, period, device)
     progress("errors of plain steps")
     timed = period is not None
-    pairs = one_step(system_or_rate, scheme, dt, runs, timed=timed)
-    trust = TrustRegion.around(pairs.u[:: max(1, len(pairs.u) // 100_000)], MARGIN)
+    seen = any(BY_NAME[name].needs_stages for name, _ in candidates)
+    pairs = one_step(system_or_rate, scheme, dt, runs, timed, seen)
+    trust = TrustRegion.around(_region_of(pairs), MARGIN, few.shape[-1])
     judge = _Judge(system_or_rate, scheme, dt, held, crew)
 
     epochs = EPOCHS if epochs is None else epochs
@@ -195,7 +207,7 @@ def fit(
         with forked(pairs.u.device):
             torch.manual_seed(seed)
             factory = {"device": pairs.u.device, "dtype": torch.float32}
-            model = get_correction(name)(pairs.u.shape[-1], **shared, **own, **factory)
+            model: nn.Module = get_correction(name)(pairs.u.shape[-1], **shared, **own, **factory)
         generator = torch.Generator().manual_seed(seed)
         history = train_as_printed(
             model, pairs, epochs, loss_scale, generator, progress, unfinished, crew
@@ -215,12 +227,12 @@ def fit(
         raise LostTrajectoriesError(_why_lost(system_or_rate, scheme, dt, horizon, held))
 
     progress("test trajectories")
-    test = _runs(system_or_rate, sample, new("test"), device)
+    test = make(new("test"))
     tested = replace(judge, held=test)
     errors, plain = tested.errors(model), tested.errors(None)
     if not bool(torch.isfinite(errors).all()):
         raise LostTrajectoriesError(_why_lost(system_or_rate, scheme, dt, horizon, test))
-    accuracy = _step_accuracy(model, one_step(system_or_rate, scheme, dt, test, timed))
+    accuracy = _step_accuracy(model, one_step(system_or_rate, scheme, dt, test, timed, seen))
     trust.accuracy = accuracy.to(trust.mean)
     chosen |= {
         "rollout": crew.agreed_number(errors.mean().item(), few),
@@ -264,7 +276,9 @@ class _Judge:
             steps = torch.arange(len(run.u), dtype=torch.float64, device=run.u.device)
             with torch.no_grad():
                 t = run.t0 + steps * self.dt
-                solved = evolve(self.rate, run.u[0].to(own), t, self.scheme, candidate)
+                solved = evolve(
+                    self.rate, run.u[0].to(own), t, self.scheme, candidate, parameters=run.parameters
+                )
             square = (solved.u.double() - run.u)[..., varies].square().mean((0, 2))
             errors.append(torch.where(solved.ok, square, math.inf))
         return torch.cat(errors)
@@ -273,9 +287,8 @@ class _Judge:
 def _step_accuracy(model: nn.Module, pairs: Pairs) -> Tensor:
     """Root mean square error of one corrected step ``[d]``, rounding of the model's dtype included."""
     dtype = next(model.parameters()).dtype
-    u, slope = pairs.u.to(dtype), pairs.slope.to(dtype)
     with torch.no_grad():
-        added = call_correction(model, u, slope, pairs.dt, pairs.t).double()
+        added = model(pairs.to(dtype).step()).double()
     rounding = torch.finfo(dtype).eps * pairs.u.abs()
     return ((added - pairs.error).square() + rounding.square()).mean(0).sqrt()
 
@@ -286,7 +299,9 @@ def _why_lost(rate: Rate, scheme: AnyScheme, dt: float, horizon: float, runs: li
     few = run.u[:: max(1, len(run.u) // 8), :8].flatten(0, 1)
     stiff = ""
     try:
-        index = stiffness.stiffness_index(rate, few, t=run.t0).max().item()
+        own = None if run.parameters is None else run.parameters[:8].repeat(len(few) // 8, 1)
+        bound = with_parameters(rate, own)
+        index = stiffness.stiffness_index(bound, few, t=run.t0).max().item()
     except (RuntimeError, ValueError, TypeError):
         index = math.nan  # a rate that torch cannot differentiate
     if math.isfinite(index) and dt * index > 1:
@@ -327,11 +342,10 @@ class _Search:
 
     def run(self, candidates: Sequence[tuple[str, dict[str, Any]]]) -> nn.Module:
         """Try the candidates, then other scales of the best one; return the best correction."""
-        first = 1.0 if candidates[0][0] == "linear" else SCALES[0]
         for name, own in candidates:
-            self.attempt(name, own, first)
+            self.attempt(name, own, SCALES[0])
         name, own = self.best["kind"]
-        if name != "linear":
+        if hasattr(self.best["model"].net, "spread"):  # otherwise nothing in it is random
             for scale in SCALES[1:]:
                 self.attempt(name, own, scale)
         self.put_down(last=True)
@@ -424,13 +438,18 @@ def _warn_if_useless(rollout: float, plain: float) -> None:
 
 
 def _candidates(
-    correction: str, recipe: str, dim: int, options: dict[str, Any]
+    correction: str, recipe: str, scheme: AnyScheme, dim: int, options: dict[str, Any]
 ) -> tuple[tuple[str, dict[str, Any]], ...]:
     """The corrections to try, each of which accepts the options."""
     automatic = correction == "auto" and recipe == "default"
     name = "attns" if correction == "auto" else correction
     accepted, reasons = [], []
     for kind, own in AUTO if automatic else ((name, {}),):
+        if kind == "stages":
+            if isinstance(scheme, Splitting):
+                reasons.append(f"{kind}: {scheme.name} has no stages")
+                continue
+            own = {"stages": scheme.rate_calls, **own}
         try:
             get_correction(kind)(dim, **options, **own, device="meta")
         except TypeError as error:
@@ -445,13 +464,31 @@ def _candidates(
     return tuple(accepted)
 
 
-def _runs(rate: Rate, sample: Sampler | None, plan: Plan, device: Any) -> list[Run]:
-    return [make_run(rate, sample, plan, k, device) for k in range(plan.shards)]
+def _runs(
+    rate: Rate, sample: Sampler | None, parameters: Sampler | None, device: Any, plan: Plan
+) -> list[Run]:
+    return [make_run(rate, sample, plan, k, device, parameters) for k in range(plan.shards)]
+
+
+def _region_of(pairs: Pairs) -> Tensor:
+    """States for a trust region, at most about 100,000, followed by their parameters."""
+    some = slice(None, None, max(1, len(pairs.u) // 100_000))
+    if pairs.parameters is None:
+        return pairs.u[some]
+    return torch.cat((pairs.u[some], pairs.parameters[some]), -1)
 
 
 def _from_data(
-    data: Any, rate: Rate, dt: float, dim: int, substeps: int, period: float | None, device: Any
+    data: Any,
+    rate: Rate,
+    dt: float,
+    few: Tensor,
+    parameters: Tensor | None,
+    substeps: int,
+    period: float | None,
+    device: Any,
 ) -> list[Run]:
+    dim, count = few.shape[-1], None if parameters is None else parameters.shape[-1]
     if isinstance(data, str | Path):
         data = FineData.open(data)
     if isinstance(data, FineData):
@@ -467,7 +504,12 @@ def _from_data(
         raise ValueError(
             f"data= must be runs of states [steps + 1, n, {dim}]; {dim} is the size of a sampled state"
         )
-    runs = [Run(run.t0, run.u.to(device=device, dtype=torch.float64)) for run in data]
+    sizes = {None if run.parameters is None else run.parameters.shape[-1] for run in data}
+    if sizes != {count}:
+        raise ValueError(
+            f"data= has {sizes} parameters a trajectory and parameters= draws {count}; they must agree"
+        )
+    runs = [run.to(device) for run in data]
     _check_data(rate, runs[0], dt, substeps, period)
     return runs
 
@@ -481,7 +523,8 @@ def _check_data(rate: Rate, run: Run, dt: float, substeps: int, period: float | 
     k = int(moves.argmax())
     move, size = moves[k].item(), u[k].norm(dim=-1).median().item()
     t0 = 0.0 if period is None else run.t0 + k * dt
-    after = fine_trajectories(rate, u[k], dt, 1, substeps, t0)[-1]
+    own = None if run.parameters is None else run.parameters[:64]
+    after = fine_trajectories(rate, u[k], dt, 1, substeps, t0, parameters=own)[-1]
     off = (after - u[k + 1]).norm(dim=-1).median().item()
     if off > max(move / 2, 1e-9 * size):
         raise ValueError(
@@ -520,31 +563,39 @@ def _check_choices(
         raise ValueError(f"period = {period} must be a positive number")
 
 
-def _along(runs: list[Run], dt: float) -> list[tuple[float, Tensor]]:
-    """Times and states ``[n, d]`` along trajectories, at most `TIMES` of them."""
-    points = [(run.t0 + k * dt, run.u[k, :16]) for run in runs for k in range(len(run.u))]
+def _along(runs: list[Run], dt: float) -> list[tuple[float, Tensor, Tensor | None]]:
+    """Times, states ``[n, d]`` and parameters along trajectories, at most `TIMES` of them."""
+    points = [
+        (run.t0 + k * dt, run.u[k, :16], None if run.parameters is None else run.parameters[:16])
+        for run in runs
+        for k in range(len(run.u))
+    ]
     return points[:: math.ceil(len(points) / TIMES)]
 
 
 def _check_rate(
-    rate: Rate, points: list[tuple[float, Tensor]], horizon: float, period: float | None
+    rate: Rate,
+    points: list[tuple[float, Tensor, Tensor | None]],
+    horizon: float,
+    period: float | None,
 ) -> None:
     """Raise if a rate depends on t without a period, or does not repeat with it.
 
     Args:
-        points: Times and states at which it is called. Initial states alone may hide a dependence: at
-            rest, friction that varies in time does not show.
+        points: Times, states and parameters at which it is called. Initial states alone may hide a
+            dependence: at rest, friction that varies in time does not show.
     """
 
-    def call(t: float, u: Tensor) -> Tensor:
+    def call(t: float, u: Tensor, p: Tensor | None) -> Tensor:
         with torch.no_grad():
-            return call_rate(rate, torch.tensor(t, dtype=u.dtype, device=u.device), u)
+            time = torch.tensor(t, dtype=u.dtype, device=u.device)
+            return call_rate(with_parameters(rate, p), time, u)
 
     for i in range(TIMES):
-        start, u = points[i % len(points)]
+        start, u, p = points[i % len(points)]
         # Unevenly spread, or a rate that repeats with their spacing would look constant.
         other = start + (i + i * GOLDEN % 1) / TIMES * horizon
-        before, after = call(start, u), call(other, u)
+        before, after = call(start, u, p), call(other, u, p)
         if not bool(torch.isfinite(before).all() and torch.isfinite(after).all()):
             raise ValueError("the rate is non-finite at sampled states; change sample or the rate")
         if period is None:
@@ -555,7 +606,7 @@ def _check_rate(
                     "pass its period=, otherwise make t a component of the state (with rate 1)"
                 )
             continue
-        later = call(other + period, u)
+        later = call(other + period, u, p)
         size = torch.maximum(after.abs(), later.abs()).amax(0)  # [d]
         if not bool(((later - after).abs() <= 1e-6 * size + 1e-9 * size.max()).all()):
             raise ValueError(

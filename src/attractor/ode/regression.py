@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from attractor.core.scheme import Rate
+from attractor.core.step import Step
 from attractor.core.tableaus import AnyScheme
 from attractor.ode.corrections import AttNSM
 from attractor.ode.processes import Crew
@@ -32,23 +33,51 @@ BATCH = 4096  # of the Adam phase
 
 @dataclass(frozen=True)
 class Pairs:
-    """States, their slopes, the errors ``u' - u - dt S`` of plain steps, ``[n, d]`` each, and times."""
+    """Plain steps and their errors.
+
+    Attributes:
+        u, slope: States and slopes ``[n, d]``.
+        error: The errors ``u' - u - dt S`` of the steps ``[n, d]``.
+        t: Times ``[n]``.
+        dt: The step size.
+        stages: The stages of the steps, ``[n, d]`` each, if a correction is to see them.
+        parameters: Of the trajectories ``[n, k]``; None for an equation without them.
+    """
 
     u: Tensor
     slope: Tensor
     error: Tensor
-    t: Tensor  # [n]
+    t: Tensor
     dt: float
+    stages: tuple[Tensor, ...] = ()
+    parameters: Tensor | None = None
 
     def rows(self, index: Tensor) -> "Pairs":
-        """Some of them."""
-        return Pairs(self.u[index], self.slope[index], self.error[index], self.t[index], self.dt)
+        """Return some of them."""
+        return self._map(lambda x: x[index])
+
+    def to(self, dtype: torch.dtype) -> "Pairs":
+        """Return them in another type; times stay as they are."""
+        return replace(self._map(lambda x: x.to(dtype)), t=self.t)
+
+    def step(self) -> Step:
+        """Return the steps, as a correction sees them."""
+        return Step(self.u, self.slope, self.dt, self.t, self.stages, self.parameters)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "Pairs":
+        return Pairs(
+            change(self.u), change(self.slope), change(self.error), change(self.t), self.dt,
+            tuple(change(k) for k in self.stages),
+            None if self.parameters is None else change(self.parameters),
+        )  # fmt: skip
 
     @property
     def hash(self) -> str:
         """SHA-256 of all numbers."""
         total = hashlib.sha256(float(self.dt).hex().encode())
-        for x in (self.u, self.slope, self.error, self.t):
+        for x in (self.u, self.slope, self.error, self.t, self.parameters):
+            if x is None:
+                continue
             total.update(x.cpu().contiguous().numpy().tobytes())
         return total.hexdigest()
 
@@ -114,22 +143,31 @@ class Unfinished:
             self.saved = time.monotonic()
 
 
-def one_step(rate: Rate, scheme: AnyScheme, dt: float, runs: list[Run], timed: bool) -> Pairs:
-    """The pairs along fine trajectories."""
-    found = []
+def one_step(
+    rate: Rate, scheme: AnyScheme, dt: float, runs: list[Run], timed: bool, stages: bool = False
+) -> Pairs:
+    """The pairs along fine trajectories, with the stages of the steps if they are wanted."""
+    parts: list[Pairs] = []
     for run in runs:
-        u, after = run.u[:-1], run.u[1:]
-        steps = torch.arange(len(u), dtype=u.dtype, device=u.device)
-        t = run.t0 + steps * dt
+        (count, n), device = run.u[:-1].shape[:2], run.u.device
+        u, after = (x.flatten(0, 1) for x in (run.u[:-1], run.u[1:]))
+        t = (run.t0 + torch.arange(count, dtype=u.dtype, device=device) * dt).repeat_interleave(n)
+        p = run.parameters
         with torch.no_grad():
-            if timed:
-                slope = torch.stack([scheme.slope(rate, t[i], u[i], dt) for i in range(len(u))])
+            if timed:  # a step of all trajectories at a time, for t is one number
+                single = [
+                    scheme.step(rate, t[i * n], u[i * n : (i + 1) * n], dt, p) for i in range(count)
+                ]
+                slope = torch.cat([step.slope for step in single])
+                kept = [torch.cat(k) for k in zip(*(step.stages for step in single))]
+                p = None if p is None else p.repeat(count, 1)
             else:
-                slope = scheme.slope(rate, t[0], u.flatten(0, 1), dt).reshape(u.shape)
-        times = t[:, None].expand(u.shape[:2])
-        found.append([x.flatten(0, 1) for x in (u, slope, after - u - dt * slope, times)])
-    states, slopes, errors, when = (torch.cat(x) for x in zip(*found))
-    pairs = Pairs(states, slopes, errors, when, dt)
+                p = None if p is None else p.repeat(count, 1)
+                step = scheme.step(rate, t[0], u, dt, p)
+                slope, kept = step.slope, list(step.stages)
+        error = after - u - dt * slope
+        parts.append(Pairs(u, slope, error, t, dt, tuple(kept) if stages else (), p))
+    pairs = _joined(parts)
     finite = torch.isfinite(pairs.slope).all(-1)
     if not bool(finite.all()):
         raise ValueError(
@@ -137,6 +175,16 @@ def one_step(rate: Rate, scheme: AnyScheme, dt: float, runs: list[Run], timed: b
             f"{int((~finite).sum())} of {len(finite)} states; use a smaller dt"
         )
     return pairs
+
+
+def _joined(parts: list[Pairs]) -> Pairs:
+    """All pairs of several parts."""
+    if len(parts) == 1:
+        return parts[0]
+    join: Any = lambda name: torch.cat([getattr(part, name) for part in parts])
+    stages = tuple(torch.cat(k) for k in zip(*(part.stages for part in parts)))
+    p = None if parts[0].parameters is None else join("parameters")
+    return Pairs(join("u"), join("slope"), join("error"), join("t"), parts[0].dt, stages, p)
 
 
 class ClosedForm:
@@ -159,7 +207,7 @@ class ClosedForm:
         if hasattr(self.net, "spread"):
             self.net.spread(scale, generator)
         with torch.no_grad():
-            x = model.inputs(pairs.u, pairs.slope, pairs.dt, pairs.t)
+            x = model.inputs(pairs.step())
             self.mean, spread = x.mean(0), x.std(0)
             # A component that hardly moves is noise; leave it as small as it is.
             self.deviation = torch.where(spread > 1e-12 * (1 + self.mean.abs()), spread, 1.0)
@@ -311,12 +359,12 @@ def train_as_printed(
 
     With `unfinished` it goes on where it was interrupted, to the same bits.
     """
-    u, slope, error = pairs.u.float(), pairs.slope.float(), pairs.error.float()
+    pairs, u = pairs.to(torch.float32), pairs.u
     batch = min(16_384, len(u))
     total = epochs * math.ceil(len(u) / batch)
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, total)
-    timed, crew = getattr(model, "timed", False), crew or Crew()
+    crew = crew or Crew()
     history: list[dict[str, Any]] = []
     found = unfinished.load() if unfinished else None
     crew.wait()  # until all have read what is there
@@ -326,9 +374,8 @@ def train_as_printed(
     for epoch in range(len(history), epochs):
         summed = torch.zeros((), dtype=torch.float64, device=u.device)
         for whole in torch.randperm(len(u), generator=generator).to(u.device).split(batch):
-            index = crew.share(whole)
-            added = model(u[index], slope[index], pairs.dt, pairs.t[index] if timed else None)
-            loss = loss_scale * crew.mean((added - error[index]).square(), len(whole))
+            some = pairs.rows(crew.share(whole))
+            loss = loss_scale * crew.mean((model(some.step()) - some.error).square(), len(whole))
             optimiser.zero_grad()
             loss.backward()
             crew.add_gradients(model.parameters())

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attractor.core import Scheme, Splitting
+from attractor.core.step import with_parameters
 from attractor.core.tableaus import AnyScheme
 from attractor.ode import systems
 from attractor.ode.trust import TrustRegion
@@ -61,7 +62,7 @@ class Values:
 
 def values_to_json(rate: Any, dim: int | None, trust: TrustRegion | None) -> dict[str, Any]:
     """Return some values of a rate as JSON; nothing if it cannot be called."""
-    rates = None if dim is None else _rates_of(rate, TIMES, _states_of(dim, trust))
+    rates = None if dim is None else _rates_of(rate, TIMES, *_states_of(dim, trust))
     return {} if rates is None else {"values": rates.tolist(), "times": list(TIMES)}
 
 
@@ -84,8 +85,8 @@ def check_values(
     Raises:
         CheckpointError: It has.
     """
-    states = _states_of(dim, trust)
-    rates = _rates_of(rate, saved.times, states)
+    states, parameters = _states_of(dim, trust)
+    rates = _rates_of(rate, saved.times, states, parameters)
     if rates is None:
         return
     difference = (rates - saved.rates).abs().amax(1)
@@ -98,20 +99,24 @@ def check_values(
         )
 
 
-def _states_of(dim: int, trust: TrustRegion | None) -> Tensor:
-    """Some states ``[3, dim]``, in the trust region if there is one."""
+def _states_of(dim: int, trust: TrustRegion | None) -> tuple[Tensor, Tensor | None]:
+    """Some states ``[3, dim]`` and parameters, in the trust region if there is one."""
     region = TrustRegion(dim, dtype=torch.float64) if trust is None else trust
-    signs = torch.tensor([1.0, -1.0]).to(region.mean).repeat(dim)[:dim]
-    return torch.stack([region.mean + x * signs * region.deviation for x in (0.0, 0.4, -0.7)])
+    size = len(region.mean)
+    signs = torch.tensor([1.0, -1.0]).to(region.mean).repeat(size)[:size]
+    points = torch.stack([region.mean + x * signs * region.deviation for x in (0.0, 0.4, -0.7)])
+    return points[:, :dim], points[:, dim:] if size > dim else None
 
 
-def _rates_of(rate: Any, times: Sequence[float], states: Tensor) -> Tensor | None:
+def _rates_of(
+    rate: Any, times: Sequence[float], states: Tensor, parameters: Tensor | None
+) -> Tensor | None:
     """The rate of each state at its time, in float64; None if it cannot be called with them, since it
     requires batches of another shape, or is not finite there."""
     try:
         with torch.no_grad():
             clock = torch.tensor(times, dtype=states.dtype, device=states.device)
-            rows = [rate(t, states) for t in clock]
+            rows = [with_parameters(rate, parameters)(t, states) for t in clock]
             rates = torch.stack([row[i] for i, row in enumerate(rows)]).double().cpu()
     except Exception:
         return None
@@ -137,12 +142,15 @@ def scheme_to_json(scheme: AnyScheme) -> dict[str, Any]:
     if isinstance(scheme, Splitting):
         parts = {k: [x.hex() for x in getattr(scheme, k)] for k in ("kick", "drift")}
         return {"splitting": scheme.name, **parts, "order": scheme.order}
-    listed = lambda row: None if row is None else [str(x) for x in row]
+    # Coefficients that were floats are written as such, for their checks are not exact.
+    text = lambda x: str(x) if scheme.exact else float(x).hex()
+    listed = lambda row: None if row is None else [text(x) for x in row]
     return {
         "scheme": scheme.name,
         "a": [listed(row) for row in scheme.a],
         **{key: listed(getattr(scheme, key)) for key in ("b", "c", "b_low", "dense", "b_lower")},
         "order": scheme.order,
+        "exact": scheme.exact,
     }
 
 
@@ -151,8 +159,11 @@ def scheme_from_json(saved: dict[str, Any]) -> AnyScheme:
     if "splitting" in saved:
         kick, drift = ([float.fromhex(x) for x in saved[k]] for k in ("kick", "drift"))
         return Splitting(saved["splitting"], kick, drift, saved["order"])
-    parts: dict[str, Any] = {key: saved[key] for key in ("a", "b", "c", "order", "b_low", "dense")}
-    return Scheme(saved["scheme"], **parts, b_lower=saved.get("b_lower"))  # older files have none
+    number = str if saved.get("exact", True) else float.fromhex
+    row = lambda values: None if values is None else [number(x) for x in values]
+    parts: dict[str, Any] = {key: row(saved[key]) for key in ("b", "c", "b_low", "dense")}
+    parts |= {"a": [row(values) for values in saved["a"]], "order": saved["order"]}
+    return Scheme(saved["scheme"], **parts, b_lower=row(saved.get("b_lower")))  # older files have none
 
 
 def module_from_tensors(

@@ -33,6 +33,7 @@ from attractor.jobs.job import name_of, named
 from attractor.ode import systems
 from attractor.ode.serialization import rate_to_json
 from attractor.ode.trajectories import (
+    REFERENCE,
     Plan,
     Run,
     Sampler,
@@ -148,7 +149,7 @@ class FineData:
             run = _read(self.folder / _name(k), self.plan, k)
             if noise:
                 run = with_noise(run, noise, self.plan.generator(k, "noise"))
-            found.append(Run(run.t0, run.u[:, :left].to(device)))
+            found.append(run.part(left).to(device))
             left -= self.plan.size(k)
         return found
 
@@ -209,7 +210,7 @@ def make_trajectories(
                 "kind": "fine trajectories",
                 "rate": rate_to_json(system_or_rate),
                 "plan": dataclasses.asdict(plan),
-                "reference": "dopri5" if exact is None else "exact",
+                "reference": REFERENCE if exact is None else "exact",
                 "code": _code_hash(system_or_rate, sample),
                 "witness": _witness(system_or_rate, sample, plan, device),
             }

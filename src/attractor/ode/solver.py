@@ -13,8 +13,16 @@ from torch import Tensor, nn
 from attractor.core import Trajectory, get_scheme
 from attractor.core.checks import MOST_STEPS, as_number, check_values, is_whole
 from attractor.core.control import is_transformed
-from attractor.core.evolve import Guard, call_correction, check_problem, guarded_step, on_grid
+from attractor.core.evolve import (
+    Guard,
+    check_parameters,
+    check_problem,
+    correction_term,
+    guarded_step,
+    on_grid,
+)
 from attractor.core.scheme import Rate, check_state
+from attractor.core.step import correction_of_step
 from attractor.core.tableaus import AnyScheme
 from attractor.core.views import html_table
 from attractor.ode import corrections, pretrained, serialization
@@ -36,7 +44,7 @@ class HybridSolver:
     Args:
         rate: The equation that the correction was fitted to.
         scheme: The scheme whose error the correction corrects.
-        correction: ``(u, slope, dt) -> what is added``.
+        correction: What is added to a plain step, ``correction(step)`` or ``correction(u, slope, dt)``.
         dt: The step size that the correction was fitted to. The solver takes no other.
         trust: The region of states in which the correction can be trusted. With it, steps from other
             states are replaced by plain substeps, unless a call says ``guard=False``.
@@ -74,6 +82,11 @@ class HybridSolver:
         """The size of a state according to the correction or the equation; None if neither has one."""
         known = getattr(self.correction, "config", {}).get("dim")
         return known if known is not None else getattr(self.rate, "dim", None)
+
+    @property
+    def parameter_count(self) -> int:
+        """The number of parameters that the correction sees of each trajectory."""
+        return getattr(self.correction, "config", {}).get("parameters", 0)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -133,23 +146,33 @@ class HybridSolver:
     def _repr_html_(self) -> str:
         return html_table(["HybridSolver", ""], list(self.about().items()))
 
-    def step(self, u: Tensor, t: float | Tensor = 0.0, guard: bool | None = None) -> Tensor:
+    def step(
+        self,
+        u: Tensor,
+        t: float | Tensor = 0.0,
+        guard: bool | None = None,
+        parameters: Tensor | None = None,
+    ) -> Tensor:
         """Return the state ``[*batch, d]`` one dt after u.
 
         Args:
             t: The time of u.
+            parameters: See `solve`.
             guard: See `solve`. None never guards under torch.compile, torch.export and transforms of
                 torch.func, where nothing can depend on the values of states.
         """
         check_state(u, t)
         u = self._converted(u)
         t = torch.as_tensor(t, dtype=u.dtype, device=u.device)
+        parameters = self._parameters(u, parameters)
+        correction: Any = correction_of_step(self.correction)
         traced = torch.compiler.is_compiling() or is_transformed(u)
         steps = None if guard is None and traced else self._guard(guard)
         if steps is not None and steps.replace is not None:
-            return guarded_step(self.rate, self.scheme, self.correction, steps, t, self.dt, u)[0]
-        slope = self.scheme.slope(self.rate, t, u, self.dt)
-        return u + self.dt * slope + call_correction(self.correction, u, slope, self.dt, t)
+            fixed = self.rate, self.scheme, correction, steps
+            return guarded_step(*fixed, t, self.dt, u, parameters)[0]
+        step = self.scheme.step(self.rate, t, u, self.dt, parameters)
+        return u + self.dt * step.slope + correction_term(correction, step)
 
     def solve(
         self,
@@ -159,6 +182,7 @@ class HybridSolver:
         every: int = 1,
         guard: bool | None = None,
         compile: bool = False,
+        parameters: Tensor | None = None,
     ) -> Trajectory:
         """Follow u0 ``[*batch, d]`` from t0 to t_end in steps of dt.
 
@@ -170,6 +194,8 @@ class HybridSolver:
                 the correction is applied there as well, and `Trajectory.status` says which trajectories
                 have left.
             compile: Compile several steps at a time with `torch.compile`, as in `evolve`.
+            parameters: Parameters ``[*batch, k]`` of the trajectories, or ``[k]`` for all of them, where
+                the equation is ``rate(t, u, p)``.
 
         Returns:
             A `Trajectory` of the solver's dtype and on its device. `status` tells trajectories that left
@@ -199,10 +225,10 @@ class HybridSolver:
             )
         t = t0 + torch.arange(n + 1, dtype=torch.float64) * self.dt
         steps = self._guard(guard)
-        t = check_problem(u0, t)
+        t, u0 = check_problem(u0, t), self._converted(u0)
         return on_grid(
-            self.rate, self._converted(u0), t.to(self.device), self.scheme, self.correction, every=every,
-            compile=compile, guard=steps,
+            self.rate, u0, t.to(self.device), self.scheme, self.correction, every=every, compile=compile,
+            guard=steps, parameters=self._parameters(u0, parameters),
         )  # fmt: skip
 
     def _converted(self, u: Tensor) -> Tensor:
@@ -212,6 +238,17 @@ class HybridSolver:
         if u.device != self.device:
             check_values("u", u)
         return u.to(dtype=self.dtype, device=self.device)
+
+    def _parameters(self, u: Tensor, parameters: Tensor | None) -> Tensor | None:
+        """Parameters ``[*batch, k]`` beside states u, as many as the correction sees."""
+        parameters, count = check_parameters(u, parameters), self.parameter_count
+        if count and (parameters is None or parameters.shape[-1] != count):
+            shape = "none" if parameters is None else list(parameters.shape)
+            raise ValueError(
+                f"this solver was fitted to an equation with {count} parameters, and there are {shape}; "
+                f"pass parameters= [*batch, {count}]"
+            )
+        return parameters
 
     def _guard(self, guard: bool | None) -> Guard | None:
         """The guard of one solve; None if nothing is known about where the correction applies."""
@@ -286,7 +323,7 @@ class HybridSolver:
             filled = partial(serialization.module_from_tensors, tensors=tensors, folder=folder)
             correction = filled(partial(make, **options), prefix="correction.")
             correction.requires_grad_(False)  # as fit returns it
-            region = partial(TrustRegion, options["dim"])
+            region = partial(TrustRegion, options["dim"], options.get("parameters", 0))
             trust = filled(region, prefix="trust.") if config["trust"] else None
             scheme = serialization.scheme_from_json(config["scheme"])
             dt = float.fromhex(config["dt"])

@@ -26,8 +26,8 @@ from numpy.polynomial import Polynomial
 from torch import Tensor, nn
 
 from attractor.core.checks import check_choice, check_tensor, check_time, check_values, is_number
-from attractor.core.evolve import call_correction
 from attractor.core.scheme import Rate, broadcasts, call_rate
+from attractor.core.step import Step, correction_of_step
 from attractor.ode.corrections import CSM, AttNS, AttNSM, FSNet, Linear, NeurVec
 from attractor.ode.corrections.network import Affine, Layers, Rational, Sine
 from attractor.ode.solver import HybridSolver
@@ -124,7 +124,8 @@ def lipschitz_observed(
     if not is_number(dt) and not (isinstance(dt, Tensor) and dt.dim() == 0 and dt.is_floating_point()):
         raise TypeError(f"dt = {dt!r} must be a number")
     dim = u.shape[-1]
-    added = lambda x: call_correction(correction, x[:, :dim], x[:, dim:], dt, t)
+    of_step: Any = correction_of_step(correction)
+    added = lambda x: of_step(Step(x[:, :dim], x[:, dim:], dt, t))
     return _norm(_jacobians(added, torch.cat((u, slope), -1).reshape(-1, 2 * dim)))
 
 

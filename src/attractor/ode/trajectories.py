@@ -20,7 +20,8 @@ from attractor.core.compiling import components_first
 from attractor.core.scheme import Rate
 from attractor.ode import fused
 
-SUBSTEPS = (4, 8, 16, 32, 64, 128, 256)
+REFERENCE = "dop853"  # the scheme of fine data
+SUBSTEPS = (1, 2, 4, 8, 16, 32, 64, 128)
 GOLDEN = (math.sqrt(5) - 1) / 2
 WORTH = 5  # steps for every line of a formula, from which on compiling it takes less time than they do
 ROUNDING = 1e-14  # that thousands of steps may gather, relative to a state
@@ -32,12 +33,28 @@ class Run:
     """Trajectories that start together.
 
     Attributes:
-        t0: when.
-        u: states ``[steps + 1, n, d]``, one dt apart.
+        t0: The time of the first states.
+        u: States ``[steps + 1, n, d]``, one dt apart.
+        parameters: Parameters ``[n, k]`` of the trajectories; None for an equation without them.
     """
 
     t0: float
     u: Tensor
+    parameters: Tensor | None = None
+
+    def part(self, count: int) -> "Run":
+        """Return the first trajectories of the run."""
+        own = None if self.parameters is None else self.parameters[:count]
+        return Run(self.t0, self.u[:, :count], own)
+
+    def to(self, device: torch.device | str | None) -> "Run":
+        """Return the run in float64 on a device."""
+        u, p = (
+            None if x is None else x.to(device=device, dtype=torch.float64)
+            for x in (self.u, self.parameters)
+        )
+        assert u is not None
+        return Run(self.t0, u, p)
 
 
 @dataclass(frozen=True)
@@ -97,17 +114,20 @@ def make_run(
     plan: Plan,
     shard: int,
     device: torch.device | str | None = None,
+    parameters: Sampler | None = None,
 ) -> Run:
-    """The trajectories of one shard."""
-    u0 = initial_states(rate, sample, plan.size(shard), plan.generator(shard, "states"), device)
-    t0 = plan.start(shard)
-    return Run(t0, fine_trajectories(rate, u0, plan.dt, plan.steps, plan.substeps, t0))
+    """The trajectories of one shard; `parameters` samples those of the equation."""
+    size, t0 = plan.size(shard), plan.start(shard)
+    u0 = initial_states(rate, sample, size, plan.generator(shard, "states"), device)
+    p = sampled_parameters(parameters, size, plan.generator(shard, "parameters"), device)
+    u = fine_trajectories(rate, u0, plan.dt, plan.steps, plan.substeps, t0, parameters=p)
+    return Run(t0, u, p)
 
 
 def with_noise(run: Run, sigma: float, generator: torch.Generator) -> Run:
     """The run with independent normal noise of that size on every state: for robustness studies."""
     noise = torch.randn(run.u.shape, generator=generator, dtype=torch.float64)
-    return Run(run.t0, run.u + sigma * noise.to(run.u.device))
+    return Run(run.t0, run.u + sigma * noise.to(run.u.device), run.parameters)
 
 
 def initial_states(
@@ -128,13 +148,41 @@ def initial_states(
         raise TypeError(
             f"sample is a {type(sample).__name__}; give a function (n, generator=...) -> [n, d]"
         )
-    u0 = sample(count, generator=generator)
-    if not isinstance(u0, Tensor) or u0.dim() != 2 or len(u0) != count:
-        got = list(u0.shape) if isinstance(u0, Tensor) else type(u0).__name__
-        raise ValueError(f"sample({count}) returned {got}; it must return a tensor [{count}, d]")
-    if not bool(torch.isfinite(u0).all()):
-        raise ValueError("sample returned non-finite states; a fit needs states it can start from")
-    return u0.to(dtype=torch.float64, device=device)
+    return _sampled("sample", sample, count, generator, device)
+
+
+def sampled_parameters(
+    parameters: Sampler | None,
+    count: int,
+    generator: torch.Generator,
+    device: torch.device | str | None = None,
+) -> Tensor | None:
+    """Parameters ``[count, k]`` from the sampler, checked; None without one."""
+    if parameters is None:
+        return None
+    if not callable(parameters):
+        raise TypeError(
+            f"parameters is a {type(parameters).__name__}; give a function (n, generator=...) -> [n, k] "
+            "that draws the parameters of n trajectories"
+        )
+    return _sampled("parameters", parameters, count, generator, device)
+
+
+def _sampled(
+    name: str,
+    sample: Sampler,
+    count: int,
+    generator: torch.Generator,
+    device: torch.device | str | None,
+) -> Tensor:
+    rows = sample(count, generator=generator)
+    if not isinstance(rows, Tensor) or rows.dim() != 2 or len(rows) != count:
+        got = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+        raise ValueError(f"{name}({count}) returned {got}; it must return a tensor [{count}, d]")
+    if not bool(torch.isfinite(rows).all()):
+        what = "states" if name == "sample" else "parameters"
+        raise ValueError(f"{name} returned non-finite {what}; a fit needs finite ones")
+    return rows.to(dtype=torch.float64, device=device)
 
 
 class LostTrajectoriesError(ValueError):
@@ -142,24 +190,38 @@ class LostTrajectoriesError(ValueError):
 
 
 def fine_trajectories(
-    rate: Rate, u0: Tensor, dt: float, steps: int, substeps: int, t0: float = 0.0
+    rate: Rate,
+    u0: Tensor,
+    dt: float,
+    steps: int,
+    substeps: int,
+    t0: float = 0.0,
+    *,
+    parameters: Tensor | None = None,
+    scheme: str = REFERENCE,
 ) -> Tensor:
-    """Return states ``[steps + 1, trajectories, d]`` every dt, with `substeps` steps of dopri5 per dt.
+    """Return states ``[steps + 1, trajectories, d]`` every dt, with `substeps` steps of a scheme per dt.
 
     A system with an exact solution provides them instead (see `exact_solution`). On a GPU, where a rate
     is a formula per number, one kernel takes all substeps of a step, if they are many.
+
+    Args:
+        parameters: Of each trajectory ``[trajectories, k]``, for a rate that takes them.
     """
     u0 = u0.double()
-    exact = exact_solution(rate, t0)
+    exact = None if parameters is not None else exact_solution(rate, t0)
     if exact is not None:
         return exact(torch.arange(steps + 1, dtype=torch.float64, device=u0.device) * dt, u0)
-    u = _in_a_kernel(rate, u0, dt, steps, substeps, t0)
+    u = None
+    if parameters is None:
+        u = _in_a_kernel(rate, u0, dt, steps, substeps, t0, scheme)
     if u is not None:
         ok = torch.isfinite(u[-1]).all(-1)
     else:
         grid = torch.arange(steps * substeps + 1, dtype=torch.float64, device=u0.device)
         with torch.no_grad():
-            solved = evolve(rate, u0, t0 + grid * (dt / substeps), "dopri5", every=substeps)
+            times = t0 + grid * (dt / substeps)
+            solved = evolve(rate, u0, times, scheme, parameters=parameters, every=substeps)
         u, ok = solved.u, solved.ok
     if not bool(ok.all()):
         lost = int((~ok).sum())
@@ -186,7 +248,7 @@ def exact_solution(rate: Any, t0: float = 0.0) -> Callable[[Tensor, Tensor], Ten
 
 
 def _in_a_kernel(
-    rate: Rate, u0: Tensor, dt: float, steps: int, substeps: int, t0: float
+    rate: Rate, u0: Tensor, dt: float, steps: int, substeps: int, t0: float, scheme: str
 ) -> Tensor | None:
     """The states by a kernel that goes all substeps; None where there is none, or it does not pay."""
     if not (u0.is_cuda or fused.EVERYWHERE) or not fused.at_hand(u0) or not steps or not u0.numel():
@@ -195,7 +257,7 @@ def _in_a_kernel(
 
     t = torch.tensor(t0, dtype=torch.float64, device=u0.device)
     whole = whole_steps(
-        rate, get_scheme("dopri5"), None, dt / substeps, u0, t, (1e-8, 1e-13), steps * substeps / WORTH
+        rate, get_scheme(scheme), None, dt / substeps, u0, t, (1e-8, 1e-13), steps * substeps / WORTH
     )
     if whole is None:
         return None
@@ -213,6 +275,7 @@ def enough_substeps(
     steps: int,
     tolerance: float = 1e-9,
     period: float | None = None,
+    parameters: Tensor | None = None,
 ) -> int:
     """Return the fewest substeps after which twice as many change a state by less than the tolerance.
 
@@ -221,19 +284,21 @@ def enough_substeps(
 
     Args:
         period: Of a rate that depends on t, whose trajectories start at several times.
+        parameters: Of each trajectory ``[n, k]``, for a rate that takes them.
 
     Raises:
         LostTrajectoriesError: Trajectories become non-finite with any number of substeps.
         ValueError: No number of substeps suffices, or the rate's exact solution does not solve it.
     """
     few, steps = u0[:8], min(steps, 50)
+    p = None if parameters is None else parameters[:8]
     t0 = 0.0 if period is None else GOLDEN * period
-    if exact_solution(rate, t0) is not None:
+    if p is None and exact_solution(rate, t0) is not None:
         _check_exact(rate, few, dt, steps, t0)
         return 1
-    before = _or_none(rate, few, dt, steps, SUBSTEPS[0], t0)
+    before = _or_none(rate, few, dt, steps, SUBSTEPS[0], t0, p)
     for substeps in SUBSTEPS[1:]:
-        after = _or_none(rate, few, dt, steps, substeps, t0)
+        after = _or_none(rate, few, dt, steps, substeps, t0, p)
         if before is not None and after is not None:
             size = after.abs().amax((0, 1))  # [d]
             # Below the rounding of the largest component a small one need not settle.
@@ -302,9 +367,17 @@ def whole_steps(dt: float, horizon: float) -> int:
     return steps
 
 
-def _or_none(rate: Rate, u0: Tensor, dt: float, steps: int, substeps: int, t0: float) -> Any:
+def _or_none(
+    rate: Rate,
+    u0: Tensor,
+    dt: float,
+    steps: int,
+    substeps: int,
+    t0: float,
+    parameters: Tensor | None = None,
+) -> Any:
     try:
-        return fine_trajectories(rate, u0, dt, steps, substeps, t0)
+        return fine_trajectories(rate, u0, dt, steps, substeps, t0, parameters=parameters)
     except LostTrajectoriesError:  # perhaps because the steps are too large; other errors are the rate's
         return None
 

@@ -25,6 +25,11 @@ class TrustRegion(nn.Module):
     is the predictive variance of a ridge fit on z; that of the correction itself would cost the square
     of its width in every step.
 
+    Args:
+        dim: Size of a state.
+        parameters: Number of parameters of the equation. They follow the state: u is
+            ``[*batch, dim + parameters]`` then.
+
     Attributes:
         accuracy: ``[dim]``, root mean square error of one corrected step inside the region; -1 if it is
             not known.
@@ -37,12 +42,14 @@ class TrustRegion(nn.Module):
     accuracy: Tensor
     may_lack = ("accuracy",)  # regions that were saved by the first versions have none
 
-    def __init__(self, dim: int, **factory: Any) -> None:
+    def __init__(self, dim: int, parameters: int = 0, **factory: Any) -> None:
         super().__init__()
         check_whole("dim", dim, 1)
-        size = self._features(torch.zeros(dim)).numel()
-        self.register_buffer("mean", torch.zeros(dim, **factory))
-        self.register_buffer("deviation", torch.ones(dim, **factory))
+        check_whole("parameters", parameters, 0)
+        self.dim = dim
+        size = self._features(torch.zeros(dim + parameters)).numel()
+        self.register_buffer("mean", torch.zeros(dim + parameters, **factory))
+        self.register_buffer("deviation", torch.ones(dim + parameters, **factory))
         self.register_buffer("factor", torch.eye(size, **factory))
         self.register_buffer("limit", torch.ones((), **factory))
         self.register_buffer("accuracy", torch.full((dim,), -1.0, **factory))
@@ -52,10 +59,11 @@ class TrustRegion(nn.Module):
         return f"dim={self.mean.numel()}, {self.factor.shape[0]} features"
 
     @classmethod
-    def around(cls, u: Tensor, margin: float = 1.0) -> Self:
+    def around(cls, u: Tensor, margin: float = 1.0, dim: int | None = None) -> Self:
         """Return the region of states u ``[n, dim]``.
 
         Args:
+            dim: Size of a state, if parameters follow it in u; None: u holds states only.
             margin: Factor by which `distance` may exceed its largest value among u. Since the distance
                 grows with the fourth power, a margin of 1.5 widens the region by a tenth.
         """
@@ -66,7 +74,8 @@ class TrustRegion(nn.Module):
             raise TypeError(f"u is of {u.dtype}; a region needs float32 or float64")
         if u.dim() != 2 or len(u) < 2 or not bool(torch.isfinite(u).all()):
             raise ValueError(f"u has shape {list(u.shape)}; give at least two finite states [n, dim]")
-        region = cls(u.shape[-1], dtype=u.dtype, device=u.device)
+        dim = u.shape[-1] if dim is None else dim
+        region = cls(dim, u.shape[-1] - dim, dtype=u.dtype, device=u.device)
         region.mean = u.mean(0)
         spread = u.std(0)
         region.deviation = torch.where(spread > 0, spread, 1.0)
@@ -112,7 +121,8 @@ class TrustRegion(nn.Module):
         def substeps(rate: Rate, t: Tensor, dt: Any, u: Tensor) -> Tensor:
             if bool((self.accuracy < 0).any()):
                 return _substeps(rate, scheme, t, dt, u, PLAIN_SUBSTEPS)
-            rounding = ROUNDING * torch.maximum(self.mean.abs() + self.deviation, u.detach().abs())
+            size = (self.mean.abs() + self.deviation)[: self.dim]
+            rounding = ROUNDING * torch.maximum(size, u.detach().abs())
             return settled_step(rate, t, dt, u, torch.maximum(self.accuracy, rounding))
 
         return Guard(self.inside, substeps if replace else None)

@@ -1,11 +1,11 @@
 """What is learned: the error of a big step, one form of it a file.
 
-A correction is an `nn.Module` called ``(u, slope, dt) -> what is added`` to the plain step
-``u + dt * slope``. Its first argument is the size of a state. All but the linear one are a network
-Q whose last layer is linear, so that it can be fitted in closed form: `inputs` says what the
-network `net` sees, and `net.features` and `net.set_head` let a fit solve for its last layer.
-A correction with a `period` depends on the time as well: it says so with `timed`, and takes t as a
-fourth argument.
+A correction is an `nn.Module` that is called with a `Step` and returns what is added to the plain step
+``u + dt * slope``; those that need no more can also be called with ``(u, slope, dt)``. Its first
+argument is the size of a state. Its last layer is linear, so that it can be fitted in closed form:
+`inputs` says what the network `net` sees, and `net.features` and `net.set_head` let a fit solve for the
+last layer. A correction with a `period` depends on the time as well, and says so with `timed`; one with
+`parameters` sees the parameters of each trajectory.
 
 >>> import torch
 >>> correction = AttNS(dim=4, width=32)
@@ -16,29 +16,30 @@ torch.Size([10, 4])
 To add one: a file here, a line below; `tests/contracts.py` then tests it.
 """
 
-from torch import nn
-
 from attractor.core.checks import nearest
 from attractor.ode.corrections.attns import AttNS
 from attractor.ode.corrections.attns_m import AttNSM
+from attractor.ode.corrections.correction import Correction
 from attractor.ode.corrections.csm import CSM
 from attractor.ode.corrections.fsnet import FSNet
 from attractor.ode.corrections.linear import Linear
 from attractor.ode.corrections.neurvec import NeurVec
+from attractor.ode.corrections.stages import Stages
 
-__all__ = ["CSM", "AttNS", "AttNSM", "FSNet", "Linear", "NeurVec", "get_correction"]
+__all__ = ["CSM", "AttNS", "AttNSM", "FSNet", "Linear", "NeurVec", "Stages", "get_correction"]
 
-BY_NAME: dict[str, type[nn.Module]] = {
+BY_NAME: dict[str, type[Correction]] = {
     "attns": AttNS,
     "attns_m": AttNSM,
     "neurvec": NeurVec,
     "csm": CSM,
     "fsnet": FSNet,
     "linear": Linear,
+    "stages": Stages,
 }
 
 
-def get_correction(name: str) -> type[nn.Module]:
+def get_correction(name: str) -> type[Correction]:
     """The class of that name, such as ``"attns"``."""
     if not isinstance(name, str) or name not in BY_NAME:
         hint = nearest(name, list(BY_NAME))

@@ -3,13 +3,15 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attractor.core.scheme import check_state
-from attractor.ode.corrections.network import Network, check_sizes, check_step, with_phase
+from attractor.core.step import Step
+from attractor.ode.corrections.correction import Correction
+from attractor.ode.corrections.network import Network, check_sizes
 
 
-class AttNS(nn.Module):
+class AttNS(Correction):
     """``Q(S)``, added to ``u + dt S``.
 
     S is the slope without dt, as in the paper's Eq. 3, 6 and 10; `times_dt=True` takes dt S instead
@@ -36,17 +38,11 @@ class AttNS(nn.Module):
         self.times_dt, self.state = times_dt, state
         check_sizes(dim=dim)
         self.net = Network(dim * (1 + state), dim, width, depth, **options)
-        self.timed = self.net.period is not None
         self.config = {"dim": dim, "times_dt": times_dt, "state": state, **self.net.config}
 
-    def inputs(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:
-        """What the network sees."""
-        check_step(self.net, u, slope)
+    def seen(self, step: Step) -> Tensor:
+        """Return the slope, and with `state` the state."""
         if self.times_dt:
-            check_state(slope, dt=dt)
-        x = dt * slope if self.times_dt else slope
-        return with_phase(torch.cat((x, u), -1) if self.state else x, t, self.net.period)
-
-    def forward(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:
-        """What is added to a plain step."""
-        return self.net(self.inputs(u, slope, dt, t))
+            check_state(step.slope, dt=step.dt)
+        x = step.dt * step.slope if self.times_dt else step.slope
+        return torch.cat((x, step.u), -1) if self.state else x

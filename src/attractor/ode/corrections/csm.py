@@ -2,12 +2,14 @@
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from attractor.ode.corrections.network import Network, check_step, with_phase
+from attractor.core.step import Step
+from attractor.ode.corrections.correction import Correction
+from attractor.ode.corrections.network import Network
 
 
-class CSM(nn.Module):
+class CSM(Correction):
     """A residual network of u, added to ``u + dt S``. Does not vanish with the step.
 
     The original is an encode-process-decode convolutional network on grids, trained unrolled. For
@@ -30,14 +32,8 @@ class CSM(nn.Module):
     ) -> None:
         super().__init__()
         self.net = Network(dim, dim, width, depth, activation, residual=residual, **options)
-        self.timed = self.net.period is not None
         self.config = {"dim": dim, **self.net.config}
 
-    def inputs(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:
-        """What the network sees."""
-        check_step(self.net, u, slope)
-        return with_phase(u, t, self.net.period)
-
-    def forward(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:
-        """What is added to a plain step."""
-        return self.net(self.inputs(u, slope, dt, t))
+    def seen(self, step: Step) -> Tensor:
+        """Return the state."""
+        return step.u

@@ -2,12 +2,14 @@
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from attractor.ode.corrections.network import Affine, check_step, with_phase
+from attractor.core.step import Step
+from attractor.ode.corrections.correction import Correction
+from attractor.ode.corrections.network import Affine
 
 
-class Linear(nn.Module):
+class Linear(Correction):
     """``M u + b``, added to ``u + dt S``.
 
     For a linear system the error of a step is linear in the state, so one trajectory fits it to
@@ -16,19 +18,16 @@ class Linear(nn.Module):
     Args:
         dim: size of a state.
         period: for equations that repeat in time; the phase joins u as a cosine and a sine.
+        parameters: of the equation, how many of each trajectory join u.
     """
 
-    def __init__(self, dim: int, period: float | None = None, **factory: Any) -> None:
+    def __init__(
+        self, dim: int, period: float | None = None, parameters: int = 0, **factory: Any
+    ) -> None:
         super().__init__()
-        self.config = {"dim": dim, "period": period}
-        self.net = Affine(dim, dim, period, **factory)
-        self.timed = period is not None
+        self.config = {"dim": dim, "period": period, "parameters": parameters}
+        self.net = Affine(dim, dim, period, parameters, **factory)
 
-    def inputs(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:
-        """What the map sees."""
-        check_step(self.net, u, slope)
-        return with_phase(u, t, self.net.period)
-
-    def forward(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:
-        """What is added to a plain step."""
-        return self.net(self.inputs(u, slope, dt, t))
+    def seen(self, step: Step) -> Tensor:
+        """Return the state."""
+        return step.u

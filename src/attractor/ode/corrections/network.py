@@ -20,6 +20,8 @@ from attractor.core.checks import (
 from attractor.ode import fused
 from attractor.ode.corrections.sequence import BODIES
 
+MANY = 4096  # rows from which a product of another layout takes longer than its numbers
+
 
 class Rational(nn.Module):
     """A learned ratio of a cubic and a quadratic, one set of coefficients a layer.
@@ -113,6 +115,7 @@ class Network(nn.Module):
         period: for equations that repeat in time: the phase of t joins x as a cosine and a sine.
         precision: "float32" computes a float64 network in float32, which is quicker: what is added
             to a step is small, so its relative error may be larger than the state's.
+        parameters: for equations with parameters: how many of each trajectory join x.
     """
 
     def __init__(
@@ -127,6 +130,7 @@ class Network(nn.Module):
         body: str = "mlp",
         period: float | None = None,
         precision: str | None = None,
+        parameters: int = 0,
         **factory: Any,
     ) -> None:
         super().__init__()
@@ -147,9 +151,11 @@ class Network(nn.Module):
         self.config = {
             "width": width, "depth": depth, "activation": activation, "skip": skip,
             "residual": residual, "body": body, "period": period, "precision": precision,
+            "parameters": parameters,
         }  # fmt: skip
-        self.period, self.low = period, precision is not None
-        inputs += 2 * (period is not None)
+        check_whole("parameters", parameters, 0)
+        self.period, self.low, self.parameter_count = period, precision is not None, parameters
+        inputs += parameters + 2 * (period is not None)
         self.body: Any
         if body == "mlp":
             self.body = Layers(inputs, width, depth - 1, activation, residual, **factory)
@@ -209,18 +215,29 @@ class Network(nn.Module):
 class Affine(nn.Module):
     """``M x + b``, with what a `Network` offers to a fit; nothing in it is random."""
 
-    def __init__(self, inputs: int, outputs: int, period: float | None = None, **factory: Any) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        period: float | None = None,
+        parameters: int = 0,
+        **factory: Any,
+    ) -> None:
         super().__init__()
         check_sizes(dim=inputs)
+        check_whole("parameters", parameters, 0)
         check_period(period)
         check_factory(factory)
-        self.period = period
-        self.head = nn.Linear(inputs + 2 * (period is not None), outputs, **factory)
+        self.period, self.parameter_count = period, parameters
+        self.head = nn.Linear(inputs + parameters + 2 * (period is not None), outputs, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         """M x + b."""
         check_input("u", x, "[*batch, dim]", "the correction", getattr(self.head, "weight", None))
-        return self.head(x)
+        if not (torch.compiler.is_compiling() and x.dim() == 2 and len(x) > MANY):
+            return self.head(x)
+        # Compiled steps hold states component by component, and this product keeps that order.
+        return (self.head.weight @ x.T + self.head.bias[:, None]).T
 
     def features(self, x: Tensor) -> Tensor:
         """x and 1."""
@@ -244,7 +261,9 @@ def with_phase(x: Tensor, t: Any, period: float | None) -> Tensor:
     if period is None:
         return x
     if t is None:
-        raise ValueError(f"a correction with period = {period:g} needs the time as its fourth argument")
+        raise ValueError(
+            f"a correction with period = {period:g} needs the time: step.t, or a fourth argument"
+        )
     if not isinstance(t, Tensor) and not is_number(t):
         raise TypeError(f"t is a {type(t).__name__}; give a number, or a tensor of times")
     angle = 2 * math.pi / period * torch.as_tensor(t, device=x.device)

@@ -2,12 +2,14 @@
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from attractor.ode.corrections.network import Network, check_step, with_phase
+from attractor.core.step import Step
+from attractor.ode.corrections.correction import Correction
+from attractor.ode.corrections.network import Network
 
 
-class NeurVec(nn.Module):
+class NeurVec(Correction):
     """``Net(u)``, added to ``u + dt S``. Does not vanish with the step.
 
     Args:
@@ -19,14 +21,8 @@ class NeurVec(nn.Module):
     def __init__(self, dim: int, width: int = 1024, depth: int = 2, **options: Any) -> None:
         super().__init__()
         self.net = Network(dim, dim, width, depth, **options)
-        self.timed = self.net.period is not None
         self.config = {"dim": dim, **self.net.config}
 
-    def inputs(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:
-        """What the network sees."""
-        check_step(self.net, u, slope)
-        return with_phase(u, t, self.net.period)
-
-    def forward(self, u: Tensor, slope: Tensor, dt: Any, t: Any = None) -> Tensor:
-        """What is added to a plain step."""
-        return self.net(self.inputs(u, slope, dt, t))
+    def seen(self, step: Step) -> Tensor:
+        """Return the state."""
+        return step.u

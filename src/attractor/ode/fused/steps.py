@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from attractor.core.evolve import call_correction
+from attractor.core.step import Step
 from attractor.ode import fused
 from attractor.ode.fused import FEW, QUICK, formulas, perceptron
 from attractor.ode.fused.perceptron import Plan, _coefficients, _through, lanes
@@ -191,6 +191,8 @@ class WholeSteps:
         self, rate: Any, scheme: Any, correction: nn.Module | None, dt: float, u: Tensor
     ) -> None:
         net: Any = getattr(correction, "net", None)
+        if getattr(correction, "needs_stages", False) or getattr(net, "parameter_count", 0):
+            raise formulas.CannotWriteError("formulas have the state and the slope, and nothing else")
         self.net = net
         self.dt, dim = dt, u.shape[-1]
         self.sizes = (dim, 0, 1, dim)
@@ -206,13 +208,13 @@ class WholeSteps:
 
         def seen(t: Tensor, u: Tensor, slope: Tensor) -> Tensor:
             given.result = u  # whatever; it is not looked at
-            call_correction(around, u, slope, dt, t)
+            around(Step(u, slope, dt, t))
             return given.seen
 
         def stepped(t: Tensor, u: Tensor, slope: Tensor, q: Tensor) -> Tensor:
             given.result = q
             plain = u + dt * slope
-            return plain if around is None else plain + call_correction(around, u, slope, dt, t)
+            return plain if around is None else plain + around(Step(u, slope, dt, t))
 
         state, out = [(), (dim,)], (self.sizes[3],)
         found = [

@@ -101,7 +101,9 @@ class Known:
         if key not in self.memory:
             while len(self.memory) >= KEPT:
                 self.memory.pop(next(iter(self.memory)))
-            self.memory[key] = fine_trajectories(self.system, u0, t[1].item(), len(t) - 1, self.substeps)
+            self.memory[key] = fine_trajectories(
+                self.system, u0, t[1].item(), len(t) - 1, self.substeps, scheme="dopri5"
+            )
         return self.memory[key]
 
 
@@ -314,7 +316,7 @@ class Normal:
         if isinstance(model, AttNSM):
             raise ValueError("AttNS-m multiplies by the slope; recipe 'normalised' is for the others")
         with torch.no_grad():
-            x = model.inputs(pairs.u, pairs.slope, pairs.dt).double()
+            x = model.inputs(pairs.step()).double()
         mean, deviation, size = x.mean(0), x.std(0), pairs.error.std(0)
         deviation = torch.where(deviation > 1e-12 * (1 + mean.abs()), deviation, 1.0)
         size = torch.where(size > 0, size, 1.0)
