@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint as recompute_later
 
 from attractor.core.checks import is_number
 from attractor.core.compiling import compiled
+from attractor.core.interpolant import coefficients, evaluate
 from attractor.core.scheme import (
     Rate,
     Scheme,
@@ -45,20 +46,24 @@ class Control:
     """How step sizes are chosen.
 
     Attributes:
-        rtol, atol: error allowed in a step, ``atol + rtol * |u|`` for each component.
-        safety: the next step aims at this part of the largest that would just pass.
-        grow, shrink: most a step may change by from one attempt to the next.
-        first: size of the first step; None estimates it (Hairer, Norsett, Wanner I, II.4).
-        least, most: bounds on a step's size.
-        max_steps: attempts after which trajectories that have not arrived are given up.
-        norm: error in units of the allowed error ``[*batch, d]`` -> ``[*batch, 1]``.
+        rtol, atol: Error allowed in a step, ``atol + rtol * |u|`` per component: numbers, or tensors
+            that broadcast to the state ``[*batch, d]``.
+        safety: The next step aims at this part of the largest that would just pass.
+        grow, shrink: Most a step may change by from one attempt to the next.
+        beta: Exponent of the previous error in the next step size (PI control; Hairer and Wanner II,
+            IV.2). 0 is the elementary controller.
+        first: Size of the first step; None estimates it (Hairer, Norsett, Wanner I, II.4).
+        least, most: Bounds on a step's size.
+        max_steps: Attempts after which trajectories that have not arrived are given up.
+        norm: Error in units of the allowed error ``[*batch, d]`` -> ``[*batch, 1]``.
     """
 
-    rtol: float = 1e-7
-    atol: float = 1e-9
+    rtol: float | Tensor = 1e-7
+    atol: float | Tensor = 1e-9
     safety: float = 0.9
     grow: float = 10.0
     shrink: float = 0.2
+    beta: float = 0.0
     first: float | None = None
     least: float = 0.0
     most: float = float("inf")
@@ -68,18 +73,53 @@ class Control:
     def __post_init__(self) -> None:
         for name in ("rtol", "atol"):
             value = getattr(self, name)
-            if not isinstance(value, int | float):
-                raise TypeError(f"{name} is a {type(value).__name__}; one number serves all components")
-            if not value >= 0:
+            if isinstance(value, Tensor):
+                if value.requires_grad:
+                    raise ValueError(f"{name} requires a gradient; pass {name}.detach()")
+            elif not is_number(value):
+                raise TypeError(
+                    f"{name} is a {type(value).__name__}; pass a number, or a tensor that broadcasts to "
+                    "the state"
+                )
+            if not bool((torch.as_tensor(value) >= 0).all()):
                 raise ValueError(f"{name} = {value}; a tolerance is a number >= 0")
-        for name in ("safety", "grow", "shrink", "first", "least", "most", "max_steps"):
+        for name in ("safety", "grow", "shrink", "beta", "first", "least", "most", "max_steps"):
             value = getattr(self, name)
             if not is_number(value) and not (name == "first" and value is None):
                 raise TypeError(f"{name} is a {type(value).__name__}; give a number")
             if value is not None and math.isnan(value):
                 raise ValueError(f"{name} is not a number")
-        if self.rtol == 0 and self.atol == 0:
+        if not (_positive(self.rtol) or _positive(self.atol)):
             raise ValueError("rtol and atol are both 0, so no step can pass; set at least one")
+
+    def scale(self, u: Tensor, u1: Tensor) -> Tensor:
+        """The allowed error ``[*batch, d]`` of a step from u to u1, in float32 or better."""
+        size = torch.maximum(u.abs(), u1.abs())
+        if size.dtype.itemsize < 4:
+            size = size.float()
+        return size * self.rtol + self.atol
+
+    def measure(self, x: Tensor, scale: Tensor) -> float:
+        """The norm of ``x / scale`` as one number; 0 / 0 counts as 0."""
+        ratio = x.abs() / scale if x.is_complex() or x.dtype.itemsize < 4 else x / scale
+        if not (isinstance(self.atol, float) and self.atol > 0):
+            ratio = torch.where(x == 0, 0.0, ratio)
+        if self.norm is root_mean_square:
+            return torch.linalg.vector_norm(ratio).item() / math.sqrt(max(ratio.numel(), 1))
+        return float(self.norm(ratio))
+
+    def factor(self, error: float, previous: float, order: int) -> float:
+        """By how much the next step is longer, after an attempt with these errors."""
+        if not error > 0:  # exact, or not a number
+            return self.grow if error == 0 else self.shrink
+        factor = self.safety * error ** -(1 / (order + 1) - 0.75 * self.beta)
+        if self.beta:
+            factor *= max(previous, 1e-4) ** self.beta
+        return min(max(factor, self.shrink), self.grow)
+
+
+def _positive(tolerance: float | Tensor) -> bool:
+    return bool((torch.as_tensor(tolerance) > 0).all())
 
 
 class _Round(NamedTuple):
@@ -145,7 +185,7 @@ def _forward(
     sign = 1.0 if last == 0 or end > clock[0] else -1.0
     tiny = torch.finfo(clock.dtype).eps
     # The error of a cubic is in no estimate, so it must be of an order that the steps do not outdo.
-    lands = scheme.dense is None and scheme.order > 3
+    lands = not scheme.interpolates
 
     batch = u0.shape[:-1]
     u, k0, t = u0, k, clock[0].expand(*batch, 1)
@@ -198,8 +238,10 @@ def _forward(
         wanted = _pairs(upcoming, torch.where(passed[..., 0], reached, upcoming))
         if wanted is not None:
             rows, index = wanted
-            inside = _interpolant(scheme, _cast(size, u), u, u1, stages, k1)
-            flat_out[index, rows] = _interpolate(inside, rows, _theta(clock, wanted, t, size, u))
+            theta = _theta(clock, wanted, t, size, u)
+            flat_out[index, rows] = _inside(
+                f, scheme, _cast(t, u), _cast(size, u), u, u1, stages, k1, rows, theta
+            ).detach()
             upcoming = torch.where(passed[..., 0], reached, upcoming)
         if keep and bool(passed.any()):
             rounds.append(_Round(t, torch.where(passed, size, 0.0), passed, wanted))
@@ -257,8 +299,10 @@ def _differentiated(
             when = torch.where(moving, t, t[donor])
             u1, k1, stages = attempt(f, scheme, _cast(when, u), _cast(h, u), here, first, moving)
             if wanted is not None:
-                inside = _interpolant(scheme, _cast(h, u), here, u1, stages, k1)
-                values.append(_interpolate(inside, wanted[0], _theta(t_out, wanted, t, h, u)))
+                theta = _theta(t_out, wanted, t, h, u)
+                place = _cast(when, u), _cast(h, u), here
+                rate = lambda t, u, moving=moving: torch.where(moving, f(t, u), 0.0)
+                values.append(_inside(rate, scheme, *place, u1, stages, k1, wanted[0], theta))
             u, k = torch.where(moving, u1, u), torch.where(moving, k1, k)
         return values, u, k
 
@@ -350,26 +394,24 @@ def _over(x: Tensor, scale: Tensor) -> Tensor:
     return torch.where(x == 0, 0.0, x / scale)
 
 
-def _interpolant(
-    scheme: Scheme, h: Tensor, u: Tensor, u1: Tensor, stages: list[Tensor], k1: Tensor
-) -> list[Tensor]:
-    """Coefficients of a step's cubic Hermite, and of the scheme's quartic term if it has one."""
-    rise, k0 = u1 - u, stages[0]
-    inside = [u, u1, rise, h * k0 - rise, 2 * rise - h * (k0 + k1)]
-    if scheme.dense is not None:
-        inside.append(h * weighted_sum(scheme.dense_weights, stages))
-    return [x.reshape(-1, x.shape[-1]) for x in inside]
-
-
-def _interpolate(inside: list[Tensor], rows: Tensor, theta: Tensor) -> Tensor:
+def _inside(
+    f: Rate,
+    scheme: Scheme,
+    t: Tensor,
+    h: Tensor,
+    u: Tensor,
+    u1: Tensor,
+    stages: list[Tensor],
+    k1: Tensor,
+    rows: Tensor,
+    theta: Tensor,
+) -> Tensor:
     """The states [pairs, d] of the trajectories in rows at theta [pairs, 1] of their steps."""
-    u, u1, rise, *inner = (x[rows] for x in inside)
-    bend = inner[0] + theta * inner[1]
-    if len(inner) == 3:
-        bend = bend + theta * (1 - theta) * inner[2]
-    value = u + theta * (rise + (1 - theta) * bend)
-    # Near the largest number of a type a cubic between two finite states may not be finite.
-    return torch.where(torch.isfinite(value.detach()), value, (1 - theta) * u + theta * u1)
+    flat = lambda x: x.reshape(-1, x.shape[-1])[rows]
+    if not theta.requires_grad and not has_tangent(theta) and bool((theta == 1).all()):
+        return flat(u1)
+    inner = coefficients(scheme, f, t, h, u, u1, stages, k1)
+    return evaluate(flat(u), flat(u1), [flat(x) for x in inner], theta)
 
 
 def _first_step(
