@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from attractor.core.fixed import History, Moment, StepRule, beside
 from attractor.core.scheme import Rate, call_rate
@@ -74,10 +75,12 @@ def implicit_rule(name: str, perturb: bool = False, max_iters: int = ITERATIONS)
 
         def jacobian(k: Tensor) -> Tensor:
             places = u.detach() + size * (a @ k)
-            slopes = [
-                torch.autograd.functional.jacobian(lambda y, x=x: f(x.detach(), y), y)
-                for x, y in zip(clock, places)
-            ]
+            # Hooks of a checkpoint would take all steps again for each of these backward passes.
+            with saved_tensors_hooks(lambda x: x, lambda x: x):
+                slopes = [
+                    torch.autograd.functional.jacobian(lambda y, x=x: f(x.detach(), y), y)
+                    for x, y in zip(clock, places)
+                ]
             d = u.numel()
             blocks = -size * a[:, :, None, None] * torch.stack(slopes)[:, None]
             matrix = blocks.transpose(1, 2).reshape(len(rows) * d, len(rows) * d)
