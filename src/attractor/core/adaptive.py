@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint as recompute_later
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
@@ -75,6 +76,27 @@ class _Attempt(NamedTuple):
     event_time: float | None
 
 
+class _Buffer:
+    """Memory for the stages of a step without a graph: a weighted sum of them is one operation."""
+
+    def __init__(self, scheme: Scheme, u: Tensor) -> None:
+        self.count = len(scheme.b)
+        self.k = u.new_empty(self.count, u.numel())
+        pad = lambda row: [*row, *[0.0] * (self.count - len(row))]
+        rows = [*scheme._a, scheme._b, scheme.error_weights, scheme.lower_error_weights]
+        self.weights = torch.tensor([pad(row) for row in rows], dtype=u.dtype, device=u.device)
+        self.scaled = torch.empty_like(self.weights)
+        self.stages = list(self.k.unbind())
+        self.sums = [(self.k[:i].T, self.scaled[i, :i]) for i in range(self.count)]
+        self.slope, self.error, self.lower_error = (
+            (self.k.T, self.scaled[self.count + i]) for i in range(3)
+        )
+
+    def start(self, k: Tensor, h: float) -> None:
+        self.stages[0].copy_(k)
+        torch.mul(self.weights, h, out=self.scaled)
+
+
 @dataclass
 class _Search:
     """The state of the search for steps, in numbers."""
@@ -96,6 +118,7 @@ class _Search:
     last_error: float = 1.0
     event_value: float = 0.0
     event_time: float | None = None
+    buffer: _Buffer | None = None
 
     def __post_init__(self) -> None:
         self.clock = self.t_out.detach().double().tolist()
@@ -152,28 +175,49 @@ class _Search:
         """One step: the new state, the rate there, and the stages."""
         f, scheme, t, t1, jump = self.f, self.scheme, attempt.t, attempt.t1, attempt.jump
         h = t1 - t
+        end = lambda: self.at(t1, u, -self.sign * jump)
+        if self.buffer is not None:
+            buffer, u1 = self.buffer, u
+            buffer.start(k, h)
+            for i, c in enumerate(scheme._c[1:], 1):
+                u1 = torch.addmv(u, *buffer.sums[i])
+                buffer.stages[i].copy_(call_rate(f, end() if c == 1 else self.at(t + c * h, u), u1))
+            if scheme.first_same_as_last:
+                return u1, buffer.stages[-1].clone(), buffer.stages
+            u1 = torch.addmv(u, *buffer.slope)
+            return u1, call_rate(f, end(), u1), buffer.stages
         stages = [k]
         for row, c in zip(scheme._a[1:], scheme._c[1:]):
-            time = self.at(t1, u, -self.sign * jump) if c == 1 else self.at(t + c * h, u)
+            time = end() if c == 1 else self.at(t + c * h, u)
             stages.append(call_rate(f, time, moved(u, h, row, stages)))
             check_kept(f, time, u, stages)
         u1 = moved(u, h, scheme._b, stages)
         if scheme.first_same_as_last:
             return u1, stages[-1], stages
-        return u1, call_rate(f, self.at(t1, u, -self.sign * jump), u1), stages
+        return u1, call_rate(f, end(), u1), stages
 
     def error(self, h: float, u: Tensor, u1: Tensor, k1: Tensor, stages: list[Tensor]) -> float:
         """The error in units of the allowed error; NaN if the attempt is not finite."""
         control, scheme = self.control, self.scheme
         with torch.no_grad():
             u, u1 = u.detach(), u1.detach()
-            stages = [k.detach() for k in stages]
-            scale = control.scale(u, u1)
-            error = control.measure(weighted_sum(scheme.error_weights, stages) * h, scale)
+            stages = stages if self.buffer is not None else [k.detach() for k in stages]
+            scale, buffer = control.scale(u, u1), self.buffer
+            if buffer is not None:
+                estimate = torch.mv(*buffer.error)
+            else:
+                estimate = weighted_sum(scheme.error_weights, stages) * h
+            error = control.measure(estimate, scale)
             if scheme.lower_error_weights and error:
-                lower = control.measure(weighted_sum(scheme.lower_error_weights, stages) * h, scale)
+                if buffer is not None:
+                    estimate = torch.mv(*buffer.lower_error)
+                else:
+                    estimate = weighted_sum(scheme.lower_error_weights, stages) * h
+                lower = control.measure(estimate, scale)
                 error *= error / math.hypot(error, 0.1 * lower)
-            looks = [u1] if control.norm is root_mean_square and k1 is stages[-1] else [u1, k1]
+            # In the default norm an error estimate is finite only if the last stage is.
+            fsal = scheme.first_same_as_last and control.norm is root_mean_square
+            looks = [u1] if fsal else [u1, k1]
             if math.isfinite(error) and all(_finite(x) for x in looks):
                 return error
         return math.nan
@@ -358,6 +402,10 @@ def solve_adaptive(
     if search.running:
         first = search.control.first
         search.h = search.first_step(u, k) if first is None else abs(first)
+
+    traced = torch.is_grad_enabled() or forward_ad._current_level >= 0
+    if not traced and torch._C._functorch.maybe_current_level() is None:
+        search.buffer = _Buffer(scheme, u0)
 
     values, segment = [u0[None]], 1
     while search.running:

@@ -85,7 +85,7 @@ class Control:
                     f"{name} is a {type(value).__name__}; pass a number, or a tensor that broadcasts to "
                     "the state"
                 )
-            if not bool((torch.as_tensor(value) >= 0).all()):
+            if not (bool((value >= 0).all()) if isinstance(value, Tensor) else value >= 0):
                 raise ValueError(f"{name} = {value}; a tolerance is a number >= 0")
         for name in ("safety", "grow", "shrink", "beta", "first", "least", "most", "max_steps"):
             value = getattr(self, name)
@@ -123,7 +123,7 @@ class Control:
 
 
 def _positive(tolerance: float | Tensor) -> bool:
-    return bool((torch.as_tensor(tolerance) > 0).all())
+    return bool((tolerance > 0).all()) if isinstance(tolerance, Tensor) else tolerance > 0
 
 
 class _Round(NamedTuple):
@@ -209,6 +209,7 @@ def _forward(
     rejected = torch.zeros_like(upcoming)
     out = u0.expand(last + 1, *u0.shape).clone()
     flat_out = out.view(last + 1, -1, u0.shape[-1])
+    least_floor = tiny**2 * (end - begin).abs()
     rounds: list[_Round] = []
     segments: list[Segment] = []
     extra = len(scheme.extra_stages)
@@ -237,7 +238,8 @@ def _forward(
         size = torch.where(arrives, goal - t, (t + h) - t)  # what the clock can tell
         size = torch.where(active[..., None], size, 0.0)
         # The lost and the finished stand still; what they evaluate is thrown away.
-        u1, k1, stages = attempt(f, scheme, _cast(t, u), _cast(size, u), u, k)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not keep):
+            u1, k1, stages = attempt(f, scheme, _cast(t, u), _cast(size, u), u, k)
         calls += _calls(scheme)
         if not keep and _differentiable(u1, k1, *stages):
             # A parameter comes into play only now. Once more from the start, keeping the rounds: to
@@ -245,7 +247,8 @@ def _forward(
             found, rounds = _forward(f, u0, k0, t_out, scheme, control, compile, True, dense, events)
             stats = replace(found.stats, rate_calls=found.stats.rate_calls + calls)
             return replace(found, stats=stats), rounds
-        u1, k1, stages = u1.detach(), k1.detach(), [k.detach() for k in stages]
+        if keep:
+            u1, k1, stages = u1.detach(), k1.detach(), [k.detach() for k in stages]
         error = _error(scheme, stages, _cast(size, u), u, u1, control, t.dtype)
         finite = (torch.isfinite(u1) & torch.isfinite(k1)).all(-1, keepdim=True)
         error = torch.where(finite, error, torch.nan).to(t.dtype)
@@ -311,13 +314,13 @@ def _forward(
             longer = torch.where(passed & arrives & (longer.abs() < h.abs()), h, longer)
         h = torch.where(active[..., None], longer, h)
         h = h.abs().clamp(control.least, control.most) * sign
-        floor = 4 * tiny * t.abs() + tiny**2 * (end - begin).abs()
+        floor = t.abs() * (4 * tiny) + least_floor
         stuck = (h.abs() <= floor) | (at_least & ~passed)
         stopped = active & stuck[..., 0] & (upcoming <= last) & ~halted
-        status = torch.where(
-            stopped, torch.where(finite[..., 0], Status.STEP_UNDERFLOW, Status.LOST).to(status), status
-        )
-        ok = ok & ~stopped
+        if bool(stopped.any()):
+            reason = torch.where(finite[..., 0], Status.STEP_UNDERFLOW, Status.LOST).to(status)
+            status = torch.where(stopped, reason, status)
+            ok = ok & ~stopped
 
     arrived = upcoming > last
     if not bool(arrived.all()):  # wanted times a lost trajectory did not reach: its last state
@@ -542,9 +545,10 @@ def _error(
 ) -> Tensor:
     """Norm of the error over the allowed error, in a precision in which tolerances are not 0."""
     scale = control.atol + control.rtol * torch.maximum(u.abs(), u1.abs()).to(wide)
+    divided = torch.div if _positive(control.atol) else _over  # 0 / 0 counts as 0
 
     def estimate(weights: tuple[float, ...]) -> Tensor:
-        return control.norm(_over((h * weighted_sum(weights, stages)).abs().to(wide), scale))
+        return control.norm(divided((h * weighted_sum(weights, stages)).abs().to(wide), scale))
 
     error = estimate(scheme.error_weights)
     if not scheme.lower_error_weights:
@@ -690,7 +694,8 @@ def is_transformed(x: Tensor) -> bool:
 
 def has_tangent(x: Tensor) -> bool:
     """Whether x carries a derivative in forward mode."""
-    return forward_ad.unpack_dual(x).tangent is not None
+    # Outside of all dual levels, which is the rule, the lookup would cost as much as an operation.
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def _cast(time: Tensor, u: Tensor) -> Tensor:
