@@ -27,6 +27,7 @@ from attractor.core import (
     get_scheme,
     odeint,
     odeint_adjoint,
+    odeint_event,
     stiffness,
 )
 from attractor.core import tableaus as schemes
@@ -74,6 +75,7 @@ __all__ = [
     "ode",
     "odeint",
     "odeint_adjoint",
+    "odeint_event",
     "pde_attention",
     "pdes",
     "probe",

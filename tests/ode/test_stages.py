@@ -51,6 +51,7 @@ def test_stages_and_widths_survive_saving(tmp_path):
         again = at.HybridSolver.load(solver.save(tmp_path / str(width)))
         u0 = at.systems.HenonHeiles().sample(5, torch.Generator().manual_seed(0), torch.float64)
         assert torch.equal(again.solve(u0, 4.0).u, solver.solve(u0, 4.0).u)
+        assert again.scheme == solver.scheme
 
 
 def test_a_splitting_has_no_stages():

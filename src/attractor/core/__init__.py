@@ -18,7 +18,7 @@ from types import ModuleType
 from attractor.core import stiffness, tableaus
 from attractor.core.evolve import evolve
 from attractor.core.lazy import submodule
-from attractor.core.odeint import odeint, odeint_adjoint
+from attractor.core.odeint import odeint, odeint_adjoint, odeint_event
 from attractor.core.scheme import Scheme
 from attractor.core.splitting import Splitting
 from attractor.core.tableaus import get_scheme
@@ -34,6 +34,7 @@ __all__ = [
     "get_scheme",
     "odeint",
     "odeint_adjoint",
+    "odeint_event",
     "stiffness",
     "tableaus",
 ]

@@ -9,7 +9,7 @@ also what `compile=True` compiles and what `checkpoint=` recomputes.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint as recompute_later
 
 from attractor.core.checks import check_values, is_whole
 from attractor.core.compiling import compiled, components_first, operations
-from attractor.core.control import Control, controlled, has_tangent
-from attractor.core.scheme import Rate, broadcasts, check_unwritten, moved, version
+from attractor.core.control import Control, Event, controlled, has_tangent
+from attractor.core.dense import GridOutput
+from attractor.core.scheme import Rate, Scheme, broadcasts, check_unwritten, moved, version
 from attractor.core.splitting import Halves, Splitting
 from attractor.core.step import Correction, Step, correction_of_step, with_parameters
 from attractor.core.tableaus import AnyScheme, get_scheme
@@ -37,9 +38,11 @@ def evolve(
     every: int = 1,
     compile: bool = False,
     checkpoint: int | bool | None = None,
-    rtol: float | None = None,
-    atol: float | None = None,
+    rtol: float | Tensor | None = None,
+    atol: float | Tensor | None = None,
     max_steps: int = 100_000,
+    dense: bool = False,
+    events: Event | Sequence[Event] | None = None,
 ) -> Trajectory:
     """Follow ``du/dt = f(t, u)`` from u0 at ``t[0]`` through the times t.
 
@@ -52,7 +55,8 @@ def evolve(
             components of u; which of them fits is found by a call. Trajectories must not depend on
             each other.
         u0: initial states ``[*batch, d]``, floating or complex.
-        t: times, 1-D, strictly increasing or decreasing, spacing free.
+        t: times, 1-D, strictly increasing or decreasing, spacing free. Under error control also
+            ``[n+1, *batch]``, one column of times per trajectory, all in one direction.
         scheme: a name (see `get_scheme`), a Scheme or a Splitting. None: "dopri5" if a tolerance is
             passed, "rk4" otherwise.
         correction: What is added to a plain step: ``correction(step)`` of a `Step`, or
@@ -66,11 +70,16 @@ def evolve(
         checkpoint: gradients in bounded memory: keep only every n-th state of the graph (True:
             about the square root of the number of steps) and recompute between them in the
             backward pass.
-        rtol, atol: local error per step allowed, relative and absolute (root mean square over d);
-            given one, the other is 1e-7 or 1e-9. Requires a scheme with an embedded pair: "bosh3",
-            "dopri5", ... Gradients treat the step sizes as constants.
+        rtol, atol: local error per step allowed, relative and absolute (root mean square over d):
+            numbers, or tensors that broadcast to u0. Given one, the other is 1e-7 or 1e-9. Requires a
+            scheme with an embedded pair: "bosh3", "dopri5", ... Gradients treat the step sizes as
+            constants.
         max_steps: under error control, trajectories that have not arrived after so many attempts
             are given up (not ok).
+        dense: keep the interpolants of all steps, so that ``trajectory(t)`` returns states at any time.
+        events: under error control, a function ``(t, u) -> values`` or several, t ``[*batch]``, u
+            ``[*batch, d]`` and the values ``[*batch]``. A trajectory ends where one of its values
+            crosses zero, and keeps that state at later times; see `Trajectory.events`.
 
     Returns:
         A `Trajectory`. Where a state becomes non-finite, the trajectory keeps its last finite
@@ -89,7 +98,7 @@ def evolve(
     """
     controls_error = rtol is not None or atol is not None
     scheme = get_scheme(scheme if scheme is not None else "dopri5" if controls_error else "rk4")
-    t = check_problem(u0, t)
+    t = check_problem(u0, t, per_trajectory=controls_error)
     parameters = check_parameters(u0, parameters)
     if not is_whole(every) or every < 1:
         raise ValueError(f"every = {every!r} keeps nothing; use 1 for all states, 10 for each tenth")
@@ -97,11 +106,27 @@ def evolve(
         checkpoint in (True, False) or (is_whole(checkpoint) and checkpoint > 0)
     ):
         raise ValueError(f"checkpoint = {checkpoint!r}; use True, or the number of steps between states")
+    if dense and every != 1:
+        raise ValueError(f"dense=True needs all states, but every = {every}; use every=1")
+    if dense and checkpoint:
+        raise ValueError(
+            "dense=True keeps all steps, which checkpoint is meant to avoid; use one of them"
+        )
     if not controls_error:
-        return on_grid(
+        if events is not None:
+            raise ValueError(
+                "events need error control; pass rtol or atol, or use odeint with step_size"
+            )
+        solved = on_grid(
             f, u0, t, scheme, correction, parameters=parameters, every=every, compile=compile,
             checkpoint=checkpoint,
         )  # fmt: skip
+        if not dense:
+            return solved
+        own = isinstance(scheme, Scheme) and scheme.dense_weights and correction is None
+        rate = with_parameters(f, parameters)
+        output = GridOutput(rate, t, solved.u, solved.until, scheme if own else None)  # type: ignore[arg-type]
+        return replace(solved, dense=output)
 
     if correction is not None:
         raise ValueError(
@@ -114,18 +139,20 @@ def evolve(
         max_steps=max_steps,
     )
     return controlled(
-        with_parameters(f, parameters),
-        u0,
-        t[_saved(len(t) - 1, every)],
-        scheme,
-        control,
-        compile=compile,
-        checkpoint=checkpoint,
-    )
+        with_parameters(f, parameters), u0, t[_saved(len(t) - 1, every)], scheme, control,
+        compile=compile, checkpoint=checkpoint, dense=dense, events=_as_events(events),
+    )  # fmt: skip
 
 
-def check_problem(u0: Tensor, t: Tensor | Sequence[float]) -> Tensor:
-    """The times as a tensor beside u0, after checking both."""
+def _as_events(events: Event | Sequence[Event] | None) -> tuple[Event, ...]:
+    found = () if events is None else (events,) if callable(events) else tuple(events)
+    if not all(callable(event) for event in found):
+        raise TypeError("events must be a function (t, u) -> [*batch], or a list of such functions")
+    return found
+
+
+def check_problem(u0: Tensor, t: Tensor | Sequence[float], per_trajectory: bool = False) -> Tensor:
+    """The times as a tensor beside u0, after checking both; [n+1, *batch] only if per_trajectory."""
     if not isinstance(u0, Tensor):
         raise TypeError(
             f"u0 is a {type(u0).__name__}; give a tensor [*batch, d], for example torch.as_tensor(u0)"
@@ -148,9 +175,11 @@ def check_problem(u0: Tensor, t: Tensor | Sequence[float]) -> Tensor:
         raise TypeError(f"t is of {t.dtype}; times are real")
     if not t.is_floating_point():
         t = t.to(torch.float64)
-    if t.dim() != 1 or len(t) == 0:
-        raise ValueError(f"t has shape {list(t.shape)}; give a 1-D tensor of times")
-    steps = t.detach().diff()
+    own_times = per_trajectory and t.dim() > 1 and t.shape[1:] == u0.shape[:-1]
+    if (t.dim() != 1 and not own_times) or len(t) == 0:
+        also = f", or [n+1, *{list(u0.shape[:-1])}]" if per_trajectory else ""
+        raise ValueError(f"t has shape {list(t.shape)}; give a 1-D tensor of times{also}")
+    steps = t.detach().diff(dim=0)
     if not (bool((steps > 0).all()) or bool((steps < 0).all())):
         raise ValueError("t must be finite and strictly increasing or strictly decreasing")
     if not bool(torch.isfinite(t.detach()).all()):

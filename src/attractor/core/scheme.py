@@ -42,6 +42,12 @@ class Scheme:
         dense: weights d of ``theta^2 (1 - theta)^2 dt sum_i d_i k_i``, which is added to the cubic
             Hermite interpolant inside a step. None: the cubic alone, and above order 3, where that is
             coarser than the steps, steps that end at the wanted times.
+        dense_rows: several such rows, for an interpolant of a higher order; the row after `dense` or the
+            first one is multiplied by ``theta^2 (1 - theta)^2``, and every further one by ``theta`` and
+            ``1 - theta`` in turn. The rows weight the stages, the rate at the new state if it is not the
+            last stage, and the extra stages of `dense_a`.
+        dense_a: one row of weights per extra stage, which only the interpolant needs. Its time is the
+            sum of its row.
 
     Raises:
         ValueError: a row does not add up to its c, the weights do not add up to 1, the scheme is
@@ -59,13 +65,20 @@ class Scheme:
     b_low: tuple[Fraction, ...] | None = None
     dense: tuple[Fraction, ...] | None = None
     b_lower: tuple[Fraction, ...] | None = None
+    dense_rows: tuple[tuple[Fraction, ...], ...] = ()
+    dense_a: tuple[tuple[Fraction, ...], ...] = ()
     exact: bool = field(init=False, default=True, repr=False, compare=False)
     order_low: int = field(init=False, default=0, repr=False, compare=False)
     rate_calls: int = field(init=False, default=0, repr=False, compare=False)
     error_order: int = field(init=False, default=0, repr=False, compare=False)
     error_weights: tuple[float, ...] = field(init=False, default=(), repr=False, compare=False)
     lower_error_weights: tuple[float, ...] = field(init=False, default=(), repr=False, compare=False)
-    dense_weights: tuple[float, ...] = field(init=False, default=(), repr=False, compare=False)
+    dense_weights: tuple[tuple[float, ...], ...] = field(
+        init=False, default=(), repr=False, compare=False
+    )
+    extra_stages: tuple[tuple[float, ...], ...] = field(
+        init=False, default=(), repr=False, compare=False
+    )
     _hash: int = field(init=False, default=0, repr=False, compare=False)
     _a: tuple[tuple[float, ...], ...] = field(init=False, default=(), repr=False, compare=False)
     _b: tuple[float, ...] = field(init=False, default=(), repr=False, compare=False)
@@ -81,8 +94,11 @@ class Scheme:
         b_low: Sequence[Coefficient] | None = None,
         dense: Sequence[Coefficient] | None = None,
         b_lower: Sequence[Coefficient] | None = None,
+        dense_rows: Sequence[Sequence[Coefficient]] = (),
+        dense_a: Sequence[Sequence[Coefficient]] = (),
     ) -> None:
         rows_given = [*a, b, c, *(row for row in (b_low, dense, b_lower) if row is not None)]
+        rows_given += [*dense_rows, *dense_a]
         if not all(hasattr(row, "__len__") and not isinstance(row, str) for row in rows_given):
             raise TypeError(
                 f"{name}: a is a list of rows, b, c, b_low, dense and b_lower are rows of coefficients"
@@ -109,6 +125,8 @@ class Scheme:
         put("b_low", None if b_low is None else as_fractions(name, b_low))
         put("dense", None if dense is None else as_fractions(name, dense))
         put("b_lower", None if b_lower is None else as_fractions(name, b_lower))
+        put("dense_rows", tuple(as_fractions(name, row) for row in dense_rows))
+        put("dense_a", tuple(as_fractions(name, row) for row in dense_a))
 
         for i, (row, c_i) in enumerate(zip(self.a, self.c)):
             if abs(sum(row) - c_i) > tolerance:
@@ -136,7 +154,17 @@ class Scheme:
         put("_c", tuple(map(float, self.c)))
         put("error_weights", tuple(float(b - low) for b, low in zip(self.b, self.b_low or ())))
         put("lower_error_weights", tuple(float(b - low) for b, low in zip(self.b, self.b_lower or ())))
-        put("dense_weights", tuple(map(float, self.dense or ())))
+        known = stages + (not self.first_same_as_last)
+        for i, row in enumerate(self.dense_a):
+            if len(row) != known + i:
+                raise ValueError(
+                    f"{name}: row {i} of dense_a has {len(row)} entries; it needs {known + i}"
+                )
+        if any(len(row) != known + len(self.dense_a) for row in self.dense_rows):
+            raise ValueError(f"{name}: a row of dense_rows needs {known + len(self.dense_a)} entries")
+        rows = [*([] if self.dense is None else [self.dense]), *self.dense_rows]
+        put("dense_weights", tuple(tuple(map(float, row)) for row in rows))
+        put("extra_stages", tuple(tuple(map(float, row)) for row in self.dense_a))
         put("_hash", hash((name, self._a, self._b, self._c)))
 
     def __hash__(self) -> int:
@@ -146,13 +174,19 @@ class Scheme:
         # Made anew where it is unpickled: the hash of a name differs from process to process.
         # Coefficients that were floats are floats again, for their checks are not exact.
         own = lambda row: row if self.exact or row is None else tuple(map(float, row))
-        a, b, c = tuple(map(own, self.a)), own(self.b), own(self.c)
-        rest = own(self.b_low), own(self.dense), own(self.b_lower)
-        return Scheme, (self.name, a, b, c, self.order, *rest)
+        rows = lambda rows: tuple(map(own, rows))
+        pair = own(self.b_low), own(self.dense), own(self.b_lower)
+        dense = rows(self.dense_rows), rows(self.dense_a)
+        return Scheme, (self.name, rows(self.a), own(self.b), own(self.c), self.order, *pair, *dense)
 
     def __repr__(self) -> str:
         pair = f" (error from order {self.error_order})" if self.b_low else ""
         return f"Scheme({self.name!r}, order {self.order}{pair}, {len(self.b)} stages)"
+
+    @property
+    def interpolates(self) -> bool:
+        """Whether the interpolant of a step is as exact as error control needs it."""
+        return bool(self.dense_weights) or self.order <= 3
 
     @property
     def first_same_as_last(self) -> bool:
@@ -193,8 +227,7 @@ class Scheme:
         k = [call_rate(f, t, u) if first is None else first]
         for row, c in zip(self._a[1:count], self._c[1:count]):
             k.append(call_rate(f, t + c * dt, moved(u, dt, row, k)))
-            if not torch.compiler.is_compiling() and _owner(k[-1]) is _owner(k[-2]):
-                _check_kept(f, t, u, k[-1])
+            check_kept(f, t, u, k)
         return k
 
     def check_rate(self, f: Rate, t: Any, u: Tensor) -> None:
@@ -318,8 +351,11 @@ def _owner(x: Tensor) -> Tensor:
     return x if x._base is None else x._base
 
 
-def _check_kept(f: Rate, t: Any, u: Tensor, du: Tensor) -> None:
-    """Two rates are one tensor: a constant may be, a buffer that every call fills may not."""
+def check_kept(f: Rate, t: Any, u: Tensor, stages: Sequence[Tensor]) -> None:
+    """Raise if the last two stages are one tensor that every call of the rate fills."""
+    du = stages[-1]
+    if torch.compiler.is_compiling() or _owner(du) is not _owner(stages[-2]):
+        return
     before = version(du)
     f(t, u)
     if version(du) != before:

@@ -147,7 +147,7 @@ def scheme_to_json(scheme: AnyScheme) -> dict[str, Any]:
     listed = lambda row: None if row is None else [text(x) for x in row]
     return {
         "scheme": scheme.name,
-        "a": [listed(row) for row in scheme.a],
+        **{key: [listed(row) for row in getattr(scheme, key)] for key in ("a", "dense_rows", "dense_a")},
         **{key: listed(getattr(scheme, key)) for key in ("b", "c", "b_low", "dense", "b_lower")},
         "order": scheme.order,
         "exact": scheme.exact,
@@ -162,8 +162,9 @@ def scheme_from_json(saved: dict[str, Any]) -> AnyScheme:
     number = str if saved.get("exact", True) else float.fromhex
     row = lambda values: None if values is None else [number(x) for x in values]
     parts: dict[str, Any] = {key: row(saved[key]) for key in ("b", "c", "b_low", "dense")}
-    parts |= {"a": [row(values) for values in saved["a"]], "order": saved["order"]}
-    return Scheme(saved["scheme"], **parts, b_lower=row(saved.get("b_lower")))  # older files have none
+    parts |= {key: [row(x) for x in saved.get(key, [])] for key in ("a", "dense_rows", "dense_a")}
+    # Older files have neither of the last three.
+    return Scheme(saved["scheme"], **parts, order=saved["order"], b_lower=row(saved.get("b_lower")))
 
 
 def module_from_tensors(

@@ -1,0 +1,52 @@
+"""States inside a step: a polynomial through both ends, with the rates there and the scheme's own terms.
+
+All interpolants have the nested form of Hairer, Norsett and Wanner (I, II.6 and II.10), theta in [0, 1]:
+
+    u + theta (c_0 + (1 - theta) (c_1 + theta (c_2 + (1 - theta) (c_3 + ...))))
+
+where c_0 to c_2 make the cubic Hermite polynomial and further coefficients raise its order.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attractor.core.scheme import Rate, Scheme, call_rate, moved, weighted_sum
+
+
+def coefficients(
+    scheme: Scheme,
+    f: Rate,
+    t: Any,
+    h: Any,
+    u: Tensor,
+    u1: Tensor,
+    stages: Sequence[Tensor],
+    k1: Tensor,
+) -> list[Tensor]:
+    """Return the coefficients c_i ``[*batch, d]`` of the step of size h from u at t to u1.
+
+    Args:
+        stages: Rates at the scheme's stages.
+        k1: Rate at u1.
+    """
+    rise, k0 = u1 - u, stages[0]
+    inner = [rise, h * k0 - rise, 2 * rise - h * (k0 + k1)]
+    if not scheme.dense_weights:
+        return inner
+    known = [*stages] if scheme.first_same_as_last else [*stages, k1]
+    for row in scheme.extra_stages:
+        known.append(call_rate(f, t + sum(row) * h, moved(u, h, row, known)))
+    return inner + [h * weighted_sum(row, known) for row in scheme.dense_weights]
+
+
+def evaluate(u: Tensor, u1: Tensor, inner: Sequence[Tensor], theta: Any) -> Tensor:
+    """Return the states at theta, a number or a tensor that broadcasts against u."""
+    value = inner[-1]
+    for i in range(len(inner) - 1, 0, -1):
+        value = inner[i - 1] + (theta if i % 2 == 0 else 1 - theta) * value
+    value = u + theta * value
+    # Near the largest number of a type a cubic between two finite states may not be finite.
+    return torch.where(torch.isfinite(value.detach()), value, (1 - theta) * u + theta * u1)
