@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # what `__getattr__` below brings, for type checkers and edit
     from attractor.ode.fitting import fit
     from attractor.ode.shards import make_trajectories
     from attractor.ode.solver import HybridSolver
+    from attractor.ode.tuning import TunedSolver, tune
     from attractor.residual import gates
     from attractor.residual.insert import insert_gates
     from attractor.residual.probing import probe
@@ -59,6 +60,7 @@ __all__ = [
     "Stats",
     "Status",
     "Trajectory",
+    "TunedSolver",
     "assert_causal",
     "attention",
     "compare",
@@ -86,12 +88,14 @@ __all__ = [
     "stiffness",
     "systems",
     "train",
+    "tune",
 ]
 
 _LAZY = {  # name -> module, or module:name in it
     "CausalityError": "attractor.attention.causality:CausalityError",
     "CheckpointError": "attractor.train.checkpoint:CheckpointError",
     "HybridSolver": "attractor.ode.solver:HybridSolver",
+    "TunedSolver": "attractor.ode.tuning:TunedSolver",
     "assert_causal": "attractor.attention.causality:assert_causal",
     "attention": "attractor.attention",
     "compare": "attractor.ode.compare:compare",
@@ -112,6 +116,7 @@ _LAZY = {  # name -> module, or module:name in it
     "residual": "attractor.residual",
     "systems": "attractor.ode.systems",
     "train": "attractor.train",
+    "tune": "attractor.ode.tuning:tune",
 }
 
 

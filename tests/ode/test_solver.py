@@ -212,7 +212,7 @@ def test_the_reported_error_is_of_trajectories_that_chose_nothing():
     solver = at.fit(system, **how)
     last = solver.history[-1]
     plan = Plan(6, 0.1, 10, last["substeps"], 0, 6, stream="test")
-    judge = _Judge(system, solver.scheme, 0.1, _runs(system, None, None, None, plan), Crew())
+    judge = _Judge(system, solver.scheme, 0.1, _runs(system, None, None, None, [plan])[0], Crew())
     errors = judge.errors(solver.correction)
     assert solver.fit_error == last["rollout"] == pytest.approx(errors.mean().item(), rel=1e-9)
     assert last["median"] == pytest.approx(errors.median().item(), rel=1e-9)

@@ -1,4 +1,4 @@
-"""Commands of hybrid solvers: trajectories, fit, solve, compare."""
+"""Commands of solvers: trajectories, fit, solve, compare, tune."""
 
 import json
 import math
@@ -41,6 +41,7 @@ from attractor.ode.compare import Comparison, compare_all
 from attractor.ode.compare import compare as compare_solver
 from attractor.ode.processes import Crew
 from attractor.ode.trajectories import initial_states
+from attractor.ode.tuning import tune as tune_solver
 
 WHAT = "A built-in system, such as elastic-pendulum, or FILE.py:FUNCTION, or MODULE:FUNCTION."
 Equation = Annotated[str, typer.Argument(metavar="EQUATION", help=WHAT)]
@@ -127,10 +128,10 @@ def fit(
     horizon: Horizon = None,
     scheme: Annotated[str, typer.Option(help="The scheme to correct.")] = "rk4",
     correction: Annotated[
-        str, typer.Option(help="auto, attns, neurvec, attns_m, csm, fsnet or linear.")
+        str, typer.Option(help="auto, stages, attns, neurvec, attns_m, csm, fsnet or linear.")
     ] = "auto",
     recipe: Annotated[str, typer.Option(help="default, or paper (slow).")] = "default",
-    width: Annotated[int | None, typer.Option(min=1, help="Of the network.")] = None,
+    width: Annotated[int | None, typer.Option(min=0, help="Of the network.")] = None,
     precision: Annotated[str | None, typer.Option(help="float32: a quicker network.")] = None,
     trajectories: Annotated[int, typer.Option(min=1, help="To learn from.")] = 1000,
     period: Annotated[float | None, typer.Option(help="Of a rate that repeats in time.")] = None,
@@ -351,6 +352,47 @@ def compare(
     say(result.verdict, style="bold")
     say(f"Numbers: {out / 'compare.json'}, picture: {out / 'compare.png'}")
     raise typer.Exit(strict and result.gain <= 1)
+
+
+@app.command(epilog=example("attractor tune elastic-pendulum --error 1e-6 --horizon 20"))
+def tune(
+    equation: Equation,
+    error: Annotated[float, typer.Option(help="The error to reach, relative to the states.")],
+    option: Option = None,
+    horizon: Annotated[float | None, typer.Option(help="Duration of a trajectory.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Trajectories that are solved at a time.")] = 1000,
+    budget: Annotated[float, typer.Option(min=0, help="Seconds; then nothing further is tried.")] = 60.0,
+    period: Annotated[float | None, typer.Option(help="Of a rate that repeats in time.")] = None,
+    compile: Annotated[bool, typer.Option(help="Also try compiled steps.")] = True,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    out: Annotated[Path, typer.Option(help="Folder for the solver.")] = Path("out/tune"),
+    as_json: AsJson = False,
+) -> None:
+    """Find the fastest way to an error: plain schemes, error control and hybrids, timed here."""
+    check_device(device)
+    with told_as_usage():
+        check_out(out)
+        found = equations.find(equation, _pairs(option))
+        (horizon,) = _needed(equation, horizon=_or(horizon, found.horizon))
+        with console.status("starting") as status:
+            solver = tune_solver(
+                found.rate, error=error, horizon=horizon, sample=found.sample, batch=batch,
+                budget=budget, device=device, compile=compile, period=_or(period, found.period),
+                seed=seed, progress=status.update,
+            )  # fmt: skip
+        solver.save(out / "solver")
+    report = {**origin(), "equation": found.name, **solver.report.to_json()}
+    write_json(out / "tune.json", report)
+    if as_json:
+        print_json({**report, "solver": str(out / "solver")})
+    table = make_table("way", "time", "error", "rate calls")
+    for row in solver.report.candidates:
+        table.add_row(str(row), f"{1e3 * row.seconds:.3g} ms", _number(row.error), str(row.rate_calls))
+    console.print(table)
+    for line in str(solver.report).splitlines()[1 + len(solver.report.candidates) :]:
+        say(line)
+    say(f"{solver.report.seconds:.0f} s. Solver: {out / 'solver'}")
 
 
 def _compare_many(

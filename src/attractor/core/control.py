@@ -242,8 +242,8 @@ def _forward(
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not silent):
                 u1, k1, stages = attempt(f, scheme, _cast(t, u), _cast(size, u), u, k)
-        except RuntimeError as error:
-            if not silent or "does not require grad" not in str(error):
+        except RuntimeError as failure:
+            if not silent or "does not require grad" not in str(failure):
                 raise
             silent = False  # the rate is a gradient itself, such as Hamilton's equations by autograd
             u1, k1, stages = attempt(f, scheme, _cast(t, u), _cast(size, u), u, k)

@@ -300,6 +300,19 @@ class _March:
                 states.append(u)
         return states
 
+    def with_guarded(
+        self, left: Tensor, first: int, keep: tuple[int, ...], u: Tensor, states: list[Tensor]
+    ) -> list[Tensor]:
+        """The states of a run, in which the trajectories that left are repeated with the guard."""
+        own = None if self.parameters is None else self.parameters[left]
+        few = replace(self, parameters=own, outside={})
+        guarded = few.guarded_run(first, keep, u[left], None)
+        for step, outside in few.outside.items():
+            everybody = torch.zeros_like(left)
+            everybody[left] = outside
+            self.outside.setdefault(step, everybody)
+        return [state.index_put((left,), part) for state, part in zip(states, guarded)]
+
     def attempt(
         self, first: int, keep: tuple[int, ...], u: Tensor, survivors: _Survivors | None
     ) -> tuple[list[Tensor], list[int]]:
@@ -314,6 +327,8 @@ class _March:
         if self.guard.replace is None:
             self.outside.setdefault(first, left)
             return states, took
+        if not (states[-1].requires_grad or has_tangent(states[-1])):
+            return self.with_guarded(left, first, keep, u, states), took
         guarded = self.guarded_run(first, keep, u, survivors)
         took.append(keep[-1])
         stayed = ~left if survivors is None else ~left & survivors.alive

@@ -25,15 +25,18 @@ from attractor.ode import corrections, pretrained, systems
 from attractor.ode.fitting import fit
 from attractor.ode.shards import FineData, make_trajectories
 from attractor.ode.solver import HybridSolver
+from attractor.ode.tuning import TunedSolver, tune
 
 __all__ = [
     "FineData",
     "HybridSolver",
+    "TunedSolver",
     "corrections",
     "fit",
     "make_trajectories",
     "pretrained",
     "systems",
+    "tune",
 ]
 
 

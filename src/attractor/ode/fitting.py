@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from attractor.ode.trajectories import (
     enough_substeps,
     fine_trajectories,
     initial_states,
-    make_run,
+    make_runs,
     sampled_parameters,
     substeps_for,
     whole_steps,
@@ -177,11 +176,13 @@ def fit(
     new = lambda stream: replace(
         plan, count=held_out, stream=stream, shard_size=few_phases, substeps=substeps
     )
-    make = partial(_runs, system_or_rate, sample, parameters, device)
-    held = make(new("held out"))
+    plans = [new("held out"), new("test")]
+    if data is None:
+        plans.append(replace(plan, substeps=substeps))
+    held, test, *made = _runs(system_or_rate, sample, parameters, device, plans)
     _check_rate(system_or_rate, _along(held, dt), horizon, period)
     if data is None:
-        runs = make(replace(plan, substeps=substeps))
+        (runs,) = made
     else:
         runs = _from_data(data, system_or_rate, dt, few, few_p, substeps, period, device)
     progress("errors of plain steps")
@@ -227,7 +228,6 @@ def fit(
         raise LostTrajectoriesError(_why_lost(system_or_rate, scheme, dt, horizon, held))
 
     progress("test trajectories")
-    test = make(new("test"))
     tested = replace(judge, held=test)
     errors, plain = tested.errors(model), tested.errors(None)
     if not bool(torch.isfinite(errors).all()):
@@ -465,9 +465,21 @@ def _candidates(
 
 
 def _runs(
-    rate: Rate, sample: Sampler | None, parameters: Sampler | None, device: Any, plan: Plan
-) -> list[Run]:
-    return [make_run(rate, sample, plan, k, device, parameters) for k in range(plan.shards)]
+    rate: Rate, sample: Sampler | None, parameters: Sampler | None, device: Any, plans: list[Plan]
+) -> list[list[Run]]:
+    """The runs of each plan. Shards that start at one time are followed together, if they are small."""
+    shards = [(i, k) for i, plan in enumerate(plans) for k in range(plan.shards)]
+    groups: dict[float, list[list[tuple[int, int]]]] = {}
+    for i, k in shards:
+        same = groups.setdefault(plans[i].start(k), [[]])
+        if sum(plans[j].size(n) for j, n in same[-1]) + plans[i].size(k) > LARGEST:
+            same.append([])
+        same[-1].append((i, k))
+    made: dict[tuple[int, int], Run] = {}
+    for together in (group for same in groups.values() for group in same if group):
+        wanted = [(plans[i], k) for i, k in together]
+        made |= zip(together, make_runs(rate, sample, wanted, device, parameters))
+    return [[made[i, k] for k in range(plan.shards)] for i, plan in enumerate(plans)]
 
 
 def _region_of(pairs: Pairs) -> Tensor:

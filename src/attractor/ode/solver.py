@@ -280,6 +280,10 @@ class HybridSolver:
         Raises:
             TypeError: The correction is none of `attractor.corrections`.
         """
+        return checkpoint.save(folder, KIND, *self.to_checkpoint())
+
+    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the tensors and the configuration that `save` writes."""
         name = next((n for n, cls in corrections.BY_NAME.items() if type(self.correction) is cls), None)
         if name is None:
             known = ", ".join(cls.__name__ for cls in corrections.BY_NAME.values())
@@ -300,7 +304,7 @@ class HybridSolver:
             "rate": {**rate, **serialization.values_to_json(self.rate, self.dim, self.trust)},
             "history": serialization.history_to_json(self.history),
         }
-        return checkpoint.save(folder, KIND, tensors, config)
+        return tensors, config
 
     @classmethod
     def load(cls, folder: Path | str, rate: Rate | None = None) -> Self:
@@ -313,7 +317,17 @@ class HybridSolver:
             CheckpointError: The folder is damaged, or the solver was fitted to another equation, some
                 values of which are saved with it.
         """
-        tensors, config = checkpoint.load(folder, KIND)
+        return cls.from_checkpoint(*checkpoint.load(folder, KIND), folder, rate)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        tensors: dict[str, Tensor],
+        config: dict[str, Any],
+        folder: Path | str,
+        rate: Rate | None = None,
+    ) -> Self:
+        """Return the solver of `to_checkpoint`; `folder` is named in errors."""
         try:
             options = dict(config["correction"])
             sizes = {**options, **config["rate"].get("options", {})}

@@ -22,6 +22,7 @@ from attractor.ode import fused
 
 REFERENCE = "dop853"  # the scheme of fine data
 SUBSTEPS = (1, 2, 4, 8, 16, 32, 64, 128)
+SETTLED = 8  # a difference of order 8 may be so much larger for the same error as one of order 5
 GOLDEN = (math.sqrt(5) - 1) / 2
 WORTH = 5  # steps for every line of a formula, from which on compiling it takes less time than they do
 ROUNDING = 1e-14  # that thousands of steps may gather, relative to a state
@@ -117,11 +118,33 @@ def make_run(
     parameters: Sampler | None = None,
 ) -> Run:
     """The trajectories of one shard; `parameters` samples those of the equation."""
-    size, t0 = plan.size(shard), plan.start(shard)
-    u0 = initial_states(rate, sample, size, plan.generator(shard, "states"), device)
-    p = sampled_parameters(parameters, size, plan.generator(shard, "parameters"), device)
-    u = fine_trajectories(rate, u0, plan.dt, plan.steps, plan.substeps, t0, parameters=p)
-    return Run(t0, u, p)
+    (run,) = make_runs(rate, sample, [(plan, shard)], device, parameters)
+    return run
+
+
+def make_runs(
+    rate: Rate,
+    sample: Sampler | None,
+    shards: list[tuple[Plan, int]],
+    device: torch.device | str | None = None,
+    parameters: Sampler | None = None,
+) -> list[Run]:
+    """The trajectories of several shards that start at one time, followed in one batch."""
+    states, own = list[Tensor](), list[Tensor | None]()
+    for plan, shard in shards:
+        size = plan.size(shard)
+        states.append(initial_states(rate, sample, size, plan.generator(shard, "states"), device))
+        generator = plan.generator(shard, "parameters")
+        own.append(sampled_parameters(parameters, size, generator, device))
+    plan, shard = shards[0]
+    t0 = plan.start(shard)
+    known = [p for p in own if p is not None]
+    u = fine_trajectories(
+        rate, torch.cat(states), plan.dt, plan.steps, plan.substeps, t0,
+        parameters=torch.cat(known) if known else None,
+    )  # fmt: skip
+    parts = u.split([len(x) for x in states], 1)
+    return [Run(t0, part, p) for part, p in zip(parts, own)]
 
 
 def with_noise(run: Run, sigma: float, generator: torch.Generator) -> Run:
@@ -301,8 +324,9 @@ def enough_substeps(
         after = _or_none(rate, few, dt, steps, substeps, t0, p)
         if before is not None and after is not None:
             size = after.abs().amax((0, 1))  # [d]
-            # Below the rounding of the largest component a small one need not settle.
-            allowed = torch.maximum(tolerance * size, ROUNDING * size.max())
+            # The error after twice as many substeps is a small part of the difference. Below the
+            # rounding of the largest component a small one need not settle.
+            allowed = torch.maximum(SETTLED * tolerance * size, ROUNDING * size.max())
             if bool(((after - before).abs().amax((0, 1)) <= allowed).all()):
                 return substeps
         before = after

@@ -1,0 +1,653 @@
+"""The fastest way to an error: plain schemes, error control and hybrids, measured on this machine."""
+
+import math
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from attractor.core import Trajectory, evolve, get_scheme
+from attractor.core.checks import as_number, check_number, check_seed, check_whole
+from attractor.core.scheme import Rate
+from attractor.core.tableaus import AnyScheme
+from attractor.core.views import html_table
+from attractor.ode import serialization
+from attractor.ode.fitting import fit
+from attractor.ode.solver import HybridSolver
+from attractor.ode.trajectories import Sampler, initial_states, sampled_parameters
+from attractor.train import checkpoint
+from attractor.train.checkpoint import CheckpointError
+
+KIND = "tuned solver"
+CHECKED = 200  # fresh trajectories on which errors are measured
+FIXED = ("rk4", "tsit5", "dop853")
+ADAPTIVE = ("tsit5", "dop853")
+WIDTHS = (0, 16, 64)  # of hybrids, narrow ones first
+TRAJECTORIES = 200  # that a hybrid learns from
+MOST_STEPS = 200_000
+REPEATS = 5  # of a timing, the best of which counts
+ENOUGH = 1.0  # seconds of timing
+COMPILING = 25.0  # seconds that compiling a run of steps takes at most, for most rates
+FEWER = 6  # a scheme that takes so many times the rate calls of another one has no hybrids
+SINGLE = 1e-5  # the smallest error for which float32 is tried
+REFERENCE = 0.01  # error of the reference, relative to the error that is asked for
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to solve the equation, and what it measured.
+
+    Attributes:
+        method: "fixed", "adaptive" or "hybrid".
+        scheme: Name of the scheme.
+        setting: The step size, or the tolerance of an adaptive scheme.
+        width: Width of a hybrid's correction; 0 for a linear map. None without a correction.
+        dtype: "float64" or "float32".
+        compiled: Whether steps are compiled.
+        error: The error on fresh trajectories.
+        seconds: Wall time for the batch; infinite if it was not measured.
+        rate_calls: Calls of the rate, each for the whole batch.
+    """
+
+    method: str
+    scheme: str
+    setting: float
+    width: int | None = None
+    dtype: str = "float64"
+    compiled: bool = False
+    error: float = math.inf
+    seconds: float = math.inf
+    rate_calls: int = 0
+
+    def __str__(self) -> str:
+        what = f"tolerance {self.setting:.2g}" if self.method == "adaptive" else f"dt {self.setting:.4g}"
+        parts = [self.scheme, what]
+        if self.width is not None:
+            parts.insert(1, "linear map of stages" if not self.width else f"network of {self.width}")
+        parts += ["float32"] * (self.dtype == "float32") + ["compiled"] * self.compiled
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class TuningReport:
+    """What `tune` has measured.
+
+    Attributes:
+        error: The error that was asked for.
+        horizon, batch, device: The problem that was timed.
+        candidates: Everything that reached the error and was timed, the fastest first.
+        seconds: Duration of the search.
+        hybrid_seconds: The part of it that only hybrids took.
+        scale: Size of each component along the trajectories; errors and tolerances are relative to it.
+        notes: Why something was not tried.
+    """
+
+    error: float
+    horizon: float
+    batch: int
+    device: str
+    candidates: tuple[Candidate, ...]
+    seconds: float
+    hybrid_seconds: float
+    scale: tuple[float, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def winner(self) -> Candidate:
+        """The fastest candidate."""
+        return self.candidates[0]
+
+    @property
+    def plain(self) -> Candidate | None:
+        """The fastest candidate without a correction."""
+        return next((c for c in self.candidates if c.width is None), None)
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster the winner is than the fastest plain candidate; 1 if it is plain."""
+        return 1.0 if self.plain is None else self.plain.seconds / self.winner.seconds
+
+    @property
+    def break_even(self) -> float | None:
+        """Trajectories after which a hybrid has saved the time its search took; None for a plain one."""
+        if self.plain is None or self.winner.width is None:
+            return None
+        saved = (self.plain.seconds - self.winner.seconds) / self.batch
+        return self.hybrid_seconds / saved if saved > 0 else math.inf
+
+    def __str__(self) -> str:
+        lines = [
+            f"error {self.error:g} over {self.horizon:g}, {self.batch:,} trajectories on {self.device}; "
+            f"{self.seconds:.0f} s of search"
+        ]
+        width = max(len(str(c)) for c in self.candidates)
+        lines += [
+            f"  {c!s:{width}}  {_time(c.seconds):>9}  error {c.error:.1e}" for c in self.candidates
+        ]
+        if self.break_even is not None:
+            lines.append(
+                f"The hybrid is {self.speedup:.2g} times faster than the best plain scheme, and has "
+                f"saved the time of its search after {self.break_even:,.0f} trajectories."
+            )
+        lines += [f"Not tried: {note}." for note in self.notes]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a dictionary of plain values; infinite numbers are text."""
+        rows = [
+            {**asdict(c), "seconds": repr(c.seconds), "error": repr(c.error)} for c in self.candidates
+        ]
+        lists = {"scale": list(self.scale), "notes": list(self.notes)}
+        return {**asdict(self), **lists, "candidates": rows}
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> Self:
+        """Return the report of `to_json`."""
+        rows = [
+            Candidate(**{**row, "seconds": float(row["seconds"]), "error": float(row["error"])})
+            for row in saved["candidates"]
+        ]
+        lists = {"scale": tuple(saved["scale"]), "notes": tuple(saved["notes"])}
+        return cls(**{**saved, **lists, "candidates": tuple(rows)})
+
+
+class TunedSolver:
+    """The fastest way to an error that `tune` has found.
+
+    Args:
+        rate: The equation.
+        report: What was measured; its winner is used.
+        solver: The hybrid solver, if the winner is one.
+    """
+
+    def __init__(self, rate: Rate, report: TuningReport, solver: HybridSolver | None = None) -> None:
+        if (report.winner.method == "hybrid") != (solver is not None):
+            raise ValueError("a hybrid winner needs its solver, and no other winner has one")
+        self.rate, self.report, self.solver = rate, report, solver
+
+    def __repr__(self) -> str:
+        best = self.report.winner
+        return (
+            f"TunedSolver({best}: error {best.error:.1e}, {_time(best.seconds)} for "
+            f"{self.report.batch:,} trajectories over {self.report.horizon:g})"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [(str(c), _time(c.seconds), f"{c.error:.1e}") for c in self.report.candidates]
+        return html_table(("candidate", "time", "error"), rows)
+
+    def solve(
+        self,
+        u0: Tensor,
+        t_end: float,
+        t0: float = 0.0,
+        *,
+        parameters: Tensor | None = None,
+        compile: bool | None = None,
+    ) -> Trajectory:
+        """Follow u0 ``[*batch, d]`` from t0 to t_end.
+
+        Args:
+            u0: Initial states, of any floating dtype.
+            t_end: The last time. The error was measured over the horizon of the tuning; beyond it
+                errors grow as they do for the equation.
+            parameters: Parameters ``[*batch, k]`` of an equation ``rate(t, u, p)``.
+            compile: Whether steps are compiled, which takes time for every new shape of u0. None: if the
+                winner was compiled.
+
+        Returns:
+            A `Trajectory` with the first and the last states, in the dtype of u0.
+        """
+        t_end, t0 = as_number("t_end", t_end), as_number("t0", t0)
+        best = self.report.winner
+        compile = best.compiled if compile is None else compile
+        way = replace(best, compiled=compile)
+        if self.report.scale and u0.shape[-1] != len(self.report.scale):
+            raise ValueError(
+                f"u0 {list(u0.shape)}: states of {u0.shape[-1]} numbers; this solver's have "
+                f"{len(self.report.scale)}"
+            )
+        scale = torch.tensor(self.report.scale or 1.0, dtype=torch.float64, device=u0.device)
+        return _solved(self.rate, way, self.solver, u0, t0, t_end, parameters, scale, self.report.error)
+
+    def save(self, folder: Path | str) -> Path:
+        """Write the solver and its report to a folder, as `HybridSolver.save` does."""
+        tensors: dict[str, Tensor] = {}
+        config: dict[str, Any] = {"report": self.report.to_json()}
+        if self.solver is not None:
+            tensors, config["solver"] = self.solver.to_checkpoint()
+        else:
+            config["rate"] = serialization.rate_to_json(self.rate)
+        return checkpoint.save(folder, KIND, tensors, config)
+
+    @classmethod
+    def load(cls, folder: Path | str, rate: Rate | None = None) -> Self:
+        """Read a solver.
+
+        Args:
+            rate: The equation, if it is not one of `attractor.systems`: code is not saved.
+
+        Raises:
+            CheckpointError: The folder is damaged, or the equation is missing.
+        """
+        tensors, config = checkpoint.load(folder, KIND)
+        try:
+            report = TuningReport.from_json(config["report"])
+            if "solver" in config:
+                solver = HybridSolver.from_checkpoint(tensors, config["solver"], folder, rate)
+                return cls(solver.rate, report, solver)
+            known = serialization.rate_from_json(config["rate"])
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{folder} does not describe a tuned solver: {error}") from None
+        equation = rate if rate is not None else known
+        if equation is None:
+            raise CheckpointError(f"{folder} needs its equation; pass it as rate=")
+        return cls(equation, report)
+
+
+def tune(
+    system_or_rate: Rate,
+    *,
+    error: float,
+    horizon: float,
+    sample: Sampler | None = None,
+    parameters: Sampler | None = None,
+    batch: int = 1000,
+    budget: float = 60.0,
+    device: torch.device | str | None = None,
+    compile: bool = True,
+    period: float | None = None,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda message: None,
+) -> TunedSolver:
+    """Find the fastest way to solve an equation with a given error, on this machine.
+
+    Candidates are plain schemes with fixed steps, schemes with error control, and hybrids whose
+    correction is a linear map or a narrow network of the stages; each with the largest step or tolerance
+    that reaches the error; eager and compiled, and in float32 where the error allows it. All are
+    measured in this process, and the fastest one is returned. A plain scheme is among them, so that the
+    result is never slower than the best plain scheme that was found.
+
+    The error is the root mean square error of final states on trajectories that nothing else has seen,
+    relative to the size of each component along the trajectories; the largest of all components counts.
+
+    Args:
+        system_or_rate: One of `attractor.systems`, or any rate ``(t, u) -> du`` with `sample`.
+        error: The error to reach, such as 1e-6.
+        horizon: The duration of a trajectory.
+        sample: ``(n, generator=...) -> [n, d]`` initial states, for a rate of your own.
+        parameters: ``(n, generator=...) -> [n, k]`` parameters, for a rate ``(t, u, p) -> du``.
+        batch: Number of trajectories that are solved at a time, and timed.
+        budget: Number of seconds after which nothing further is tried. What has begun is finished, so
+            that compiling may exceed it.
+        device: Where the equation is solved.
+        compile: Whether compiled candidates are tried.
+        period: Period of a rate that depends on t. Without it such a rate has no hybrids.
+        seed: Seed of everything random.
+        progress: Called with a message at each stage.
+
+    Returns:
+        A `TunedSolver` with `solve`, `save` and `report`.
+
+    Raises:
+        ValueError: No candidate reaches the error.
+
+    >>> import attractor as at
+    >>> spring = at.systems.HarmonicOscillator()
+    >>> solver = at.tune(spring, error=1e-4, horizon=5.0, batch=10, compile=False)
+    >>> solver.report.winner.error <= 1e-4
+    True
+    """
+    check_number("error", error)
+    check_number("horizon", horizon)
+    check_number("budget", budget, 0.0)
+    check_whole("batch", batch, 1)
+    check_seed(seed)
+    if not 0 < error < 1:
+        raise ValueError(f"error = {error} must be between 0 and 1; it is relative to the states")
+    if not (horizon > 0 and math.isfinite(horizon)):
+        raise ValueError(f"horizon = {horizon} must be a positive number")
+    search = _Search(
+        system_or_rate, float(error), float(horizon), sample, parameters, batch, budget, device, period,
+        seed, progress,
+    )  # fmt: skip
+    with torch.no_grad():
+        return search.run(compile)
+
+
+class _Search:
+    def __init__(
+        self,
+        rate: Rate,
+        error: float,
+        horizon: float,
+        sample: Sampler | None,
+        parameters: Sampler | None,
+        batch: int,
+        budget: float,
+        device: Any,
+        period: float | None,
+        seed: int,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.rate, self.error, self.horizon, self.budget = rate, error, horizon, budget
+        self.samplers: dict[str, Any] = {"sample": sample, "parameters": parameters}
+        self.fine_dt: float | None = None  # of the data that hybrids learn from
+        self.device, self.period, self.seed, self.progress = device, period, seed, progress
+        self.started, self.hybrid_seconds = time.monotonic(), 0.0
+        self.notes: list[str] = []
+        self.solvers: dict[Candidate, HybridSolver] = {}
+        # Streams that no fit uses.
+        fresh, timed = (torch.Generator().manual_seed(seed + 2**41 + i) for i in range(2))
+        self.checked = initial_states(rate, sample, CHECKED, fresh, device)
+        self.timed = initial_states(rate, sample, batch, timed, device)
+        self.checked_p = sampled_parameters(parameters, CHECKED, fresh, device)
+        self.timed_p = sampled_parameters(parameters, batch, timed, device)
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget that are left."""
+        return self.budget - (time.monotonic() - self.started)
+
+    def run(self, compile: bool) -> TunedSolver:
+        """Return the fastest candidate."""
+        self.progress("reference")
+        self.truth, self.scale = self.reference()
+        plain = [found for name in FIXED if (found := self.fixed(get_scheme(name))) is not None]
+        adaptive = [found for name in ADAPTIVE if (found := self.adaptive(name)) is not None]
+        if not plain and not adaptive:
+            raise ValueError(
+                f"no scheme reaches an error of {self.error:g} over {self.horizon:g}: the equation is "
+                "stiff, or rounding is larger than the error; use a larger error or a shorter horizon"
+            )
+        timed = [self.timing(c) for c in (*plain, *adaptive)]
+        # Half the step of dop853 has an error of a two hundredth.
+        self.fine_dt = next((c.setting / 2 for c in plain if c.scheme == "dop853"), None)
+        began = time.monotonic()
+        timed += [self.timing(c) for c in self.hybrids(plain)]
+        self.hybrid_seconds += time.monotonic() - began
+        if self.error >= SINGLE:
+            timed += self.in_float32(timed)
+        if compile:
+            timed += self.compiled(timed)
+        ranked = tuple(sorted(timed, key=lambda c: c.seconds))
+        report = TuningReport(
+            self.error, self.horizon, len(self.timed), str(self.timed.device), ranked,
+            time.monotonic() - self.started, self.hybrid_seconds, tuple(self.scale.tolist()),
+            tuple(self.notes),
+        )  # fmt: skip
+        key = replace(ranked[0], compiled=False, dtype="float64", seconds=math.inf, error=math.inf)
+        return TunedSolver(self.rate, report, self.solvers.get(replace(key, rate_calls=0)))
+
+    def reference(self) -> tuple[Tensor, Tensor]:
+        """The final states of the checked trajectories, and the size of each component."""
+        tolerance = max(1e-13, 1e-3 * self.error)
+        for _ in range(3):
+            solved, finer = (
+                evolve(
+                    self.rate, self.checked, [0.0, self.horizon], "dop853", rtol=x, atol=1e-3 * x,
+                    parameters=self.checked_p,
+                )
+                for x in (tolerance, 0.03 * tolerance)
+            )  # fmt: skip
+            if not bool(finer.ok.all()):
+                raise ValueError(
+                    f"{int((~finer.ok).sum())} of {CHECKED} sampled trajectories cannot be followed to "
+                    f"horizon = {self.horizon:g} by dop853 with error control; is the equation stiff, "
+                    "or does its solution end?"
+                )
+            scale = finer.u.square().mean((0, 1)).sqrt()
+            scale = torch.where(scale > 0, scale, 1.0)
+            if _distance(solved.final, finer.final, scale) <= REFERENCE * self.error:
+                return finer.final, scale
+            tolerance = max(1e-14, 1e-2 * tolerance)
+        self.notes.append(
+            "a reference with a hundredth of the error: rounding, or chaos, does not allow it"
+        )
+        return finer.final, scale
+
+    def measured(self, way: Candidate) -> Candidate:
+        """The candidate with its error on the checked trajectories."""
+        key = replace(way, compiled=False, dtype="float64", seconds=math.inf, error=math.inf)
+        solver = self.solvers.get(replace(key, rate_calls=0))
+        try:
+            solved = _solved(
+                self.rate, replace(way, compiled=False), solver, self.checked, 0.0, self.horizon,
+                self.checked_p, self.scale, self.error,
+            )  # fmt: skip
+        except (RuntimeError, ValueError, TypeError) as failure:
+            if way.dtype == "float64":
+                raise
+            self.notes.append(f"float32, which the rate does not accept ({failure})")
+            return way
+        found = _distance(solved.final, self.truth, self.scale) if bool(solved.ok.all()) else math.inf
+        return replace(way, error=found, rate_calls=solved.stats.rate_calls)
+
+    def timing(self, way: Candidate) -> Candidate:
+        """The candidate with the time it takes for the batch."""
+        key = replace(way, compiled=False, dtype="float64", seconds=math.inf, error=math.inf)
+        solver = self.solvers.get(replace(key, rate_calls=0))
+        self.progress(f"time of {way}")
+
+        def solve() -> None:
+            _solved(
+                self.rate,
+                way,
+                solver,
+                self.timed,
+                0.0,
+                self.horizon,
+                self.timed_p,
+                self.scale,
+                self.error,
+            )
+            if self.timed.is_cuda:
+                torch.cuda.synchronize(self.timed.device)
+
+        if way.compiled:
+            solve()  # compiles
+        seconds, spent = math.inf, 0.0
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            solve()
+            taken = time.perf_counter() - began
+            seconds, spent = min(seconds, taken), spent + taken
+            if spent > ENOUGH:
+                break
+        return replace(way, seconds=seconds)
+
+    def fixed(self, scheme: AnyScheme) -> Candidate | None:
+        """The scheme with the fewest steps that reach the error."""
+        self.progress(f"steps of {scheme.name}")
+        of = lambda n: self.measured(Candidate("fixed", scheme.name, self.horizon / n))
+        n, last = 8, None
+        while n <= MOST_STEPS:
+            found = of(n)
+            if found.error <= self.error:
+                break
+            n, last = 2 * n, found
+            if self.left < 0:
+                break
+        else:
+            return None
+        if found.error > self.error:
+            return None
+        # Between the last two numbers of steps the error is a power of the step size.
+        few, many = (n // 2 if last is not None else 1), n
+        for _ in range(3):
+            if last is None or not math.isfinite(last.error) or many - few < max(2, many // 50):
+                guess = (few + many) // 2
+            else:
+                slope = math.log(last.error / found.error) / math.log(many / few)
+                guess = math.ceil(few * (last.error / self.error) ** (1 / max(slope, 0.5)) * 1.01)
+            if not few < guess < many:
+                break
+            middle = of(guess)
+            if middle.error <= self.error:
+                many, found = guess, middle
+            else:
+                few, last = guess, middle
+        return found
+
+    def adaptive(self, name: str) -> Candidate | None:
+        """The scheme with the largest tolerance that reaches the error."""
+        self.progress(f"tolerance of {name}")
+        tolerance = min(1e-2, 10 * self.error)
+        while tolerance > 1e-14 and self.left > 0:
+            found = self.measured(Candidate("adaptive", name, tolerance))
+            if found.error <= self.error:
+                return found
+            # A tolerance is about proportional to the error; steps of at least a half decade.
+            share = self.error / found.error if math.isfinite(found.error) else 0.03
+            tolerance *= min(0.3, max(0.01, 0.7 * share))
+        return None
+
+    def hybrids(self, plain: list[Candidate]) -> list[Candidate]:
+        """Hybrids that reach the error with fewer steps than their scheme.
+
+        Schemes with the fewest rate calls come first, and narrow corrections first. A wider one begins
+        where the narrower one ended.
+        """
+        found: list[Candidate] = []
+        calls = min(c.rate_calls for c in plain) if plain else 0
+        for base in sorted(plain, key=lambda c: c.rate_calls):
+            if base.rate_calls > FEWER * calls:
+                break  # a hybrid does not make up for that
+            n = round(self.horizon / base.setting)
+            for width in WIDTHS:
+                best = self.largest_step(base.scheme, width, n)
+                if best is not None:
+                    found.append(best)
+                    n = round(self.horizon / best.setting)
+                    calls = min(calls, best.rate_calls)
+                if self.left <= 0:
+                    self.notes.append("further hybrids: the budget was spent")
+                    return found
+        return found
+
+    def largest_step(self, scheme: str, width: int, n: int) -> Candidate | None:
+        """The hybrid with the fewest steps that reach the error, at most n / 1.4; None if none do."""
+        best, steps, refined = None, math.ceil(n / 2), False
+        while 2 <= steps < n / 1.3 and self.left > 0:
+            candidate = self.hybrid(scheme, width, steps)
+            if candidate is not None and candidate.error <= self.error:
+                best = candidate
+                if refined:
+                    break
+                steps = math.ceil(steps / 2)
+            elif refined:
+                break
+            else:
+                steps, refined = round(1.4 * steps), True
+        return best
+
+    def hybrid(self, scheme: str, width: int, steps: int) -> Candidate | None:
+        """A fitted hybrid and its error; None if it cannot be fitted."""
+        dt = self.horizon / steps
+        way = Candidate("hybrid", scheme, dt, width)
+        self.progress(f"fit of {way}")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                solver = fit(
+                    self.rate, dt=dt, horizon=self.horizon, scheme=scheme, correction="stages",
+                    width=width, trajectories=TRAJECTORIES, period=self.period, seed=self.seed,
+                    device=self.device, fine_dt=None if self.fine_dt is None else min(dt, self.fine_dt),
+                    **self.samplers,
+                )  # fmt: skip
+        except (ValueError, FloatingPointError) as error:  # steps that lose trajectories, rates of t
+            reason = str(error).split(";")[0].split(":")[0]
+            if f"hybrids of {scheme}: {reason}" not in self.notes:
+                self.notes.append(f"hybrids of {scheme}: {reason}")
+            return None
+        self.solvers[way] = solver
+        return self.measured(way)
+
+    def in_float32(self, timed: list[Candidate]) -> list[Candidate]:
+        """The fastest plain candidates in float32, where that reaches the error."""
+        fixed = [c for c in sorted(timed, key=lambda c: c.seconds) if c.width is None][:2]
+        found = [self.measured(replace(c, dtype="float32", seconds=math.inf)) for c in fixed]
+        return [self.timing(c) for c in found if c.error <= self.error]
+
+    def compiled(self, timed: list[Candidate]) -> list[Candidate]:
+        """The fastest candidates, compiled: the best of all, and the best plain one."""
+        ranked = sorted(timed, key=lambda c: c.seconds)
+        wanted = [*ranked[:1], *[c for c in ranked if c.width is None][:2]]
+        found: list[Candidate] = []
+        for way in dict.fromkeys(wanted):
+            if self.left < COMPILING:
+                self.notes.append(f"{way}, compiled: the budget was spent")
+                continue
+            began = time.monotonic()
+            found.append(self.timing(replace(way, compiled=True, seconds=math.inf)))
+            if way.width is not None:
+                self.hybrid_seconds += time.monotonic() - began
+        return found
+
+
+def _solved(
+    rate: Rate,
+    way: Candidate,
+    solver: HybridSolver | None,
+    u0: Tensor,
+    t0: float,
+    t_end: float,
+    parameters: Tensor | None,
+    scale: Tensor,
+    error: float,
+) -> Trajectory:
+    """The first and last states by a candidate, in the dtype of u0."""
+    u = u0.to(getattr(torch, way.dtype))
+    if way.method == "adaptive":
+        found = evolve(
+            rate, u, [t0, t_end], way.scheme, rtol=way.setting, atol=way.setting * scale.to(u),
+            parameters=parameters, compile=way.compiled,
+        )  # fmt: skip
+        return replace(found, u=found.u.to(u0.dtype))
+    length = abs(t_end - t0)
+    if way.method == "fixed":
+        n = max(1, math.ceil(length / way.setting - 1e-9))
+        t = torch.linspace(t0, t_end, n + 1, dtype=torch.float64, device=u0.device)
+        options: Any = {"parameters": parameters, "every": n, "compile": way.compiled}
+        found = evolve(rate, u, t, way.scheme, **options)
+        return replace(found, u=found.u.to(u0.dtype))
+    assert solver is not None
+    n = max(0, math.floor((t_end - t0) / solver.dt + 1e-9))
+    reached = t0 + n * solver.dt
+    found = solver.solve(
+        u, reached, t0, every=max(n, 1), compile=way.compiled and n > 0, parameters=parameters
+    )
+    if t_end - reached <= 1e-9 * max(length, abs(t_end)):
+        return replace(found, u=found.u.to(u0.dtype))
+    # The last part of a step, by a scheme that needs no correction.
+    last = evolve(
+        rate, found.final, [reached, t_end], "dop853", rtol=1e-2 * error,
+        atol=1e-2 * error * scale.to(u), parameters=parameters,
+    )  # fmt: skip
+    calls = found.stats.rate_calls + last.stats.rate_calls
+    return Trajectory(
+        torch.stack((found.t[0], last.t[-1])),
+        torch.stack((found.u[0], last.final)).to(u0.dtype),
+        replace(found.stats, rate_calls=calls),
+        found.ok & last.ok,
+        torch.where(found.ok, last.until, found.until),
+        torch.where(last.ok, found.status, last.status),
+    )
+
+
+def _distance(u: Tensor, truth: Tensor, scale: Tensor) -> float:
+    """The largest relative root mean square error of a component."""
+    return ((u - truth).square().mean(0).sqrt() / scale).max().item()
+
+
+def _time(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "-"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

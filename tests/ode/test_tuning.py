@@ -1,0 +1,133 @@
+"""The fastest way to an error."""
+
+import math
+
+import pytest
+import torch
+
+import attractor as at
+from attractor.ode.tuning import Candidate, TuningReport
+
+F64 = {"dtype": torch.float64}
+
+
+def spring(t, u, p):
+    x, v = u.unbind(-1)
+    return torch.stack((v, -p[..., 0] * x - x**3), -1)
+
+
+def states(n, generator):
+    return torch.rand(n, 2, generator=generator, **F64) + 0.5
+
+
+def strengths(n, generator):
+    return torch.rand(n, 1, generator=generator, **F64) + 0.5
+
+
+@pytest.fixture(scope="module")
+def tuned():
+    return at.tune(
+        at.systems.ElasticPendulum(), error=1e-4, horizon=4.0, batch=50, budget=15, compile=False
+    )
+
+
+def test_the_winner_reaches_the_error_and_is_the_fastest(tuned):
+    report = tuned.report
+    assert all(c.error <= 1e-4 for c in report.candidates)
+    assert report.winner.seconds == min(c.seconds for c in report.candidates)
+    assert {c.method for c in report.candidates} == {"fixed", "adaptive", "hybrid"}
+    assert report.plain is not None
+    assert report.speedup >= 1
+
+
+def test_the_error_holds_on_trajectories_of_another_seed(tuned):
+    system = at.systems.ElasticPendulum()
+    u0 = system.sample(100, torch.Generator().manual_seed(99), torch.float64)
+    truth = at.evolve(system, u0, [0.0, 4.0], "dop853", rtol=1e-10, atol=1e-13)
+    scale = truth.u.square().mean((0, 1)).sqrt()
+    solved = tuned.solve(u0, 4.0)
+    assert ((solved.final - truth.final).square().mean(0).sqrt() / scale).max() < 3e-4
+    assert solved.u.shape == (2, 100, 4)
+
+
+@pytest.mark.parametrize("way", ["fixed", "adaptive", "hybrid"])
+def test_every_way_ends_where_it_is_asked_to(tuned, way, tmp_path):
+    """Also between two steps of a hybrid; and it does so again after it was saved."""
+    system, report = at.systems.ElasticPendulum(), tuned.report
+    best = next(c for c in report.candidates if c.method == way)
+    first = (best, *(c for c in report.candidates if c is not best))
+    solver = tuned.solver
+    if way == "hybrid":
+        n = round(4.0 / best.setting)
+        how = dict(dt=4.0 / n, horizon=4.0, scheme=best.scheme, correction="stages", width=best.width)
+        solver = at.fit(system, **how, trajectories=50)
+    one = at.TunedSolver(
+        system, TuningReport(1e-4, 4.0, 50, "cpu", first, 1.0, 1.0), solver if way == "hybrid" else None
+    )
+    u0 = system.sample(5, torch.Generator().manual_seed(1), torch.float64)
+    for end in (1.2345, 0.01):
+        truth = at.evolve(system, u0, [0.0, end], "dop853", rtol=1e-10, atol=1e-13).final
+        solved = one.solve(u0, end)
+        assert solved.t[-1].item() == pytest.approx(end)
+        torch.testing.assert_close(solved.final, truth, rtol=1e-2, atol=1e-2)
+    again = at.TunedSolver.load(one.save(tmp_path / "tuned"))
+    assert torch.equal(again.solve(u0, 1.2345).u, one.solve(u0, 1.2345).u)
+    assert again.report == one.report
+    assert str(again.report) == str(one.report)
+
+
+def test_parameters_of_each_trajectory():
+    solver = at.tune(
+        spring, error=1e-3, horizon=3.0, sample=states, parameters=strengths, batch=20, budget=5,
+        compile=False,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(3)
+    u0, p = states(40, generator), strengths(40, generator)
+    truth = at.evolve(spring, u0, [0.0, 3.0], "dop853", rtol=1e-10, atol=1e-12, parameters=p).final
+    assert (solver.solve(u0, 3.0, parameters=p).final - truth).square().mean().sqrt() < 5e-3
+
+
+def test_large_errors_are_tried_in_float32():
+    solver = at.tune(
+        at.systems.HenonHeiles(), error=1e-3, horizon=4.0, batch=20, budget=0.0, compile=False
+    )
+    assert any(c.dtype == "float32" for c in solver.report.candidates)
+    u0 = at.systems.HenonHeiles().sample(3, torch.Generator().manual_seed(0), torch.float64)
+    assert solver.solve(u0, 4.0).u.dtype == torch.float64
+
+
+def test_without_a_budget_only_plain_schemes_are_tried():
+    report = at.tune(
+        at.systems.VanDerPol(), error=1e-3, horizon=1.0, batch=5, budget=0.0, compile=False
+    ).report
+    assert all(c.width is None for c in report.candidates)
+    assert report.break_even is None
+    assert report.speedup == 1
+
+
+def test_a_rate_of_time_has_no_hybrids_and_says_so():
+    def forced(t, u):
+        return torch.cos(t) * torch.ones_like(u) - u
+
+    solver = at.tune(forced, error=1e-3, horizon=2.0, sample=states, batch=5, budget=10, compile=False)
+    assert all(c.width is None for c in solver.report.candidates)
+    assert any("depends on t" in note for note in solver.report.notes)
+
+
+def test_what_cannot_be_reached_is_named():
+    grow = lambda t, u: u**2
+    with pytest.raises(ValueError, match="cannot be followed to horizon = 5"):
+        at.tune(grow, error=1e-3, horizon=5.0, sample=states, batch=5, budget=1)
+    for wrong in ({"error": 0.0}, {"error": 2.0}, {"horizon": -1.0}, {"batch": 0}, {"budget": -1.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            at.tune(at.systems.VanDerPol(), **{"error": 1e-3, "horizon": 1.0, **wrong})
+
+
+def test_break_even_counts_the_search_of_hybrids():
+    plain = Candidate("fixed", "rk4", 0.1, seconds=3.0, error=1e-4)
+    hybrid = Candidate("hybrid", "rk4", 0.2, 0, seconds=1.0, error=1e-4)
+    report = TuningReport(1e-3, 1.0, 100, "cpu", (hybrid, plain), 60.0, 10.0)
+    assert report.speedup == 3
+    assert report.break_even == pytest.approx(500)
+    assert "after 500 trajectories" in str(report)
+    assert math.isinf(Candidate("fixed", "rk4", 0.1).seconds)
