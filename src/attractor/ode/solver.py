@@ -280,9 +280,9 @@ class HybridSolver:
         Raises:
             TypeError: The correction is none of `attractor.corrections`.
         """
-        return checkpoint.save(folder, KIND, *self.to_checkpoint())
+        return checkpoint.save(folder, KIND, *self._to_checkpoint())
 
-    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the tensors and the configuration that `save` writes."""
         name = next((n for n, cls in corrections.BY_NAME.items() if type(self.correction) is cls), None)
         if name is None:
@@ -317,17 +317,17 @@ class HybridSolver:
             CheckpointError: The folder is damaged, or the solver was fitted to another equation, some
                 values of which are saved with it.
         """
-        return cls.from_checkpoint(*checkpoint.load(folder, KIND), folder, rate)
+        return cls._from_checkpoint(*checkpoint.load(folder, KIND), folder, rate)
 
     @classmethod
-    def from_checkpoint(
+    def _from_checkpoint(
         cls,
         tensors: dict[str, Tensor],
         config: dict[str, Any],
         folder: Path | str,
         rate: Rate | None = None,
     ) -> Self:
-        """Return the solver of `to_checkpoint`; `folder` is named in errors."""
+        """Return the solver of `_to_checkpoint`; `folder` is named in errors."""
         try:
             options = dict(config["correction"])
             sizes = {**options, **config["rate"].get("options", {})}

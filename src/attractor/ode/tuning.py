@@ -220,7 +220,7 @@ class TunedSolver:
         tensors: dict[str, Tensor] = {}
         config: dict[str, Any] = {"report": self.report.to_json()}
         if self.solver is not None:
-            tensors, config["solver"] = self.solver.to_checkpoint()
+            tensors, config["solver"] = self.solver._to_checkpoint()
         else:
             config["rate"] = serialization.rate_to_json(self.rate)
         return checkpoint.save(folder, KIND, tensors, config)
@@ -239,7 +239,7 @@ class TunedSolver:
         try:
             report = TuningReport.from_json(config["report"])
             if "solver" in config:
-                solver = HybridSolver.from_checkpoint(tensors, config["solver"], folder, rate)
+                solver = HybridSolver._from_checkpoint(tensors, config["solver"], folder, rate)
                 return cls(solver.rate, report, solver)
             known = serialization.rate_from_json(config["rate"])
         except (KeyError, TypeError, ValueError) as error:

@@ -40,7 +40,7 @@ class AttNS(Correction):
         self.net = Network(dim * (1 + state), dim, width, depth, **options)
         self.config = {"dim": dim, "times_dt": times_dt, "state": state, **self.net.config}
 
-    def seen(self, step: Step) -> Tensor:
+    def _seen(self, step: Step) -> Tensor:
         """Return the slope, and with `state` the state."""
         if self.times_dt:
             check_state(step.slope, dt=step.dt)

@@ -27,7 +27,7 @@ class AttNSM(Correction):
         self.net = Network(dim, dim, width, depth, **options)
         self.config = {"dim": dim, **self.net.config}
 
-    def seen(self, step: Step) -> Tensor:
+    def _seen(self, step: Step) -> Tensor:
         """Return the slope."""
         return step.slope
 
@@ -37,6 +37,6 @@ class AttNSM(Correction):
         check_state(slope, dt=dt)
         return dt * slope
 
-    def added(self, step: Step, q: Tensor) -> Tensor:
+    def _added(self, step: Step, q: Tensor) -> Tensor:
         """Return ``dt S (Q - 1)``."""
         return self.gain(step.slope, step.dt) * (q - 1)

@@ -12,9 +12,9 @@ from attractor.ode.corrections.network import check_step, with_phase
 class Correction(nn.Module):
     """A network `net`, computed from a step and added to it.
 
-    A subclass defines `seen`, what the network sees of a step. The parameters of the trajectory and the
+    A subclass defines `_seen`, what the network sees of a step. The parameters of the trajectory and the
     phase of the time join it where the network has inputs for them. One that does not add the result of
-    its network as it is also defines `added`.
+    its network as it is also defines `_added`.
 
     Calls are ``correction(step)``, with a `Step`, or ``correction(u, slope, dt)`` and
     ``correction(u, slope, dt, t)``, for corrections that need nothing else.
@@ -30,11 +30,11 @@ class Correction(nn.Module):
         """Whether the correction depends on the time."""
         return self.net.period is not None
 
-    def seen(self, step: Step) -> Tensor:
+    def _seen(self, step: Step) -> Tensor:
         """Return what the network sees of a step ``[*batch, n]``, without parameters and phase."""
         raise NotImplementedError
 
-    def added(self, step: Step, q: Tensor) -> Tensor:
+    def _added(self, step: Step, q: Tensor) -> Tensor:
         """Return what is added to a step for which the network returned q."""
         return q
 
@@ -44,7 +44,7 @@ class Correction(nn.Module):
         """Return everything that the network sees of a step."""
         step = as_step(u, slope, dt, t)
         check_step(self.net, step.u, step.slope)
-        x = self.seen(step)
+        x = self._seen(step)
         count = getattr(self.net, "parameter_count", 0)
         if count:
             x = torch.cat((x, _parameters(step, count)), -1)
@@ -55,7 +55,7 @@ class Correction(nn.Module):
     ) -> Tensor:
         """Return what is added to a plain step."""
         step = as_step(u, slope, dt, t)
-        return self.added(step, self.net(self.inputs(step)))
+        return self._added(step, self.net(self.inputs(step)))
 
 
 def as_step(u: Tensor | Step, slope: Tensor | None, dt: Any, t: Any) -> Step:

@@ -34,6 +34,6 @@ class CSM(Correction):
         self.net = Network(dim, dim, width, depth, activation, residual=residual, **options)
         self.config = {"dim": dim, **self.net.config}
 
-    def seen(self, step: Step) -> Tensor:
+    def _seen(self, step: Step) -> Tensor:
         """Return the state."""
         return step.u

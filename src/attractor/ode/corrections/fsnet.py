@@ -30,10 +30,10 @@ class FSNet(Correction):
         self.scale_in = nn.Parameter(torch.ones(dim, dtype=like.dtype, device=like.device))
         self.scale_out = nn.Parameter(torch.ones(dim, dtype=like.dtype, device=like.device))
 
-    def seen(self, step: Step) -> Tensor:
+    def _seen(self, step: Step) -> Tensor:
         """Return the scaled state."""
         return self.scale_in * step.u
 
-    def added(self, step: Step, q: Tensor) -> Tensor:
+    def _added(self, step: Step, q: Tensor) -> Tensor:
         """Return the scaled result of the network."""
         return self.scale_out * q

@@ -28,6 +28,6 @@ class Linear(Correction):
         self.config = {"dim": dim, "period": period, "parameters": parameters}
         self.net = Affine(dim, dim, period, parameters, **factory)
 
-    def seen(self, step: Step) -> Tensor:
+    def _seen(self, step: Step) -> Tensor:
         """Return the state."""
         return step.u

@@ -23,6 +23,6 @@ class NeurVec(Correction):
         self.net = Network(dim, dim, width, depth, **options)
         self.config = {"dim": dim, **self.net.config}
 
-    def seen(self, step: Step) -> Tensor:
+    def _seen(self, step: Step) -> Tensor:
         """Return the state."""
         return step.u

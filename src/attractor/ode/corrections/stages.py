@@ -61,7 +61,7 @@ class Stages(Correction):
                 raise TypeError(f"a linear map of the stages has no option {', '.join(options)}")
             self.net = Affine(inputs, dim, period, parameters, **factory)
 
-    def seen(self, step: Step) -> Tensor:
+    def _seen(self, step: Step) -> Tensor:
         """Return the state, the first stage, and the differences of the other stages from it."""
         if len(step.stages) != self.config["stages"]:
             raise ValueError(
