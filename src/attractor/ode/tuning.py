@@ -32,7 +32,7 @@ TRAJECTORIES = 200  # that a hybrid learns from
 MOST_STEPS = 200_000
 REPEATS = 5  # of a timing, the best of which counts
 ENOUGH = 1.0  # seconds of timing
-COMPILING = 25.0  # seconds that compiling a run of steps takes at most, for most rates
+COMPILING = 25.0  # seconds that compiling a run of steps takes, for most rates
 FEWER = 6  # a scheme that takes so many times the rate calls of another one has no hybrids
 SINGLE = 1e-5  # the smallest error for which float32 is tried
 REFERENCE = 0.01  # error of the reference, relative to the error that is asked for
@@ -342,6 +342,7 @@ class _Search:
         self.fine_dt: float | None = None  # of the data that hybrids learn from
         self.device, self.period, self.seed, self.progress = device, period, seed, progress
         self.started, self.hybrid_seconds = time.monotonic(), 0.0
+        self.reserve = 0.0  # seconds of the budget that hybrids leave
         self.notes: list[str] = []
         self.solvers: dict[Candidate, HybridSolver] = {}
         # Streams that no fit uses.
@@ -354,7 +355,7 @@ class _Search:
     @property
     def left(self) -> float:
         """Seconds of the budget that are left."""
-        return self.budget - (time.monotonic() - self.started)
+        return self.budget - self.reserve - (time.monotonic() - self.started)
 
     def run(self, compile: bool) -> TunedSolver:
         """Return the fastest candidate."""
@@ -371,7 +372,10 @@ class _Search:
         # Half the step of dop853 has an error of a two hundredth.
         self.fine_dt = next((c.setting / 2 for c in plain if c.scheme == "dop853"), None)
         began = time.monotonic()
+        # Compiling a plain scheme and a hybrid has its share of the budget, too.
+        self.reserve = min(2 * COMPILING, 0.5 * self.left) if compile else 0.0
         timed += [self.timing(c) for c in self.hybrids(plain)]
+        self.reserve = 0.0
         self.hybrid_seconds += time.monotonic() - began
         if self.error >= SINGLE:
             timed += self.in_float32(timed)
@@ -577,12 +581,15 @@ class _Search:
         return [self.timing(c) for c in found if c.error <= self.error]
 
     def compiled(self, timed: list[Candidate]) -> list[Candidate]:
-        """The fastest candidates, compiled: the best of all, and the best plain one."""
+        """The fastest candidates, compiled: the best plain one first, then the best hybrid.
+
+        A hybrid is compiled only beside a plain scheme that is, for their times are compared.
+        """
         ranked = sorted(timed, key=lambda c: c.seconds)
-        wanted = [*ranked[:1], *[c for c in ranked if c.width is None][:2]]
+        plain, hybrid = ([c for c in ranked if (c.width is None) is x][:1] for x in (True, False))
         found: list[Candidate] = []
-        for way in dict.fromkeys(wanted):
-            if self.left < COMPILING:
+        for way in (*plain, *hybrid):
+            if self.left <= 0:
                 self.notes.append(f"{way}, compiled: the budget was spent")
                 continue
             began = time.monotonic()
