@@ -134,7 +134,7 @@ def corrections(folder):
             solver = fit(system, trajectories=61, out=out, process_group="world", **common, **options)
         own = u.to(next(solver.correction.parameters()).dtype)
         with torch.no_grad():
-            added = solver.correction(own, system(0.0, own), 0.1)
+            added = solver.correction(solver.scheme.step(system, 0.0, own, 0.1))
         rows = [{k: v for k, v in row.items() if k != "seconds"} for row in solver.history]
         found[name] = {"added": added.double().flatten().tolist(), "history": rows}
     return found

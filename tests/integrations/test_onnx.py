@@ -80,7 +80,7 @@ session = onnxruntime.InferenceSession("pendulum.onnx")
 (given,), (back,) = session.get_inputs(), session.get_outputs()
 assert (given.name, given.shape, back.name, back.shape) == ("u", ["batch", 4], "after", ["batch", 4])
 about = session.get_modelmeta().custom_metadata_map
-assert float(about["dt"]) == 0.1 and about["scheme"] == "rk4" and about["correction"] == "AttNS"
+assert float(about["dt"]) == 0.1 and about["scheme"] == "rk4" and about["correction"] == "Stages"
 assert about["system"].startswith("ElasticPendulum(") and about["steps"] == "1"
 np.save("after.npy", session.run(None, {"u": u})[0])"""
     u = fitted.rate.sample(11, torch.Generator().manual_seed(0), torch.float64)

@@ -145,7 +145,7 @@ def test_a_rate_that_repeats_in_time(tmp_path):
         assert (guarded.u - truth).square().mean() < 0.1 * (plain.u - truth).square().mean()
         assert torch.equal(again.solve(u0, t0 + 6.0, t0).u, solver.solve(u0, t0 + 6.0, t0).u)
     torch.testing.assert_close(solver.step(u0, 1.0), solver.solve(u0, 1.2, 1.0).final)
-    with pytest.raises(ValueError, match="needs the time as its fourth argument"):
+    with pytest.raises(ValueError, match="needs the time: step.t, or a fourth argument"):
         solver.correction(u0, u0, 0.2)
 
 
@@ -451,7 +451,7 @@ def test_a_small_component_decides_about_substeps_as_well():
     beside = alone * torch.tensor([1e6, 1.0, 1.0], **F64)
     assert enough_substeps(rate, beside, 0.2, 50) == enough_substeps(rate, alone, 0.2, 50)
     still = beside * torch.tensor([1.0, 0.0, 0.0], **F64)  # what is zero is settled
-    assert enough_substeps(rate, still, 0.2, 50) == 8
+    assert enough_substeps(rate, still, 0.2, 50) == 2
 
 
 def test_a_step_may_be_a_whole_number(tmp_path):

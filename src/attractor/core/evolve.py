@@ -311,7 +311,7 @@ class _March:
             everybody = torch.zeros_like(left)
             everybody[left] = outside
             self.outside.setdefault(step, everybody)
-        return [state.index_put((left,), part) for state, part in zip(states, guarded)]
+        return [state.masked_scatter(left[..., None], part) for state, part in zip(states, guarded)]
 
     def attempt(
         self, first: int, keep: tuple[int, ...], u: Tensor, survivors: _Survivors | None

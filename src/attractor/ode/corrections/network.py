@@ -234,7 +234,8 @@ class Affine(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """M x + b."""
         check_input("u", x, "[*batch, dim]", "the correction", getattr(self.head, "weight", None))
-        if not (torch.compiler.is_compiling() and x.dim() == 2 and len(x) > MANY):
+        compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        if not (compiled and x.dim() == 2 and len(x) > MANY):
             return self.head(x)
         # Compiled steps hold states component by component, and this product keeps that order.
         return (self.head.weight @ x.T + self.head.bias[:, None]).T
