@@ -20,17 +20,28 @@ CPU_OPTIONS = {"cpp_wrapper": True, "cpp.min_chunk_size": 16_384}
 _NUMBERS = count()
 
 
-def compiled(run: Callable[..., Any], device: torch.device, *fixed: Any) -> Callable[..., Any]:
+def compiled(
+    run: Callable[..., Any], device: torch.device, *fixed: Any, or_plain: bool = True
+) -> Callable[..., Any]:
     """`run`, compiled for a device; the same copy again for the same fixed arguments.
 
     torch counts recompilations for each code object and gives up after eight. A copy with a code
     object of its own for each rate keeps the ninth rate as fast as the first.
+
+    Args:
+        or_plain: Whether `run` itself is called, with a warning, if torch cannot compile it; else calls
+            raise NotCompiledError.
     """
-    return _compiled(run, device.type, *(x if _hashable(x) else _Identity(x) for x in fixed))
+    keys = (x if _hashable(x) else _Identity(x) for x in fixed)
+    return _compiled(run, device.type, or_plain, *keys)
+
+
+class NotCompiledError(RuntimeError):
+    """torch cannot compile a function."""
 
 
 @lru_cache(maxsize=64)
-def _compiled(run: Callable[..., Any], device: str, *fixed: Any) -> Callable[..., Any]:
+def _compiled(run: Callable[..., Any], device: str, or_plain: bool, *fixed: Any) -> Callable[..., Any]:
     def laid_out(*args: Any) -> Any:
         with ComponentsFirst():
             return run(*args)
@@ -39,18 +50,20 @@ def _compiled(run: Callable[..., Any], device: str, *fixed: Any) -> Callable[...
     code = laid_out.__code__.replace(co_name=f"laid_out_{next(_NUMBERS)}")
     copy = FunctionType(code, laid_out.__globals__, closure=laid_out.__closure__)
     fast = torch.compile(copy, options=dict(CPU_OPTIONS) if device == "cpu" else None)
-    failed = False
+    reason: str | None = None
 
     def fast_or_plain(*args: Any) -> Any:
-        nonlocal failed
-        if not failed:
+        nonlocal reason
+        if reason is None:
             try:
                 return fast(*args)
             except torch._dynamo.exc.TorchDynamoException as error:
-                failed = True
                 reason = str(error).strip().splitlines()[0]
-                warnings.warn(f"not compiled, going on without ({reason})", stacklevel=2)
-        return run(*args)
+                if or_plain:
+                    warnings.warn(f"not compiled, going on without ({reason})", stacklevel=2)
+        if or_plain:
+            return run(*args)
+        raise NotCompiledError(reason)
 
     return fast_or_plain
 

@@ -8,7 +8,7 @@ also what `compile=True` compiles and what `checkpoint=` recomputes.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute_later
 
 from attractor.core.checks import check_values, is_whole
-from attractor.core.compiling import compiled, components_first, operations
-from attractor.core.control import Control, Event, controlled, has_tangent
+from attractor.core.compiling import NotCompiledError, compiled, components_first, operations
+from attractor.core.control import Control, Event, controlled, has_tangent, is_transformed
 from attractor.core.dense import GridOutput
-from attractor.core.scheme import Rate, Scheme, broadcasts, check_unwritten, moved, version
-from attractor.core.splitting import Halves, Splitting
-from attractor.core.step import Correction, Step, correction_of_step, with_parameters
+from attractor.core.runs import Guard, corrected_step, guarded_step, looped, only_alive, run
+from attractor.core.scheme import Rate, Scheme, broadcasts, check_unwritten, version
+from attractor.core.splitting import Splitting
+from attractor.core.step import Correction, correction_of_step, with_parameters
 from attractor.core.tableaus import AnyScheme, get_scheme
 from attractor.core.trajectory import Record, Stats, Status, Trajectory
 
@@ -210,33 +211,6 @@ def check_parameters(u0: Tensor, parameters: Tensor | None) -> Tensor | None:
 # On a grid
 
 
-@dataclass
-class Guard:
-    """Where a correction may be applied, and what a step is elsewhere.
-
-    Attributes:
-        inside: Maps states ``[*batch, d]`` to ``[*batch]``, True where the correction may be applied. It
-            is called without gradients. Parameters follow the states, ``[*batch, d + k]``.
-        replace: ``(rate, t, dt, u) -> state one step later``. None: the correction is applied
-            everywhere, and trajectories that leave are only marked.
-        rate_calls: Calls of the rate that `replace` has made.
-    """
-
-    inside: Callable[[Tensor], Tensor]
-    replace: Callable[[Rate, Tensor, Any, Tensor], Tensor] | None
-    rate_calls: int = 0
-
-    def step(self, rate: Rate, t: Tensor, dt: Any, u: Tensor) -> Tensor:
-        """Call `replace`, and count its calls of the rate."""
-
-        def counted(t: Any, u: Tensor) -> Tensor:
-            self.rate_calls += 1
-            return rate(t, u)
-
-        assert self.replace is not None
-        return self.replace(counted, t, dt, u)
-
-
 class _Survivors(NamedTuple):
     """Trajectories that are still followed, and the time up to which each one was; ``[*batch]`` each."""
 
@@ -257,6 +231,7 @@ class _March:
     dt: Any  # numbers, or a tensor where steps are compiled or differentiated
     saved: frozenset[int]
     compiled_length: int  # runs of this many steps are compiled; 0: none
+    loop: bool  # runs are compiled as a loop around one step
     watch: bool
     guard: Guard | None
     outside: dict[int, Tensor]  # trajectories [*batch] outside of the guarded region, per step
@@ -272,13 +247,18 @@ class _March:
         """
         stop = first + keep[-1]
         inside = None if self.guard is None else self.guard.inside
-        fixed = (self.f, self.scheme, self.correction, inside, keep)
-        u, p, run = _stand_in(u, survivors), _stand_in(self.parameters, survivors), _run
-        if keep[-1] == self.compiled_length:
-            u, run = components_first(u), compiled(_run, u.device, *fixed)
-            p = None if p is None else components_first(p)
+        fixed = (self.f, self.scheme, self.correction, inside)
+        u, p = _stand_in(u, survivors), _stand_in(self.parameters, survivors)
+        unrolled = keep[-1] == self.compiled_length
+        if self.loop or unrolled:
+            u, p = components_first(u), None if p is None else components_first(p)
+        if self.loop:
+            fast = compiled(looped, u.device, *fixed, or_plain=False)
+            end = first + LOOP
+            return fast(*fixed, self.times[first:end], self.dt[first:end], torch.tensor(keep[-1]), u, p)
+        steps = compiled(run, u.device, *fixed, keep) if unrolled else run
         alive = survivors.alive if survivors is not None and torch.is_grad_enabled() else None
-        return run(*fixed, self.times[first:stop], self.dt[first:stop], u, alive, p)
+        return steps(*fixed, keep, self.times[first:stop], self.dt[first:stop], u, alive, p)
 
     def guarded_run(
         self, first: int, keep: tuple[int, ...], u: Tensor, survivors: _Survivors | None
@@ -288,7 +268,7 @@ class _March:
         u, p = _stand_in(u, survivors), _stand_in(self.parameters, survivors)
         states, f = list[Tensor](), self.f
         if survivors is not None:
-            f = _only(survivors.alive, f)
+            f = only_alive(survivors.alive, f)
         for i in range(first, first + keep[-1]):
             u, outside = guarded_step(
                 f, self.scheme, self.correction, self.guard, self.times[i], self.dt[i], u, p
@@ -417,6 +397,7 @@ def on_grid(
     checkpoint: int | bool | None = None,
     watch: bool = True,
     guard: Guard | None = None,
+    loop: bool = True,
 ) -> Trajectory:
     """`evolve` without error control.
 
@@ -424,6 +405,7 @@ def on_grid(
         parameters: Of each trajectory ``[*batch, k]``, see `check_parameters`.
         watch: Look for non-finite states after each run. False lets them stay and spread.
         guard: Where the correction may be applied.
+        loop: Whether compiled runs may be loops.
     """
     n, saved, written = len(t) - 1, _saved(len(t) - 1, every), version(u0)
     real = u0.real.dtype if u0.is_complex() else u0.dtype
@@ -434,11 +416,18 @@ def on_grid(
 
     spacing = n if not checkpoint else math.isqrt(n) + 1 if checkpoint is True else int(checkpoint)
     longest = max(1, min(RUN, spacing))
-    if compile and n:
+    recompute = bool(checkpoint) and torch.is_grad_enabled()
+    loop = loop and compile and not recompute and min(n, every) > SHORT
+    loop = loop and _may_loop(f, scheme, correction, times, dt, u0, parameters)
+    if loop:
+        longest = LOOP if guard is None else GUARDED_LOOP
+        # Every run is given as many times, of which the last one does not use all.
+        times, dt = (torch.cat((x, x.new_zeros(LOOP))) for x in (times, dt))
+    elif compile and n:
         # Compilers slow down on very long functions, and gcc 12 breaks down.
         inside = None if guard is None else guard.inside
         fixed = (f, scheme, correction, inside, (1,))
-        size = operations(_run, fixed, times, dt, u0, None, parameters)
+        size = operations(run, fixed, times, dt, u0, None, parameters)
         check_unwritten(u0, written)
         longest = min(longest, COMPILED_OPERATIONS // size + 1)
     length = _run_length(n, every, longest)
@@ -453,7 +442,8 @@ def on_grid(
         times=times,
         dt=dt.tolist() if as_numbers else dt,
         saved=frozenset(saved),
-        compiled_length=length if compile else 0,
+        compiled_length=length if compile and not loop else 0,
+        loop=loop,
         watch=watch,
         guard=guard,
         outside={},
@@ -463,14 +453,19 @@ def on_grid(
     survivors = None if not watch or _all_finite(u0) else _everybody(u0, t)
     record = Record(u0, len(saved))
     record.put(u0)
-    recompute = bool(checkpoint) and torch.is_grad_enabled()
-    for group in _groups(runs, spacing) if recompute else ([run] for run in runs):
+    for group in _groups(runs, spacing) if recompute else ([one] for one in runs):
         if survivors is not None and not bool(survivors.alive.any()):
             break
         if recompute:
             result = recompute_later(march.segment, group, u, survivors, use_reentrant=False)
         else:
-            result = march.segment(group, u, survivors)
+            try:
+                result = march.segment(group, u, survivors)
+            except NotCompiledError:  # nothing inside a loop can be left to Python
+                return on_grid(
+                    f, u0, t, scheme, correction, parameters=parameters, every=every, compile=True,
+                    checkpoint=checkpoint, watch=watch, guard=guard, loop=False,
+                )  # fmt: skip
         if not lengths:
             check_unwritten(u0, written)
         states, u, survivors, took = result
@@ -492,114 +487,25 @@ def on_grid(
     return Trajectory(t[saved], record.finish(), stats, alive, until, status)
 
 
-def _run(
+def _may_loop(
     f: Rate,
     scheme: AnyScheme,
     correction: Correction | None,
-    inside: Callable[[Tensor], Tensor] | None,
-    keep: tuple[int, ...],
     t: Tensor,
-    dt: Any,
+    dt: Tensor,
     u: Tensor,
-    alive: Tensor | None = None,
-    parameters: Tensor | None = None,
-) -> tuple[list[Tensor], Tensor | None]:
-    """Take steps from u at times t [k] with sizes dt [k].
-
-    Where a trajectory was lost, `alive` keeps what the rate still returns there (NaN again, perhaps)
-    out of later stages, and so out of the gradients of shared parameters.
-
-    Returns:
-        The states after the steps in `keep`, and whether each trajectory started all steps inside.
-    """
-    rate = f if alive is None else _only(alive, f)
-    states: list[Tensor] = []
-    starts: list[Tensor] = []
-    known: Halves = (None, None)
-    for i in range(keep[-1]):
-        if inside is not None:
-            starts.append(u.detach())
-        if isinstance(scheme, Splitting) and correction is None:
-            bound = with_parameters(rate, parameters)
-            slope, known = scheme._slope_after(bound, t[i], u, dt[i], known)
-            u = moved(u, dt[i], (1.0,), (slope,))
-        else:
-            u = corrected_step(rate, scheme, correction, t[i], dt[i], u, parameters)
-        if i + 1 in keep:
-            states.append(u)
-    stayed = None if inside is None else inside(_beside(torch.stack(starts), parameters)).all(0)
-    return states, stayed
-
-
-def _only(alive: Tensor, f: Rate) -> Rate:
-    """The rate where a trajectory is alive, and 0 elsewhere."""
-    return lambda t, u, *p: torch.where(alive[..., None], f(t, u, *p), 0.0)
-
-
-def corrected_step(
-    f: Rate,
-    scheme: AnyScheme,
-    correction: Correction | None,
-    t: Any,
-    dt: Any,
-    u: Tensor,
-    parameters: Tensor | None = None,
-) -> Tensor:
-    """Return the state one step after u; `correction` has the call ``correction(step)``."""
-    if correction is None:
-        return moved(u, dt, (1.0,), (scheme.slope(with_parameters(f, parameters), t, u, dt),))
-    step = scheme.step(f, t, u, dt, parameters)
-    return moved(u, dt, (1.0,), (step.slope,)) + correction_term(correction, step)
-
-
-def correction_term(correction: Correction, step: Step) -> Tensor:
-    """What a correction adds to a plain step, after checking it."""
-    u, added = step.u, correction(step)
-    if not isinstance(added, Tensor):
-        raise TypeError(
-            f"the correction returned a {type(added).__name__}; it must return a tensor like u"
-        )
-    if added.shape != u.shape or added.dtype != u.dtype:
-        raise ValueError(
-            f"the correction returned {list(added.shape)} in {added.dtype} for a state of shape "
-            f"{list(u.shape)} in {u.dtype}; they must be alike"
-        )
-    return added
-
-
-def guarded_step(
-    f: Rate,
-    scheme: AnyScheme,
-    correction: Correction | None,
-    guard: Guard,
-    t: Tensor,
-    dt: Any,
-    u: Tensor,
-    parameters: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the state one step after u, and which trajectories ``[*batch]`` the guard stepped."""
-    outside = ~guard.inside(_beside(u, parameters).detach())
-    if not bool(outside.any()):
-        return corrected_step(f, scheme, correction, t, dt, u, parameters), outside
-    if bool(outside.all()):
-        return guard.step(with_parameters(f, parameters), t, dt, u), outside
-
-    # Each kind of step gets its own trajectories, and one of them in place of the others, so that no
-    # step is computed, or differentiated, where it does not apply.
-    def only(mine: Tensor, x: Any) -> Any:
-        return None if x is None else torch.where(mine[..., None], x, x.detach()[mine][0])
-
-    inside = ~outside
-    corrected = corrected_step(f, scheme, correction, t, dt, only(inside, u), only(inside, parameters))
-    plain = guard.step(with_parameters(f, only(outside, parameters)), t, dt, only(outside, u))
-    return torch.where(outside[..., None], plain, corrected), outside
-
-
-def _beside(u: Tensor, parameters: Tensor | None) -> Tensor:
-    """States ``[*batch, d]``, followed by their parameters if there are any."""
-    if parameters is None:
-        return u
-    return torch.cat((u, parameters.expand(*u.shape[:-1], parameters.shape[-1])), -1)
+    parameters: Tensor | None,
+) -> bool:
+    """Whether runs can be loops: on the CPU, for real states, and where nobody wants gradients."""
+    if u.device.type != "cpu" or u.is_complex() or not u.numel() or is_transformed(u):
+        return False
+    if any(x.requires_grad or has_tangent(x) for x in (u, t)):
+        return False
+    if isinstance(scheme, Splitting) and correction is None:  # a step reuses the rate of the last one
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    return not corrected_step(f, scheme, correction, t[0], dt[0], u, parameters).requires_grad
 
 
 def _everybody(u: Tensor, t: Tensor) -> _Survivors:
@@ -639,7 +545,11 @@ def _of_living(survivors: _Survivors | None, new: list[Tensor], old: list[Tensor
 
 # How a grid is cut into runs
 
-COMPILED_OPERATIONS = 1_000  # in a compiled run: ten steps of a small system
+COMPILED_OPERATIONS = 1_000  # in an unrolled compiled run: ten steps of a small system
+
+LOOP = 256  # steps of a compiled loop at most
+GUARDED_LOOP = 32  # with a guard, since trajectories that leave repeat the run in Python
+SHORT = 4  # so few steps between kept states are unrolled
 
 RUN = 10  # steps a run: enough to hide the cost of starting one, few enough to compile in seconds
 

@@ -55,6 +55,7 @@ MODULES = (
     "attractor.core.scheme",
     "attractor.core.tableaus",
     "attractor.core.evolve",
+    "attractor.core.runs",
     "attractor.ode.trajectories",
 )
 # Code and arithmetic that this process has: sources may be edited while it works.

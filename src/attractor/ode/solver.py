@@ -13,14 +13,8 @@ from torch import Tensor, nn
 from attractor.core import Trajectory, get_scheme
 from attractor.core.checks import MOST_STEPS, as_number, check_values, is_whole
 from attractor.core.control import is_transformed
-from attractor.core.evolve import (
-    Guard,
-    check_parameters,
-    check_problem,
-    correction_term,
-    guarded_step,
-    on_grid,
-)
+from attractor.core.evolve import check_parameters, check_problem, on_grid
+from attractor.core.runs import Guard, correction_term, guarded_step
 from attractor.core.scheme import Rate, check_state
 from attractor.core.step import correction_of_step
 from attractor.core.tableaus import AnyScheme

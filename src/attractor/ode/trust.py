@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from attractor.core import get_scheme
 from attractor.core.checks import check_input, check_number, check_tensor, check_values, check_whole
-from attractor.core.evolve import Guard
+from attractor.core.runs import Guard
 from attractor.core.scheme import Rate
 from attractor.core.tableaus import AnyScheme
 
@@ -104,6 +104,10 @@ class TrustRegion(nn.Module):
                 f"u has shape {list(u.shape)}; this region is of states [*batch, {len(self.mean)}]"
             )
         z = self._features((u - self.mean) / self.deviation)
+        if torch.compiler.is_compiling():
+            # Compiled steps hold states component by component, and this product keeps that order.
+            rows = self.factor.T @ z.movedim(-1, 0).flatten(1)
+            return rows.square().sum(0).reshape(u.shape[:-1]) / self.limit
         return (z @ self.factor).square().sum(-1) / self.limit
 
     def inside(self, u: Tensor) -> Tensor:
@@ -130,12 +134,8 @@ class TrustRegion(nn.Module):
     @staticmethod
     def _features(x: Tensor) -> Tensor:
         d = x.shape[-1]
-        if d <= 16:
-            i, j = torch.triu_indices(d, d, device=x.device)
-            products = x[..., i] * x[..., j]
-        else:
-            products = x**2
-        return torch.cat((products, x, torch.ones_like(x[..., :1])), -1)
+        products = [x[..., i : i + 1] * x[..., i:] for i in range(d)] if d <= 16 else [x**2]
+        return torch.cat((*products, x, torch.ones_like(x[..., :1])), -1)
 
 
 def settled_step(rate: Rate, t: Tensor, dt: Any, u: Tensor, tolerance: Tensor) -> Tensor:

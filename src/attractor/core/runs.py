@@ -1,0 +1,198 @@
+"""Runs of steps: in Python, unrolled for a compiler, and as one loop of compiled code."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.while_loop import while_loop
+
+from attractor.core.compiling import components_first
+from attractor.core.scheme import Rate, moved
+from attractor.core.splitting import Halves, Splitting
+from attractor.core.step import Correction, Step, with_parameters
+from attractor.core.tableaus import AnyScheme
+
+
+@dataclass
+class Guard:
+    """Where a correction may be applied, and what a step is elsewhere.
+
+    Attributes:
+        inside: Maps states ``[*batch, d]`` to ``[*batch]``, True where the correction may be applied. It
+            is called without gradients. Parameters follow the states, ``[*batch, d + k]``.
+        replace: ``(rate, t, dt, u) -> state one step later``. None: the correction is applied
+            everywhere, and trajectories that leave are only marked.
+        rate_calls: Calls of the rate that `replace` has made.
+    """
+
+    inside: Callable[[Tensor], Tensor]
+    replace: Callable[[Rate, Tensor, Any, Tensor], Tensor] | None
+    rate_calls: int = 0
+
+    def step(self, rate: Rate, t: Tensor, dt: Any, u: Tensor) -> Tensor:
+        """Call `replace`, and count its calls of the rate."""
+
+        def counted(t: Any, u: Tensor) -> Tensor:
+            self.rate_calls += 1
+            return rate(t, u)
+
+        assert self.replace is not None
+        return self.replace(counted, t, dt, u)
+
+
+def run(
+    f: Rate,
+    scheme: AnyScheme,
+    correction: Correction | None,
+    inside: Callable[[Tensor], Tensor] | None,
+    keep: tuple[int, ...],
+    t: Tensor,
+    dt: Any,
+    u: Tensor,
+    alive: Tensor | None = None,
+    parameters: Tensor | None = None,
+) -> tuple[list[Tensor], Tensor | None]:
+    """Take steps from u at times t [k] with sizes dt [k].
+
+    Where a trajectory was lost, `alive` keeps what the rate still returns there (NaN again, perhaps)
+    out of later stages, and so out of the gradients of shared parameters.
+
+    Returns:
+        The states after the steps in `keep`, and whether each trajectory started all steps inside.
+    """
+    rate = f if alive is None else only_alive(alive, f)
+    states: list[Tensor] = []
+    starts: list[Tensor] = []
+    known: Halves = (None, None)
+    for i in range(keep[-1]):
+        if inside is not None:
+            starts.append(u.detach())
+        if isinstance(scheme, Splitting) and correction is None:
+            bound = with_parameters(rate, parameters)
+            slope, known = scheme._slope_after(bound, t[i], u, dt[i], known)
+            u = moved(u, dt[i], (1.0,), (slope,))
+        else:
+            u = corrected_step(rate, scheme, correction, t[i], dt[i], u, parameters)
+        if i + 1 in keep:
+            states.append(u)
+    stayed = None if inside is None else inside(beside(_stacked(starts), parameters)).all(0)
+    return states, stayed
+
+
+def looped(
+    f: Rate,
+    scheme: AnyScheme,
+    correction: Correction | None,
+    inside: Callable[[Tensor], Tensor] | None,
+    t: Tensor,
+    dt: Tensor,
+    count: Tensor,
+    u: Tensor,
+    parameters: Tensor | None = None,
+) -> tuple[list[Tensor], Tensor | None]:
+    """Take `count` steps from u, a tensor of no dimension; only the last state is kept.
+
+    Compiled, this is one loop around one step: it is compiled in the time of one step, serves any
+    number of steps, and stays in machine code between them. It has no gradients.
+
+    Args:
+        t, dt: Times and step sizes ``[n]``, of which the first `count` are used.
+
+    Returns:
+        As `run` does.
+    """
+
+    def more(i: Tensor, u: Tensor, stayed: Tensor) -> Tensor:
+        return i < count
+
+    def step(i: Tensor, u: Tensor, stayed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        now, size = (x.index_select(0, i.view(1)).view(()) for x in (t, dt))
+        if inside is not None:
+            stayed = stayed & inside(beside(u, parameters))
+        u = corrected_step(f, scheme, correction, now, size, u, parameters)
+        return i + 1, components_first(u), stayed.clone()
+
+    everybody = torch.ones(u.shape[:-1], dtype=torch.bool, device=u.device)
+    start = (torch.zeros((), dtype=torch.long), u, everybody)
+    _, u, stayed = while_loop(more, step, start)
+    return [u], None if inside is None else stayed
+
+
+def only_alive(alive: Tensor, f: Rate) -> Rate:
+    """The rate where a trajectory is alive, and 0 elsewhere."""
+    return lambda t, u, *p: torch.where(alive[..., None], f(t, u, *p), 0.0)
+
+
+def corrected_step(
+    f: Rate,
+    scheme: AnyScheme,
+    correction: Correction | None,
+    t: Any,
+    dt: Any,
+    u: Tensor,
+    parameters: Tensor | None = None,
+) -> Tensor:
+    """Return the state one step after u; `correction` has the call ``correction(step)``."""
+    if correction is None:
+        return moved(u, dt, (1.0,), (scheme.slope(with_parameters(f, parameters), t, u, dt),))
+    step = scheme.step(f, t, u, dt, parameters)
+    return moved(u, dt, (1.0,), (step.slope,)) + correction_term(correction, step)
+
+
+def correction_term(correction: Correction, step: Step) -> Tensor:
+    """What a correction adds to a plain step, after checking it."""
+    u, added = step.u, correction(step)
+    if not isinstance(added, Tensor):
+        raise TypeError(
+            f"the correction returned a {type(added).__name__}; it must return a tensor like u"
+        )
+    if added.shape != u.shape or added.dtype != u.dtype:
+        raise ValueError(
+            f"the correction returned {list(added.shape)} in {added.dtype} for a state of shape "
+            f"{list(u.shape)} in {u.dtype}; they must be alike"
+        )
+    return added
+
+
+def guarded_step(
+    f: Rate,
+    scheme: AnyScheme,
+    correction: Correction | None,
+    guard: Guard,
+    t: Tensor,
+    dt: Any,
+    u: Tensor,
+    parameters: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the state one step after u, and which trajectories ``[*batch]`` the guard stepped."""
+    outside = ~guard.inside(beside(u, parameters).detach())
+    if not bool(outside.any()):
+        return corrected_step(f, scheme, correction, t, dt, u, parameters), outside
+    if bool(outside.all()):
+        return guard.step(with_parameters(f, parameters), t, dt, u), outside
+
+    # Each kind of step gets its own trajectories, and one of them in place of the others, so that no
+    # step is computed, or differentiated, where it does not apply.
+    def only(mine: Tensor, x: Any) -> Any:
+        return None if x is None else torch.where(mine[..., None], x, x.detach()[mine][0])
+
+    inside = ~outside
+    corrected = corrected_step(f, scheme, correction, t, dt, only(inside, u), only(inside, parameters))
+    plain = guard.step(with_parameters(f, only(outside, parameters)), t, dt, only(outside, u))
+    return torch.where(outside[..., None], plain, corrected), outside
+
+
+def beside(u: Tensor, parameters: Tensor | None) -> Tensor:
+    """States ``[*batch, d]``, followed by their parameters if there are any."""
+    if parameters is None:
+        return u
+    return torch.cat((u, parameters.expand(*u.shape[:-1], parameters.shape[-1])), -1)
+
+
+def _stacked(states: list[Tensor]) -> Tensor:
+    """The states ``[n, *batch, d]``, in compiled code component by component as the states are."""
+    if not torch.compiler.is_compiling():
+        return torch.stack(states)
+    return torch.stack([u.movedim(-1, 0) for u in states], 1).movedim(0, -1)
