@@ -142,7 +142,8 @@ def test_functions_of_a_file_and_objects_go_to_processes(tmp_path):
 
 def test_a_worker_with_other_code_or_arithmetic_is_refused(tmp_path):
     data = make(tmp_path)
-    job = shards._job(at.systems.Lorenz(), None, data.plan, None, data.manifest["code"], "ray")
+    functions = {"rate": at.systems.Lorenz(), "sample": None, "parameters": None}
+    job = shards._job(functions, data.plan, None, data.manifest["code"], "ray")
     assert shards.make_shard(job.config, 3) == (tmp_path / "shard-00003.safetensors").read_bytes()
     for key in ("code", "arithmetic"):
         with pytest.raises(ValueError, match=f"the {key} of this worker is not that of the caller"):

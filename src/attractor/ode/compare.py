@@ -34,11 +34,19 @@ from attractor.core import Trajectory, evolve, get_scheme
 from attractor.core.checks import check_seed
 from attractor.core.files import json_bytes, write_bytes, write_json
 from attractor.core.fingerprint import fingerprint
+from attractor.core.step import with_parameters
 from attractor.core.views import html_table, pandas, pictures
 from attractor.jobs.job import name_of, named
 from attractor.ode.serialization import rate_to_json
 from attractor.ode.solver import HybridSolver
-from attractor.ode.trajectories import enough_substeps, fine_trajectories, initial_states, whole_steps
+from attractor.ode.trajectories import (
+    Sampler,
+    enough_substeps,
+    fine_trajectories,
+    initial_states,
+    sampled_parameters,
+    whole_steps,
+)
 
 TOLERANCES = (1e-4, 1e-6, 1e-8, 1e-10, 1e-12)
 FINEST = 512  # plain steps in one of dt, at most
@@ -213,7 +221,8 @@ def compare(
     horizon: float,
     u0: Tensor | None = None,
     batch: int = 1000,
-    sample: Callable[..., Tensor] | None = None,
+    sample: Sampler | None = None,
+    parameters: Sampler | Tensor | None = None,
     schemes: Sequence[str] = ("rk4", "dopri5"),
     compile: bool = True,
     peers: bool = True,
@@ -233,24 +242,40 @@ def compare(
         horizon: how far, a whole number of the solver's steps.
         u0: initial states ``[batch, d]``; None samples them with `sample`, or with the system's own,
             from a seed that a fit does not use.
+        parameters: ``(n, generator=...) -> [n, k]`` parameters of an equation ``rate(t, u, p)``, one row
+            per trajectory, as for `fit`; or the parameters themselves, ``[batch, k]`` beside u0.
         schemes: plain schemes beside the solver's own.
         compile: Whether plain schemes and the hybrid are compiled. False gives a quick answer about
             eager code, which decides nothing about compiled code.
         peers: also solvers with error control: ours, SciPy's, torchdiffeq's and diffrax's where
             installed.
-        jax_rate: ``(t, u, args) -> du`` in JAX, for diffrax, which cannot call a rate in torch.
+        jax_rate: ``(t, u, args) -> du`` in JAX, for diffrax, which cannot call a rate in torch. `args`
+            are the parameters, or None.
         progress: called with a line for each solve.
+
+    Raises:
+        ValueError: The solver loses trajectories, or was fitted with parameters and there are none.
     """
     steps = whole_steps(solver.dt, horizon)
+    check_seed(seed)
+    generator = torch.Generator().manual_seed(seed + 2**40)
     if u0 is None:
-        check_seed(seed)
-        generator = torch.Generator().manual_seed(seed + 2**40)
         u0 = initial_states(solver.rate, sample, batch, generator)
     u0 = solver._converted(u0)
+    if parameters is None and solver.parameter_count:
+        raise ValueError(
+            f"the solver was fitted to an equation with {solver.parameter_count} parameters; pass "
+            "parameters=, a function (n, generator=...) -> [n, k], such as the one that fit was given"
+        )
+    if not isinstance(parameters, Tensor):
+        parameters = sampled_parameters(parameters, len(u0), generator)
+    p = solver._parameters(u0, parameters)
     progress("reference")
-    substeps = max(32, 2 * enough_substeps(solver.rate, u0.double(), solver.dt, steps))
-    truth = fine_trajectories(solver.rate, u0, solver.dt, steps, substeps)
-    race = _Race(solver, u0, truth, steps, compile, progress)
+    own = None if p is None else p.double()
+    enough = enough_substeps(solver.rate, u0.double(), solver.dt, steps, parameters=own)
+    substeps = max(32, 2 * enough)
+    truth = fine_trajectories(solver.rate, u0, solver.dt, steps, substeps, parameters=own)
+    race = _Race(solver, u0, p, truth, steps, compile, progress)
     with torch.no_grad():
         hybrid = race.hybrid(solver)
         if not math.isfinite(hybrid.error):
@@ -261,9 +286,9 @@ def compare(
         points = [p for scheme in names for p in race.refine(scheme, hybrid.error)]
         if peers:
             points += race.adaptive(jax_rate, hybrid.error)
-    own = [p for p in points if p.method == solver.scheme.name]
-    reach = _reach(own, hybrid.error)
-    one = min(own, key=lambda p: abs(p.setting - solver.dt))
+    plain = [p for p in points if p.method == solver.scheme.name]
+    reach = _reach(plain, hybrid.error)
+    one = min(plain, key=lambda p: abs(p.setting - solver.dt))
     by_method = [_reach([p for p in points if p.method == m], hybrid.error) for m in _methods(points)]
     rivals = [p for p in by_method if p is not None]
     about = {
@@ -289,7 +314,8 @@ def compare_all(
     *,
     horizon: float | Mapping[str, float | None] | None = None,
     rate: Callable[..., Tensor] | None = None,
-    sample: Callable[..., Tensor] | None = None,
+    sample: Sampler | None = None,
+    parameters: Sampler | None = None,
     jax_rate: Callable[..., Any] | None = None,
     device: str = "cpu",
     engine: str | None = None,
@@ -307,12 +333,12 @@ def compare_all(
         solvers: name -> folder. Their files travel to the workers.
         folder: where comparisons are kept, and not made again.
         horizon: one for all, or name -> horizon; None: a hundred steps of each solver.
-        rate, sample, jax_rate: of all solvers, if the equation is your own: functions of a module or a
-            file.
+        rate, sample, parameters, jax_rate: of all solvers, if the equation is your own: functions of a
+            module or a file.
         engine, workers, address: see `attractor.jobs.each`. threads: of torch, for a comparison.
         options: further ones of `compare`, such as batch and schemes.
     """
-    own = {"rate": rate, "sample": sample, "jax_rate": jax_rate}
+    own = {"rate": rate, "sample": sample, "parameters": parameters, "jax_rate": jax_rate}
     names = {key: name_of(function) for key, function in own.items()}
     for key, function in own.items():
         if function is not None and names[key] is None:
@@ -338,8 +364,8 @@ def compare_all(
 
 def compare_one(config: Mapping[str, Any], shard: tuple[str, str]) -> dict[str, Any]:
     """What a job of `compare_all` does for a solver, which the shard names with a hash of its files."""
-    rate, sample, jax_rate = (
-        config[key] and named(config[key]) for key in ("rate", "sample", "jax_rate")
+    rate, *own = (
+        config[key] and named(config[key]) for key in ("rate", "sample", "parameters", "jax_rate")
     )
     with tempfile.TemporaryDirectory() as folder:
         for name, content in config["solvers"][shard[0]].items():
@@ -347,7 +373,7 @@ def compare_one(config: Mapping[str, Any], shard: tuple[str, str]) -> dict[str, 
         solver = HybridSolver.load(folder, rate).to(config["device"])
     horizon = config["horizons"].get(shard[0], config["horizon"])
     horizon = 100 * solver.dt if horizon is None else horizon
-    how = {"sample": sample, "jax_rate": jax_rate, **config["options"]}
+    how = dict(zip(("sample", "parameters", "jax_rate"), own)) | config["options"]
     return compare(solver, horizon=horizon, **how).to_json()
 
 
@@ -366,12 +392,14 @@ class _Race:
         self,
         solver: HybridSolver,
         u0: Tensor,
+        parameters: Tensor | None,
         truth: Tensor,
         steps: int,
         compile: bool,
         progress: Callable[[str], None],
     ) -> None:
         self.rate, self.dt, self.steps, self.u0, self.truth = solver.rate, solver.dt, steps, u0, truth
+        self.parameters = parameters
         self.compile, self.progress = compile, progress
         self.times = torch.arange(steps + 1, dtype=torch.float64, device=u0.device) * solver.dt
 
@@ -382,7 +410,7 @@ class _Race:
     def hybrid(self, solver: HybridSolver) -> Point:
         """The hybrid solver, as a user calls it."""
         self.progress(f"hybrid, dt = {self.dt:.2g}")
-        solve = partial(solver.solve, self.u0, self.steps * self.dt)
+        solve = partial(solver.solve, self.u0, self.steps * self.dt, parameters=self.parameters)
         end = lambda: solve(every=self.steps, compile=self.compile)
         return self.fixed_point("hybrid", self.dt, solve(), end)
 
@@ -391,7 +419,7 @@ class _Race:
         self.progress(f"{scheme.name}, dt = {self.dt / substeps:.2g}")
         n = self.steps * substeps
         t = torch.arange(n + 1, dtype=torch.float64, device=self.u0.device) * (self.dt / substeps)
-        solve = partial(evolve, self.rate, self.u0, t, scheme)
+        solve = partial(evolve, self.rate, self.u0, t, scheme, parameters=self.parameters)
         dt, whole = self.dt / substeps, solve(every=substeps)
         return self.fixed_point(scheme.name, dt, whole, lambda: solve(every=n, compile=self.compile))
 
@@ -430,7 +458,7 @@ class _Race:
         else:
             contenders["torchdiffeq dopri5"] = self._torchdiffeq
         if jax_rate is not None:
-            contenders["diffrax Tsit5"] = _Diffrax(jax_rate, self.u0)
+            contenders["diffrax Tsit5"] = _Diffrax(jax_rate, self.u0, self.parameters)
         found = []
         for method, solve in contenders.items():
             for tolerance in TOLERANCES:
@@ -468,17 +496,21 @@ class _Race:
         return min(times), first
 
     def _ours(self, tolerance: float, t: Tensor) -> tuple[Tensor, int]:
-        solved = evolve(self.rate, self.u0, t, "dopri5", rtol=tolerance, atol=1e-2 * tolerance)
+        solved = evolve(
+            self.rate, self.u0, t, "dopri5", parameters=self.parameters, rtol=tolerance,
+            atol=1e-2 * tolerance,
+        )  # fmt: skip
         return solved.u, solved.stats.rate_calls
 
     def _scipy(self, tolerance: float, t: Tensor) -> tuple[Tensor, int]:
         from scipy.integrate import solve_ivp
 
-        shape = self.u0.shape
+        shape, p = self.u0.shape, self.parameters
+        of = with_parameters(self.rate, None if p is None else p.double().cpu())
 
         def rate(t: float, y: np.ndarray) -> np.ndarray:
             u = torch.from_numpy(y).reshape(shape)
-            return self.rate(torch.tensor(t, dtype=torch.float64), u).reshape(-1).numpy()
+            return of(torch.tensor(t, dtype=torch.float64), u).reshape(-1).numpy()
 
         start, when = self.u0.double().cpu().numpy().ravel(), t.cpu().numpy()
         options = {"rtol": max(tolerance, 3e-14), "atol": 1e-2 * tolerance, "t_eval": when}
@@ -490,12 +522,12 @@ class _Race:
     def _torchdiffeq(self, tolerance: float, t: Tensor) -> tuple[Tensor, int]:
         import torchdiffeq
 
-        calls = 0
+        calls, of = 0, with_parameters(self.rate, self.parameters)
 
         def rate(t: Tensor, u: Tensor) -> Tensor:
             nonlocal calls
             calls += 1
-            return self.rate(t, u)
+            return of(t, u)
 
         return torchdiffeq.odeint(rate, self.u0, t, rtol=tolerance, atol=1e-2 * tolerance), calls
 
@@ -503,7 +535,7 @@ class _Race:
 class _Diffrax:
     """Tsit5 with error control, compiled by JAX for each tolerance and set of times."""
 
-    def __init__(self, rate: Callable[..., Any], u0: Tensor) -> None:
+    def __init__(self, rate: Callable[..., Any], u0: Tensor, parameters: Tensor | None) -> None:
         import diffrax
         import jax
 
@@ -511,11 +543,12 @@ class _Diffrax:
 
         def solve(u0: Any, times: Any, tolerance: float) -> Any:
             return diffrax.diffeqsolve(
-                diffrax.ODETerm(rate), diffrax.Tsit5(), times[0], times[-1], 1e-3, u0,
+                diffrax.ODETerm(rate), diffrax.Tsit5(), times[0], times[-1], 1e-3, u0, args,
                 saveat=diffrax.SaveAt(ts=times), max_steps=1_000_000,
                 stepsize_controller=diffrax.PIDController(rtol=tolerance, atol=1e-2 * tolerance),
             )  # fmt: skip
 
+        args = None if parameters is None else jax.numpy.asarray(parameters.cpu().numpy())
         self.solve, self.u0 = jax.jit(solve), u0.cpu().numpy()
 
     def __call__(self, tolerance: float, t: Tensor) -> tuple[Tensor, int]:

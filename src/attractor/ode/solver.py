@@ -258,14 +258,19 @@ class HybridSolver:
             return None
         return self.trust.guard(self.scheme, replace=guard is None or bool(guard))
 
-    def capture(self, u: Tensor, *, steps: int = 1, **options: Any) -> CapturedStep:
+    def capture(
+        self, u: Tensor, *, steps: int = 1, parameters: Tensor | None = None, **options: Any
+    ) -> CapturedStep:
         """Return steps of states like u ``[*batch, d]``, several at a time, as one CUDA graph.
 
         This is for small batches on a GPU, where launching a step takes longer than computing it.
         Nothing looks at the states on the way, so these steps are not guarded. Other options and the
         result: see `CapturedStep`.
+
+        Args:
+            parameters: See `solve`. `CapturedStep.reset` changes them later.
         """
-        return CapturedStep(self, self._converted(u), steps=steps, **options)
+        return CapturedStep(self, self._converted(u), steps=steps, parameters=parameters, **options)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move the correction and the trust region to a dtype or device."""
