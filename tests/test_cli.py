@@ -232,6 +232,7 @@ def test_tuning_an_equation_with_parameters(tmp_path, monkeypatch):
         (["own.py:of_one"], "a rate is called as rate(t, u); own.py:of_one takes (u)"),
         (["own.py:rate", "--period", "3"], "does not repeat with period = 3"),
         (["own.py:rate", "--period", "0"], "period = 0"),
+        (["own.py:rate", "--epochs", "3"], "--epochs 3 belongs to --recipe paper"),
         (["own.py:rate", "--dt", "0"], "dt = 0.0 must be a positive number"),
         (["own.py:rate", "--horizon", "0"], "horizon = 0"),
         (["own.py:rate", "--out", "own.py"], "own.py is a file; give another folder"),

@@ -35,7 +35,7 @@ from attractor.cli.terminal import (
 )
 from attractor.core import Status
 from attractor.core.files import write_bytes, write_json
-from attractor.ode import HybridSolver, make_trajectories, pretrained
+from attractor.ode import HybridSolver, Paper, make_trajectories, pretrained
 from attractor.ode import fit as fit_solver
 from attractor.ode.compare import Comparison, compare_all
 from attractor.ode.compare import compare as compare_solver
@@ -173,11 +173,11 @@ def fit(
         with console.status("starting") as status, warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", UserWarning)
             solver = fit_solver(
-                found.rate, dt=dt, horizon=horizon, scheme=scheme, correction=correction, recipe=recipe,
-                width=width, precision=precision, trajectories=trajectories, sample=found.sample,
-                parameters=found.parameters, fine_dt=fine_dt, period=_or(period, found.period),
-                epochs=epochs, budget=budget, data=data, seed=seed, device=device,
-                out=out / "unfinished", progress=status.update,
+                found.rate, dt=dt, horizon=horizon, scheme=scheme, correction=correction,
+                recipe=_recipe(recipe, epochs), width=width, precision=precision,
+                trajectories=trajectories, sample=found.sample, parameters=found.parameters,
+                fine_dt=fine_dt, period=_or(period, found.period), budget=budget, data=data, seed=seed,
+                device=device, out=out / "unfinished", progress=status.update,
                 process_group="world",  # a launched command is one fit
             )  # fmt: skip
             if Crew.of("world").rank:  # of several processes the first saves and reports
@@ -523,6 +523,15 @@ def _needed(equation: str, **given: float | None) -> list[float]:
             f"{beside if ':' in equation else ''}"
         )
     return [value for value in given.values() if value is not None]
+
+
+def _recipe(name: str, epochs: int | None) -> str | Paper:
+    """Return the recipe of that name, or the paper's with another number of epochs."""
+    if epochs is None:
+        return name
+    if name != Paper.name:
+        raise ValueError(f"--epochs {epochs} belongs to --recipe paper, and the recipe is {name}")
+    return Paper(epochs=epochs)
 
 
 def _numbers(text: str) -> torch.Tensor:

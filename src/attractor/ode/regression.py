@@ -255,7 +255,7 @@ class ClosedForm:
                 optimiser.step()
         if not math.isfinite(self.crew.total(loss.detach()).item()):
             raise FloatingPointError(
-                "the loss of the Adam phase became non-finite; leave adam_steps at 0"
+                "the loss of the Adam phase became non-finite; use Ridge(adam_steps=0)"
             )
         with torch.no_grad():
             for ours, trained in zip(self.net.parameters(), net.parameters()):
