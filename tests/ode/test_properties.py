@@ -257,7 +257,7 @@ def fitted(definition, out=None, stop_after=None):
 def test_two_fits_in_one_folder_never_mix(tmp_path_factory, first, second, stop_after):
     out = tmp_path_factory.mktemp("fit") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attractor.ode.regression.Unfinished.SECONDS", 0.0)  # keep every candidate
+        patch.setattr("attractor.ode.unfinished.Unfinished.SECONDS", 0.0)  # keep every candidate
         with contextlib.suppress(KeyboardInterrupt):
             fitted(first, out, stop_after)
         if first == second:

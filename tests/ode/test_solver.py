@@ -395,21 +395,21 @@ def test_the_papers_recipe_is_in_float32_whatever_the_default_type():
 
 
 def test_more_features_than_rows(monkeypatch):
-    monkeypatch.setattr("attractor.ode.regression.WIDE", 50)
+    monkeypatch.setattr("attractor.ode.closed_form.WIDE", 50)
     how = dict(dt=0.1, horizon=1.0, trajectories=20, fine_dt=0.0125, correction="attns", budget=0.0)
     solver = at.fit(damped(0.2), sample=sample, width=300, **how)
     assert solver.fit_error < solver.history[-1]["plain"]
 
 
 def test_ridge_with_fewer_rows_than_features_by_either_way(monkeypatch):
-    from attractor.ode import regression
+    from attractor.ode import closed_form
 
     torch.manual_seed(1)
     a, w = torch.randn(6, 12, **F64), torch.randn(12, 2, **F64)
     triangle = torch.linalg.qr(torch.cat((a, a @ w), -1), mode="r")[1]
     for limit in (3000, 4):
-        monkeypatch.setattr(regression, "WIDE", limit)
-        found, _, error = regression.ridge(triangle, a, a @ w)
+        monkeypatch.setattr(closed_form, "WIDE", limit)
+        found, _, error = closed_form.ridge(triangle, a, a @ w)
         assert error < 1e-10
         torch.testing.assert_close(a @ found, a @ w, rtol=1e-4, atol=1e-4)
 

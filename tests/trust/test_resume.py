@@ -19,7 +19,7 @@ from torch import nn
 import attractor as at
 from attractor.data import images
 from attractor.ode import Paper, Ridge
-from attractor.ode.regression import Unfinished
+from attractor.ode.unfinished import Unfinished
 from attractor.train import Classify, Recipe, checkpoint, train
 from attractor.train.runs import Kept
 

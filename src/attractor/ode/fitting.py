@@ -17,10 +17,12 @@ from attractor.core.checks import check_whole
 from attractor.core.scheme import Rate, call_rate
 from attractor.core.step import with_parameters
 from attractor.core.tableaus import AnyScheme
+from attractor.ode.algorithm1 import train_as_printed
+from attractor.ode.closed_form import ClosedForm
 from attractor.ode.corrections import BY_NAME, get_correction
+from attractor.ode.pairs import Pairs, one_step
 from attractor.ode.processes import Crew, Group
 from attractor.ode.recipes import Paper, Recipe, Ridge, get_recipe
-from attractor.ode.regression import ClosedForm, Pairs, Unfinished, one_step, train_as_printed
 from attractor.ode.shards import FineData
 from attractor.ode.solver import HybridSolver
 from attractor.ode.trajectories import (
@@ -38,6 +40,7 @@ from attractor.ode.trajectories import (
     whole_steps,
 )
 from attractor.ode.trust import TrustRegion
+from attractor.ode.unfinished import Unfinished
 from attractor.train import checkpoint
 from attractor.train.checkpoint import CheckpointError
 from attractor.train.generators import forked

@@ -3,7 +3,7 @@
 >>> from attractor.ode import Paper, fit, systems
 >>> solver = fit(
 ...     systems.Logistic(), dt=0.5, horizon=2.0, width=16, trajectories=20, scheme="euler",
-...     recipe=Paper(epochs=50),
+...     recipe=Paper(epochs=300),
 ... )
 >>> [row["epoch"] for row in solver.history[:2]]
 [0, 1]

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from attractor.core import Trajectory, evolve, get_scheme
 from attractor.ode import HybridSolver, fit, fused, systems
 from attractor.ode.corrections import AttNSM, get_correction
-from attractor.ode.regression import Pairs, one_step
+from attractor.ode.pairs import Pairs, one_step
 from attractor.ode.theory import second_derivative
 from attractor.ode.trajectories import Plan, Run, fine_trajectories, make_run, whole_steps, with_noise
 from attractor.reproduce.tasks import Context, Outcome
