@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from attractor.core.checks import nearest
-from attractor.jobs.job import module_of_file
+from attractor.jobs.naming import module_of_file
 from attractor.ode import systems
 
 # What the systems of the AttNS paper are solved with in its Table 4; others need --dt and --horizon.

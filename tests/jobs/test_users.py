@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import attractor as at
 from attractor.cli import app
-from attractor.jobs.job import named
+from attractor.jobs.naming import named
 from attractor.ode.compare import Comparison, compare_all
 from attractor.reproduce import Experiment, Scale, best, load, merge, run
 from attractor.reproduce.results import path_of

@@ -36,7 +36,7 @@ from attractor.core.files import json_bytes, write_bytes, write_json
 from attractor.core.fingerprint import fingerprint
 from attractor.core.step import with_parameters
 from attractor.core.views import html_table, pandas, pictures
-from attractor.jobs.job import name_of, named
+from attractor.jobs.naming import name_of, named
 from attractor.ode.serialization import rate_to_json
 from attractor.ode.solver import HybridSolver
 from attractor.ode.trajectories import (

@@ -30,7 +30,7 @@ from attractor import jobs
 from attractor.core.files import json_bytes, write_bytes, write_json
 from attractor.core.scheme import Rate, call_rate
 from attractor.core.step import with_parameters
-from attractor.jobs.job import name_of, named
+from attractor.jobs.naming import name_of, named
 from attractor.ode import systems
 from attractor.ode.serialization import rate_to_json
 from attractor.ode.trajectories import (
