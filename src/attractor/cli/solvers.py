@@ -37,8 +37,9 @@ from attractor.core import Status
 from attractor.core.files import write_bytes, write_json
 from attractor.ode import HybridSolver, Paper, make_trajectories, pretrained
 from attractor.ode import fit as fit_solver
-from attractor.ode.compare import Comparison, compare_all
 from attractor.ode.compare import compare as compare_solver
+from attractor.ode.compare_saved import compare_all
+from attractor.ode.comparison import Comparison
 from attractor.ode.processes import Crew
 from attractor.ode.trajectories import initial_states, sampled_parameters
 from attractor.ode.tuning import tune as tune_solver
