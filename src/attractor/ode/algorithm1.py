@@ -13,6 +13,9 @@ from attractor.ode.unfinished import Unfinished
 from attractor.train import checkpoint
 from attractor.train.checkpoint import CheckpointError
 
+# The paper prints neither. `attractor.reproduce.tasks.solvers` trains with the same settings.
+BATCH, LEARNING_RATE = 16_384, 1e-3
+
 
 def train_as_printed(
     model: nn.Module,
@@ -29,9 +32,9 @@ def train_as_printed(
     With `unfinished` it goes on where it was interrupted, to the same bits.
     """
     pairs, u = pairs.to(torch.float32), pairs.u
-    batch = min(16_384, len(u))
+    batch = min(BATCH, len(u))
     total = epochs * math.ceil(len(u) / batch)
-    optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimiser = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, total)
     crew = crew or Crew()
     history: list[dict[str, Any]] = []
