@@ -130,7 +130,8 @@ def test_functions_of_a_file_and_objects_go_to_processes(tmp_path):
     one = make_trajectories(own.rate, tmp_path / "one", sample=own.sample, **how)
     two = make_trajectories(own.rate, tmp_path / "two", sample=own.sample, workers=2, **how)
     assert one.hash == two.hash
-    job = shards._job(own.rate, own.sample, one.plan, None, one.manifest["code"], "ray")
+    functions = {"rate": own.rate, "sample": own.sample, "parameters": None}
+    job = shards._job(functions, one.plan, None, one.manifest["code"], "ray")
     assert json.loads(json.dumps(job.config))["rate"] == {"function": f"{tmp_path}/own.py:rate"}
     assert shards._told(at.systems.SpringMass(n=3)) == {
         "system": "SpringMass",
