@@ -120,7 +120,7 @@ def timed(folder: Path, **how: Any) -> tuple[str, float]:
 
 def killed(folder: Path, address: str, victim: Node) -> dict[str, Any]:
     """Kill a node when half of the shards are there."""
-    told, found, log = Warnings(), {}, logging.getLogger("attractor.jobs.job")
+    told, found, log = Warnings(), {}, logging.getLogger("attractor.jobs.ledger")
 
     def progress(line: str) -> None:
         done, total = (int(word) for word in line.split() if word.isdigit())

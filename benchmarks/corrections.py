@@ -17,6 +17,7 @@ from multiprocessing import get_context
 import torch
 
 from attractor import evolve, fit, systems
+from attractor.ode import Paper
 from attractor.ode.corrections import BY_NAME
 from attractor.ode.trajectories import Plan, Run, fine_trajectories, make_run
 from benchmarks.results import FOLDER, save
@@ -74,9 +75,9 @@ def run(case: int, recipe: str, seed: int, device: str) -> list[dict]:
     rows = []
     for correction, part in [(c, p) for c in BY_NAME for p in (0.5, 1.0)]:
         solver = fit(
-            system, dt=dt, horizon=horizon, correction=correction, recipe=recipe, seed=seed, device=device,
-            data=[Run(0.0, whole.u[:, : round(part * plan.count)])], fine_dt=dt / 16, epochs=EPOCHS,
-            loss_scale=loss_scale,
+            system, dt=dt, horizon=horizon, correction=correction, seed=seed, device=device,
+            recipe=Paper(EPOCHS, loss_scale) if recipe == "paper" else recipe,
+            data=[Run(0.0, whole.u[:, : round(part * plan.count)])], fine_dt=dt / 16,
         )  # fmt: skip
         with torch.no_grad():
             solved = solver.solve(u0.to(next(solver.correction.parameters()).dtype), horizon)

@@ -36,7 +36,7 @@ from attractor import fit, systems
 from attractor.core import get_scheme
 from attractor.core.compiling import compiled, components_first
 from attractor.ode import HybridSolver, captured, corrections, fused
-from attractor.ode.compare import Point, _reach
+from attractor.ode.comparison import Point, reach
 from benchmarks import results
 
 BATCHES, WIDTHS = (1, 1_000, 20_000, 200_000), (256, 1024)
@@ -430,7 +430,7 @@ def verdict(name: str, batch: int, late: Callable[[], bool]) -> dict[str, Any]:
                 f"    {name}: diffrax {method} failed: {type(error).__name__}: {error}"[:500], flush=True
             )
     methods = dict.fromkeys(p.method for p in points[1:])
-    reached = {m: _reach([p for p in points if p.method == m], goal) for m in methods}
+    reached = {m: reach([p for p in points if p.method == m], goal) for m in methods}
     gains = {m: p.seconds / points[0].seconds if p else None for m, p in reached.items()}
     print(f"{name}: quicker than others at its error of {goal:.1e} by {gains}", flush=True)
     return {

@@ -85,9 +85,9 @@ def _closed_figures():
 @pytest.fixture(autouse=True, scope="session")
 def _short_races():
     """Nobody reads the times that are measured here."""
-    import attractor.ode.compare
+    import attractor.ode.race
 
-    attractor.ode.compare.ENOUGH = 0.0
+    attractor.ode.race.ENOUGH = 0.0
 
 
 @pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -122,6 +122,101 @@ def test_from_a_file_of_one_s_own_to_a_solver_a_comparison_and_states(tmp_path, 
     assert "was fitted to another equation: at t = 0.37 and u = [" in refused.output
 
 
+SWEEP = """
+import torch
+
+dt, horizon = 0.25, 2.0
+
+
+def rate(t, u, p):
+    x, y = u.unbind(-1)
+    a, b = p.unbind(-1)
+    return torch.stack((x * (a - y), y * (x - b)), -1)
+
+
+def sample(n, generator):
+    return 0.5 + torch.rand(n, 2, generator=generator, dtype=torch.float64)
+"""
+
+RATES = """
+import torch
+
+
+def rates(n, generator):
+    return 0.5 + torch.rand(n, 2, generator=generator, dtype=torch.float64)
+
+
+parameters = rates
+"""
+
+
+@pytest.mark.slow
+def test_an_equation_with_parameters_from_the_fit_to_the_states(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sweep.py").write_text(SWEEP)
+    (tmp_path / "rates.py").write_text(RATES)
+    (tmp_path / "whole.py").write_text(SWEEP + RATES)
+    call = lambda *arguments: runner.invoke(app, [*arguments])
+    own = ["--parameters", "rates.py:rates"]
+    refused = call("fit", "sweep.py:rate")
+    assert refused.exit_code == 2
+    assert "name one with --parameters FILE.py:FUNCTION" in " ".join(refused.output.split())
+    small = ["--width", "16", "--trajectories", "40", "--correction", "stages"]
+    fitted = call("fit", "sweep.py:rate", *own, *small)
+    assert fitted.exit_code == 0, fitted.output
+    numbers = json.loads((tmp_path / "out/fit/fit.json").read_text())
+    assert numbers["test"]["hybrid"]["error"] < numbers["test"]["plain rk4"]["error"]
+    assert "--rate sweep.py:rate --parameters rates.py:rates" in " ".join(fitted.output.split())
+
+    solver = ["out/fit/solver", "--rate", "sweep.py:rate"]
+    solved = call("solve", *solver, "--u0", "1,0.9", "--parameters", "0.8,1.2", "--t-end", "1", "--json")
+    assert solved.exit_code == 0, solved.output
+    loaded = attractor.HybridSolver.load("out/fit/solver", equations.find("sweep.py:rate").rate)
+    u0, p = (torch.tensor(x, dtype=torch.float64) for x in ([[1.0, 0.9]], [0.8, 1.2]))
+    end = loaded.solve(u0, 1.0, parameters=p).final
+    assert json.loads(solved.stdout)["final"] == end.tolist()
+    sampled = call("solve", *solver, *own, "--n", "3", "--json")
+    assert sampled.exit_code == 0, sampled.output
+    drawn = torch.tensor(json.loads(sampled.stdout)["parameters"])
+    assert drawn.shape == (3, 2)
+    assert drawn.unique().numel() == 6
+    assert call("solve", *solver).exit_code == 2
+
+    quick = ["--no-compile", "--no-peers", "--batch", "20", "--scheme", "heun"]
+    compared = call("compare", *solver, *own, *quick)
+    assert compared.exit_code == 0, compared.output
+    found = json.loads((tmp_path / "out/compare/compare.json").read_text())
+    beside = ["out/fit/solver", "--rate", "whole.py:rate"]  # whose sampler has the usual name
+    many = call("compare", *beside, *quick, "--workers", "1", "--json")
+    assert many.exit_code == 0, many.output
+    assert json.loads(many.stdout)[0]["hybrid"]["error"] == found["hybrid"]["error"]
+
+    data = call("trajectories", "whole.py:rate", "--count", "10", "--out", "data")
+    assert data.exit_code == 0, data.output
+    again = call("fit", "whole.py:rate", "--data", "data", *small, "--out", "out/again")
+    assert again.exit_code == 0, again.output
+    for arguments, message in (
+        (["fit", "elastic-pendulum", *own], "a built-in system, which has no parameters"),
+        (["solve", "out/fit/solver", *own], "pass --rate as well"),
+        (["solve", *solver, "--parameters", "1;2"], "must be numbers with commas between"),
+        (["solve", *solver, "--parameters", "1"], "fitted to an equation with 2 parameters"),
+        (["fit", "sweep.py:rate", "--parameters", "rates.py"], "give FILE.py:FUNCTION"),
+        (["fit", "sweep.py:sample", *own], "sample"),
+    ):
+        refused = call(*arguments)
+        assert refused.exit_code == 2, refused.output
+        assert message in " ".join(refused.output.split())
+
+
+@pytest.mark.slow
+def test_tuning_an_equation_with_parameters(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "whole.py").write_text(SWEEP + RATES)
+    how = ["--error", "1e-3", "--batch", "20", "--budget", "2", "--no-compile"]
+    tuned = runner.invoke(app, ["tune", "whole.py:rate", *how])
+    assert tuned.exit_code == 0, tuned.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -137,6 +232,7 @@ def test_from_a_file_of_one_s_own_to_a_solver_a_comparison_and_states(tmp_path, 
         (["own.py:of_one"], "a rate is called as rate(t, u); own.py:of_one takes (u)"),
         (["own.py:rate", "--period", "3"], "does not repeat with period = 3"),
         (["own.py:rate", "--period", "0"], "period = 0"),
+        (["own.py:rate", "--epochs", "3"], "--epochs 3 belongs to --recipe paper"),
         (["own.py:rate", "--dt", "0"], "dt = 0.0 must be a positive number"),
         (["own.py:rate", "--horizon", "0"], "horizon = 0"),
         (["own.py:rate", "--out", "own.py"], "own.py is a file; give another folder"),

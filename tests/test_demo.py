@@ -32,7 +32,7 @@ CONTROLS = """[...document.querySelectorAll("input, select, button")].map(e => (
 def test_the_small_demo_writes_numbers_and_a_page_where_everything_moves(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     pytest.importorskip("plotly")
-    monkeypatch.setattr("attractor.ode.compare.ENOUGH", 0.05)
+    monkeypatch.setattr("attractor.ode.race.ENOUGH", 0.05)
     result = runner.invoke(app, ["demo", "--small", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert str(tmp_path / "report.html") in result.output

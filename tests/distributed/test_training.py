@@ -9,7 +9,7 @@ import inspect
 import pytest
 
 import attractor as at
-from attractor.ode.regression import ClosedForm
+from attractor.ode.closed_form import ClosedForm
 from tests.distributed import fit_worker, train_worker
 from tests.distributed.launching import launch
 

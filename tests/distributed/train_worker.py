@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from attractor import fit, systems
 from attractor.attention import LanguageModel
 from attractor.data import images
+from attractor.ode import Paper, Ridge
 from attractor.residual.gates import IEBN, SE
 from attractor.train import Recipe, train
 from attractor.train.place import Place
@@ -123,8 +124,8 @@ def corrections(folder):
     But for Adam's they are kept in the folder, and go on from what is there.
     """
     found = {}
-    ways = {"default": {"width": 32}, "adam": {"width": 32, "adam_steps": 10, "correction": "attns"},
-            "paper": {"recipe": "paper", "width": 32, "epochs": 40}}  # fmt: skip
+    ways = {"default": {"width": 32}, "adam": {"width": 32, "recipe": Ridge(10), "correction": "attns"},
+            "paper": {"recipe": Paper(40), "width": 32}}  # fmt: skip
     system, common = systems.PendulumChain(2), {"dt": 0.1, "horizon": 1.0, "fine_dt": 0.025, "seed": 3}
     u = system.sample(50, torch.Generator().manual_seed(9), torch.float64)
     for name, options in ways.items():

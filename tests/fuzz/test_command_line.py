@@ -158,7 +158,7 @@ def test_code_is_imported_by_name_in_few_places():
         "networks.py": {"'attractor.integrations.timm'", "name"},  # packages named in the file
         "core/lazy.py": {"full"},  # submodules of packages that list them
         "core/views.py": {"f'attractor.report.{name}'"},
-        "ode/solver.py": {"'attractor.integrations.hub'"},
+        "ode/solver_hub.py": {"'attractor.integrations.hub'"},
         "reproduce/tasks/__init__.py": {"module"},  # of a table in that file
         "reproduce/shelf.py": {
             "f'{folder.__name__}.{path.stem}'",
@@ -166,7 +166,7 @@ def test_code_is_imported_by_name_in_few_places():
             "'attractor.experiments'",
         },
         "jobs/cluster.py": {"'ray'"},
-        "jobs/job.py": {"place"},  # of a job that this process, or the one that sent it, has made
+        "jobs/naming.py": {"place"},  # of a job that this process, or the one that sent it, has made
     }
     found: dict[str, set[str]] = {}
     home = Path(attractor.__file__).parent

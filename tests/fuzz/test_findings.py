@@ -27,7 +27,7 @@ from attractor.data import images, text
 from attractor.integrations import onnx, timm
 from attractor.integrations import scipy as scipys
 from attractor.integrations import transformers as transformers_
-from attractor.ode import theory
+from attractor.ode import Paper, Ridge, theory
 from attractor.ode.trajectories import Plan, whole_steps
 from attractor.ode.trust import TrustRegion
 from attractor.residual import Backbone, ResNet, StiffnessProfile, compare_profiles, kendall, vit
@@ -319,7 +319,7 @@ CASES = {
     "a fit of NaN trajectories": (lambda: a_fit(trajectories=math.nan), "trajectories = nan"),
     "a fit of a seed that is none": (lambda: a_fit(seed=True), "seed = True"),
     "a fit of too long a seed": (lambda: a_fit(seed=2**70), "of 64 bits"),
-    "a fit of half an Adam step": (lambda: a_fit(adam_steps=0.5), "adam_steps = 0.5"),
+    "a fit of half an Adam step": (lambda: a_fit(recipe=Ridge(adam_steps=0.5)), "adam_steps = 0.5"),
     # sequences over several processes
     "parts that are no runs": (lambda: Parts(((0, 1),)), "its runs .start, stop."),
     "parts of text": (lambda: Parts(((("a", 1),),)), "its runs .start, stop."),
@@ -436,7 +436,7 @@ def test_autocast_leaves_what_is_wrong_to_the_checks():
         assert attend().dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("options", [{}, {"recipe": "paper", "epochs": 1}, {"adam_steps": 2}])
+@pytest.mark.parametrize("options", [{}, {"recipe": Paper(epochs=1)}, {"recipe": Ridge(adam_steps=2)}])
 def test_a_fit_leaves_the_random_numbers_alone(options):
     before = torch.get_rng_state()
     with warnings.catch_warnings():

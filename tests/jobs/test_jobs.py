@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 import attractor as at
 from attractor import equations, jobs
-from attractor.jobs.job import Artifact, Failure, name_of, named
+from attractor.jobs.job import Artifact, Failure
+from attractor.jobs.naming import name_of, named
 from tests.jobs import functions
 
 HERE = "tests.jobs.functions"

@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 import attractor as at
 from attractor.cli import app
-from attractor.jobs.job import named
-from attractor.ode.compare import Comparison, compare_all
+from attractor.jobs.naming import named
+from attractor.ode.compare_saved import compare_all
+from attractor.ode.comparison import Comparison
 from attractor.reproduce import Experiment, Scale, best, load, merge, run
 from attractor.reproduce.results import path_of
 

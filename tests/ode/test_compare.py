@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import attractor as at
-from attractor.ode import compare as module
-from attractor.ode.compare import Point, compare
+from attractor.ode.compare import compare
+from attractor.ode.comparison import Comparison, Point, reach
 
 
 def point(setting, error, seconds, method="rk4", adaptive=False):
@@ -17,12 +17,12 @@ def point(setting, error, seconds, method="rk4", adaptive=False):
 def test_a_method_reaches_an_error_between_two_of_its_settings():
     """On logarithmic scales: an error that falls with the fourth power of the step."""
     points = [point(0.1, 1e-2, 1.0), point(0.05, 1e-2 / 16, 2.0), point(0.025, 1e-2 / 256, 4.0)]
-    found = module._reach(points, 1e-2 / 16 / 4)
+    found = reach(points, 1e-2 / 16 / 4)
     assert found.setting == pytest.approx(0.05 / math.sqrt(2))
     assert found.seconds == pytest.approx(2 * math.sqrt(2))
-    assert module._reach(points, 1e-9) is None
-    assert module._reach(points, 1.0).setting == 0.1
-    assert module._reach([point(0.1, math.inf, 1.0), points[1]], 1e-3).setting == 0.05
+    assert reach(points, 1e-9) is None
+    assert reach(points, 1.0).setting == 0.1
+    assert reach([point(0.1, math.inf, 1.0), points[1]], 1e-3).setting == 0.05
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +67,7 @@ def test_everybody_gets_better_with_work(found):
 def test_verdict_follows_the_fastest_rival(found):
     _, result = found
     assert result.rival.seconds == min(
-        module._reach(result.plain(m), result.hybrid.error).seconds
-        for m in {p.method for p in result.points}
+        reach(result.plain(m), result.hybrid.error).seconds for m in {p.method for p in result.points}
     )
     assert result.pays is None  # eager code decides nothing
     assert result.verdict.startswith("not decided: ")
@@ -78,7 +77,7 @@ def test_verdict_follows_the_fastest_rival(found):
 def test_verdict_names_its_conditions_and_the_break_even():
     about = {"batch": 1000, "dtype": "float64", "device": "cpu", "compiled": True}
     hybrid = replace(point(0.5, 1e-9, 1.0, "hybrid"), first_seconds=31.0)
-    slow = module.Comparison(hybrid, (), 3.0, 6.0, point(0.02, 1e-9, 0.5), about)
+    slow = Comparison(hybrid, (), 3.0, 6.0, point(0.02, 1e-9, 0.5), about)
     assert slow.pays is False
     assert slow.break_even == math.inf
     assert slow.verdict == (
@@ -86,7 +85,7 @@ def test_verdict_names_its_conditions_and_the_break_even():
         "once, float64, cpu; m = 3, m* = 6)"
     )
     rival = replace(point(0.02, 1e-9, 3.0), first_seconds=13.0)
-    fast = module.Comparison(hybrid, (), 9.0, 3.0, rival, {**about, "fit_seconds": 20.0})
+    fast = Comparison(hybrid, (), 9.0, 3.0, rival, {**about, "fit_seconds": 20.0})
     assert fast.pays is True
     assert fast.break_even == pytest.approx(1000 * (20 + 30 - 10) / (3 - 1))
     assert fast.verdict.startswith("pays from 20,000 trajectories on: 3x faster than rk4 with dt = 0.02")
@@ -94,7 +93,7 @@ def test_verdict_names_its_conditions_and_the_break_even():
     alone = replace(fast, rival=None)
     assert (alone.pays, alone.break_even) == (True, 0.0)
     assert "no other method reaches its error" in alone.verdict
-    assert module.Comparison.from_json(json.loads(json.dumps(fast.to_json()))) == fast
+    assert Comparison.from_json(json.loads(json.dumps(fast.to_json()))) == fast
 
 
 def test_a_comparison_is_written_and_drawn(found, tmp_path):

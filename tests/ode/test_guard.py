@@ -202,6 +202,49 @@ def test_what_is_lost_outside_leaves_the_others_alone():
     torch.testing.assert_close(solved.final[[0, 2]], (u0 / (1 - 0.5 * u0))[[0, 2]], rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("shape", [(2,), (2, 3, 2), (0, 2)], ids=str)
+def test_batches_of_any_shape_are_guarded_with_and_without_gradients(duffing, shape):
+    _, _, solver = duffing
+    generator = torch.Generator().manual_seed(5)
+    u0 = 1 + torch.randn(shape, generator=generator, **F64)
+    u0[..., :1] *= torch.linspace(1, 6, u0[..., :1].numel(), **F64).reshape(u0[..., :1].shape)
+    if len(shape) == 1:
+        u0 = torch.tensor([6.0, 0.0], **F64)
+    with torch.no_grad():
+        solved = solver.solve(u0, 1.0)
+    start = u0.clone().requires_grad_()
+    graphed = solver.solve(start, 1.0)
+    assert solved.u.shape == (6, *shape)
+    assert solved.status.shape == shape[:-1]
+    assert torch.equal(graphed.status, solved.status)
+    torch.testing.assert_close(graphed.u, solved.u, rtol=1e-12, atol=1e-12)
+    if u0.numel():
+        assert (solved.status == Status.GUARDED).any()
+    (gradient,) = torch.autograd.grad(graphed.u.sum(), start)
+    assert gradient.shape == u0.shape
+    rows = u0.reshape(-1, 2)
+    for i, row in enumerate(rows):
+        alone = solver.solve(row, 1.0)
+        torch.testing.assert_close(alone.u, solved.u.reshape(6, -1, 2)[:, i], rtol=1e-12, atol=1e-12)
+        single = row.clone().requires_grad_()
+        (own,) = torch.autograd.grad(solver.solve(single, 1.0).u.sum(), single)
+        torch.testing.assert_close(own, gradient.reshape(-1, 2)[i], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_compiled_steps_where_some_trajectories_leave(duffing):
+    _, sample, solver = duffing
+    u0 = torch.cat((sample(6, torch.Generator().manual_seed(2)), torch.tensor([[6.0, 0.0]], **F64)))
+    eager = solver.solve(u0, 2.0)
+    assert Status.GUARDED in eager.status.tolist()
+    assert Status.OK in eager.status.tolist()
+    with torch.no_grad():
+        compiled = solver.solve(u0, 2.0, compile=True)
+    assert torch.equal(compiled.status, eager.status)
+    assert torch.equal(compiled.stats.guarded, eager.stats.guarded)
+    torch.testing.assert_close(compiled.u, eager.u, rtol=1e-9, atol=1e-9)
+
+
 def test_guard_without_a_region():
     solver = at.HybridSolver(decay, "rk4", Nothing(), 0.2)
     u0 = torch.tensor([[0.5]], **F64)

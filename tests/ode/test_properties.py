@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import attractor as at
 from attractor.core.step import Step
 from attractor.core.trajectory import Status
-from attractor.ode import make_trajectories
+from attractor.ode import Ridge, make_trajectories
 from attractor.ode.corrections import BY_NAME
 from attractor.ode.trajectories import fine_trajectories
 from attractor.ode.trust import TrustRegion
@@ -230,7 +230,7 @@ definitions = st.fixed_dictionaries(
         "width": st.sampled_from([4, 6]),
         "correction": st.sampled_from(["attns", "neurvec"]),
         "scheme": st.sampled_from(["rk4", "heun"]),
-        "adam_steps": st.sampled_from([0, 5]),
+        "recipe": st.sampled_from([Ridge(), Ridge(adam_steps=5)]),
     }
 )
 
@@ -257,7 +257,7 @@ def fitted(definition, out=None, stop_after=None):
 def test_two_fits_in_one_folder_never_mix(tmp_path_factory, first, second, stop_after):
     out = tmp_path_factory.mktemp("fit") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attractor.ode.regression.Unfinished.SECONDS", 0.0)  # keep every candidate
+        patch.setattr("attractor.ode.unfinished.Unfinished.SECONDS", 0.0)  # keep every candidate
         with contextlib.suppress(KeyboardInterrupt):
             fitted(first, out, stop_after)
         if first == second:

@@ -130,7 +130,8 @@ def test_functions_of_a_file_and_objects_go_to_processes(tmp_path):
     one = make_trajectories(own.rate, tmp_path / "one", sample=own.sample, **how)
     two = make_trajectories(own.rate, tmp_path / "two", sample=own.sample, workers=2, **how)
     assert one.hash == two.hash
-    job = shards._job(own.rate, own.sample, one.plan, None, one.manifest["code"], "ray")
+    functions = {"rate": own.rate, "sample": own.sample, "parameters": None}
+    job = shards._job(functions, one.plan, None, one.manifest["code"], "ray")
     assert json.loads(json.dumps(job.config))["rate"] == {"function": f"{tmp_path}/own.py:rate"}
     assert shards._told(at.systems.SpringMass(n=3)) == {
         "system": "SpringMass",
@@ -142,7 +143,8 @@ def test_functions_of_a_file_and_objects_go_to_processes(tmp_path):
 
 def test_a_worker_with_other_code_or_arithmetic_is_refused(tmp_path):
     data = make(tmp_path)
-    job = shards._job(at.systems.Lorenz(), None, data.plan, None, data.manifest["code"], "ray")
+    functions = {"rate": at.systems.Lorenz(), "sample": None, "parameters": None}
+    job = shards._job(functions, data.plan, None, data.manifest["code"], "ray")
     assert shards.make_shard(job.config, 3) == (tmp_path / "shard-00003.safetensors").read_bytes()
     for key in ("code", "arithmetic"):
         with pytest.raises(ValueError, match=f"the {key} of this worker is not that of the caller"):

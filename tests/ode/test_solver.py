@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import attractor as at
+from attractor.ode import Paper, Ridge
 from attractor.ode.fitting import _Judge, _runs
 from attractor.ode.processes import Crew
 from attractor.ode.serialization import is_system, rate_to_json
@@ -364,12 +365,9 @@ def test_auto_tries_the_corrections_that_accept_the_options():
         dict(correction="linear", depth=3),
         dict(correction="linear", activation="tanh"),
         dict(correction="linear", precision="float32"),
-        dict(correction="linear", adam_steps=10),
+        dict(correction="linear", recipe=Ridge(adam_steps=10)),
         dict(correction="neurvec", options={"times_dt": True}),
         dict(options={"nonsense": 1}),
-        dict(epochs=3),
-        dict(loss_scale=2.0),
-        dict(recipe="paper", adam_steps=3),
     ],
     ids=str,
 )
@@ -379,12 +377,12 @@ def test_options_that_do_not_apply_are_refused_before_data_are_made(options):
         return sample(n, generator)
 
     how = {key: value for key, value in QUICK.items() if key != "width"}
-    with pytest.raises((ValueError, TypeError), match=r"option|belongs to recipe|no hidden weights"):
+    with pytest.raises((ValueError, TypeError), match=r"option|no hidden weights"):
         at.fit(spring, sample=never, **how, **options)
 
 
 def test_the_papers_recipe_is_in_float32_whatever_the_default_type():
-    how = dict(recipe="paper", epochs=2, scheme="euler")
+    how = dict(recipe=Paper(epochs=2), scheme="euler")
     plain = at.fit(spring, sample=sample, **QUICK, **how)
     torch.set_default_dtype(torch.float64)
     try:
@@ -397,21 +395,21 @@ def test_the_papers_recipe_is_in_float32_whatever_the_default_type():
 
 
 def test_more_features_than_rows(monkeypatch):
-    monkeypatch.setattr("attractor.ode.regression.WIDE", 50)
+    monkeypatch.setattr("attractor.ode.closed_form.WIDE", 50)
     how = dict(dt=0.1, horizon=1.0, trajectories=20, fine_dt=0.0125, correction="attns", budget=0.0)
     solver = at.fit(damped(0.2), sample=sample, width=300, **how)
     assert solver.fit_error < solver.history[-1]["plain"]
 
 
 def test_ridge_with_fewer_rows_than_features_by_either_way(monkeypatch):
-    from attractor.ode import regression
+    from attractor.ode import closed_form
 
     torch.manual_seed(1)
     a, w = torch.randn(6, 12, **F64), torch.randn(12, 2, **F64)
     triangle = torch.linalg.qr(torch.cat((a, a @ w), -1), mode="r")[1]
     for limit in (3000, 4):
-        monkeypatch.setattr(regression, "WIDE", limit)
-        found, _, error = regression.ridge(triangle, a, a @ w)
+        monkeypatch.setattr(closed_form, "WIDE", limit)
+        found, _, error = closed_form.ridge(triangle, a, a @ w)
         assert error < 1e-10
         torch.testing.assert_close(a @ found, a @ w, rtol=1e-4, atol=1e-4)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attractor import evolve, systems
-from attractor.ode.regression import one_step
+from attractor.ode.pairs import one_step
 from attractor.reproduce import (
     DIRECTION,
     FAILS,

@@ -18,7 +18,8 @@ from torch import nn
 
 import attractor as at
 from attractor.data import images
-from attractor.ode.regression import Unfinished
+from attractor.ode import Paper, Ridge
+from attractor.ode.unfinished import Unfinished
 from attractor.train import Classify, Recipe, checkpoint, train
 from attractor.train.runs import Kept
 
@@ -272,7 +273,7 @@ def test_two_processes_go_on_within_an_epoch(tmp_path, monkeypatch):
 @pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:the correction makes held-out trajectories worse")
 @pytest.mark.parametrize(
-    "how", [{"width": 16, "adam_steps": 10}, {"recipe": "paper", "width": 16, "epochs": 5, "seed": 2}]
+    "how", [{"width": 16, "recipe": Ridge(10)}, {"width": 16, "recipe": Paper(5), "seed": 2}]
 )
 def test_a_fit_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, how):
     monkeypatch.setattr(Unfinished, "SECONDS", 0.0)

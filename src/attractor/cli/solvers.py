@@ -35,12 +35,13 @@ from attractor.cli.terminal import (
 )
 from attractor.core import Status
 from attractor.core.files import write_bytes, write_json
-from attractor.ode import HybridSolver, make_trajectories, pretrained
+from attractor.ode import HybridSolver, Paper, make_trajectories, pretrained
 from attractor.ode import fit as fit_solver
-from attractor.ode.compare import Comparison, compare_all
 from attractor.ode.compare import compare as compare_solver
+from attractor.ode.compare_saved import compare_all
+from attractor.ode.comparison import Comparison
 from attractor.ode.processes import Crew
-from attractor.ode.trajectories import initial_states
+from attractor.ode.trajectories import initial_states, sampled_parameters
 from attractor.ode.tuning import tune as tune_solver
 
 WHAT = "A built-in system, such as elastic-pendulum, or FILE.py:FUNCTION, or MODULE:FUNCTION."
@@ -57,6 +58,14 @@ RateOption = Annotated[
         "--rate", metavar="FILE.py:FUNCTION", help="The equation it was fitted to, if it is your own."
     ),
 ]
+ParametersOption = Annotated[
+    str | None,
+    typer.Option(
+        "--parameters",
+        metavar="FILE.py:FUNCTION",
+        help="Sampler of the parameters of a rate(t, u, p). Default: parameters() beside the rate.",
+    ),
+]
 Horizon = Annotated[float | None, typer.Option(help="How far to go: a whole number of steps.")]
 
 
@@ -64,6 +73,7 @@ Horizon = Annotated[float | None, typer.Option(help="How far to go: a whole numb
 def trajectories(
     equation: Equation,
     option: Option = None,
+    parameters: ParametersOption = None,
     count: Annotated[int, typer.Option(min=1, help="How many.")] = 1000,
     dt: Annotated[float | None, typer.Option(help="Between two states.")] = None,
     horizon: Horizon = None,
@@ -87,7 +97,7 @@ def trajectories(
         check_out(out)
         if engine != "ray":  # whose machines may have others
             check_device(device)
-        found = equations.find(equation, _pairs(option))
+        found = _find(equation, option, parameters)
         dt, horizon = _needed(equation, dt=_or(dt, found.dt), horizon=_or(horizon, found.horizon))
         with progress_bar() as bar:
             task = bar.add_task("starting", total=None)
@@ -98,9 +108,9 @@ def trajectories(
 
             made = make_trajectories(
                 found.rate, out, count=count, dt=dt, horizon=horizon, sample=found.sample,
-                fine_dt=fine_dt, period=_or(period, found.period), seed=seed, shard_size=shard_size,
-                device=device, engine=engine, workers=workers, address=address, part=part,
-                progress=progress,
+                parameters=found.parameters, fine_dt=fine_dt, period=_or(period, found.period),
+                seed=seed, shard_size=shard_size, device=device, engine=engine, workers=workers,
+                address=address, part=part, progress=progress,
             )  # fmt: skip
     left = made.missing()
     if as_json:
@@ -124,6 +134,7 @@ def trajectories(
 def fit(
     equation: Equation,
     option: Option = None,
+    parameters: ParametersOption = None,
     dt: Annotated[float | None, typer.Option(help="The big step.")] = None,
     horizon: Horizon = None,
     scheme: Annotated[str, typer.Option(help="The scheme to correct.")] = "rk4",
@@ -158,15 +169,16 @@ def fit(
     started = time.perf_counter()
     with told_as_usage():
         check_out(out)
-        found = equations.find(equation, _pairs(option))
+        found = _find(equation, option, parameters)
         dt, horizon = _needed(equation, dt=_or(dt, found.dt), horizon=_or(horizon, found.horizon))
         with console.status("starting") as status, warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", UserWarning)
             solver = fit_solver(
-                found.rate, dt=dt, horizon=horizon, scheme=scheme, correction=correction, recipe=recipe,
-                width=width, precision=precision, trajectories=trajectories, sample=found.sample,
-                fine_dt=fine_dt, period=_or(period, found.period), epochs=epochs, budget=budget,
-                data=data, seed=seed, device=device, out=out / "unfinished", progress=status.update,
+                found.rate, dt=dt, horizon=horizon, scheme=scheme, correction=correction,
+                recipe=_recipe(recipe, epochs), width=width, precision=precision,
+                trajectories=trajectories, sample=found.sample, parameters=found.parameters,
+                fine_dt=fine_dt, period=_or(period, found.period), budget=budget, data=data, seed=seed,
+                device=device, out=out / "unfinished", progress=status.update,
                 process_group="world",  # a launched command is one fit
             )  # fmt: skip
             if Crew.of("world").rank:  # of several processes the first saves and reports
@@ -174,7 +186,7 @@ def fit(
             solver.save(out / "solver")
             shutil.rmtree(out / "unfinished", ignore_errors=True)
             status.update("test trajectories")
-            tested = report.test(solver, horizon, found.sample, seed)
+            tested = report.test(solver, horizon, found.sample, seed, found.parameters)
     page = report.fit_page(solver, found.name, tested, out, given_command())
     numbers = {
         **origin(),
@@ -198,6 +210,7 @@ def fit(
     say(f"{seconds:.0f} s. Solver: {out / 'solver'}")
     say(f"Report: {page}")
     own = f" --rate {equation}" if ":" in equation else ""
+    own += f" --parameters {parameters}" if parameters else ""
     say(f"Does it pay? attractor compare {out / 'solver'}{own}")
 
 
@@ -216,6 +229,14 @@ def solve(
     t0: Annotated[float, typer.Option(help="When to start.")] = 0.0,
     u0: Annotated[
         list[str] | None, typer.Option(help="An initial state, such as 1,0.5; may be repeated.")
+    ] = None,
+    parameters: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBERS|FILE.py:FUNCTION",
+            help="Parameters of a rate(t, u, p), such as 1,0.5, or their sampler. "
+            "Default: parameters() beside the rate.",
+        ),
     ] = None,
     n: Annotated[
         int, typer.Option("--n", "-n", min=1, help="Without --u0: so many sampled states.")
@@ -236,16 +257,20 @@ def solve(
 
     with told_as_usage():
         check_out(out)
-        loaded, found = _load(solver, rate, device)
+        values = None if parameters is None or ":" in parameters else _numbers(parameters)
+        loaded, found = _load(solver, rate, device, parameters if values is None else None, values)
         if u0:
             states = [_state(text, loaded, found.sample) for text in u0]
             start = torch.tensor(states, dtype=torch.float64)
         else:
             generator = torch.Generator().manual_seed(seed)
             start = initial_states(loaded.rate, found.sample, n, generator)
+        if values is None:
+            generator = torch.Generator().manual_seed(seed + 1)
+            values = sampled_parameters(found.parameters, len(start), generator)
         t_end = t_end if t_end is not None else t0 + (found.horizon or 100 * loaded.dt)
         with console.status("solving"), torch.no_grad():
-            solved = loaded.solve(start, t_end, t0, every, guard)
+            solved = loaded.solve(start, t_end, t0, every, guard, parameters=values)
     lost = torch.nonzero(~solved.ok).flatten().tolist()
     guarded = None
     if solved.stats.guarded is not None:
@@ -256,6 +281,7 @@ def solve(
     if as_json:
         print_json({
             "command": given_command(), "solver": repr(loaded), "t0": t0, "t_end": t_end,
+            "parameters": None if values is None else values.tolist(),
             "final": solved.final.tolist(), "lost": lost, "guarded": guarded,
             "status": [Status(value).name.lower() for value in solved.status.tolist()],
             "rate_calls": solved.stats.rate_calls, "states": str(out / "states.csv"),
@@ -287,6 +313,7 @@ def solve(
 def compare(
     solver: Annotated[list[str], typer.Argument(metavar="SOLVER", help=SAVED)],
     rate: RateOption = None,
+    parameters: ParametersOption = None,
     horizon: Horizon = None,
     batch: Annotated[int, typer.Option(min=1, help="Trajectories solved at once.")] = 1000,
     scheme: Annotated[
@@ -314,11 +341,13 @@ def compare(
         with told_as_usage():
             check_out(out)
             folders = {name: _folder(name) for name in solver}
-            fitted = {name: _or(horizon, _load(name, rate, "cpu")[1].horizon) for name in solver}
+            loads = {name: _load(name, rate, "cpu", parameters)[1] for name in solver}
+            fitted = {name: _or(horizon, found.horizon) for name, found in loads.items()}
             many = _compare_many(
-                folders, out, rate=equations.find(rate) if rate else None, horizon=fitted, batch=batch,
-                schemes=scheme or ["rk4", "dopri5"], compile=compile, peers=peers, seed=seed,
-                engine=engine, workers=workers, address=address, threads=threads, device=device,
+                folders, out, rate=_find(rate, None, parameters) if rate else None, horizon=fitted,
+                batch=batch, schemes=scheme or ["rk4", "dopri5"], compile=compile, peers=peers,
+                seed=seed, engine=engine, workers=workers, address=address, threads=threads,
+                device=device,
             )  # fmt: skip
         if as_json:
             print_json([{"solver": name, **found.to_json()} for name, found in many.items()])
@@ -329,11 +358,11 @@ def compare(
 
     with told_as_usage():
         check_out(out)
-        loaded, found = _load(solver[0], rate, device)
+        loaded, found = _load(solver[0], rate, device, parameters)
         horizon = _or(horizon, _or(found.horizon, 100 * loaded.dt))
         with console.status("starting") as status:
             result = compare_solver(
-                loaded, horizon=horizon, batch=batch, sample=found.sample,
+                loaded, horizon=horizon, batch=batch, sample=found.sample, parameters=found.parameters,
                 schemes=scheme or ("rk4", "dopri5"), compile=compile, peers=peers,
                 jax_rate=found.jax_rate, seed=seed, progress=status.update,
             )  # fmt: skip
@@ -359,6 +388,7 @@ def tune(
     equation: Equation,
     error: Annotated[float, typer.Option(help="The error to reach, relative to the states.")],
     option: Option = None,
+    parameters: ParametersOption = None,
     horizon: Annotated[float | None, typer.Option(help="Duration of a trajectory.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Trajectories that are solved at a time.")] = 1000,
     budget: Annotated[float, typer.Option(min=0, help="Seconds; then nothing further is tried.")] = 60.0,
@@ -373,13 +403,13 @@ def tune(
     check_device(device)
     with told_as_usage():
         check_out(out)
-        found = equations.find(equation, _pairs(option))
+        found = _find(equation, option, parameters)
         (horizon,) = _needed(equation, horizon=_or(horizon, found.horizon))
         with console.status("starting") as status:
             solver = tune_solver(
-                found.rate, error=error, horizon=horizon, sample=found.sample, batch=batch,
-                budget=budget, device=device, compile=compile, period=_or(period, found.period),
-                seed=seed, progress=status.update,
+                found.rate, error=error, horizon=horizon, sample=found.sample,
+                parameters=found.parameters, batch=batch, budget=budget, device=device,
+                compile=compile, period=_or(period, found.period), seed=seed, progress=status.update,
             )  # fmt: skip
         solver.save(out / "solver")
     report = {**origin(), "equation": found.name, **solver.report.to_json()}
@@ -398,7 +428,8 @@ def tune(
 def _compare_many(
     solvers: dict[str, Path], out: Path, rate: equations.Equation | None, **options: Any
 ) -> dict[str, Comparison]:
-    own = {} if rate is None else {"rate": rate.rate, "sample": rate.sample, "jax_rate": rate.jax_rate}
+    keys = ("rate", "sample", "parameters", "jax_rate")
+    own = {} if rate is None else {key: getattr(rate, key) for key in keys}
     found: dict[str, Comparison] = {}
     with progress_bar() as bar:
         task = bar.add_task("comparing", total=len(solvers))
@@ -436,8 +467,25 @@ def _folder(name: str) -> Path:
     )
 
 
-def _load(name: str, rate: str | None, device: str) -> tuple[HybridSolver, equations.Equation]:
-    found = equations.find(rate) if rate else None
+def _find(
+    equation: str, option: list[str] | None, parameters: str | None, values: Any = None
+) -> equations.Equation:
+    """Return the equation, which has a sampler of its parameters unless their values are known."""
+    found = equations.find(equation, _pairs(option), parameters)
+    if found.takes_parameters and found.parameters is None and values is None:
+        raise ValueError(
+            f"{equation} has parameters: write a function parameters(n, generator) that returns them "
+            "[n, k] beside it, or name one with --parameters FILE.py:FUNCTION"
+        )
+    return found
+
+
+def _load(
+    name: str, rate: str | None, device: str, parameters: str | None = None, values: Any = None
+) -> tuple[HybridSolver, equations.Equation]:
+    if parameters is not None and rate is None:
+        raise ValueError("--parameters belongs to an equation of your own; pass --rate as well")
+    found = _find(rate, None, parameters, values) if rate else None
     folder = _folder(name)
     loaded = HybridSolver.load(folder, found.rate if found else None).to(device)
     if found is None:
@@ -476,6 +524,26 @@ def _needed(equation: str, **given: float | None) -> list[float]:
             f"{beside if ':' in equation else ''}"
         )
     return [value for value in given.values() if value is not None]
+
+
+def _recipe(name: str, epochs: int | None) -> str | Paper:
+    """Return the recipe of that name, or the paper's with another number of epochs."""
+    if epochs is None:
+        return name
+    if name != Paper.name:
+        raise ValueError(f"--epochs {epochs} belongs to --recipe paper, and the recipe is {name}")
+    return Paper(epochs=epochs)
+
+
+def _numbers(text: str) -> torch.Tensor:
+    """Parameters for all trajectories ``[k]`` from numbers with commas between."""
+    try:
+        return torch.tensor([float(x) for x in text.split(",")], dtype=torch.float64)
+    except ValueError:
+        raise ValueError(
+            f"--parameters {text!r} must be numbers with commas between, such as 1,0.5, or a sampler, "
+            "FILE.py:FUNCTION"
+        ) from None
 
 
 def _state(text: str, solver: HybridSolver, sample: Any) -> list[float]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attractor.core.interpolant import coefficients, evaluate
+from attractor.core.interpolant import coefficients, evaluate, hermite
 from attractor.core.scheme import Rate, Scheme, call_rate
 
 
@@ -105,16 +105,6 @@ class GridOutput:
         t, t1, h = self.t[i].to(real), self.t[i + 1].to(real), (self.t[i + 1] - self.t[i]).to(real)
         if self.scheme is not None:
             stages = self.scheme.stages(self.f, t, u, h)
-            fsal = self.scheme.first_same_as_last
-            return coefficients(
-                self.scheme,
-                self.f,
-                t,
-                h,
-                u,
-                u1,
-                stages,
-                stages[-1] if fsal else call_rate(self.f, t1, u1),
-            )
-        k0, k1, rise = call_rate(self.f, t, u), call_rate(self.f, t1, u1), u1 - u
-        return [rise, h * k0 - rise, 2 * rise - h * (k0 + k1)]
+            k1 = stages[-1] if self.scheme.first_same_as_last else call_rate(self.f, t1, u1)
+            return coefficients(self.scheme, self.f, t, h, u, u1, stages, k1)
+        return hermite(u, u1, call_rate(self.f, t, u), call_rate(self.f, t1, u1), h)

@@ -82,8 +82,8 @@ def differentiated_root(
     slope = torch.zeros_like(t) if by_time is None else by_time
     if by_state is not None:
         slope = slope + (by_state.conj() * rate).sum(-1).real.to(slope)
-    slope = torch.where(
-        slope == 0, torch.inf, slope
-    )  # a tangent has no derivative: the time stands still
+    # Where the trajectory touches the zero set without crossing it, the time has no derivative; it is
+    # treated as a constant.
+    slope = torch.where(slope == 0, torch.inf, slope)
     when = t - ((value - value.detach()) / slope).to(t)
     return when, u + rate.detach() * (when - t)[..., None].to(u.real.dtype)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from attractor.core.adaptive import NO_CALLBACKS, Callbacks, Event, Solution
 from attractor.core.control import has_tangent
 from attractor.core.events import bracketed_root, differentiated_root
+from attractor.core.interpolant import evaluate, hermite
 from attractor.core.scheme import Rate, Scheme, call_rate, check_kept, moved
 
 MOST_EVENT_STEPS = 20_000  # torchdiffeq's
@@ -192,9 +193,8 @@ def _curve(
     """States between u and u1, at parts theta of the step."""
     if interp == "linear":
         return lambda theta: u + theta * (u1 - u)
-    k1, rise = call_rate(f, t1, u1), u1 - u
-    bend, twist = dt * k0 - rise, 2 * rise - dt * (k0 + k1)
-    return lambda theta: u + theta * (rise + (1 - theta) * (bend + theta * twist))
+    inner = hermite(u, u1, k0, call_rate(f, t1, u1), dt)
+    return lambda theta: evaluate(u, u1, inner, theta)
 
 
 def _counts(wanted: list[float], clock: list[float]) -> list[int]:

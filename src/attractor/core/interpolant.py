@@ -16,6 +16,12 @@ from torch import Tensor
 from attractor.core.scheme import Rate, Scheme, call_rate, moved, weighted_sum
 
 
+def hermite(u: Tensor, u1: Tensor, k0: Tensor, k1: Tensor, h: Any) -> list[Tensor]:
+    """Return the coefficients c_0 to c_2 of the cubic with states u, u1 and rates k0, k1 at its ends."""
+    rise = u1 - u
+    return [rise, h * k0 - rise, 2 * rise - h * (k0 + k1)]
+
+
 def coefficients(
     scheme: Scheme,
     f: Rate,
@@ -32,8 +38,7 @@ def coefficients(
         stages: Rates at the scheme's stages.
         k1: Rate at u1.
     """
-    rise, k0 = u1 - u, stages[0]
-    inner = [rise, h * k0 - rise, 2 * rise - h * (k0 + k1)]
+    inner = hermite(u, u1, stages[0], k1, h)
     if not scheme.dense_weights:
         return inner
     known = [*stages] if scheme.first_same_as_last else [*stages, k1]

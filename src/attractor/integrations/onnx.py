@@ -17,6 +17,7 @@ from torch.export import Dim, ExportedProgram
 
 from attractor.core.checks import as_int
 from attractor.core.files import write_bytes
+from attractor.core.step import with_parameters
 from attractor.ode import HybridSolver
 
 LONGEST = 32  # steps in a model: each is a copy of the graph, and takes the exporter seconds
@@ -38,7 +39,9 @@ def export(solver: HybridSolver, path: Path | str, *, steps: int = 1, check: boo
     """Write the solver's step as a model ``u [batch, d] -> after [batch, d]``.
 
     The batch is free, the dtype the solver's. Where the correction or the rate depends on the time,
-    the model takes it as a second input, a scalar `t` of the same dtype: the time of u. The file says
+    the model takes it as a second input, a scalar `t` of the same dtype: the time of u. A solver that
+    was fitted with parameters gives a model with a last input `parameters` ``[batch, k]``, which a .pt2
+    takes as a keyword. The file says
     what it is: dt, scheme, correction, system and steps are in ONNX's metadata, or in the extra file
     ``attractor.json`` of a .pt2. The trust region stays behind: nothing guards an exported step.
 
@@ -93,32 +96,38 @@ class _Steps(nn.Module):
         self.correction, self.rate = solver.correction, solver.rate  # weights of both are exported
         like = next(solver.correction.parameters(), torch.zeros((), dtype=torch.float64))
         self.dtype, self.device, self.timed = like.dtype, like.device, False
-        (u,) = self.example(16)
-        rates = [solver.rate(torch.tensor(t).to(u), u) for t in (0.0, 0.37, 7.1)]
+        inputs = self.example(16)
+        u, rate = inputs["u"], with_parameters(solver.rate, inputs.get("parameters"))
+        rates = [rate(torch.tensor(t).to(u), u) for t in (0.0, 0.37, 7.1)]
         self.timed = getattr(solver.correction, "timed", False) or any(
             not torch.equal(rate, rates[0]) for rate in rates
         )
 
-    def forward(self, u: Tensor, t: Any = 0.0) -> Tensor:
+    def forward(self, u: Tensor, t: Any = 0.0, parameters: Tensor | None = None) -> Tensor:
         for i in range(self.steps):
-            u = self.solver.step(u, t + i * self.solver.dt, guard=False)
+            u = self.solver.step(u, t + i * self.solver.dt, guard=False, parameters=parameters)
         return u
 
-    def example(self, n: int) -> tuple[Tensor, ...]:
-        """n states like those of the fit, or initial ones; and a time where it matters."""
+    def example(self, n: int) -> dict[str, Tensor]:
+        """Return inputs by name, with n states like those of the fit, or initial ones."""
         generator, solver = torch.Generator().manual_seed(n), self.solver
         if solver.trust is not None:
             mean, deviation = solver.trust.mean.cpu(), solver.trust.deviation.cpu()
             u = mean + deviation * torch.randn(n, len(mean), generator=generator, dtype=torch.float64)
-        elif hasattr(solver.rate, "sample"):
+        elif hasattr(solver.rate, "sample") and not solver.parameter_count:
             u = solver.rate.sample(n, generator, torch.float64)
         else:
             raise ValueError(
                 f"{solver} has no trust region and its rate no sample(), so there are no states to "
                 "trace it with; give HybridSolver a trust=TrustRegion.around(states)"
             )
-        inputs = (u, torch.tensor(0.3 * n * solver.dt)) if self.timed else (u,)
-        return tuple(x.to(self.device, self.dtype) for x in inputs)
+        inputs = {"u": u}
+        if self.timed:
+            inputs["t"] = torch.tensor(0.3 * n * solver.dt)
+        if solver.parameter_count:
+            dim = u.shape[-1] - solver.parameter_count
+            inputs |= {"u": u[:, :dim], "parameters": u[:, dim:]}
+        return {name: x.to(self.device, self.dtype).contiguous() for name, x in inputs.items()}
 
 
 def _network_rounding(solver: HybridSolver, model: _Steps) -> float:
@@ -126,14 +135,21 @@ def _network_rounding(solver: HybridSolver, model: _Steps) -> float:
     net: Any = getattr(solver.correction, "net", None)
     if not getattr(net, "low", False) or model.dtype != torch.float64:
         return 0.0
-    terms = net.head.weight.abs().sum(-1).max() / model.example(7)[0].abs().amax(-1).min()
+    terms = net.head.weight.abs().sum(-1).max() / model.example(7)["u"].abs().amax(-1).min()
     return 10 * torch.finfo(torch.float32).eps * terms.item()
 
 
-def _traced(model: nn.Module, example: tuple[Tensor, ...]) -> ExportedProgram:
-    free: Any = ({0: Dim("batch")}, {})[: len(example)]
+def _arguments(inputs: dict[str, Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """The inputs as a model is called with them: parameters by name, since t may be left out."""
+    named = {name: x for name, x in inputs.items() if name == "parameters"}
+    return tuple(x for name, x in inputs.items() if name not in named), named
+
+
+def _traced(model: nn.Module, example: dict[str, Tensor]) -> ExportedProgram:
+    batch = Dim("batch")
+    free: Any = {name: {0: batch} if x.dim() else {} for name, x in example.items()}
     try:
-        return torch.export.export(model, example, dynamic_shapes=free)
+        return torch.export.export(model, *_arguments(example), dynamic_shapes=free)
     except Exception as error:
         raise RuntimeError(
             f"the solver's step cannot be traced: {error}\nA rate to export consists of operations on "
@@ -141,8 +157,9 @@ def _traced(model: nn.Module, example: tuple[Tensor, ...]) -> ExportedProgram:
         ) from error
 
 
-def _difference(run: Callable[..., Tensor], model: _Steps, inputs: tuple[Tensor, ...]) -> float:
-    want, got = model(*inputs), run(*inputs).to(model.device)
+def _difference(run: Callable[..., Tensor], model: _Steps, inputs: dict[str, Tensor]) -> float:
+    args, kwargs = _arguments(inputs)
+    want, got = model(*args, **kwargs), run(*args, **kwargs).to(model.device)
     size = want.abs().amax(-1).clamp(min=torch.finfo(want.dtype).tiny)
     return ((got - want).abs().amax(-1) / size).max().item()
 
@@ -171,13 +188,12 @@ def _to_onnx(program: ExportedProgram, model: _Steps, about: dict[str, str]) -> 
     example = model.example(2)
     if model.dtype == torch.float64:
         program = _traced(_Float64Numbers(program), example)
-    names = ["u", "t"][: len(example)]
     try:
         made: Any = torch.onnx.export(
             program,
             opset_version=20,
             dynamo=True,
-            input_names=names,
+            input_names=[*example],
             output_names=["after"],
             verbose=False,
         )
@@ -190,8 +206,9 @@ def _to_onnx(program: ExportedProgram, model: _Steps, about: dict[str, str]) -> 
     proto.graph.ClearField("value_info")
     for part in (*proto.graph.node, *proto.graph.input, *proto.graph.output):
         part.ClearField("metadata_props")  # paths of this machine
-    for states in (proto.graph.input[0], proto.graph.output[0]):
-        states.type.tensor_type.shape.dim[0].dim_param = "batch"
+    for value in (*proto.graph.input, *proto.graph.output):
+        if value.type.tensor_type.shape.dim:
+            value.type.tensor_type.shape.dim[0].dim_param = "batch"
     for key, value in about.items():
         proto.metadata_props.add(key=key, value=value)
     return proto.SerializeToString()
@@ -208,8 +225,13 @@ def _from_onnx(content: bytes) -> Callable[..., Tensor]:
             "Erf (gelu): use solver.to(torch.float32), a .pt2 file, or check=False for another runtime"
         ) from error
     names = [x.name for x in session.get_inputs()]
-    feed = lambda inputs: {name: x.cpu().numpy() for name, x in zip(names, inputs)}
-    return lambda *inputs: torch.from_numpy(session.run(None, feed(inputs))[0])
+
+    def run(*args: Tensor, **kwargs: Tensor) -> Tensor:
+        inputs = {**dict(zip(names, args)), **kwargs}
+        feed = {name: x.cpu().numpy() for name, x in inputs.items()}
+        return torch.from_numpy(session.run(None, feed)[0])
+
+    return run
 
 
 FORMATS: dict[str, tuple[Callable[..., bytes], Callable[[bytes], Callable[..., Tensor]]]] = {
@@ -225,8 +247,9 @@ class _Float64Numbers(nn.Module):
         super().__init__()
         self.program: Any = program.run_decompositions().module(check_guards=False)
 
-    def forward(self, u: Tensor, t: Tensor | None = None) -> Tensor:
-        return _NumbersToTensors(self.program).run(*((u,) if t is None else (u, t)))
+    def forward(self, u: Tensor, t: Tensor | None = None, parameters: Tensor | None = None) -> Tensor:
+        inputs = (x for x in (u, t, parameters) if x is not None)
+        return _NumbersToTensors(self.program).run(*inputs)
 
 
 class _NumbersToTensors(torch.fx.Interpreter):

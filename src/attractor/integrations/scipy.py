@@ -7,10 +7,11 @@ import torch
 
 from attractor.core import evolve
 from attractor.core.scheme import check_same_rate
+from attractor.core.step import with_parameters
 from attractor.ode import HybridSolver
 
 
-def hybrid(solver: HybridSolver) -> type:
+def hybrid(solver: HybridSolver, parameters: Any = None) -> type:
     """Return the solver as an `OdeSolver` class: ``solve_ivp(fun, span, y0, method=hybrid(solver))``.
 
     Steps have the solver's own dt and use its own rate. A correction belongs to one equation, so `fun`,
@@ -20,13 +21,29 @@ def hybrid(solver: HybridSolver) -> type:
     steps this large would lose what the correction gains. Where dopri5 cannot go on, a last step fails
     and states between steps are NaN. Steps are guarded as in `HybridSolver.solve`.
 
+    Args:
+        parameters: The parameters ``[k]``, for a solver of an equation ``rate(t, u, p)``. `fun` has to
+            use the same ones, for example by ``args=(parameters,)``.
+
     Raises:
         TypeError: `solver` is not a HybridSolver.
-        ValueError: On solving, if `fun` is not the equation of the solver.
+        ValueError: The solver was fitted with parameters, and there are none; on solving, if `fun` is
+            not the equation of the solver.
     """
     if not isinstance(solver, HybridSolver):
         raise TypeError(f"solver is a {type(solver).__name__}; give a HybridSolver, as fit returns")
     from scipy.integrate import DenseOutput, OdeSolver
+
+    p = None
+    if parameters is not None:
+        p = torch.as_tensor(parameters, dtype=torch.float64, device=solver.device)
+    if solver.parameter_count and (p is None or p.shape != (solver.parameter_count,)):
+        shape = "none" if p is None else list(p.shape)
+        raise ValueError(
+            f"the solver was fitted to an equation with {solver.parameter_count} parameters, and there "
+            f"are {shape}; use hybrid(solver, parameters=[...]) with {solver.parameter_count} numbers"
+        )
+    equation = with_parameters(solver.rate, p)
 
     def between(t0: float, y0: np.ndarray, times: np.ndarray) -> tuple[np.ndarray, float]:
         """States [d, n] at increasing times after t0, and until when they could be followed.
@@ -36,7 +53,7 @@ def hybrid(solver: HybridSolver) -> type:
         u0 = torch.from_numpy(np.ascontiguousarray(y0)).double().to(solver.device)
         with torch.no_grad():
             t = torch.from_numpy(np.concatenate(([t0], times)))
-            solved = evolve(solver.rate, u0, t, "dopri5", rtol=1e-10, atol=1e-12)
+            solved = evolve(equation, u0, t, "dopri5", rtol=1e-10, atol=1e-12)
         states, until = solved.u[1:].T.cpu().numpy(), solved.until.item()
         if not bool(solved.ok):
             states[:, times > until] = np.nan
@@ -90,7 +107,7 @@ def hybrid(solver: HybridSolver) -> type:
 
             u = torch.from_numpy(np.ascontiguousarray(self.y)).double().to(solver.device)
             check_same_rate(
-                given, solver.rate, torch.tensor(self.t, dtype=u.dtype, device=u.device), u,
+                given, equation, torch.tensor(self.t, dtype=u.dtype, device=u.device), u,
                 "fun, with its args, is not the equation that this HybridSolver was fitted to",
             )  # fmt: skip
 
@@ -107,7 +124,7 @@ def hybrid(solver: HybridSolver) -> type:
                 return True, None
             with torch.no_grad():
                 u = torch.from_numpy(np.ascontiguousarray(self.y))
-                new = solver.step(u, self.t).double().cpu().numpy()
+                new = solver.step(u, self.t, parameters=p).double().cpu().numpy()
             if not np.isfinite(new).all():
                 return False, f"the state became non-finite at t = {self.t:g}"
             self.nfev += solver.scheme.rate_calls

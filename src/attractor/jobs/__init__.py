@@ -34,7 +34,9 @@ from typing import Any
 
 from attractor.core.files import json_bytes, write_bytes, write_new
 from attractor.core.fingerprint import fingerprint
-from attractor.jobs.job import Artifact, Job, Shard, WorkerDiedError, here, label, named
+from attractor.jobs.job import Artifact, Job, Shard, here, label
+from attractor.jobs.ledger import WorkerDiedError
+from attractor.jobs.naming import named
 
 ENGINES = ("here", "processes", "ray")
 __all__ = [

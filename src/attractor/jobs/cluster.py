@@ -7,7 +7,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from attractor.jobs.job import Artifact, Job, Ledger, Shard, attempt
+from attractor.jobs.job import Artifact, Job, Shard, attempt
+from attractor.jobs.ledger import Ledger
 
 
 def cluster(

@@ -1,36 +1,23 @@
 """What a job is, and one shard of it: the same code for all engines."""
 
 import builtins
-import importlib.util
 import json
-import logging
 import os
-import sys
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from hashlib import sha256
-from importlib import import_module
-from importlib.machinery import PathFinder
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from attractor import __version__
 from attractor.core.files import json_bytes
+from attractor.jobs.naming import named
 
 Shard = int | str | tuple[Any, ...]
-LOG = logging.getLogger(__name__)
 # What torchrun and accelerate launch tell a process about its rank.
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
-
-
-class WorkerDiedError(ChildProcessError):
-    """A shard whose worker died again and again."""
 
 
 @dataclass(frozen=True)
@@ -143,49 +130,6 @@ def attempt(job: Job, shard: Shard) -> Artifact | Failure:
         return Failure(shard, kind, told, traceback.format_exc())
 
 
-class Ledger:
-    """What workers have still to do, and what came back and is not handed on yet.
-
-    Args:
-        shards: to do.
-        retries: of a shard whose worker dies.
-    """
-
-    def __init__(self, shards: Iterable[Shard], retries: int) -> None:
-        self.shards, self.retries = iter(shards), retries
-        self.again = list[Shard]()
-        self.deaths = Counter[Shard]()
-        self.ended = list[Artifact | Failure | WorkerDiedError]()
-
-    def next_shard(self) -> Shard | None:
-        """The next to begin; None if there is none."""
-        return self.again.pop() if self.again else next(self.shards, None)
-
-    def died(self, shard: Shard, why: str) -> None:
-        """A shard's worker did: it is begun again, and a warning says so, or was once too often."""
-        self.deaths[shard] += 1
-        if self.deaths[shard] <= self.retries:
-            LOG.warning("shard %s is begun again: its worker died: %s", label(shard), why)
-            self.again.append(shard)
-            return
-        times = f"{self.deaths[shard]} times, the last time: {why}"
-        self.ended.append(WorkerDiedError(f"shard {label(shard)}: its worker died {times}"))
-
-    def take(self, receive: Callable[[], None]) -> Artifact:
-        """An artifact of those that have ended; if there is none, the first failure is raised.
-
-        Args:
-            receive: takes in what others have done meanwhile, which would be lost with the failure.
-        """
-        if not any(isinstance(reply, Artifact) for reply in self.ended):
-            receive()
-        good = (i for i, reply in enumerate(self.ended) if isinstance(reply, Artifact))
-        reply = self.ended.pop(next(good, 0))
-        if isinstance(reply, Artifact):
-            return reply.checked()
-        raise reply.error() if isinstance(reply, Failure) else reply
-
-
 def here(job: Job, shards: Iterable[Shard]) -> Iterator[Artifact]:
     """One shard after the other in this process; exceptions are the function's own, with a note."""
     before = torch.get_num_threads()
@@ -204,53 +148,6 @@ def here(job: Job, shards: Iterable[Shard]) -> Iterator[Artifact]:
 def label(shard: Shard) -> str:
     """A shard's name."""
     return ", ".join(map(str, shard)) if isinstance(shard, tuple) else str(shard)
-
-
-@cache
-def named(name: str) -> Any:
-    """What ``module:function`` or ``file.py:function`` names; the code of the module or file is run."""
-    place, _, inside = name.rpartition(":")
-    if not place.endswith(".py"):
-        return getattr(import_module(place), inside)
-    return getattr(module_of_file(Path(place)), inside)
-
-
-def module_of_file(path: Path, known: bool = False) -> Any:
-    """A Python file as a module; while its code is run it finds its neighbours, as by ``python FILE``.
-
-    Args:
-        known: by its name in `sys.modules`, unless there is another of that name.
-    """
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    if known:
-        sys.modules.setdefault(path.stem, module)
-    folder = str(path.resolve().parent)
-    sys.path.insert(0, folder)
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        with suppress(ValueError):  # the file's code has changed it
-            sys.path.remove(folder)
-    return module
-
-
-def name_of(function: Any) -> str | None:
-    """The name by which `named` finds a function in another process.
-
-    None if there is none: of a lambda, an object that can be called, a function inside another.
-    """
-    inside, code = getattr(function, "__qualname__", ""), getattr(function, "__code__", None)
-    if code is None or getattr(function, "__globals__", {}).get(inside) is not function:
-        return None
-    file, module = Path(code.co_filename).resolve(), function.__module__
-    top = PathFinder.find_spec(module.partition(".")[0])
-    places = [] if top is None else [top.origin, *(top.submodule_search_locations or [])]
-    if any(p and file.is_relative_to(Path(p).resolve()) for p in places):
-        return f"{module}:{inside}"
-    return f"{file}:{inside}" if file.is_file() else None
 
 
 def power(config: Mapping[str, Any], shard: Any) -> float:

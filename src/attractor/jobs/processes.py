@@ -9,7 +9,8 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from attractor.jobs.job import Artifact, Job, Ledger, Shard, attempt
+from attractor.jobs.job import Artifact, Job, Shard, attempt
+from attractor.jobs.ledger import Ledger
 
 GRACE = 5.0  # seconds
 

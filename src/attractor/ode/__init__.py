@@ -23,6 +23,7 @@ from types import ModuleType
 from attractor.core.lazy import submodule
 from attractor.ode import corrections, pretrained, systems
 from attractor.ode.fitting import fit
+from attractor.ode.recipes import Paper, Ridge
 from attractor.ode.shards import FineData, make_trajectories
 from attractor.ode.solver import HybridSolver
 from attractor.ode.tuning import TunedSolver, tune
@@ -30,6 +31,8 @@ from attractor.ode.tuning import TunedSolver, tune
 __all__ = [
     "FineData",
     "HybridSolver",
+    "Paper",
+    "Ridge",
     "TunedSolver",
     "corrections",
     "fit",

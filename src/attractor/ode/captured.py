@@ -22,7 +22,7 @@ from attractor.core.checks import as_int, check_tensor
 from attractor.core.compiling import compiled, components_first, count_operations
 from attractor.core.evolve import COMPILED_OPERATIONS
 from attractor.core.scheme import Rate
-from attractor.core.step import correction_of_step
+from attractor.core.step import correction_of_step, with_parameters
 from attractor.core.tableaus import AnyScheme
 from attractor.ode import fused
 from attractor.train.capture import WARMUP, Captured
@@ -45,8 +45,11 @@ class CapturedStep:
             formula for each number around a small network (see `fused.steps`); otherwise two a step, by
             `torch.compile`, which takes up to a minute the first time. None: on a GPU.
         precision: of a fused network's products, see `fused.network`; None: as the correction chooses.
+        parameters: Parameters ``[*batch, k]`` of the trajectories, or ``[k]`` for all of them, where the
+            equation is ``rate(t, u, p)``. Steps with parameters have no single kernel for all steps.
 
     Attributes:
+        parameters: The parameters ``[*batch, k]``, or None. Change them with `reset`.
         u, t: the state and time now; overwritten by `advance`, so clone what you keep.
         captured: whether there is a graph.
         whole: whether one kernel takes all steps.
@@ -61,6 +64,7 @@ class CapturedStep:
         steps: int = 1,
         compile: bool | None = None,
         precision: str | None = None,
+        parameters: Tensor | None = None,
     ) -> None:
         check_tensor("u", u, "[*batch, d]")
         steps = as_int(steps)
@@ -73,10 +77,16 @@ class CapturedStep:
             correction = fused.fuse(correction, precision)
         self._fixed = (solver.rate, solver.scheme, correction, solver.dt)
         start = components_first(u.detach()).clone(), _time(t, u)
-        solver.scheme.check_rate(solver.rate, start[1].to(u.dtype), start[0])
+        self.parameters = solver._parameters(u, parameters)
+        if self.parameters is not None:
+            # A copy, whose address the graph keeps.
+            self.parameters = components_first(self.parameters.detach()).clone()
+        rate = with_parameters(solver.rate, self.parameters)
+        solver.scheme.check_rate(rate, start[1].to(u.dtype), start[0])
         net = getattr(correction, "net", None)
         self._whole: Any = None
-        if self.compile and precision is None and hasattr(net, "in_torch") and fused.usable(net, u):
+        alone = precision is None and self.parameters is None
+        if self.compile and alone and hasattr(net, "in_torch") and fused.usable(net, u):
             self._whole = whole_steps(*self._fixed, *start)
         torchs = self.compile and self._whole is None
         self._length = self._compiled_length(*start) if torchs else steps
@@ -100,16 +110,32 @@ class CapturedStep:
         """Whether one kernel takes all steps."""
         return self._whole is not None
 
-    def reset(self, u: Tensor, t: float = 0.0) -> None:
+    def reset(self, u: Tensor, t: float = 0.0, parameters: Tensor | None = None) -> None:
         """Set the batch to states u, of the shape it was made for, and the time to t.
 
-        States of another dtype, or on another device, are converted.
+        States and parameters of another dtype, or on another device, are converted.
+
+        Args:
+            parameters: New parameters ``[*batch, k]`` or ``[k]``; None keeps those there are.
+
+        Raises:
+            ValueError: The shapes are not those that this object was made for.
         """
         if u.shape != self.u.shape:
             raise ValueError(
                 f"states {list(u.shape)} do not fit a graph of {list(self.u.shape)}; make another "
                 "CapturedStep for them"
             )
+        if parameters is not None:
+            if self.parameters is None:
+                raise ValueError("parameters= needs a capture with parameters; pass them to capture")
+            own = self.solver._parameters(self.u, parameters)
+            if own.shape != self.parameters.shape:
+                raise ValueError(
+                    f"parameters {list(own.shape)} do not fit a graph of {list(self.parameters.shape)}; "
+                    "make another CapturedStep for them"
+                )
+            self.parameters.copy_(own.detach())
         self.u.copy_(u.detach())
         self.t.fill_(t)
 
@@ -122,9 +148,13 @@ class CapturedStep:
                 self._captured(self.u, self.t)  # inputs that are the graph's own are not copied
         return self.u
 
-    def __call__(self, u: Tensor, t: float = 0.0) -> Tensor:
-        """The states `steps` steps after u at time t, in a tensor of their own."""
-        self.reset(u, t)
+    def __call__(self, u: Tensor, t: float = 0.0, parameters: Tensor | None = None) -> Tensor:
+        """Return the states `steps` steps after u at time t, in a tensor of their own.
+
+        Args:
+            parameters: See `reset`.
+        """
+        self.reset(u, t, parameters)
         return self.advance().clone()
 
     @torch.no_grad()
@@ -137,7 +167,8 @@ class CapturedStep:
             part = compiled(_steps, u.device, *self._fixed, self._length)
         new, dt = u, self.solver.dt
         for first in range(0, self.steps, self._length):
-            new = part(*self._fixed, self._length, new, t + first * dt if first else t)
+            now = t + first * dt if first else t
+            new = part(*self._fixed, self._length, new, now, self.parameters)
         u.copy_(new)
         t.add_(self.steps * dt)
         return u
@@ -145,7 +176,7 @@ class CapturedStep:
     @torch.no_grad()
     def _compiled_length(self, u: Tensor, t: Tensor) -> int:
         """Steps that are compiled together: a part of all, not too long for compilers."""
-        size = count_operations(lambda: _steps(*self._fixed, 1, u, t))
+        size = count_operations(lambda: _steps(*self._fixed, 1, u, t, self.parameters))
         most = COMPILED_OPERATIONS // size + 1
         return max(n for n in range(1, self.steps + 1) if n <= most and self.steps % n == 0)
 
@@ -156,12 +187,19 @@ def capture_step(solver: Any, u: Tensor, **options: Any) -> CapturedStep:
 
 
 def _steps(
-    f: Rate, scheme: AnyScheme, correction: Any, dt: float, steps: int, u: Tensor, t: Tensor
+    f: Rate,
+    scheme: AnyScheme,
+    correction: Any,
+    dt: float,
+    steps: int,
+    u: Tensor,
+    t: Tensor,
+    parameters: Tensor | None = None,
 ) -> Tensor:
     """`HybridSolver.step`, several times; t in float64."""
     for i in range(steps):
         now = (t + i * dt if i else t).to(u.dtype)
-        step = scheme.step(f, now, u, dt)
+        step = scheme.step(f, now, u, dt, parameters)
         plain = u + dt * step.slope
         u = plain if correction is None else plain + correction(step)
     return u

@@ -5,7 +5,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,12 @@ from attractor.core.checks import check_whole
 from attractor.core.scheme import Rate, call_rate
 from attractor.core.step import with_parameters
 from attractor.core.tableaus import AnyScheme
+from attractor.ode.algorithm1 import train_as_printed
+from attractor.ode.closed_form import ClosedForm
 from attractor.ode.corrections import BY_NAME, get_correction
+from attractor.ode.pairs import Pairs, one_step
 from attractor.ode.processes import Crew, Group
-from attractor.ode.regression import ClosedForm, Pairs, Unfinished, one_step, train_as_printed
+from attractor.ode.recipes import Paper, Recipe, Ridge, get_recipe
 from attractor.ode.shards import FineData
 from attractor.ode.solver import HybridSolver
 from attractor.ode.trajectories import (
@@ -37,6 +40,7 @@ from attractor.ode.trajectories import (
     whole_steps,
 )
 from attractor.ode.trust import TrustRegion
+from attractor.ode.unfinished import Unfinished
 from attractor.train import checkpoint
 from attractor.train.checkpoint import CheckpointError
 from attractor.train.generators import forked
@@ -47,7 +51,6 @@ LARGEST = 20_000  # trajectories followed at once
 TIMES = 64  # at which the rate is checked for a dependence on t
 PHASES = 8  # at which trajectories of an equation with a period start
 MARGIN = 1.5  # of the trust region: new trajectories of the sampler leave it in less than 1 % of cases
-EPOCHS, LOSS_SCALE = 500, 1.0  # of recipe "paper"
 # Whether the slope or the state determines the error depends on the equation, so "auto" tries both.
 AUTO: tuple[tuple[str, dict[str, Any]], ...] = (
     ("stages", {}),
@@ -64,7 +67,7 @@ def fit(
     horizon: float,
     scheme: str | AnyScheme = "rk4",
     correction: str = "auto",
-    recipe: str = "default",
+    recipe: str | Recipe = "default",
     width: int | None = None,
     depth: int | None = None,
     activation: str | None = None,
@@ -79,22 +82,11 @@ def fit(
     budget: float | None = None,
     data: FineData | list[Run] | Path | str | None = None,
     options: Mapping[str, Any] | None = None,
-    adam_steps: int = 0,
-    epochs: int | None = None,
-    loss_scale: float | None = None,
     out: Path | str | None = None,
     process_group: Group = None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> HybridSolver:
     """Learn the error of a step of `dt`, and return a solver that takes such steps.
-
-    Recipe "default": the errors of plain steps along fine trajectories are computed in float64. The
-    hidden weights of the network are random for standardised inputs, and its last layer (with a linear
-    skip connection) is the ridge least squares solution. The scale of the weights and the penalty are
-    those with the smallest error on *rollouts* of held-out trajectories. This takes seconds and has no
-    training loop. Recipe "paper": Algorithm 1 of the AttNS paper, with teacher-forced pairs, mean square
-    error times `loss_scale`, float32, and no normalisation. The paper prints no optimiser, so this is
-    Adam at 1e-3 with a cosine to 0 and batches of 16,384.
 
     The error that the solver reports, `fit_error`, is measured on trajectories that took no part in the
     fit, not even in the choice between candidates.
@@ -107,6 +99,9 @@ def fit(
         correction: A name of `attractor.corrections`, or "auto": the slope (AttNS), the state (NeurVec)
             or both, whichever has the smallest error on held-out rollouts; with the paper's recipe
             AttNS. "auto" tries only those that accept all of `options`.
+        recipe: How the weights are found: "default" (random hidden weights and a last layer in closed
+            form, which takes seconds) or "paper" (Algorithm 1 of the AttNS paper). With other options
+            than the usual ones, `Ridge` or `Paper`, such as ``Paper(epochs=100)``.
         width, depth, activation: Of the network. None: 512 and sines with the default recipe, the
             correction's own (the paper's) with the paper's.
         precision: "float32" computes the network in float32, which is faster, and fits it as such.
@@ -124,9 +119,6 @@ def fit(
         data: Fine data made before by `make_trajectories`: the object, its folder, or its runs.
             Held-out trajectories are still made from `sample`.
         options: Further options of the correction, such as ``{"body": "lstm"}``.
-        adam_steps: Number of steps in which the hidden weights are trained as well, before the last
-            layer is solved; held-out rollouts decide when to stop.
-        epochs, loss_scale: Of recipe "paper" (500 and 1).
         out: Folder in which a long fit is kept, at most twice a minute and at its end: after each
             candidate, or epoch of recipe "paper". The same call continues an interrupted fit and finds
             the same weights; fine data are made again, or passed as `data`.
@@ -145,9 +137,9 @@ def fit(
         CheckpointError: `out` holds another fit.
     """
     started, crew = time.monotonic(), Crew.of(process_group)
-    scheme = get_scheme(scheme)
+    scheme, recipe = get_scheme(scheme), get_recipe(recipe)
     steps = whole_steps(dt, horizon)
-    _check_choices(correction, recipe, trajectories, adam_steps, epochs, loss_scale, period)
+    _check_choices(correction, recipe, trajectories, period)
     held_out = max(4, min(100, trajectories // 10))
     spread = 1 if period is None else PHASES
     plan = Plan(trajectories, dt, steps, 1, seed, min(LARGEST, math.ceil(trajectories / spread)), period)
@@ -192,18 +184,16 @@ def fit(
     trust = TrustRegion.around(_region_of(pairs), MARGIN, few.shape[-1])
     judge = _Judge(system_or_rate, scheme, dt, held, crew)
 
-    epochs = EPOCHS if epochs is None else epochs
-    loss_scale = LOSS_SCALE if loss_scale is None else loss_scale
     what = {
-        "recipe": recipe, "correction": correction, "seed": seed,
-        "options": repr([*sorted(shared.items(), key=lambda item: item[0])]),
-        "adam_steps": adam_steps, "epochs": epochs, "loss_scale": loss_scale,
+        "recipe": recipe.name, "correction": correction, "seed": seed,
+        "options": repr([*sorted(shared.items(), key=lambda item: item[0])]), **asdict(recipe),
         "data": pairs.hash if out is not None or crew.count > 1 else "",
     }  # fmt: skip
     crew.check_agreement(what)
-    unfinished = Unfinished(out, what, "epoch" if recipe == "paper" else "candidate", crew.rank == 0)
+    unit = "epoch" if isinstance(recipe, Paper) else "candidate"
+    unfinished = Unfinished(out, what, unit, crew.rank == 0)
     unfinished.began = started
-    if recipe == "paper":
+    if isinstance(recipe, Paper):
         ((name, own),) = candidates
         with forked(pairs.u.device):
             torch.manual_seed(seed)
@@ -211,11 +201,12 @@ def fit(
             model: nn.Module = get_correction(name)(pairs.u.shape[-1], **shared, **own, **factory)
         generator = torch.Generator().manual_seed(seed)
         history = train_as_printed(
-            model, pairs, epochs, loss_scale, generator, progress, unfinished, crew
+            model, pairs, recipe.epochs, recipe.loss_scale, generator, progress, unfinished, crew
         )
         chosen: dict[str, Any] = {"correction": name, "selection": judge(model)}
         trust = trust.to(torch.float32)
     else:
+        adam_steps = recipe.adam_steps
         search = _Search(pairs, judge, seed, shared, adam_steps, unfinished, budget, progress, crew)
         search.take_up()
         crew.wait()  # until all have read what is there
@@ -438,10 +429,10 @@ def _warn_if_useless(rollout: float, plain: float) -> None:
 
 
 def _candidates(
-    correction: str, recipe: str, scheme: AnyScheme, dim: int, options: dict[str, Any]
+    correction: str, recipe: Recipe, scheme: AnyScheme, dim: int, options: dict[str, Any]
 ) -> tuple[tuple[str, dict[str, Any]], ...]:
     """The corrections to try, each of which accepts the options."""
-    automatic = correction == "auto" and recipe == "default"
+    automatic = correction == "auto" and isinstance(recipe, Ridge)
     name = "attns" if correction == "auto" else correction
     accepted, reasons = [], []
     for kind, own in AUTO if automatic else ((name, {}),):
@@ -545,32 +536,14 @@ def _check_data(rate: Rate, run: Run, dt: float, substeps: int, period: float | 
         )
 
 
-def _check_choices(
-    correction: str,
-    recipe: str,
-    trajectories: int,
-    adam_steps: int,
-    epochs: int | None,
-    loss_scale: float | None,
-    period: float | None,
-) -> None:
+def _check_choices(correction: str, recipe: Recipe, trajectories: int, period: float | None) -> None:
     if correction != "auto" and correction not in BY_NAME:
         get_correction(correction)
-    if recipe not in ("default", "paper"):
-        raise ValueError(f"recipe = {recipe!r}; it is 'default' or 'paper'")
     check_whole("trajectories", trajectories, 1)
-    check_whole("adam_steps", adam_steps, 0)
-    if adam_steps and recipe == "paper":
+    if isinstance(recipe, Ridge) and recipe.adam_steps and correction == "linear":
         raise ValueError(
-            f"adam_steps = {adam_steps} belongs to recipe 'default'; recipe 'paper' has epochs"
+            f"adam_steps = {recipe.adam_steps}: the linear correction has no hidden weights to train"
         )
-    if adam_steps and correction == "linear":
-        raise ValueError(f"adam_steps = {adam_steps}: the linear correction has no hidden weights")
-    for name, value in (("epochs", epochs), ("loss_scale", loss_scale)):
-        if value is not None and recipe == "default":
-            raise ValueError(f"{name} = {value} belongs to recipe 'paper'; recipe 'default' has none")
-    if epochs is not None:
-        check_whole("epochs", epochs, 1)
     if period is not None and not 0 < period < math.inf:
         raise ValueError(f"period = {period} must be a positive number")
 

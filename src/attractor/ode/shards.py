@@ -29,7 +29,8 @@ import torch
 from attractor import jobs
 from attractor.core.files import json_bytes, write_bytes, write_json
 from attractor.core.scheme import Rate, call_rate
-from attractor.jobs.job import name_of, named
+from attractor.core.step import with_parameters
+from attractor.jobs.naming import name_of, named
 from attractor.ode import systems
 from attractor.ode.serialization import rate_to_json
 from attractor.ode.trajectories import (
@@ -41,6 +42,7 @@ from attractor.ode.trajectories import (
     exact_solution,
     initial_states,
     make_run,
+    sampled_parameters,
     substeps_for,
     whole_steps,
     with_noise,
@@ -124,8 +126,9 @@ class FineData:
         seen = self.manifest.get("witness")  # data of the first versions have none
         if seen is None:
             return
-        states = torch.tensor(seen["states"], dtype=torch.float64, device=device)
-        now = _slopes(rate, states, seen["times"])
+        tensor = lambda key: torch.tensor(seen[key], dtype=torch.float64, device=device)
+        parameters = tensor("parameters") if "parameters" in seen else None
+        now = _slopes(rate, tensor("states"), seen["times"], parameters)
         if not _is_close(now, seen["slopes"]):
             raise ValueError(
                 f"{self.folder} holds data of another equation: at u = {_short(seen['states'][0])} its "
@@ -163,6 +166,7 @@ def make_trajectories(
     dt: float,
     horizon: float,
     sample: Sampler | None = None,
+    parameters: Sampler | None = None,
     fine_dt: float | None = None,
     period: float | None = None,
     seed: int = 0,
@@ -179,6 +183,8 @@ def make_trajectories(
     Args:
         count: how many trajectories. dt, horizon: a state every dt.
         sample: ``(n, generator=...) -> [n, d]`` initial states, for a rate of your own.
+        parameters: ``(n, generator=...) -> [n, k]`` parameters of an equation ``rate(t, u, p)``, one row
+            per trajectory. The shards hold them beside the states, as `Run.parameters`.
         fine_dt: step of the reference; None finds one.
         period: of a rate that depends on t: shards start at different phases.
         shard_size: trajectories in a file. The numbers depend on it, on `workers` they do not.
@@ -202,9 +208,10 @@ def make_trajectories(
         substeps = substeps_for(dt, fine_dt)
     else:
         few = initial_states(system_or_rate, sample, 8, plan.generator(0, "substeps"))
-        substeps = enough_substeps(system_or_rate, few, dt, steps, period=period)
+        few_p = sampled_parameters(parameters, 8, plan.generator(0, "substeps parameters"))
+        substeps = enough_substeps(system_or_rate, few, dt, steps, period=period, parameters=few_p)
     plan = dataclasses.replace(plan, substeps=substeps)
-    exact = exact_solution(system_or_rate, plan.start(0))
+    exact = None if parameters is not None else exact_solution(system_or_rate, plan.start(0))
     manifest = json.loads(
         json_bytes(
             {
@@ -212,8 +219,8 @@ def make_trajectories(
                 "rate": rate_to_json(system_or_rate),
                 "plan": dataclasses.asdict(plan),
                 "reference": REFERENCE if exact is None else "exact",
-                "code": _code_hash(system_or_rate, sample),
-                "witness": _witness(system_or_rate, sample, plan, device),
+                "code": _code_hash(system_or_rate, sample, parameters),
+                "witness": _witness(system_or_rate, sample, parameters, plan, device),
             }
         )
     )
@@ -222,7 +229,8 @@ def make_trajectories(
     mine = range(first, plan.shards, every)
     missing = [k for k in mine if not _is_good(folder / _name(k), plan, k)]
     done = len(mine) - len(missing)
-    job = _job(system_or_rate, sample, plan, device, manifest["code"], engine)
+    functions = {"rate": system_or_rate, "sample": sample, "parameters": parameters}
+    job = _job(functions, plan, device, manifest["code"], engine)
     for made in jobs.each(job, missing, engine=engine, workers=workers, address=address):
         write_bytes(folder / _name(made.shard), made.content)
         done += 1
@@ -238,25 +246,28 @@ def make_shard(config: Mapping[str, Any], shard: int) -> bytes:
     """
     from safetensors.torch import save
 
-    rate, sample = _found(config["rate"]), _found(config["sample"])
+    rate, sample, parameters = (_found(config[key]) for key in ("rate", "sample", "parameters"))
     if (config["code"], config["arithmetic"]) not in AGREED:
-        for what, ours in (("code", _code_hash(rate, sample)), ("arithmetic", _arithmetic())):
+        code = _code_hash(rate, sample, parameters)
+        for what, ours in (("code", code), ("arithmetic", _arithmetic())):
             if config[what] != ours:
                 raise ValueError(
                     f"the {what} of this worker is not that of the caller ({ours}, not {config[what]}), "
                     "so its numbers might differ; install the same on all machines"
                 )
         AGREED.add((config["code"], config["arithmetic"]))
-    run = make_run(rate, sample, Plan(**config["plan"]), shard, config["device"])
-    about = {"shard": shard, "t0": run.t0.hex(), "sha256": _tensor_hash(run.u)}
+    run = make_run(rate, sample, Plan(**config["plan"]), shard, config["device"], parameters)
+    tensors = {"u": run.u.cpu().contiguous()}
+    if run.parameters is not None:
+        tensors["parameters"] = run.parameters.cpu().contiguous()
+    about = {"shard": shard, "t0": run.t0.hex(), "sha256": _tensor_hash(*tensors.values())}
     # One entry, because safetensors writes several in an order that changes from run to run.
-    return save({"u": run.u.cpu().contiguous()}, {"about": json.dumps(about)})
+    return save(tensors, {"about": json.dumps(about)})
 
 
-def _job(rate: Any, sample: Any, plan: Plan, device: Any, code: str, engine: str) -> jobs.Job:
+def _job(functions: dict[str, Any], plan: Plan, device: Any, code: str, engine: str) -> jobs.Job:
     config = {
-        "rate": rate if engine == "here" else _told(rate),
-        "sample": sample if engine == "here" else _told(sample),
+        **{key: thing if engine == "here" else _told(thing) for key, thing in functions.items()},
         "plan": dataclasses.asdict(plan),
         "device": None if device is None else str(device),
         "code": code,
@@ -322,23 +333,28 @@ def _begin(folder: Path, manifest: dict[str, Any]) -> None:
         raise ValueError(f"{folder} holds other data ({what}); take another folder, or empty this one")
 
 
-def _witness(rate: Any, sample: Any, plan: Plan, device: Any) -> dict[str, Any] | None:
+def _witness(rate: Any, sample: Any, parameters: Any, plan: Plan, device: Any) -> dict[str, Any] | None:
     """Some states of the sampler and what the rate gives there: sources do not tell all of it.
 
     None where states are too large to be written, or a rate is not finite.
     """
     u = initial_states(rate, sample, 3, plan.generator(0, "witness"), device)
     times = [0.0, 0.37 * plan.dt * plan.steps]
-    slopes = _slopes(rate, u, times)
+    p = sampled_parameters(parameters, 3, plan.generator(0, "witness parameters"), device)
+    slopes = _slopes(rate, u, times, p)
     if u.shape[-1] > WITNESS or not bool(torch.isfinite(torch.tensor(slopes)).all()):
         return None
-    return {"states": u.tolist(), "times": times, "slopes": slopes}
+    own = {} if p is None else {"parameters": p.tolist()}
+    return {"states": u.tolist(), **own, "times": times, "slopes": slopes}
 
 
-def _slopes(rate: Any, u: torch.Tensor, times: list[float]) -> list[list[list[float]]]:
-    """The rate of states ``[n, d]`` at each time."""
+def _slopes(
+    rate: Any, u: torch.Tensor, times: list[float], parameters: torch.Tensor | None
+) -> list[list[list[float]]]:
+    """The rate of states ``[n, d]`` with parameters ``[n, k]`` at each time."""
+    bound = with_parameters(rate, parameters)
     with torch.no_grad():
-        return [call_rate(rate, torch.tensor(t).to(u), u).tolist() for t in times]
+        return [call_rate(bound, torch.tensor(t).to(u), u).tolist() for t in times]
 
 
 def _is_close(one: Any, other: Any) -> bool:
@@ -359,13 +375,16 @@ def _read(path: Path, plan: Plan, shard: int) -> Run:
     try:
         with safe_open(path, "pt") as file:
             about, u = json.loads(file.metadata()["about"]), file.get_tensor("u")
+            p = file.get_tensor("parameters") if "parameters" in file.keys() else None  # noqa: SIM118
         t0 = float.fromhex(about["t0"])
-        good = about["sha256"] == _tensor_hash(u) and about["shard"] == shard
+        known = (u,) if p is None else (u, p)
+        good = about["sha256"] == _tensor_hash(*known) and about["shard"] == shard
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if not good or u.shape[:2] != (plan.steps + 1, plan.size(shard)):
+    fits = u.shape[:2] == (plan.steps + 1, plan.size(shard)) and (p is None or len(p) == u.shape[1])
+    if not good or not fits:
         raise CheckpointError(f"{path} is damaged: it does not match its own hash or the plan")
-    return Run(t0, u)
+    return Run(t0, u, p)
 
 
 def _is_good(path: Path, plan: Plan, shard: int) -> bool:
@@ -376,16 +395,19 @@ def _is_good(path: Path, plan: Plan, shard: int) -> bool:
     return True
 
 
-def _tensor_hash(u: torch.Tensor) -> str:
-    return hashlib.sha256(u.cpu().contiguous().numpy().tobytes()).hexdigest()
+def _tensor_hash(*tensors: torch.Tensor) -> str:
+    total = hashlib.sha256()
+    for x in tensors:
+        total.update(x.cpu().contiguous().numpy().tobytes())
+    return total.hexdigest()
 
 
-def _code_hash(rate: Any, sample: Any) -> str:
-    """Of the sources that make the numbers: ours, and those of the rate and the sampler."""
+def _code_hash(rate: Any, sample: Any, parameters: Any) -> str:
+    """Of the sources that make the numbers: ours, and those of the rate and the samplers."""
     total = hashlib.sha256()
     for name in MODULES:
         total.update(inspect.getsource(sys.modules[name]).encode())
-    for thing in (rate, sample):
+    for thing in (rate, sample, parameters):
         if thing is not None:
             total.update(_source(thing).encode())
     return total.hexdigest()

@@ -2,8 +2,6 @@
 
 import math
 import sys
-from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,14 +17,12 @@ from attractor.core.scheme import Rate, check_state
 from attractor.core.step import correction_of_step
 from attractor.core.tableaus import AnyScheme
 from attractor.core.views import html_table
-from attractor.ode import corrections, pretrained, serialization
 from attractor.ode.captured import CapturedStep
 from attractor.ode.serialization import is_system
+from attractor.ode.solver_checkpoint import KIND, from_checkpoint, to_checkpoint
+from attractor.ode.solver_hub import located, push
 from attractor.ode.trust import TrustRegion
 from attractor.train import checkpoint
-from attractor.train.checkpoint import CheckpointError
-
-KIND = "hybrid solver"
 
 
 class HybridSolver:
@@ -252,14 +248,19 @@ class HybridSolver:
             return None
         return self.trust.guard(self.scheme, replace=guard is None or bool(guard))
 
-    def capture(self, u: Tensor, *, steps: int = 1, **options: Any) -> CapturedStep:
+    def capture(
+        self, u: Tensor, *, steps: int = 1, parameters: Tensor | None = None, **options: Any
+    ) -> CapturedStep:
         """Return steps of states like u ``[*batch, d]``, several at a time, as one CUDA graph.
 
         This is for small batches on a GPU, where launching a step takes longer than computing it.
         Nothing looks at the states on the way, so these steps are not guarded. Other options and the
         result: see `CapturedStep`.
+
+        Args:
+            parameters: See `solve`. `CapturedStep.reset` changes them later.
         """
-        return CapturedStep(self, self._converted(u), steps=steps, **options)
+        return CapturedStep(self, self._converted(u), steps=steps, parameters=parameters, **options)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move the correction and the trust region to a dtype or device."""
@@ -278,27 +279,7 @@ class HybridSolver:
 
     def _to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the tensors and the configuration that `save` writes."""
-        name = next((n for n, cls in corrections.BY_NAME.items() if type(self.correction) is cls), None)
-        if name is None:
-            known = ", ".join(cls.__name__ for cls in corrections.BY_NAME.values())
-            raise TypeError(
-                f"a correction of type {type(self.correction).__name__} cannot be saved, since code is "
-                f"not; those of attractor.corrections can: {known}. Save your own by its state_dict()"
-            )
-        options: Any = self.correction.config
-        tensors = {f"correction.{k}": v for k, v in self.correction.state_dict().items()}
-        if self.trust is not None:
-            tensors |= {f"trust.{k}": v for k, v in self.trust.state_dict().items()}
-        rate = serialization.rate_to_json(self.rate)
-        config = {
-            "dt": self.dt.hex(),
-            "scheme": serialization.scheme_to_json(self.scheme),
-            "correction": {"name": name, **options},
-            "trust": self.trust is not None,
-            "rate": {**rate, **serialization.values_to_json(self.rate, self.dim, self.trust)},
-            "history": serialization.history_to_json(self.history),
-        }
-        return tensors, config
+        return to_checkpoint(self)
 
     @classmethod
     def load(cls, folder: Path | str, rate: Rate | None = None) -> Self:
@@ -322,36 +303,7 @@ class HybridSolver:
         rate: Rate | None = None,
     ) -> Self:
         """Return the solver of `_to_checkpoint`; `folder` is named in errors."""
-        try:
-            options = dict(config["correction"])
-            sizes = {**options, **config["rate"].get("options", {})}
-            checkpoint.check_sizes(sizes, tensors, folder)
-            known = serialization.rate_from_json(config["rate"])
-            make = corrections.get_correction(options.pop("name"))
-            filled = partial(serialization.module_from_tensors, tensors=tensors, folder=folder)
-            correction = filled(partial(make, **options), prefix="correction.")
-            correction.requires_grad_(False)  # as fit returns it
-            region = partial(TrustRegion, options["dim"], options.get("parameters", 0))
-            trust = filled(region, prefix="trust.") if config["trust"] else None
-            scheme = serialization.scheme_from_json(config["scheme"])
-            dt = float.fromhex(config["dt"])
-            history = serialization.history_from_json(config["history"])
-            values = serialization.values_from_json(config["rate"], options["dim"])
-        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{folder} does not describe a hybrid solver: {error}") from None
-        if rate is None and known is None:
-            raise CheckpointError(
-                f"{folder} was fitted to {config['rate']['name']!r}, which is not saved with it; "
-                "pass it as rate= (on the command line --rate FILE.py:NAME)"
-            )
-        if rate is not None and known is not None and is_system(rate) and rate != known:
-            raise CheckpointError(f"{folder} was fitted to {known}, not to {rate}")
-        equation = rate if rate is not None else known
-        if values is not None:
-            serialization.check_values(values, equation, options["dim"], trust, folder)
-        return cls(equation, scheme, correction, dt, trust, history)
+        return cls(*from_checkpoint(tensors, config, folder, rate))
 
     @classmethod
     def from_pretrained(
@@ -374,19 +326,7 @@ class HybridSolver:
         >>> HybridSolver.from_pretrained("elastic-pendulum").dt
         0.1
         """
-        if not isinstance(name, str | Path):
-            raise TypeError(f"name is a {type(name).__name__}; give a name, a folder or a repository")
-        place = Path(name)
-        if str(name) in pretrained.names():
-            return cls.load(pretrained.folder(str(name)), rate)
-        if place.is_dir():
-            inner = place / FOLDER
-            return cls.load(inner if (inner / checkpoint.MANIFEST).exists() else place, rate)
-        if str(name).count("/") != 1 or str(name).startswith((".", "/", "~")):
-            pretrained.folder(str(name))  # says what there is
-        with import_module("attractor.integrations.hub").fetched(
-            str(name), FOLDER, revision=revision, token=token
-        ) as folder:
+        with located(name, revision=revision, token=token) as folder:
             return cls.load(folder, rate)
 
     def push_to_hub(
@@ -397,27 +337,4 @@ class HybridSolver:
         Args:
             repo: "somebody/something"; made if there is none.
         """
-        lines = [f"| {key} | {value} |" for key, value in self.about().items()]
-        card = CARD.format(title=self.rate_name, repo=repo, table="\n".join(lines))
-        return import_module("attractor.integrations.hub").push(
-            repo, {FOLDER: self.save}, card, private=private, token=token
-        )
-
-
-FOLDER = "solver"  # in a repository of the hub, beside the card
-CARD = """---
-library_name: attractor
-tags: [ode, hybrid-solver]
----
-# A hybrid solver for {title}
-
-| | |
-|---|---|
-{table}
-
-```python
-import attractor as at
-
-solver = at.HybridSolver.from_pretrained("{repo}")
-```
-"""
+        return push(self, repo, private=private, token=token)

@@ -1,5 +1,6 @@
 """The report of a fitted hybrid solver: new trajectories, what the fit tried, one page."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +9,26 @@ from torch import Tensor
 
 from attractor.core import Trajectory, evolve
 from attractor.ode.solver import HybridSolver
-from attractor.ode.trajectories import enough_substeps, fine_trajectories, initial_states
+from attractor.ode.trajectories import (
+    Sampler,
+    enough_substeps,
+    fine_trajectories,
+    initial_states,
+    sampled_parameters,
+)
 from attractor.report import figures
 from attractor.report.page import Page
 
 TESTED = 100
 
 
-def test(solver: HybridSolver, horizon: float, sample: Any, seed: int) -> dict[str, Any]:
+def test(
+    solver: HybridSolver, horizon: float, sample: Any, seed: int, parameters: Sampler | None
+) -> dict[str, Any]:
     """The solver on trajectories that no fit of this seed has seen, beside its plain scheme.
+
+    Args:
+        sample, parameters: Samplers of initial states and of parameters, as for `fit`.
 
     Returns:
         rows: error and rate calls of each method; lines: their errors over time; and the times and
@@ -25,18 +37,21 @@ def test(solver: HybridSolver, horizon: float, sample: Any, seed: int) -> dict[s
     generator = torch.Generator().manual_seed(seed + 2**41)
     u0 = initial_states(solver.rate, sample, TESTED, generator)
     u0 = u0.to(solver.device)
+    p = sampled_parameters(parameters, TESTED, generator, solver.device)
     n = round(horizon / solver.dt)
-    substeps = max(32, 2 * enough_substeps(solver.rate, u0, solver.dt, n))
-    truth = fine_trajectories(solver.rate, u0, solver.dt, n, substeps)
+    substeps = max(32, 2 * enough_substeps(solver.rate, u0, solver.dt, n, parameters=p))
+    truth = fine_trajectories(solver.rate, u0, solver.dt, n, substeps, parameters=p)
+    solve = partial(solver.solve, u0, horizon, parameters=p)
+    plain = partial(evolve, solver.rate, u0, scheme=solver.scheme, parameters=p)
     grid = lambda k: torch.arange(n * k + 1, dtype=torch.float64, device=u0.device) * (solver.dt / k)
     name = solver.scheme.name
     with torch.no_grad():
-        hybrid = solver.solve(u0, horizon)
+        hybrid = solve()
         solved = {
             "hybrid": hybrid,
-            "hybrid, not guarded": solver.solve(u0, horizon, guard=False),
-            f"plain {name}": evolve(solver.rate, u0, grid(1), solver.scheme),
-            f"plain {name}, half the step": evolve(solver.rate, u0, grid(2), solver.scheme, every=2),
+            "hybrid, not guarded": solve(guard=False),
+            f"plain {name}": plain(t=grid(1)),
+            f"plain {name}, half the step": plain(t=grid(2), every=2),
         }
     rows = {k: {"error": _error(s, truth), "rate_calls": s.stats.rate_calls} for k, s in solved.items()}
     lines = {

@@ -39,8 +39,9 @@ from torch import Tensor, nn
 
 from attractor.core import Trajectory, evolve, get_scheme
 from attractor.ode import HybridSolver, fit, fused, systems
+from attractor.ode.algorithm1 import BATCH, LEARNING_RATE
 from attractor.ode.corrections import AttNSM, get_correction
-from attractor.ode.regression import Pairs, one_step
+from attractor.ode.pairs import Pairs, one_step
 from attractor.ode.theory import second_derivative
 from attractor.ode.trajectories import Plan, Run, fine_trajectories, make_run, whole_steps, with_noise
 from attractor.reproduce.tasks import Context, Outcome
@@ -48,7 +49,6 @@ from attractor.train import DivergedError, Progress, Recipe, train
 
 CEILING = 1e40  # the error of what is lost
 TEST_SEED = 20_261_115
-BATCH = 16_384
 FINE = 1e-3  # step of the paper's training data
 POINTS = 40  # of a curve
 FINER = 2  # substeps of the truth for each of the training data
@@ -272,7 +272,7 @@ def train_as_printed(
     plain = hasattr(model.net, "body") and hasattr(model.net.body, "activations")
     plain = plain and not fused.pays(model.net, model.inputs(u[:1], slope[:1], dt))
     recipe = Recipe(
-        epochs=epochs, learning_rate=1e-3, warmup=0.0, optimiser="adamw", weight_decay=0.0,
+        epochs=epochs, learning_rate=LEARNING_RATE, warmup=0.0, optimiser="adamw", weight_decay=0.0,
         precision="fp32", channels_last=False, seed=context.seed,
         capture="compile" if plain and config.get("compile") else "auto",
     )  # fmt: skip

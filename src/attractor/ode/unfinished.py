@@ -1,0 +1,72 @@
+"""Fits that are kept while they go on, so that they can be interrupted."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from attractor.train.checkpoint import CheckpointError
+from attractor.train.runs import Kept
+
+
+class Unfinished:
+    """A folder in which a fit is kept while it goes on: weights, generators and what happened so far.
+
+    Args:
+        out: the folder; None: nothing is kept.
+        what: is fitted, and how; another fit is not taken up.
+        unit: what is counted.
+        writes: whether this process keeps anything; of several only the first does.
+    """
+
+    SECONDS = 30.0  # between checkpoints
+
+    def __init__(
+        self, out: Path | str | None, what: dict[str, Any], unit: str, writes: bool = True
+    ) -> None:
+        self.writes = writes
+        self.what = json.loads(json.dumps(what))
+        self.kept = None if out is None else Kept(out, "unfinished fit", unit)
+        self.saved, self.began, self.before = time.monotonic(), time.monotonic(), 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Spent, those before a break included."""
+        return time.monotonic() - self.began + self.before
+
+    def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Tensors and numbers of the latest state, if there is one.
+
+        Raises:
+            CheckpointError: it is of another fit.
+        """
+        found = self.kept.load() if self.kept else None
+        if found is None:
+            return None
+        folder, tensors, config = found
+        theirs = config.get("what")
+        if theirs != self.what:
+            theirs = theirs if isinstance(theirs, dict) else {}
+            other = [k for k in self.what if theirs.get(k) != self.what[k]]
+            raise CheckpointError(
+                f"{folder} is of a fit with other {', '.join(other)}; give another out="
+            )
+        self.before = config["seconds"]
+        return tensors, config
+
+    def due(self, last: bool = False) -> bool:
+        """Whether it is time to keep a state."""
+        if self.kept is None or not self.writes:
+            return False
+        return last or time.monotonic() - self.saved >= self.SECONDS
+
+    def save(
+        self, count: int, tensors: dict[str, Tensor], numbers: dict[str, Any], last: bool = False
+    ) -> None:
+        """Keep a state, if that is due and it is not kept yet."""
+        if self.kept and self.due(last) and self.kept.last != self.kept.place(count):
+            config = {"what": self.what, "seconds": self.seconds, **numbers}
+            self.kept.save(count, 0, tensors, config)
+            self.saved = time.monotonic()
