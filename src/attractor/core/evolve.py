@@ -20,7 +20,7 @@ from attractor.core.checks import check_values, is_whole
 from attractor.core.compiling import NotCompiledError, compiled, components_first, operations
 from attractor.core.control import Control, Event, controlled, has_tangent, is_transformed
 from attractor.core.dense import GridOutput
-from attractor.core.runs import Guard, corrected_step, guarded_step, looped, only_alive, run
+from attractor.core.runs import Guard, Looped, corrected_step, guarded_step, looped, only_alive, run
 from attractor.core.scheme import Rate, Scheme, broadcasts, check_unwritten, version
 from attractor.core.splitting import Splitting
 from attractor.core.step import Correction, correction_of_step, with_parameters
@@ -249,16 +249,46 @@ class _March:
         inside = None if self.guard is None else self.guard.inside
         fixed = (self.f, self.scheme, self.correction, inside)
         u, p = _stand_in(u, survivors), _stand_in(self.parameters, survivors)
-        unrolled = keep[-1] == self.compiled_length
-        if self.loop or unrolled:
-            u, p = components_first(u), None if p is None else components_first(p)
         if self.loop:
-            fast = compiled(looped, u.device, *fixed, or_plain=False)
-            end = first + LOOP
-            return fast(*fixed, self.times[first:end], self.dt[first:end], torch.tensor(keep[-1]), u, p)
-        steps = compiled(run, u.device, *fixed, keep) if unrolled else run
+            return self.looped_run(first, keep[-1], u, survivors, p)
+        steps = run
+        if keep[-1] == self.compiled_length:
+            u, p = components_first(u), None if p is None else components_first(p)
+            steps = compiled(run, u.device, *fixed, keep)
         alive = survivors.alive if survivors is not None and torch.is_grad_enabled() else None
         return steps(*fixed, keep, self.times[first:stop], self.dt[first:stop], u, alive, p)
+
+    def looped_run(
+        self, first: int, count: int, u: Tensor, survivors: _Survivors | None, p: Tensor | None
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """The same by a compiled loop, which stops where the guard has to step."""
+        guard = self.guard
+        fixed = (self.f, self.scheme, self.correction, None if guard is None else guard.inside)
+        loop = compiled(looped, u.device, *fixed, or_plain=False)
+        u, p = components_first(u), None if p is None else components_first(p)
+        everybody = torch.ones(u.shape[:-1], dtype=torch.bool, device=u.device)
+        anywhere, stayed = everybody, everybody
+        if guard is not None and guard.replace is not None:
+            anywhere = ~everybody if survivors is None else ~survivors.alive
+
+        def steps(done: int, most: int, u: Tensor, anywhere: Tensor) -> Looped:
+            t, dt = (x[first + done : first + done + LOOP] for x in (self.times, self.dt))
+            return loop(*fixed, t, dt, torch.tensor(most), u, anywhere, p)
+
+        done = 0
+        while done < count:
+            taken, u, inside, still = steps(done, count - done, u, anywhere)
+            done, stayed = done + int(taken), stayed & still
+            if done == count:
+                break
+            assert guard is not None
+            left, i = ~(inside | anywhere), first + done
+            self.outside.setdefault(i, left)  # runs are repeated where a trajectory is lost
+            rate = with_parameters(self.f, None if p is None else p[left])
+            guarded = guard.step(rate, self.times[i], self.dt[i], u[left])
+            others = steps(done, 1, u, everybody).u
+            u, done = components_first(others.masked_scatter(left[..., None], guarded)), done + 1
+        return [u], None if guard is None or guard.replace is not None else stayed
 
     def guarded_run(
         self, first: int, keep: tuple[int, ...], u: Tensor, survivors: _Survivors | None
@@ -420,7 +450,7 @@ def on_grid(
     loop = loop and compile and not recompute and min(n, every) > SHORT
     loop = loop and _may_loop(f, scheme, correction, times, dt, u0, parameters)
     if loop:
-        longest = LOOP if guard is None else GUARDED_LOOP
+        longest = min(LOOP, every)  # a loop keeps its last state only
         # Every run is given as many times, of which the last one does not use all.
         times, dt = (torch.cat((x, x.new_zeros(LOOP))) for x in (times, dt))
     elif compile and n:
@@ -548,7 +578,6 @@ def _of_living(survivors: _Survivors | None, new: list[Tensor], old: list[Tensor
 COMPILED_OPERATIONS = 1_000  # in an unrolled compiled run: ten steps of a small system
 
 LOOP = 256  # steps of a compiled loop at most
-GUARDED_LOOP = 32  # with a guard, since trajectories that leave repeat the run in Python
 SHORT = 4  # so few steps between kept states are unrolled
 
 RUN = 10  # steps a run: enough to hide the cost of starting one, few enough to compile in seconds

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,6 +81,22 @@ def run(
     return states, stayed
 
 
+class Looped(NamedTuple):
+    """What a loop of steps returns.
+
+    Attributes:
+        taken: Number of steps taken, a tensor of no dimension.
+        u: The state ``[*batch, d]`` after them.
+        inside: Which trajectories ``[*batch]`` are inside now.
+        stayed: Which trajectories ``[*batch]`` started all steps inside.
+    """
+
+    taken: Tensor
+    u: Tensor
+    inside: Tensor
+    stayed: Tensor
+
+
 def looped(
     f: Rate,
     scheme: AnyScheme,
@@ -90,34 +106,36 @@ def looped(
     dt: Tensor,
     count: Tensor,
     u: Tensor,
+    anywhere: Tensor,
     parameters: Tensor | None = None,
-) -> tuple[list[Tensor], Tensor | None]:
-    """Take `count` steps from u, a tensor of no dimension; only the last state is kept.
+) -> Looped:
+    """Take steps from u until there are `count`, or a trajectory is outside.
 
-    Compiled, this is one loop around one step: it is compiled in the time of one step, serves any
-    number of steps, and stays in machine code between them. It has no gradients.
+    Only the last state is kept. Compiled, this is one loop around one step: it is compiled in the time
+    of one step, serves any number of steps, and stays in machine code between them. It has no gradients.
 
     Args:
         t, dt: Times and step sizes ``[n]``, of which the first `count` are used.
-
-    Returns:
-        As `run` does.
+        count: Number of steps, a tensor of no dimension.
+        anywhere: Trajectories ``[*batch]`` that do not stop the loop outside.
     """
 
-    def more(i: Tensor, u: Tensor, stayed: Tensor) -> Tensor:
-        return i < count
+    def is_inside(u: Tensor) -> Tensor:
+        if inside is None:
+            return torch.ones(u.shape[:-1], dtype=torch.bool, device=u.device)
+        return inside(beside(u, parameters))
 
-    def step(i: Tensor, u: Tensor, stayed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def more(i: Tensor, u: Tensor, known: Tensor, stayed: Tensor) -> Tensor:
+        return (i < count) & (known | anywhere).all()
+
+    def step(i: Tensor, u: Tensor, known: Tensor, stayed: Tensor) -> tuple[Tensor, ...]:
         now, size = (x.index_select(0, i.view(1)).view(()) for x in (t, dt))
-        if inside is not None:
-            stayed = stayed & inside(beside(u, parameters))
-        u = corrected_step(f, scheme, correction, now, size, u, parameters)
-        return i + 1, components_first(u), stayed.clone()
+        u = components_first(corrected_step(f, scheme, correction, now, size, u, parameters))
+        return i + 1, u, is_inside(u), stayed & known
 
-    everybody = torch.ones(u.shape[:-1], dtype=torch.bool, device=u.device)
-    start = (torch.zeros((), dtype=torch.long), u, everybody)
-    _, u, stayed = while_loop(more, step, start)
-    return [u], None if inside is None else stayed
+    first = is_inside(u)
+    start = (torch.zeros((), dtype=torch.long), u, first, torch.ones_like(first))
+    return Looped(*while_loop(more, step, start))
 
 
 def only_alive(alive: Tensor, f: Rate) -> Rate:

@@ -102,7 +102,7 @@ def fit(
         recipe: How the weights are found: "default" (random hidden weights and a last layer in closed
             form, which takes seconds) or "paper" (Algorithm 1 of the AttNS paper). With other options
             than the usual ones, `Ridge` or `Paper`, such as ``Paper(epochs=100)``.
-        width, depth, activation: Of the network. None: 512 and sines with the default recipe, the
+        width, depth, activation: Of the network. None: 512 and sines (stages: cubic) by default, the
             correction's own (the paper's) with the paper's.
         precision: "float32" computes the network in float32, which is faster, and fits it as such.
         trajectories: Number of trajectories to learn from; further ones are held out.
@@ -380,7 +380,8 @@ class _Search:
     def make(self, name: str, own: dict[str, Any]) -> nn.Module:
         """Return the correction of a candidate."""
         like = self.pairs.u
-        usual = {} if name == "linear" else {"width": 512, "activation": "sine", "skip": True}
+        activation = "cubic" if name == "stages" else "sine"
+        usual = {} if name == "linear" else {"width": 512, "activation": activation, "skip": True}
         options = {**usual, **self.shared, **own, "dtype": torch.float64, "device": like.device}
         with forked(like.device):  # the weights that are drawn here are not kept
             return get_correction(name)(like.shape[-1], **options)

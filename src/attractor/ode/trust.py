@@ -14,6 +14,7 @@ from attractor.core.tableaus import AnyScheme
 
 PLAIN_SUBSTEPS = 2  # of the solver's own scheme, where the accuracy of a fit is not known
 MOST_SUBSTEPS = 64  # of dop853, in place of one step
+FEW = 16  # states for which compiled code adds up products by itself
 ROUNDING = 1e-13  # relative to a state: substeps are not asked to agree better
 
 
@@ -103,12 +104,19 @@ class TrustRegion(nn.Module):
             raise ValueError(
                 f"u has shape {list(u.shape)}; this region is of states [*batch, {len(self.mean)}]"
             )
-        z = self._features((u - self.mean) / self.deviation)
         if torch.compiler.is_compiling():
-            # Compiled steps hold states component by component, and this product keeps that order.
-            rows = self.factor.T @ z.movedim(-1, 0).flatten(1)
-            return rows.square().sum(0).reshape(u.shape[:-1]) / self.limit
+            return self._compiled_distance(u)
+        z = self._features((u - self.mean) / self.deviation)
         return (z @ self.factor).square().sum(-1) / self.limit
+
+    def _compiled_distance(self, u: Tensor) -> Tensor:
+        """`distance`, for compiled steps: component by component, as they hold states."""
+        # Compilers compute a standardised state once for each product, and divisions take long.
+        z = self._features((u - self.mean) * self.deviation.reciprocal())
+        z = z.movedim(-1, 0).flatten(1)
+        few = z.shape[1] <= FEW  # a call of BLAS takes longer than the sums
+        rows = (self.factor.T[:, :, None] * z).sum(1) if few else self.factor.T @ z
+        return rows.square().sum(0).reshape(u.shape[:-1]) / self.limit
 
     def inside(self, u: Tensor) -> Tensor:
         """Return ``[*batch]``, True for states u ``[*batch, dim]`` in the region; NaN is outside."""

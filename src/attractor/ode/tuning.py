@@ -1,9 +1,11 @@
 """The fastest way to an error: plain schemes, error control and hybrids, measured on this machine."""
 
+import copy
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -29,10 +31,12 @@ FIXED = ("rk4", "tsit5", "dop853")
 ADAPTIVE = ("tsit5", "dop853")
 WIDTHS = (0, 16, 64)  # of hybrids, narrow ones first
 TRAJECTORIES = 200  # that a hybrid learns from
+FITS = 4  # of a hybrid with one scheme and width, in search of its largest step
+CLEAR = 1.1  # a hybrid has so many times fewer steps than the next best one, or is not fitted
 MOST_STEPS = 200_000
 REPEATS = 5  # of a timing, the best of which counts
 ENOUGH = 1.0  # seconds of timing
-COMPILING = 25.0  # seconds that compiling a run of steps takes, for most rates
+COMPILING = 15.0  # seconds that compiling a loop of steps takes, for most rates
 FEWER = 6  # a scheme that takes so many times the rate calls of another one has no hybrids
 SINGLE = 1e-5  # the smallest error for which float32 is tried
 REFERENCE = 0.01  # error of the reference, relative to the error that is asked for
@@ -168,7 +172,8 @@ class TunedSolver:
     def __init__(self, rate: Rate, report: TuningReport, solver: HybridSolver | None = None) -> None:
         if (report.winner.method == "hybrid") != (solver is not None):
             raise ValueError("a hybrid winner needs its solver, and no other winner has one")
-        self.rate, self.report, self.solver = rate, report, solver
+        self.rate, self.report = rate, report
+        self.solver = None if solver is None else _in_dtype(solver, report.winner.dtype)
 
     def __repr__(self) -> str:
         best = self.report.winner
@@ -344,7 +349,7 @@ class _Search:
         self.started, self.hybrid_seconds = time.monotonic(), 0.0
         self.reserve = 0.0  # seconds of the budget that hybrids leave
         self.notes: list[str] = []
-        self.solvers: dict[Candidate, HybridSolver] = {}
+        self.solvers: dict[tuple[str, int, float, str], HybridSolver] = {}
         # Streams that no fit uses.
         fresh, timed = (torch.Generator().manual_seed(seed + 2**41 + i) for i in range(2))
         self.checked = initial_states(rate, sample, CHECKED, fresh, device)
@@ -368,27 +373,46 @@ class _Search:
                 f"no scheme reaches an error of {self.error:g} over {self.horizon:g}: the equation is "
                 "stiff, or rounding is larger than the error; use a larger error or a shorter horizon"
             )
-        timed = [self.timing(c) for c in (*plain, *adaptive)]
         # Half the step of dop853 has an error of a two hundredth.
         self.fine_dt = next((c.setting / 2 for c in plain if c.scheme == "dop853"), None)
-        began = time.monotonic()
+        timed = [self.timing(c) for c in (*plain, *adaptive)]
         # Compiling a plain scheme and a hybrid has its share of the budget, too.
-        self.reserve = min(2 * COMPILING, 0.5 * self.left) if compile else 0.0
-        timed += [self.timing(c) for c in self.hybrids(plain)]
+        self.reserve = min(3 * COMPILING, 0.5 * self.left) if compile else 0.0
+        with self.counted_for_hybrids():
+            hybrids = [self.timing(c) for c in self.hybrids(plain)]
         self.reserve = 0.0
-        self.hybrid_seconds += time.monotonic() - began
         if self.error >= SINGLE:
             timed += self.in_float32(timed)
+            with self.counted_for_hybrids():
+                hybrids += self.in_float32(hybrids)
         if compile:
             timed += self.compiled(timed)
+            with self.counted_for_hybrids():
+                hybrids += self.compiled(hybrids)
+        timed += hybrids
         ranked = tuple(sorted(timed, key=lambda c: c.seconds))
         report = TuningReport(
             self.error, self.horizon, len(self.timed), str(self.timed.device), ranked,
             time.monotonic() - self.started, self.hybrid_seconds, tuple(self.scale.tolist()),
             tuple(self.notes),
         )  # fmt: skip
-        key = replace(ranked[0], compiled=False, dtype="float64", seconds=math.inf, error=math.inf)
-        return TunedSolver(self.rate, report, self.solvers.get(replace(key, rate_calls=0)))
+        return TunedSolver(self.rate, report, self.solver_of(ranked[0]))
+
+    @contextmanager
+    def counted_for_hybrids(self) -> Iterator[None]:
+        """Count the time that is spent here as that of hybrids."""
+        began = time.monotonic()
+        yield
+        self.hybrid_seconds += time.monotonic() - began
+
+    def solver_of(self, way: Candidate) -> HybridSolver | None:
+        """The hybrid solver of a candidate; None if it is plain."""
+        if way.width is None:
+            return None
+        key = (way.scheme, way.width, way.setting, way.dtype)
+        if key not in self.solvers:
+            self.solvers[key] = _in_dtype(self.solvers[*key[:3], "float64"], way.dtype)
+        return self.solvers[key]
 
     def reference(self) -> tuple[Tensor, Tensor]:
         """The final states of the checked trajectories, and the size of each component."""
@@ -419,13 +443,10 @@ class _Search:
 
     def measured(self, way: Candidate) -> Candidate:
         """The candidate with its error on the checked trajectories."""
-        key = replace(way, compiled=False, dtype="float64", seconds=math.inf, error=math.inf)
-        solver = self.solvers.get(replace(key, rate_calls=0))
         try:
-            solved = _solved(
-                self.rate, replace(way, compiled=False), solver, self.checked, 0.0, self.horizon,
-                self.checked_p, self.scale, self.error,
-            )  # fmt: skip
+            problem = self.checked, 0.0, self.horizon, self.checked_p
+            eager = replace(way, compiled=False)
+            solved = _solved(self.rate, eager, self.solver_of(way), *problem, self.scale, self.error)
         except (RuntimeError, ValueError, TypeError) as failure:
             if way.dtype == "float64":
                 raise
@@ -436,22 +457,11 @@ class _Search:
 
     def timing(self, way: Candidate) -> Candidate:
         """The candidate with the time it takes for the batch."""
-        key = replace(way, compiled=False, dtype="float64", seconds=math.inf, error=math.inf)
-        solver = self.solvers.get(replace(key, rate_calls=0))
         self.progress(f"time of {way}")
+        solver, problem = self.solver_of(way), (self.timed, 0.0, self.horizon, self.timed_p)
 
         def solve() -> None:
-            _solved(
-                self.rate,
-                way,
-                solver,
-                self.timed,
-                0.0,
-                self.horizon,
-                self.timed_p,
-                self.scale,
-                self.error,
-            )
+            _solved(self.rate, way, solver, *problem, self.scale, self.error)
             if self.timed.is_cuda:
                 torch.cuda.synchronize(self.timed.device)
 
@@ -537,19 +547,30 @@ class _Search:
         return found
 
     def largest_step(self, scheme: str, width: int, n: int) -> Candidate | None:
-        """The hybrid with the fewest steps that reach the error, at most n / 1.4; None if none do."""
-        best, steps, refined = None, math.ceil(n / 2), False
-        while 2 <= steps < n / 1.3 and self.left > 0:
-            candidate = self.hybrid(scheme, width, steps)
-            if candidate is not None and candidate.error <= self.error:
-                best = candidate
-                if refined:
-                    break
-                steps = math.ceil(steps / 2)
-            elif refined:
+        """The hybrid with the fewest steps that reach the error, fewer than n; None if none do.
+
+        A first fit takes half the steps. From then on the error is taken for a power of the step size,
+        which predicts the steps of the next fit.
+        """
+        order = get_scheme(scheme).order + 1.0
+        best, worst, steps = None, None, math.ceil(n / 2)
+        for _ in range(FITS):
+            most = n if best is None else round(self.horizon / best.setting)
+            if not (2 <= steps <= most / CLEAR) or self.left <= 0:
                 break
-            else:
-                steps, refined = round(1.4 * steps), True
+            found = self.hybrid(scheme, width, steps)
+            if found is None or not math.isfinite(found.error):
+                steps = math.ceil(1.4 * steps)
+                continue
+            best, worst = (found, worst) if found.error <= self.error else (best, found)
+            if best is not None and worst is not None:
+                ratio = math.log(worst.error / best.error) / math.log(worst.setting / best.setting)
+                order = max(1.0, ratio)
+            known = found if best is None else best
+            share = (known.error / self.error) ** (1 / order)
+            steps = math.ceil(1.03 * share * self.horizon / known.setting)
+            if worst is not None:
+                steps = max(steps, math.ceil(CLEAR * self.horizon / worst.setting))
         return best
 
     def hybrid(self, scheme: str, width: int, steps: int) -> Candidate | None:
@@ -571,32 +592,42 @@ class _Search:
             if f"hybrids of {scheme}: {reason}" not in self.notes:
                 self.notes.append(f"hybrids of {scheme}: {reason}")
             return None
-        self.solvers[way] = solver
+        self.solvers[scheme, width, dt, "float64"] = solver
         return self.measured(way)
 
     def in_float32(self, timed: list[Candidate]) -> list[Candidate]:
-        """The fastest plain candidates in float32, where that reaches the error."""
-        fixed = [c for c in sorted(timed, key=lambda c: c.seconds) if c.width is None][:2]
-        found = [self.measured(replace(c, dtype="float32", seconds=math.inf)) for c in fixed]
+        """The candidates with the fewest calls of the rate in float32, where that reaches the error."""
+        few = sorted(timed, key=lambda c: c.rate_calls)[:2]
+        found = [self.measured(replace(c, dtype="float32", seconds=math.inf)) for c in few]
         return [self.timing(c) for c in found if c.error <= self.error]
 
     def compiled(self, timed: list[Candidate]) -> list[Candidate]:
-        """The fastest candidates, compiled: the best plain one first, then the best hybrid.
+        """The most promising candidates, compiled.
 
-        A hybrid is compiled only beside a plain scheme that is, for their times are compared.
+        Compiled steps have no overhead, so that their time is that of rate calls and networks: the
+        candidate with the fewest rate calls of each method and width, in float32 if that is possible.
         """
-        ranked = sorted(timed, key=lambda c: c.seconds)
-        plain, hybrid = ([c for c in ranked if (c.width is None) is x][:1] for x in (True, False))
         found: list[Candidate] = []
-        for way in (*plain, *hybrid):
-            if self.left <= 0:
+        for kind in dict.fromkeys((c.method, c.width) for c in timed):
+            own = [c for c in timed if (c.method, c.width) == kind]
+            way = min(own, key=lambda c: (c.rate_calls * (1 + (c.dtype == "float64")), c.seconds))
+            if self.left <= 0 and found:
                 self.notes.append(f"{way}, compiled: the budget was spent")
                 continue
-            began = time.monotonic()
             found.append(self.timing(replace(way, compiled=True, seconds=math.inf)))
-            if way.width is not None:
-                self.hybrid_seconds += time.monotonic() - began
         return found
+
+
+def _in_dtype(solver: HybridSolver, dtype: str) -> HybridSolver:
+    """The solver, or a copy of it in another dtype."""
+    wanted = getattr(torch, dtype)
+    if solver.dtype == wanted:
+        return solver
+    trust = copy.deepcopy(solver.trust)
+    moved = HybridSolver(
+        solver.rate, solver.scheme, copy.deepcopy(solver.correction), solver.dt, trust, solver.history
+    )
+    return moved.to(wanted)
 
 
 def _solved(

@@ -20,7 +20,7 @@ from attractor.core.checks import (
 from attractor.ode import fused
 from attractor.ode.corrections.sequence import BODIES
 
-MANY = 4096  # rows from which a product of another layout takes longer than its numbers
+FEW = 16  # states for which compiled code adds up products by itself
 
 
 class Rational(nn.Module):
@@ -49,9 +49,23 @@ class Sine(nn.Module):
         return torch.sin(x)
 
 
+class Cubic(nn.Module):
+    """``x^2 (1 + x)``: with random weights these are random polynomials of degree three.
+
+    The error of a small step is close to a polynomial of the stages. For such errors the features are as
+    good as sines, or better, and take a fraction of the time. The odd power serves equations with
+    ``f(-u) = -f(u)``, whose error has no even part.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Element by element."""
+        return x * x * (1 + x)
+
+
 ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
     "rational": Rational,
     "sine": lambda **_: Sine(),
+    "cubic": lambda **_: Cubic(),
     "tanh": lambda **_: nn.Tanh(),
     "relu": lambda **_: nn.ReLU(),
     "gelu": lambda **_: nn.GELU(),
@@ -81,7 +95,7 @@ class Layers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The last hidden layer ``[*batch, width]``."""
         for i, (layer, activation) in enumerate(zip(self.layers, self.activations)):
-            y = activation(layer(x))
+            y = activation(_product(layer, x))
             x = x + y if self.residual and i else y
         return x
 
@@ -107,7 +121,7 @@ class Network(nn.Module):
         inputs, outputs: sizes of x and of the result.
         width: of the hidden layers.
         depth: number of layers with the head, at least 2.
-        activation: "rational", "sine", "tanh", "relu", "gelu" or "silu", for the perceptron.
+        activation: "rational", "sine", "cubic", "tanh", "relu", "gelu" or "silu", for the perceptron.
         skip: add a linear map of x (it makes linear corrections exact; Table 2's "w/ skip").
         residual: hidden layers after the first add to what they get.
         body: "mlp", or the modules of Table 2 that read x component by component: "lstm",
@@ -173,8 +187,8 @@ class Network(nn.Module):
         """Q of x, in plain torch."""
         if self.low and x.dtype == torch.float64:
             return self._in_float32(x, head=True)
-        out = self.head(self.body(x))
-        return out if self.around is None else out + self.around(x)
+        out = _product(self.head, self.body(x))
+        return out if self.around is None else out + _product(self.around, x)
 
     def features(self, x: Tensor) -> Tensor:
         """What the result is linear in: hidden layer, x itself if there is a way around, and 1."""
@@ -234,11 +248,7 @@ class Affine(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """M x + b."""
         check_input("u", x, "[*batch, dim]", "the correction", getattr(self.head, "weight", None))
-        compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-        if not (compiled and x.dim() == 2 and len(x) > MANY):
-            return self.head(x)
-        # Compiled steps hold states component by component, and this product keeps that order.
-        return (self.head.weight @ x.T + self.head.bias[:, None]).T
+        return _product(self.head, x)
 
     def features(self, x: Tensor) -> Tensor:
         """x and 1."""
@@ -255,6 +265,18 @@ class Affine(nn.Module):
         with torch.no_grad():
             self.head.weight.div_(deviation)
             self.head.bias.sub_(self.head.weight @ mean)
+
+
+def _product(layer: Any, x: Tensor) -> Tensor:
+    """``W x + b``, in compiled code on the CPU in the order of its states: component by component."""
+    compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    if not compiled or x.device.type != "cpu" or x.dim() != 2:
+        return layer(x)
+    if len(x) <= FEW:  # a call of BLAS takes longer than the sums
+        y = (layer.weight[:, :, None] * x.T).sum(1)
+    else:
+        y = layer.weight @ x.T
+    return (y if layer.bias is None else y + layer.bias[:, None]).T
 
 
 def with_phase(x: Tensor, t: Any, period: float | None) -> Tensor:

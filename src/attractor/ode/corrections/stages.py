@@ -24,8 +24,8 @@ class Stages(Correction):
         width: Width of the network; 0 for a linear map.
         stages: Number of stages of the scheme, its `rate_calls`: 4 for "rk4", 6 for "dopri5".
         depth: Number of layers of the network.
-        activation, skip: Of the network, by default sines and a linear map beside them. Other options
-            (period, parameters, precision, device, dtype): see `Network`.
+        activation, skip: Of the network, by default cubic polynomials, and a linear map beside them.
+            Other options (period, parameters, precision, device, dtype): see `Network`.
     """
 
     needs_stages = True
@@ -36,7 +36,7 @@ class Stages(Correction):
         width: int = 0,
         stages: int = 4,
         depth: int = 2,
-        activation: str = "sine",
+        activation: str = "cubic",
         skip: bool = True,
         period: float | None = None,
         parameters: int = 0,
