@@ -4,7 +4,8 @@ On a grid of times, steps are taken in short *runs* (ten or so) without looking,
 non-finite state stays non-finite under ``u + dt * S``; one look at the end of a run is enough. Only
 when a trajectory was lost is the run repeated step by step to find its last finite state, with the
 lost rows replaced by a healthy neighbour's state so that they disturb nobody's gradients. A run is
-also what `compile=True` compiles and what `checkpoint=` recomputes.
+also what `compile=True` compiles and what `checkpoint=` recomputes. Compiled runs without gradients
+on the CPU are longer: one loop of machine code from one kept state to the next.
 """
 
 import math
@@ -66,8 +67,9 @@ def evolve(
         parameters: Parameters ``[*batch, k]`` of the trajectories, or ``[k]`` for all of them. The rate
             is then called with them as a third argument, ``f(t, u, p)``.
         every: keep every n-th state and the last one; the others take no memory.
-        compile: compile several steps at a time with `torch.compile`. Pays from a few hundred
-            steps on; the first call of a rate takes about half a minute (see docs/foundation.md).
+        compile: compile steps with `torch.compile`. On the CPU and without gradients they become one
+            loop from one kept state to the next, elsewhere several steps at a time. Compiling a rate
+            takes about ten seconds (see docs/foundation.md).
         checkpoint: gradients in bounded memory: keep only every n-th state of the graph (True:
             about the square root of the number of steps) and recompute between them in the
             backward pass.
