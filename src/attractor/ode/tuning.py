@@ -27,8 +27,8 @@ from attractor.train.checkpoint import CheckpointError
 
 KIND = "tuned solver"
 CHECKED = 200  # fresh trajectories on which errors are measured
-FIXED = ("rk4", "tsit5", "dop853")
-ADAPTIVE = ("tsit5", "dop853")
+FIXED = ("dop853", "tsit5", "rk4")  # in the order in which they are tried
+ADAPTIVE = ("dop853", "tsit5")
 WIDTHS = (0, 16, 64)  # of hybrids, narrow ones first
 TRAJECTORIES = 200  # that a hybrid learns from
 FITS = 4  # of a hybrid with one scheme and width, in search of its largest step
@@ -37,7 +37,8 @@ MOST_STEPS = 200_000
 REPEATS = 5  # of a timing, the best of which counts
 ENOUGH = 1.0  # seconds of timing
 COMPILING = 15.0  # seconds that compiling a loop of steps takes, for most rates
-FEWER = 6  # a scheme that takes so many times the rate calls of another one has no hybrids
+FEWER = 6  # a candidate that takes so many times the rate calls of another one is given up
+HOPELESS = 3  # times the rate calls of another candidate: not compiled
 SINGLE = 1e-5  # the smallest error for which float32 is tried
 REFERENCE = 0.01  # error of the reference, relative to the error that is asked for
 
@@ -348,6 +349,7 @@ class _Search:
         self.device, self.period, self.seed, self.progress = device, period, seed, progress
         self.started, self.hybrid_seconds = time.monotonic(), 0.0
         self.reserve = 0.0  # seconds of the budget that hybrids leave
+        self.fewest_calls = math.inf  # calls of the rate of a candidate that reaches the error
         self.notes: list[str] = []
         self.solvers: dict[tuple[str, int, float, str], HybridSolver] = {}
         # Streams that no fit uses.
@@ -361,6 +363,16 @@ class _Search:
     def left(self) -> float:
         """Seconds of the budget that are left."""
         return self.budget - self.reserve - (time.monotonic() - self.started)
+
+    @property
+    def spent(self) -> bool:
+        """Whether the budget is spent; twice the budget as long as nothing has reached the error."""
+        return self.left <= (0 if math.isfinite(self.fewest_calls) else -self.budget)
+
+    @property
+    def most_calls(self) -> float:
+        """The calls of the rate with which a candidate still has a chance."""
+        return FEWER * self.fewest_calls
 
     def run(self, compile: bool) -> TunedSolver:
         """Return the fastest candidate."""
@@ -482,17 +494,10 @@ class _Search:
         self.progress(f"steps of {scheme.name}")
         of = lambda n: self.measured(Candidate("fixed", scheme.name, self.horizon / n))
         n, last = 8, None
-        while n <= MOST_STEPS:
-            found = of(n)
-            if found.error <= self.error:
-                break
+        while (found := of(n)).error > self.error:
             n, last = 2 * n, found
-            if self.left < 0:
-                break
-        else:
-            return None
-        if found.error > self.error:
-            return None
+            if n > MOST_STEPS or n * scheme.rate_calls > self.most_calls or self.spent:
+                return None
         # Between the last two numbers of steps the error is a power of the step size.
         few, many = (n // 2 if last is not None else 1), n
         for _ in range(3):
@@ -508,16 +513,20 @@ class _Search:
                 many, found = guess, middle
             else:
                 few, last = guess, middle
+        self.fewest_calls = min(self.fewest_calls, found.rate_calls)
         return found
 
     def adaptive(self, name: str) -> Candidate | None:
         """The scheme with the largest tolerance that reaches the error."""
         self.progress(f"tolerance of {name}")
         tolerance = min(1e-2, 10 * self.error)
-        while tolerance > 1e-14 and self.left > 0:
+        while tolerance > 1e-14:
             found = self.measured(Candidate("adaptive", name, tolerance))
             if found.error <= self.error:
+                self.fewest_calls = min(self.fewest_calls, found.rate_calls)
                 return found
+            if found.rate_calls > self.most_calls or self.spent:
+                return None
             # A tolerance is about proportional to the error; steps of at least a half decade.
             share = self.error / found.error if math.isfinite(found.error) else 0.03
             tolerance *= min(0.3, max(0.01, 0.7 * share))
@@ -604,13 +613,15 @@ class _Search:
     def compiled(self, timed: list[Candidate]) -> list[Candidate]:
         """The most promising candidates, compiled.
 
-        Compiled steps have no overhead, so that their time is that of rate calls and networks: the
-        candidate with the fewest rate calls of each method and width, in float32 if that is possible.
+        Compiled steps have no overhead, so that their time is that of rate calls and networks: of each
+        method and width the candidate with the fewest rate calls, in float32 if that is possible.
         """
+        by_calls = sorted(timed, key=lambda c: (c.rate_calls, c.dtype, c.seconds))  # float32 first
+        ways = {(c.method, c.width): c for c in reversed(by_calls)}
         found: list[Candidate] = []
-        for kind in dict.fromkeys((c.method, c.width) for c in timed):
-            own = [c for c in timed if (c.method, c.width) == kind]
-            way = min(own, key=lambda c: (c.rate_calls * (1 + (c.dtype == "float64")), c.seconds))
+        for way in sorted(ways.values(), key=lambda c: c.rate_calls):
+            if way.rate_calls > HOPELESS * by_calls[0].rate_calls:
+                break
             if self.left <= 0 and found:
                 self.notes.append(f"{way}, compiled: the budget was spent")
                 continue
