@@ -146,7 +146,7 @@ def test_a_rate_that_repeats_in_time(tmp_path):
         assert torch.equal(again.solve(u0, t0 + 6.0, t0).u, solver.solve(u0, t0 + 6.0, t0).u)
     torch.testing.assert_close(solver.step(u0, 1.0), solver.solve(u0, 1.2, 1.0).final)
     with pytest.raises(ValueError, match=r"needs the time: step\.t, or a fourth argument"):
-        solver.correction(u0, u0, 0.2)
+        solver.correction(solver.scheme.step(forced, torch.tensor(1.0), u0, 0.2)._replace(t=None))
 
 
 @pytest.mark.slow

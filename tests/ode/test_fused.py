@@ -21,6 +21,7 @@ from attractor.ode import HybridSolver, captured, corrections, fit, fused, syste
 from attractor.ode.captured import CapturedStep, capture_step
 from attractor.ode.corrections.network import ACTIVATIONS, Network
 from attractor.ode.fused import formulas
+from attractor.ode.recipes import Paper
 from attractor.ode.trajectories import LostTrajectoriesError, fine_trajectories
 from attractor.train.capture import WARMUP
 
@@ -273,7 +274,7 @@ def test_training_learns_the_same_by_the_kernel(kernels):
 )
 def test_the_paper_s_recipe_by_kernels(kernels, monkeypatch, name):
     """Every correction learns what it learns in torch; those whose inputs are learnt stay there."""
-    options = {"dt": 0.1, "horizon": 0.5, "recipe": "paper", "trajectories": 4, "epochs": 1, "width": 32, "seed": 2}  # fmt: skip
+    options = {"dt": 0.1, "horizon": 0.5, "recipe": Paper(epochs=1), "trajectories": 4, "width": 32, "seed": 2}  # fmt: skip
     found = []
     for there in (True, False):
         monkeypatch.setattr(fused, "TRITON", there)

@@ -57,6 +57,8 @@ def _with_slope(z: tl.tensor, c: tl.tuple, ACTIVATION: tl.constexpr) -> tl.tuple
         return a, tl.fma(down, tl.fma(2.0 * z, c[5], c[4]), rise * over), over, down
     elif ACTIVATION == "sine":
         return _sine(z), _sine(z + 1.5707963267948966), z, z
+    elif ACTIVATION == "cubic":
+        return z * z * (1.0 + z), z * tl.fma(z, 3.0, 2.0), z, z
     elif ACTIVATION == "tanh":
         a = 1.0 - 2.0 * _inverse(1.0 + tl.exp(2.0 * z))
         return a, 1.0 - a * a, z, z
@@ -230,6 +232,8 @@ def derivatives(
         return a, change, (1 / under, z / under, z2 / under, z2 * z / under), (down * z, down * z2)
     if activation == "sine":
         return z.sin(), z.cos(), (), ()
+    if activation == "cubic":
+        return z * z * (1 + z), z * (2 + 3 * z), (), ()
     if activation == "tanh":
         a = z.tanh()
         return a, 1 - a * a, (), ()

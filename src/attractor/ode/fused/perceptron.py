@@ -112,6 +112,8 @@ def _activated(z: tl.tensor, c: tl.tuple, ACTIVATION: tl.constexpr) -> tl.tensor
         return top * _inverse(1.0 + tl.abs(z * tl.fma(z, c[5], c[4])))
     elif ACTIVATION == "sine":
         return _sine(z)
+    elif ACTIVATION == "cubic":
+        return z * z * (1.0 + z)
     elif ACTIVATION == "tanh":
         return 1.0 - 2.0 * _inverse(1.0 + tl.exp(2.0 * z))
     elif ACTIVATION == "relu":
