@@ -163,6 +163,16 @@ def test_gradient_of_a_wanted_time_is_the_rate_there(scheme):
     torch.testing.assert_close(gradient.sum(), torch.tensor(0.0, **F64), rtol=0, atol=1e-3)  # no clock
 
 
+def test_a_least_step_that_the_clock_rounds_up_is_taken():
+    from attractor.core.control import Control, controlled
+
+    control = Control(rtol=1e-6, atol=1e-8, first=0.3, least=0.05, max_steps=100)
+    t = torch.tensor([0.0, 3.0], **F64)
+    solved = controlled(orbit, torch.tensor([ellipse(0.7)], **F64), t, at.schemes.DOPRI5, control)
+    assert solved.ok.all()
+    assert solved.stats.accepted.item() <= 61
+
+
 def test_gradients_survive_attempts_that_fail():
     # The first step, far too long, looks below zero: a NaN that is rejected must leave no trace.
     from attractor.core.control import Control, controlled

@@ -17,9 +17,10 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint as recompute_later
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from attractor.core.control import Control, has_tangent, root_mean_square
+from attractor.core.control import has_tangent
 from attractor.core.events import bracketed_root, differentiated_root
 from attractor.core.interpolant import coefficients, evaluate
+from attractor.core.rounds import Control, root_mean_square
 from attractor.core.scheme import (
     Rate,
     Scheme,

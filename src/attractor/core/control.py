@@ -1,16 +1,18 @@
 """Error control: a step size for every trajectory of the batch.
 
 All trajectories make an attempt in each round, each with its own time and step; those that fail
-their error test try again with a smaller step in the next round. States at the wanted times are
-interpolated; where that would be coarser than the steps are, steps end there. The rounds keep no
-graph. If gradients are wanted, the accepted steps are taken once more with them: no rejected step is
-differentiated, step sizes are constants, and `checkpoint` works as on a grid.
+their error test try again with a smaller step in the next round (see `rounds`). States at the wanted
+times are interpolated; where that would be coarser than the steps are, steps end there. With `compile`,
+the rounds in which no trajectory comes to a wanted time before the last one are one compiled loop.
+
+The rounds keep no graph. If gradients are wanted, the accepted steps are taken once more with them: no
+rejected step is differentiated, step sizes are constants, and `checkpoint` works as on a grid.
 """
 
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,19 +20,23 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint as recompute_later
 
-from attractor.core.checks import is_number
-from attractor.core.compiling import compiled
+from attractor.core.compiling import NotCompiledError, compiled, components_first
 from attractor.core.dense import Segment, SteppedOutput
 from attractor.core.events import bracketed_root, differentiated_root
 from attractor.core.interpolant import coefficients, evaluate
-from attractor.core.scheme import (
-    Rate,
-    Scheme,
-    call_rate,
-    check_unwritten,
-    version,
-    weighted_sum,
+from attractor.core.rounds import (
+    Control,
+    Progress,
+    Rules,
+    as_time,
+    attempt,
+    compiled_rounds,
+    first_step,
+    positive,
+    rate_calls,
 )
+from attractor.core.scheme import Rate, Scheme, call_rate, check_unwritten, version
+from attractor.core.step import with_parameters
 from attractor.core.tableaus import ALL, AnyScheme
 from attractor.core.trajectory import Events, Stats, Status, Trajectory
 
@@ -40,90 +46,7 @@ Event: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (t [*batch], u [*batch,
 _ONE_NUMBER = re.compile("one element tensors|converted to Scalar|more than one value is ambiguous")
 
 
-def root_mean_square(x: Tensor) -> Tensor:
-    """Over the last dimension, which is kept."""
-    return x.abs().square().mean(-1, keepdim=True).sqrt()
-
-
-@dataclass(frozen=True)
-class Control:
-    """How step sizes are chosen.
-
-    Attributes:
-        rtol, atol: Error allowed in a step, ``atol + rtol * |u|`` per component: numbers, or tensors
-            that broadcast to the state ``[*batch, d]``.
-        safety: The next step aims at this part of the largest that would just pass.
-        grow, shrink: Most a step may change by from one attempt to the next.
-        beta: Exponent of the previous error in the next step size (PI control; Hairer and Wanner II,
-            IV.2). 0 is the elementary controller.
-        first: Size of the first step; None estimates it (Hairer, Norsett, Wanner I, II.4).
-        least, most: Bounds on a step's size.
-        max_steps: Attempts after which trajectories that have not arrived are given up.
-        norm: Error in units of the allowed error ``[*batch, d]`` -> ``[*batch, 1]``.
-    """
-
-    rtol: float | Tensor = 1e-7
-    atol: float | Tensor = 1e-9
-    safety: float = 0.9
-    grow: float = 10.0
-    shrink: float = 0.2
-    beta: float = 0.0
-    first: float | None = None
-    least: float = 0.0
-    most: float = float("inf")
-    max_steps: int = 100_000
-    norm: Callable[[Tensor], Tensor] = field(default=root_mean_square)
-
-    def __post_init__(self) -> None:
-        for name in ("rtol", "atol"):
-            value = getattr(self, name)
-            if isinstance(value, Tensor):
-                if value.requires_grad:
-                    raise ValueError(f"{name} requires a gradient; pass {name}.detach()")
-            elif not is_number(value):
-                raise TypeError(
-                    f"{name} is a {type(value).__name__}; pass a number, or a tensor that broadcasts to "
-                    "the state"
-                )
-            if not (bool((value >= 0).all()) if isinstance(value, Tensor) else value >= 0):
-                raise ValueError(f"{name} = {value}; a tolerance is a number >= 0")
-        for name in ("safety", "grow", "shrink", "beta", "first", "least", "most", "max_steps"):
-            value = getattr(self, name)
-            if not is_number(value) and not (name == "first" and value is None):
-                raise TypeError(f"{name} is a {type(value).__name__}; give a number")
-            if value is not None and math.isnan(value):
-                raise ValueError(f"{name} is not a number")
-        if not (_positive(self.rtol) or _positive(self.atol)):
-            raise ValueError("rtol and atol are both 0, so no step can pass; set at least one")
-
-    def scale(self, u: Tensor, u1: Tensor) -> Tensor:
-        """The allowed error ``[*batch, d]`` of a step from u to u1, in float32 or better."""
-        size = torch.maximum(u.abs(), u1.abs())
-        if size.dtype.itemsize < 4:
-            size = size.float()
-        return size * self.rtol + self.atol
-
-    def measure(self, x: Tensor, scale: Tensor) -> float:
-        """The norm of ``x / scale`` as one number; 0 / 0 counts as 0."""
-        ratio = x.abs() / scale if x.is_complex() or x.dtype.itemsize < 4 else x / scale
-        if not (isinstance(self.atol, float) and self.atol > 0):
-            ratio = torch.where(x == 0, 0.0, ratio)
-        if self.norm is root_mean_square:
-            return torch.linalg.vector_norm(ratio).item() / math.sqrt(max(ratio.numel(), 1))
-        return float(self.norm(ratio))
-
-    def factor(self, error: float, previous: float, order: int) -> float:
-        """By how much the next step is longer, after an attempt with these errors."""
-        if not error > 0:  # exact, or not a number
-            return self.grow if error == 0 else self.shrink
-        factor = self.safety * error ** -(1 / (order + 1) - 0.75 * self.beta)
-        if self.beta:
-            factor *= max(previous, 1e-4) ** self.beta
-        return min(max(factor, self.shrink), self.grow)
-
-
-def _positive(tolerance: float | Tensor) -> bool:
-    return bool((tolerance > 0).all()) if isinstance(tolerance, Tensor) else tolerance > 0
+SHORT = 4  # Python takes the rounds if a wanted time is no more than so many steps away.
 
 
 class _Round(NamedTuple):
@@ -143,12 +66,17 @@ def controlled(
     scheme: AnyScheme,
     control: Control,
     *,
+    parameters: Tensor | None = None,
     compile: bool = False,
     checkpoint: int | bool | None = None,
     dense: bool = False,
     events: tuple[Event, ...] = (),
 ) -> Trajectory:
-    """States at the times t, [n+1] or [n+1, *batch], under error control. See `evolve`."""
+    """States at the times t, [n+1] or [n+1, *batch], under error control. See `evolve`.
+
+    Args:
+        parameters: Of each trajectory ``[*batch, k]``, see `check_parameters`.
+    """
     if not isinstance(scheme, Scheme) or scheme.b_low is None:
         pairs = [s.name for s in ALL.values() if isinstance(s, Scheme) and s.b_low]
         raise ValueError(
@@ -160,18 +88,21 @@ def controlled(
         until = t[-1].detach().expand(u0.shape[:-1])
         states = u0.expand(len(t), *u0.shape)
         return Trajectory(t, states, Stats(0, 0, 0, nobody, nobody), nobody == 0, until)
-    has_weights, written = torch.is_grad_enabled() and _uses_gradients(f), version(u0)
-    f, k, calls = _fitted_to_time(f, t, u0)
+    if compile and parameters is not None:
+        parameters = components_first(parameters)
+    has_weights, written = torch.is_grad_enabled() and _uses_gradients(f, parameters), version(u0)
+    f, k, calls = _fitted_to_time(f, t, u0, parameters)
     check_unwritten(u0, written)
     wants_grad = has_weights or _differentiable(u0, t, k)
     trajectory, rounds = _forward(
-        f, u0.detach(), k.detach(), t.detach(), scheme, control, compile, wants_grad, dense, events
-    )
+        f, u0.detach(), k.detach(), t.detach(), scheme, control, parameters, compile, wants_grad, dense,
+        events,
+    )  # fmt: skip
     stats = trajectory.stats
     if not wants_grad and not rounds:
         return replace(trajectory, stats=replace(stats, rate_calls=stats.rate_calls + calls))
     solution, again = _differentiated(
-        f, u0, k, t, scheme, rounds, compile, checkpoint, dense, events, trajectory.events
+        f, u0, k, t, scheme, rounds, parameters, compile, checkpoint, dense, events, trajectory.events
     )
     calls += stats.rate_calls + again + _differentiates_start(t)
     return replace(trajectory, stats=replace(stats, rate_calls=calls), **solution)
@@ -180,88 +111,107 @@ def controlled(
 def _forward(
     f: Rate,
     u0: Tensor,
-    k: Tensor,
+    k0: Tensor,
     t_out: Tensor,
     scheme: Scheme,
     control: Control,
+    parameters: Tensor | None,
     compile: bool,
     keep: bool,
     dense: bool = False,
     events: tuple[Event, ...] = (),
 ) -> tuple[Trajectory, list[_Round]]:
     """The states, without gradients, and the rounds if they are to be kept or gradients turn up."""
-    attempt = compiled(_attempt, u0.device, f, scheme) if compile else _attempt
+    rate = with_parameters(f, parameters)
+    step_of = compiled(attempt, u0.device, f, scheme) if compile else attempt
     clock = t_out.to(torch.float32 if u0.device.type == "mps" else torch.float64)
     last = len(clock) - 1
     end, begin = (x if clock.dim() == 1 else x[..., None] for x in (clock[-1], clock[0]))
     sign = 1.0 if last == 0 or bool((end > begin).all()) else -1.0
     ordered = sign * clock.movedim(0, -1).contiguous()  # [n+1] or [*batch, n+1]
-    tiny = torch.finfo(clock.dtype).eps
+    shortest = torch.finfo(clock.dtype).eps ** 2 * (end - begin).abs()
+    exact = not positive(control.atol)
+    rules = Rules(scheme, control, control.rtol, control.atol, exact, sign, shortest)
     # The error of a cubic is in no estimate, so it must be of an order that the steps do not outdo.
     lands = not scheme.interpolates
 
     batch = u0.shape[:-1]
-    u, k0, t = u0, k, begin.expand(*batch, 1)
-    ok = torch.isfinite(u).all(-1) & torch.isfinite(k).all(-1)
-    status = torch.zeros_like(ok, dtype=torch.int8).masked_fill(~ok, Status.LOST)
-    upcoming = torch.ones(batch, dtype=torch.long, device=u.device)  # index of the next wanted time
-    accepted = torch.zeros_like(upcoming)
-    rejected = torch.zeros_like(upcoming)
+    upcoming = torch.ones(batch, dtype=torch.long, device=u0.device)  # index of the next wanted time
     out = u0.expand(last + 1, *u0.shape).clone()
     flat_out = out.view(last + 1, -1, u0.shape[-1])
-    least_floor = tiny**2 * (end - begin).abs()
     rounds: list[_Round] = []
     segments: list[Segment] = []
     extra = len(scheme.extra_stages)
-    previous = torch.ones_like(t)  # error of the last accepted step
-    halted = torch.zeros_like(ok)  # by an event
+    halted = torch.zeros(batch, dtype=torch.bool, device=u0.device)  # by an event
     which = torch.full_like(upcoming, -1)
-    values = [_event_value(event, t[..., 0], u) for event in events]
     calls = steps = 0
     silent = keep  # attempts record no graph
+    t = begin.expand(*batch, 1)
+    values = [_event_value(event, t[..., 0], u0) for event in events]
     if control.first is None:
-        h, calls = _first_step(f, begin, end, sign, u, k, scheme, control), calls + 1
+        h, calls = first_step(rate, begin, end, sign, u0, k0, scheme, control), calls + 1
     else:
         h = torch.full_like(t, sign * abs(control.first))
-    h = h.abs().clamp(control.least, control.most) * sign
+    ok = torch.isfinite(u0).all(-1) & torch.isfinite(k0).all(-1)
+    now = Progress(
+        t=t,
+        h=h.abs().clamp(control.least, control.most) * sign,
+        u=u0,
+        k=k0,
+        error=torch.ones_like(t),
+        active=ok if last else torch.zeros_like(ok),
+        status=torch.zeros_like(ok, dtype=torch.int8).masked_fill(~ok, Status.LOST),
+        accepted=torch.zeros_like(upcoming),
+        rejected=torch.zeros_like(upcoming),
+    )
+    may_loop = compile and not (keep or dense or events or u0.is_complex()) and u0.device.type == "cpu"
 
-    while True:
-        active = ok & (upcoming <= last) & ~halted
-        if not bool(active.any()):
-            break
+    while bool(now.active.any()):
         if steps >= control.max_steps:
-            ok = ok & ~active
-            status = status.masked_fill(active, Status.STEP_LIMIT)
+            status = now.status.masked_fill(now.active, Status.STEP_LIMIT)
+            now = now._replace(status=status, active=torch.zeros_like(now.active))
             break
+        goal = _next(clock, upcoming) if lands else end
+        if may_loop:
+            pause = torch.where((upcoming < last)[..., None], _next(clock, upcoming), sign * torch.inf)
+            if _far_from(pause, now):
+                limit = control.max_steps - steps
+                looped = _looped(f, rules, goal, pause, limit, now, parameters)
+                if looped is None:
+                    may_loop = False
+                else:
+                    taken, now = looped
+                    steps, calls = steps + taken, calls + taken * rate_calls(scheme)
+                    upcoming = upcoming.masked_fill(~now.active & (now.status == Status.OK), last + 1)
+                    out[last] = now.u
+                    continue
         steps += 1
-        goal = _at(clock, upcoming.clamp(max=last))[..., None] if lands else end
-        arrives = active[..., None] & ((goal - (t + h)) * sign <= 0)
-        size = torch.where(arrives, goal - t, (t + h) - t)  # what the clock can tell
-        size = torch.where(active[..., None], size, 0.0)
+        t, _, u, k, *_ = now
+        step = rules.propose(now, goal)
+        size, t1 = step.size, step.t1
+        place = as_time(t, u), as_time(size, u), u, k, None, parameters
         # The lost and the finished stand still; what they evaluate is thrown away.
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not silent):
-                u1, k1, stages = attempt(f, scheme, _cast(t, u), _cast(size, u), u, k)
+                u1, k1, stages = step_of(f, scheme, *place)
         except RuntimeError as failure:
             if not silent or "does not require grad" not in str(failure):
                 raise
             silent = False  # the rate is a gradient itself, such as Hamilton's equations by autograd
-            u1, k1, stages = attempt(f, scheme, _cast(t, u), _cast(size, u), u, k)
-        calls += _calls(scheme)
+            u1, k1, stages = step_of(f, scheme, *place)
+        calls += rate_calls(scheme)
         if not keep and _differentiable(u1, k1, *stages):
             # A parameter comes into play only now. Once more from the start, keeping the rounds: to
             # keep them always, in case this happens, would take memory from all who want no gradients.
-            found, rounds = _forward(f, u0, k0, t_out, scheme, control, compile, True, dense, events)
+            found, rounds = _forward(
+                f, u0, k0, t_out, scheme, control, parameters, compile, True, dense, events
+            )
             stats = replace(found.stats, rate_calls=found.stats.rate_calls + calls)
             return replace(found, stats=stats), rounds
         if keep:
             u1, k1, stages = u1.detach(), k1.detach(), [k.detach() for k in stages]
-        error = _error(scheme, stages, _cast(size, u), u, u1, control, t.dtype)
-        finite = (torch.isfinite(u1) & torch.isfinite(k1)).all(-1, keepdim=True)
-        error = torch.where(finite, error, torch.nan).to(t.dtype)
-        at_least = size.abs() <= control.least
-        passed = active[..., None] & finite & ((error <= 1) | at_least)
-        t1 = torch.where(arrives, goal, t + size)
+        verdict = rules.judge(now, step, u1, k1, stages)
+        passed = verdict.passed
 
         inner: list[Tensor] | None = None
         found_event = None
@@ -271,7 +221,7 @@ def _forward(
                 passed[..., 0] & (old * new <= 0) & (old != 0) for old, new in zip(values, new_values)
             ]
             if bool(torch.stack(crossed).any()):
-                inner = _constants(scheme, f, t, size, u, u1, stages, k1)
+                inner = _constants(scheme, rate, t, size, u, u1, stages, k1)
                 found_event, number = _first_event(
                     events, crossed, values, new_values, t, size, u, u1, inner
                 )
@@ -287,13 +237,13 @@ def _forward(
             rows, index = wanted
             theta = _theta(clock, wanted, t, size, u)
             if inner is None and _needs_interpolant(scheme, theta):
-                inner = _constants(scheme, f, t, size, u, u1, stages, k1)
+                inner = _constants(scheme, rate, t, size, u, u1, stages, k1)
             flat_out[index, rows] = _inside(scheme, u, u1, inner, rows, theta)
             upcoming = torch.where(passed[..., 0], reached, upcoming)
         any_passed = (keep or dense) and bool(passed.any())
         if dense and any_passed and not keep:
             if inner is None:
-                inner = _constants(scheme, f, t, size, u, u1, stages, k1)
+                inner = _constants(scheme, rate, t, size, u, u1, stages, k1)
             segments.append(Segment(t, torch.where(passed, size, 0.0), u, u1, inner))
         if inner is not None:
             calls += extra
@@ -302,48 +252,52 @@ def _forward(
         if found_event is not None:
             assert inner is not None
             stops = ~found_event.isnan()
-            u1 = torch.where(stops, evaluate(u, u1, inner, _cast(found_event.nan_to_num(), u)), u1)
+            u1 = torch.where(stops, evaluate(u, u1, inner, as_time(found_event.nan_to_num(), u)), u1)
             halted = halted | stops[..., 0]
-            status = status.masked_fill(stops[..., 0], Status.EVENT)
-
-        accepted += passed[..., 0]
-        rejected += (active[..., None] & ~passed)[..., 0]
-        u, k = torch.where(passed, u1, u), torch.where(passed, k1, k)
-        t = torch.where(passed, t1, t)
-        factor = control.safety * error ** -(1 / (scheme.error_order + 1) - 0.75 * control.beta)
-        if control.beta:
-            factor = factor * previous.clamp(min=1e-4) ** control.beta
-            previous = torch.where(passed, error, previous)
-        factor = factor.nan_to_num(control.shrink, posinf=control.grow)
-        factor = _rounded(factor.clamp(control.shrink, control.grow))
-        longer = size * factor
-        if lands:  # a step cut short at a wanted time says little about the next one
-            longer = torch.where(passed & arrives & (longer.abs() < h.abs()), h, longer)
-        h = torch.where(active[..., None], longer, h)
-        h = h.abs().clamp(control.least, control.most) * sign
-        floor = t.abs() * (4 * tiny) + least_floor
-        stuck = (h.abs() <= floor) | (at_least & ~passed)
-        stopped = active & stuck[..., 0] & (upcoming <= last) & ~halted
-        if bool(stopped.any()):
-            reason = torch.where(finite[..., 0], Status.STEP_UNDERFLOW, Status.LOST).to(status)
-            status = torch.where(stopped, reason, status)
-            ok = ok & ~stopped
+            now = now._replace(status=now.status.masked_fill(stops[..., 0], Status.EVENT))
+        now = rules.advance(now, step, verdict, u1, k1, t1, (upcoming > last) | halted)
 
     arrived = upcoming > last
+    t, _, u, *_ = now
     if not bool(arrived.all()):  # wanted times a lost trajectory did not reach: its last state
         times = torch.arange(last + 1, device=u.device).reshape(-1, *[1] * u.dim())
         out = torch.where(times < upcoming[..., None], out, u)
-    stats = Stats(calls, 0, steps, accepted, rejected)
+    stats = Stats(calls, 0, steps, now.accepted, now.rejected)
     until = torch.where(arrived & ~halted, clock[-1], t[..., 0]).to(t_out.dtype)
     happened = None
     if events:
         time = torch.where(halted, t[..., 0], torch.nan).to(t_out.dtype)
         happened = Events(time, torch.where(halted[..., None], u, torch.nan), which)
+    ok = (now.status == Status.OK) | (now.status == Status.EVENT)
     trajectory = Trajectory(
-        t_out, out, stats, ok & (arrived | halted), until, status, happened,
+        t_out, out, stats, ok, until, now.status, happened,
         SteppedOutput(u0, segments) if dense else None,
     )  # fmt: skip
     return trajectory, rounds
+
+
+def _far_from(pause: Tensor, now: Progress) -> bool:
+    """Whether all active trajectories are more than a few steps away from the times `pause`."""
+    far = (pause - now.t).abs() > SHORT * now.h.abs()
+    return bool((far[..., 0] | ~now.active).all())
+
+
+def _looped(
+    f: Rate,
+    rules: Rules,
+    goal: Tensor,
+    pause: Tensor,
+    limit: int,
+    now: Progress,
+    parameters: Tensor | None,
+) -> tuple[int, Progress] | None:
+    """Call `compiled_rounds`; None where only Python can take the rounds."""
+    try:
+        taken, later = compiled_rounds(f, rules, goal, pause, limit, now, parameters)
+    except NotCompiledError:  # nothing inside a loop can be left to Python
+        return None
+    # A parameter that came into play in the loop has no gradient there.
+    return None if _differentiable(later.u) else (taken, later)
 
 
 def _constants(
@@ -357,7 +311,7 @@ def _constants(
     k1: Tensor,
 ) -> list[Tensor]:
     """Coefficients of a step's interpolant, without gradients."""
-    inner = coefficients(scheme, f, _cast(t, u), _cast(h, u), u, u1, stages, k1)
+    inner = coefficients(scheme, f, as_time(t, u), as_time(h, u), u, u1, stages, k1)
     return [x.detach() for x in inner]
 
 
@@ -378,7 +332,7 @@ def _first_event(
 
         def value(theta: Tensor, event: Event = event) -> Tensor:
             place = theta[..., None]
-            state = evaluate(u, u1, inner, _cast(place, u))
+            state = evaluate(u, u1, inner, as_time(place, u))
             return _event_value(event, (t + place * h)[..., 0], state)
 
         zero, one = torch.zeros_like(old), torch.ones_like(old)
@@ -390,7 +344,7 @@ def _first_event(
 
 def _event_value(event: Event, t: Tensor, u: Tensor) -> Tensor:
     """The value of an event function [*batch], in the precision of time."""
-    value = event(_cast(t, u), u)
+    value = event(as_time(t, u), u)
     if not isinstance(value, Tensor) or value.shape != u.shape[:-1]:
         got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(
@@ -400,9 +354,10 @@ def _event_value(event: Event, t: Tensor, u: Tensor) -> Tensor:
     return value.detach().to(t.dtype)
 
 
-def _at(clock: Tensor, index: Tensor) -> Tensor:
-    """Times [*batch] at the indices of each trajectory."""
-    return clock[index] if clock.dim() == 1 else clock.gather(0, index[None])[0]
+def _next(clock: Tensor, upcoming: Tensor) -> Tensor:
+    """The next wanted time of each trajectory [*batch, 1], or the last one."""
+    index = upcoming.clamp(max=len(clock) - 1)
+    return (clock[index] if clock.dim() == 1 else clock.gather(0, index[None])[0])[..., None]
 
 
 def _differentiated(
@@ -412,6 +367,7 @@ def _differentiated(
     t_out: Tensor,
     scheme: Scheme,
     rounds: list[_Round],
+    parameters: Tensor | None,
     compile: bool,
     checkpoint: int | bool | None,
     dense: bool,
@@ -424,9 +380,9 @@ def _differentiated(
         The fields of the trajectory with gradients: states at the wanted times [n+1, *batch, d], events
         and dense output; and how often the rate was called.
     """
-    attempt = compiled(_attempt, u0.device, f, scheme) if compile else _attempt
-
-    calls, segments = len(rounds) * _calls(scheme), list[Segment]()
+    rate = with_parameters(f, parameters)
+    step_of = compiled(attempt, u0.device, f, scheme) if compile else attempt
+    calls, segments = len(rounds) * rate_calls(scheme), list[Segment]()
 
     def replay(part: list[_Round], u: Tensor, k: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
         nonlocal calls
@@ -438,13 +394,13 @@ def _differentiated(
             here = torch.where(moving, u, u.detach()[donor])
             first = torch.where(moving, k, k.detach()[donor])
             when = torch.where(moving, t, t[donor])
-            u1, k1, stages = attempt(f, scheme, _cast(when, u), _cast(h, u), here, first, moving)
+            place = as_time(when, u), as_time(h, u), here
+            u1, k1, stages = step_of(f, scheme, *place, first, moving, parameters)
             theta = None if wanted is None else _theta(t_out, wanted, t, h, u)
             inner: list[Tensor] | None = None
             if dense or event is not None or _needs_interpolant(scheme, theta):
-                place = _cast(when, u), _cast(h, u), here
-                rate = lambda t, u, moving=moving: torch.where(moving, f(t, u), 0.0)
-                inner = coefficients(scheme, rate, *place, u1, stages, k1)
+                moved = lambda t, u, moving=moving: torch.where(moving, rate(t, u), 0.0)
+                inner = coefficients(scheme, moved, *place, u1, stages, k1)
                 calls += len(scheme.extra_stages)
             if dense:
                 assert inner is not None
@@ -454,7 +410,7 @@ def _differentiated(
                 values.append(_inside(scheme, here, u1, inner, wanted[0], theta))
             if event is not None:
                 assert inner is not None
-                state = evaluate(here, u1, inner, _cast(event.nan_to_num(), u))
+                state = evaluate(here, u1, inner, as_time(event.nan_to_num(), u))
                 u1 = torch.where(event.isnan(), u1, state)
             u, k = torch.where(moving, u1, u), torch.where(moving, k1, k)
         return values, u, k
@@ -462,9 +418,9 @@ def _differentiated(
     u = u0
     if _differentiates_start(t_out):
         # Starting later by s is starting from u0 - s f(t0, u0): this carries the gradient of t[0].
-        start = _cast(t_out[:1] if t_out.dim() == 1 else t_out[0][..., None], u0)
+        start = as_time(t_out[:1] if t_out.dim() == 1 else t_out[0][..., None], u0)
         u = u0 - k.detach() * (start - start.detach())
-        k = call_rate(f, start.detach().expand(*u0.shape[:-1], 1), u)
+        k = call_rate(rate, start.detach().expand(*u0.shape[:-1], 1), u)
     k = torch.where(torch.isfinite(k.detach()).all(-1, keepdim=True), k, 0.0)
 
     if checkpoint is True:
@@ -482,14 +438,14 @@ def _differentiated(
         index = happened.index
         halted = (index >= 0)[..., None]
         time = torch.where(halted[..., 0], happened.time, t_out[0].detach().to(happened.time))
-        rate = call_rate(f, _cast(time, u)[..., None], torch.where(halted, u, u0).detach()).detach()
+        slope = call_rate(rate, as_time(time, u)[..., None], torch.where(halted, u, u0).detach())
         calls += 1
 
         def event_of_each(t: Tensor, u: Tensor) -> Tensor:
             values = torch.stack([event(t, u) for event in events])
             return values.gather(0, index.clamp(min=0)[None])[0]
 
-        when, state = differentiated_root(_cast(time, u), u, rate, event_of_each)
+        when, state = differentiated_root(as_time(time, u), u, slope.detach(), event_of_each)
         u = torch.where(halted, state, u)
         happened = Events(
             torch.where(halted[..., 0], when.to(time), torch.nan),
@@ -522,50 +478,7 @@ def _theta(times: Tensor, wanted: tuple[Tensor, Tensor], t: Tensor, h: Tensor, u
     """Where in their steps, of size h from t [*batch, 1], the wanted times are [pairs, 1]."""
     rows, index = wanted
     at = times[index] if times.dim() == 1 else times.flatten(1)[index, rows]
-    return _cast((at[:, None] - t.reshape(-1, 1)[rows]) / h.reshape(-1, 1)[rows], u)
-
-
-def _attempt(
-    f: Rate, scheme: Scheme, t: Tensor, h: Tensor, u: Tensor, first: Tensor, moving: Tensor | None = None
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """A step: the new state, the rate there, and the stages; rates of those not moving are 0."""
-    rate = f if moving is None else lambda t, u: torch.where(moving, f(t, u), 0.0)
-    stages = scheme.stages(rate, t, u, h, first=first)
-    new = u + h * weighted_sum(scheme._b, stages)
-    last = stages[-1] if scheme.first_same_as_last else call_rate(rate, t + h, new)
-    return new, last, stages
-
-
-def _calls(scheme: Scheme) -> int:
-    """Rate calls of an attempt, its first stage being known."""
-    return len(scheme.b) - scheme.first_same_as_last
-
-
-def _error(
-    scheme: Scheme,
-    stages: list[Tensor],
-    h: Tensor,
-    u: Tensor,
-    u1: Tensor,
-    control: Control,
-    wide: torch.dtype,
-) -> Tensor:
-    """Norm of the error over the allowed error, in a precision in which tolerances are not 0."""
-    scale = control.atol + control.rtol * torch.maximum(u.abs(), u1.abs()).to(wide)
-    divided = torch.div if _positive(control.atol) else _over  # 0 / 0 counts as 0
-
-    def estimate(weights: tuple[float, ...]) -> Tensor:
-        return control.norm(divided((h * weighted_sum(weights, stages)).abs().to(wide), scale))
-
-    error = estimate(scheme.error_weights)
-    if not scheme.lower_error_weights:
-        return error
-    lower = estimate(scheme.lower_error_weights)
-    return error * _over(error, torch.hypot(error, 0.1 * lower))
-
-
-def _over(x: Tensor, scale: Tensor) -> Tensor:
-    return torch.where(x == 0, 0.0, x / scale)
+    return as_time((at[:, None] - t.reshape(-1, 1)[rows]) / h.reshape(-1, 1)[rows], u)
 
 
 def _inside(
@@ -590,65 +503,32 @@ def _needs_interpolant(scheme: Scheme, theta: Tensor | None) -> bool:
     return theta is not None and not (_skips_ends(scheme, theta) and bool((theta == 1).all()))
 
 
-def _first_step(
-    f: Rate,
-    begin: Tensor,
-    end: Tensor,
-    sign: float,
-    u: Tensor,
-    k: Tensor,
-    scheme: Scheme,
-    control: Control,
-) -> Tensor:
-    """Estimate the size of the first step [*batch, 1] (Hairer, Norsett, Wanner I, II.4)."""
-    wide = lambda x: x.abs().to(begin.dtype)
-    scale = control.atol + control.rtol * wide(u)
-    d0, d1 = control.norm(_over(wide(u), scale)), control.norm(_over(wide(k), scale))
-    small = (d0 < 1e-5) | (d1 < 1e-5)
-    h0 = torch.where(small, 1e-6, 0.01 * d0 / d1).nan_to_num(1e-6).clamp(min=1e-200)
-    bend = call_rate(f, _cast(begin + sign * h0, u), u + sign * _cast(h0, u) * k).detach() - k
-    d2 = control.norm(_over(wide(bend), scale)) / h0
-    order = scheme.error_order + 1
-    steepest = torch.maximum(d1, d2).nan_to_num(1e15)
-    h1 = torch.where(steepest <= 1e-15, (h0 * 1e-3).clamp(min=1e-6), (0.01 / steepest) ** (1 / order))
-    h = torch.minimum(100 * h0, h1).to(begin.dtype)
-    return _rounded(torch.minimum(h, (end - begin).abs()))
-
-
-def _rounded(x: Tensor) -> Tensor:
-    """x to twelve bits.
-
-    The last bit of a power depends on where in the batch it is computed (vector units and the rest
-    of a loop differ); rounded, a trajectory takes the same steps in any company, almost surely.
-    """
-    mantissa, exponent = torch.frexp(x)
-    return torch.ldexp((mantissa * 4096).round() / 4096, exponent)
-
-
 @dataclass(frozen=True)
 class _OfComponents:
     """A rate that works on the components of u, and so wants times [*batch] to go with them."""
 
     f: Rate
 
-    def __call__(self, t: Tensor, u: Tensor) -> Tensor:
-        return self.f(t[..., 0], u)
+    def __call__(self, t: Tensor, u: Tensor, *parameters: Tensor) -> Tensor:
+        return self.f(t[..., 0], u, *parameters)
 
 
-def _fitted_to_time(f: Rate, t: Tensor, u0: Tensor) -> tuple[Rate, Tensor, int]:
+def _fitted_to_time(
+    f: Rate, t: Tensor, u0: Tensor, parameters: Tensor | None
+) -> tuple[Rate, Tensor, int]:
     """The rate for times [*batch, 1], its value at the start, and the calls it took to find out.
 
     ``u * t`` needs times [*batch, 1], ``x * t`` with ``x, y = u.unbind(-1)`` needs [*batch]. The
     wrong one gives the wrong shape, so one call tells which a rate wants; another one tells whether
     a trajectory sees its neighbours' times.
     """
-    start = _cast(t[:1] if t.dim() == 1 else t[0][..., None], u0).expand(*u0.shape[:-1], 1)
+    start = as_time(t[:1] if t.dim() == 1 else t[0][..., None], u0).expand(*u0.shape[:-1], 1)
     try:
-        k = call_rate(f, start, u0)
+        k = call_rate(with_parameters(f, parameters), start, u0)
     except (RuntimeError, ValueError) as error:
         try:
             f = _OfComponents(f)
-            k = call_rate(f, start, u0)
+            k = call_rate(with_parameters(f, parameters), start, u0)
         except (RuntimeError, ValueError):
             if not _ONE_NUMBER.search(str(error)):
                 raise error from None
@@ -660,9 +540,10 @@ def _fitted_to_time(f: Rate, t: Tensor, u0: Tensor) -> tuple[Rate, Tensor, int]:
     if start.numel() == 1 or len(t) == 1:
         return f, k, 1
     later = start.detach().clone().reshape(-1, 1)
-    later[1:] += 0.4 * _cast(t[-1] - t[0], u0).detach().abs().max()
+    later[1:] += 0.4 * as_time(t[-1] - t[0], u0).detach().abs().max()
     alone = k.detach().reshape(-1, u0.shape[-1])[0]
-    beside = call_rate(f, later.reshape(start.shape), u0).detach().reshape(-1, u0.shape[-1])[0]
+    rate = with_parameters(f, parameters)
+    beside = call_rate(rate, later.reshape(start.shape), u0).detach().reshape(-1, u0.shape[-1])[0]
     rounding = 1e3 * torch.finfo(start.dtype).eps
     if bool(((beside - alone).abs() > rounding * alone.abs().max()).any()):
         raise ValueError(
@@ -672,10 +553,10 @@ def _fitted_to_time(f: Rate, t: Tensor, u0: Tensor) -> tuple[Rate, Tensor, int]:
     return f, k, 2
 
 
-def _uses_gradients(f: Rate) -> bool:
-    """Whether f is, or closes over, something with gradients (it may come into play later)."""
+def _uses_gradients(f: Rate, parameters: Tensor | None) -> bool:
+    """Whether f is, takes or closes over something with gradients (it may come into play later)."""
     cells = getattr(f, "__closure__", None) or ()
-    for thing in (f, *(cell.cell_contents for cell in cells)):
+    for thing in (f, parameters, *(cell.cell_contents for cell in cells)):
         if isinstance(thing, Tensor) and thing.requires_grad:
             return True
         if isinstance(thing, torch.nn.Module) and any(p.requires_grad for p in thing.parameters()):
@@ -703,7 +584,3 @@ def has_tangent(x: Tensor) -> bool:
     """Whether x carries a derivative in forward mode."""
     # Outside of all dual levels, which is the rule, the lookup would cost as much as an operation.
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
-
-
-def _cast(time: Tensor, u: Tensor) -> Tensor:
-    return time.to(u.real.dtype if u.is_complex() else u.dtype)

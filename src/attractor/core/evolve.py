@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint as recompute_later
 
 from attractor.core.checks import check_values, is_whole
 from attractor.core.compiling import NotCompiledError, compiled, components_first, operations
-from attractor.core.control import Control, Event, controlled, has_tangent, is_transformed
+from attractor.core.control import Event, controlled, has_tangent, is_transformed
 from attractor.core.dense import GridOutput
+from attractor.core.rounds import Control
 from attractor.core.runs import Guard, Looped, corrected_step, guarded_step, looped, only_alive, run
 from attractor.core.scheme import Rate, Scheme, broadcasts, check_unwritten, version
 from attractor.core.splitting import Splitting
@@ -68,8 +69,9 @@ def evolve(
             is then called with them as a third argument, ``f(t, u, p)``.
         every: keep every n-th state and the last one; the others take no memory.
         compile: compile steps with `torch.compile`. On the CPU and without gradients they become one
-            loop from one kept state to the next, elsewhere several steps at a time. Compiling a rate
-            takes about ten seconds (see docs/foundation.md).
+            loop from one kept state to the next, elsewhere several steps at a time. Under error control
+            this needs a call without events and dense output. Compiling a rate takes about ten seconds
+            (see docs/foundation.md).
         checkpoint: gradients in bounded memory: keep only every n-th state of the graph (True:
             about the square root of the number of steps) and recompute between them in the
             backward pass.
@@ -142,7 +144,7 @@ def evolve(
         max_steps=max_steps,
     )
     return controlled(
-        with_parameters(f, parameters), u0, t[_saved(len(t) - 1, every)], scheme, control,
+        f, u0, t[_saved(len(t) - 1, every)], scheme, control, parameters=parameters,
         compile=compile, checkpoint=checkpoint, dense=dense, events=_as_events(events),
     )  # fmt: skip
 

@@ -1,0 +1,430 @@
+"""One round of attempts under error control, and many rounds as one loop of compiled code.
+
+In a round every trajectory attempts one step of its own size. `Rules` holds the arithmetic of a round:
+the step to attempt, its error, and the next step size. The Python loop of `control` and the compiled
+`loop` both consist of these functions.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.while_loop import while_loop
+
+from attractor.core.checks import is_number
+from attractor.core.compiling import compiled
+from attractor.core.scheme import Rate, Scheme, call_rate, weighted_sum
+from attractor.core.step import with_parameters
+from attractor.core.trajectory import Status
+
+
+def root_mean_square(x: Tensor) -> Tensor:
+    """Over the last dimension, which is kept."""
+    return x.abs().square().mean(-1, keepdim=True).sqrt()
+
+
+@dataclass(frozen=True)
+class Control:
+    """How step sizes are chosen.
+
+    Attributes:
+        rtol, atol: Error allowed in a step, ``atol + rtol * |u|`` per component: numbers, or tensors
+            that broadcast to the state ``[*batch, d]``.
+        safety: The next step aims at this part of the largest that would just pass.
+        grow, shrink: Most a step may change by from one attempt to the next.
+        beta: Exponent of the previous error in the next step size (PI control; Hairer and Wanner II,
+            IV.2). 0 is the elementary controller.
+        first: Size of the first step; None estimates it (Hairer, Norsett, Wanner I, II.4).
+        least, most: Bounds on a step's size.
+        max_steps: Attempts after which trajectories that have not arrived are given up.
+        norm: Error in units of the allowed error ``[*batch, d]`` -> ``[*batch, 1]``.
+    """
+
+    rtol: float | Tensor = 1e-7
+    atol: float | Tensor = 1e-9
+    safety: float = 0.9
+    grow: float = 10.0
+    shrink: float = 0.2
+    beta: float = 0.0
+    first: float | None = None
+    least: float = 0.0
+    most: float = float("inf")
+    max_steps: int = 100_000
+    norm: Callable[[Tensor], Tensor] = field(default=root_mean_square)
+
+    def __post_init__(self) -> None:
+        for name in ("rtol", "atol"):
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                if value.requires_grad:
+                    raise ValueError(f"{name} requires a gradient; pass {name}.detach()")
+            elif not is_number(value):
+                raise TypeError(
+                    f"{name} is a {type(value).__name__}; pass a number, or a tensor that broadcasts to "
+                    "the state"
+                )
+            if not (bool((value >= 0).all()) if isinstance(value, Tensor) else value >= 0):
+                raise ValueError(f"{name} = {value}; a tolerance is a number >= 0")
+        for name in ("safety", "grow", "shrink", "beta", "first", "least", "most", "max_steps"):
+            value = getattr(self, name)
+            if not is_number(value) and not (name == "first" and value is None):
+                raise TypeError(f"{name} is a {type(value).__name__}; give a number")
+            if value is not None and math.isnan(value):
+                raise ValueError(f"{name} is not a number")
+        if not (positive(self.rtol) or positive(self.atol)):
+            raise ValueError("rtol and atol are both 0, so no step can pass; set at least one")
+
+    def scale(self, u: Tensor, u1: Tensor) -> Tensor:
+        """The allowed error ``[*batch, d]`` of a step from u to u1, in float32 or better."""
+        size = torch.maximum(u.abs(), u1.abs())
+        if size.dtype.itemsize < 4:
+            size = size.float()
+        return size * self.rtol + self.atol
+
+    def measure(self, x: Tensor, scale: Tensor) -> float:
+        """The norm of ``x / scale`` as one number; 0 / 0 counts as 0."""
+        ratio = x.abs() / scale if x.is_complex() or x.dtype.itemsize < 4 else x / scale
+        if not (isinstance(self.atol, float) and self.atol > 0):
+            ratio = torch.where(x == 0, 0.0, ratio)
+        if self.norm is root_mean_square:
+            return torch.linalg.vector_norm(ratio).item() / math.sqrt(max(ratio.numel(), 1))
+        return float(self.norm(ratio))
+
+    def factor(self, error: float, previous: float, order: int) -> float:
+        """By how much the next step is longer, after an attempt with these errors."""
+        if not error > 0:  # exact, or not a number
+            return self.grow if error == 0 else self.shrink
+        factor = self.safety * error ** -(1 / (order + 1) - 0.75 * self.beta)
+        if self.beta:
+            factor *= max(previous, 1e-4) ** self.beta
+        return min(max(factor, self.shrink), self.grow)
+
+
+def positive(tolerance: float | Tensor) -> bool:
+    """Whether a tolerance is greater than 0 in all components."""
+    return bool((tolerance > 0).all()) if isinstance(tolerance, Tensor) else tolerance > 0
+
+
+class Progress(NamedTuple):
+    """The trajectories between two rounds.
+
+    Attributes:
+        t: Times ``[*batch, 1]``.
+        h: Signed sizes of the next steps ``[*batch, 1]``.
+        u: States ``[*batch, d]``.
+        k: Rates ``[*batch, d]`` at the states.
+        error: Errors ``[*batch, 1]`` of the last accepted steps, in units of the allowed error.
+        active: Trajectories ``[*batch]`` that take part in the next round.
+        status: `Status` values ``[*batch]`` (int8).
+        accepted: Accepted steps ``[*batch]``.
+        rejected: Rejected steps ``[*batch]``.
+    """
+
+    t: Tensor
+    h: Tensor
+    u: Tensor
+    k: Tensor
+    error: Tensor
+    active: Tensor
+    status: Tensor
+    accepted: Tensor
+    rejected: Tensor
+
+
+class Proposal(NamedTuple):
+    """The steps to attempt in a round, ``[*batch, 1]`` each.
+
+    Attributes:
+        size: Signed step sizes, 0 for trajectories that are not active.
+        t1: Times at the ends of the steps.
+        arrives: Whether the step ends at the goal of its trajectory.
+        at_least: Whether no smaller step may be attempted.
+    """
+
+    size: Tensor
+    t1: Tensor
+    arrives: Tensor
+    at_least: Tensor
+
+
+class Verdict(NamedTuple):
+    """The results of the attempts of a round, ``[*batch, 1]`` each.
+
+    Attributes:
+        error: Errors in units of the allowed error, NaN where an attempt is not finite.
+        finite: Whether the new state and its rate are finite.
+        passed: Whether the step is accepted.
+    """
+
+    error: Tensor
+    finite: Tensor
+    passed: Tensor
+
+
+class Rules(NamedTuple):
+    """The arithmetic of a round.
+
+    Attributes:
+        scheme: A scheme with an embedded pair.
+        control: How step sizes are chosen. Its tolerances are not read.
+        rtol, atol: Tolerances as in `Control`; tensors in compiled code, which then serves all values.
+        exact: Whether an allowed error of 0 is possible, so that an error of 0 must count as exact.
+        sign: Direction of time, 1 or -1.
+        shortest: Step size ``[]`` or ``[*batch, 1]`` below which a step has vanished at time 0.
+    """
+
+    scheme: Scheme
+    control: Control
+    rtol: float | Tensor
+    atol: float | Tensor
+    exact: bool
+    sign: float | Tensor
+    shortest: Tensor
+
+    def propose(self, now: Progress, goal: Tensor) -> Proposal:
+        """Return the steps of the next round; none goes beyond `goal`, ``[]`` or ``[*batch, 1]``."""
+        active, later = now.active[..., None], now.t + now.h
+        arrives = active & ((goal - later) * self.sign <= 0)
+        size = torch.where(arrives, goal - now.t, later - now.t)  # what the clock can tell
+        size = torch.where(active, size, 0.0)
+        # The clock may round a step up.
+        at_least = torch.minimum(size.abs(), now.h.abs()) <= self.control.least
+        return Proposal(size, torch.where(arrives, goal, now.t + size), arrives, at_least)
+
+    def judge(
+        self, now: Progress, step: Proposal, u1: Tensor, k1: Tensor, stages: list[Tensor]
+    ) -> Verdict:
+        """Measure the errors of attempts that end at states u1 with rates k1 ``[*batch, d]``."""
+        finite = (torch.isfinite(u1) & torch.isfinite(k1)).all(-1, keepdim=True)
+        error = self._error(now, step, u1, stages)
+        error = torch.where(finite, error, torch.nan).to(now.t.dtype)
+        passed = now.active[..., None] & finite & ((error <= 1) | step.at_least)
+        return Verdict(error, finite, passed)
+
+    def _error(self, now: Progress, step: Proposal, u1: Tensor, stages: list[Tensor]) -> Tensor:
+        """Norm of the error over the allowed error, in a precision in which tolerances are not 0."""
+        scheme, wide, h = self.scheme, now.t.dtype, as_time(step.size, u1)
+        allowed = self.atol + self.rtol * torch.maximum(now.u.abs(), u1.abs()).to(wide)
+        divided = _over if self.exact else torch.div
+
+        def estimate(weights: tuple[float, ...]) -> Tensor:
+            error = (h * weighted_sum(weights, stages)).abs().to(wide)
+            return self.control.norm(divided(error, allowed))
+
+        error = estimate(scheme.error_weights)
+        if not scheme.lower_error_weights:
+            return error
+        lower = estimate(scheme.lower_error_weights)
+        return error * _over(error, torch.hypot(error, 0.1 * lower))
+
+    def advance(
+        self,
+        now: Progress,
+        step: Proposal,
+        verdict: Verdict,
+        u1: Tensor,
+        k1: Tensor,
+        t1: Tensor,
+        done: Tensor,
+    ) -> Progress:
+        """Return the trajectories after a round.
+
+        Args:
+            u1, k1: States and rates ``[*batch, d]`` at the ends of the steps.
+            t1: Times ``[*batch, 1]`` there.
+            done: Trajectories ``[*batch]`` whose accepted step was the last one.
+        """
+        error, finite, passed = verdict
+        active, accepts, control = now.active, passed[..., 0], self.control
+        t, h = torch.where(passed, t1, now.t), self._next_size(now, step, verdict)
+        vanished = h.abs() <= t.abs() * (4 * torch.finfo(t.dtype).eps) + self.shortest
+        stuck = vanished | (step.at_least & ~passed)
+        stopped = active & stuck[..., 0] & ~done
+        status = now.status.masked_fill(stopped, int(Status.STEP_UNDERFLOW))
+        return Progress(
+            t=t,
+            h=h,
+            u=torch.where(passed, u1, now.u),
+            k=torch.where(passed, k1, now.k),
+            error=torch.where(passed, error, now.error) if control.beta else now.error,
+            active=active & ~done & ~stopped,
+            status=status.masked_fill(stopped & ~finite[..., 0], int(Status.LOST)),
+            accepted=now.accepted + accepts,
+            rejected=now.rejected + (active & ~accepts),
+        )
+
+    def _next_size(self, now: Progress, step: Proposal, verdict: Verdict) -> Tensor:
+        """Return the signed sizes ``[*batch, 1]`` of the next steps."""
+        control = self.control
+        factor = control.safety * verdict.error ** -(
+            1 / (self.scheme.error_order + 1) - 0.75 * control.beta
+        )
+        if control.beta:
+            factor = factor * now.error.clamp(min=1e-4) ** control.beta
+        factor = factor.nan_to_num(control.shrink, posinf=control.grow)
+        size = step.size * rounded(factor.clamp(control.shrink, control.grow))
+        if not self.scheme.interpolates:
+            # A step cut short at a wanted time says little about the next one.
+            size = torch.where(verdict.passed & step.arrives & (size.abs() < now.h.abs()), now.h, size)
+        size = torch.where(now.active[..., None], size, now.h)
+        return size.abs().clamp(control.least, control.most) * self.sign
+
+
+def attempt(
+    f: Rate,
+    scheme: Scheme,
+    t: Tensor,
+    h: Tensor,
+    u: Tensor,
+    first: Tensor,
+    moving: Tensor | None = None,
+    parameters: Tensor | None = None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """A step: the new state, the rate there, and the stages; rates of those not moving are 0."""
+    rate = plain = with_parameters(f, parameters)
+    if moving is not None:
+        rate = lambda t, u: torch.where(moving, plain(t, u), 0.0)
+    stages = scheme.stages(rate, t, u, h, first=first)
+    new = u + h * weighted_sum(scheme._b, stages)
+    last = stages[-1] if scheme.first_same_as_last else call_rate(rate, t + h, new)
+    return new, last, stages
+
+
+def rate_calls(scheme: Scheme) -> int:
+    """Return the number of rate calls of an attempt whose first stage is known."""
+    return len(scheme.b) - scheme.first_same_as_last
+
+
+def loop(
+    f: Rate,
+    rules: Rules,
+    goal: Tensor,
+    pause: Tensor,
+    limit: Tensor,
+    now: Progress,
+    parameters: Tensor | None = None,
+) -> tuple[Tensor, Progress]:
+    """Take rounds until every trajectory has reached its goal or was given up.
+
+    Compiled, this is one loop around one round: it is compiled once for all tolerances and numbers of
+    rounds, and no Python runs between rounds. It has no gradients.
+
+    Args:
+        f: The rate, which takes `parameters` if there are any.
+        goal: Last times, ``[]`` or ``[*batch, 1]``.
+        pause: The loop ends before a round in which an active trajectory would step to this time or
+            beyond it, ``[*batch, 1]``; infinite for trajectories that may step up to their goal.
+        limit: Largest number of rounds ``[]``.
+        now: The trajectories, laid out by `as_carried`.
+
+    Returns:
+        The number of rounds ``[]``, and the trajectories after them.
+    """
+
+    def more(rounds: Tensor, *carried: Tensor) -> Tensor:
+        now = _from_carried(carried)
+        waits = now.active & ((now.t + now.h - pause) * rules.sign >= 0)[..., 0]
+        return now.active.any() & ~waits.any() & (rounds < limit)
+
+    def one_round(rounds: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
+        now = _from_carried(carried)
+        step = rules.propose(now, goal)
+        t, h = as_time(now.t, now.u), as_time(step.size, now.u)
+        u1, k1, stages = attempt(f, rules.scheme, t, h, now.u, now.k, None, parameters)
+        verdict = rules.judge(now, step, u1, k1, stages)
+        done = (verdict.passed & step.arrives)[..., 0]
+        return rounds + 1, *as_carried(rules.advance(now, step, verdict, u1, k1, step.t1, done))
+
+    start = torch.zeros((), dtype=torch.long, device=goal.device)
+    rounds, *carried = while_loop(more, one_round, (start, *now))
+    return rounds, _from_carried(carried)
+
+
+def compiled_rounds(
+    f: Rate,
+    rules: Rules,
+    goal: Tensor,
+    pause: Tensor,
+    limit: int,
+    now: Progress,
+    parameters: Tensor | None = None,
+) -> tuple[int, Progress]:
+    """Call the compiled `loop`, whose arguments these are.
+
+    Returns:
+        The number of rounds, and the trajectories after them.
+
+    Raises:
+        NotCompiledError: torch cannot compile the loop.
+    """
+    # Numbers that differ between calls are tensors, or each of them would be compiled for itself.
+    number = lambda x: torch.as_tensor(x, dtype=now.t.dtype)
+    control = replace(rules.control, rtol=1.0, atol=1.0, first=None, max_steps=1)
+    fast = compiled(loop, now.u.device, f, rules.scheme, control, rules.exact, or_plain=False)
+    rules = rules._replace(
+        control=control, rtol=number(rules.rtol), atol=number(rules.atol), sign=number(rules.sign)
+    )
+    own = None if parameters is None else parameters.detach()
+    rounds, later = fast(f, rules, goal, pause, torch.tensor(limit), as_carried(now), own)
+    return int(rounds), later
+
+
+def as_carried(now: Progress) -> Progress:
+    """The trajectories as `loop` carries them: contiguous, with times and errors ``[*batch]``."""
+    fresh = lambda x: x.clone(memory_format=torch.contiguous_format)  # with the strides of its shape
+    now = now._replace(t=now.t[..., 0], h=now.h[..., 0], error=now.error[..., 0])
+    return Progress(*map(fresh, now))
+
+
+def _from_carried(carried: Sequence[Tensor]) -> Progress:
+    now = Progress(*carried)
+    return now._replace(t=now.t[..., None], h=now.h[..., None], error=now.error[..., None])
+
+
+def first_step(
+    f: Rate,
+    begin: Tensor,
+    end: Tensor,
+    sign: float,
+    u: Tensor,
+    k: Tensor,
+    scheme: Scheme,
+    control: Control,
+) -> Tensor:
+    """Estimate the size of the first step [*batch, 1] (Hairer, Norsett, Wanner I, II.4)."""
+    wide = lambda x: x.abs().to(begin.dtype)
+    scale = control.atol + control.rtol * wide(u)
+    d0, d1 = control.norm(_over(wide(u), scale)), control.norm(_over(wide(k), scale))
+    small = (d0 < 1e-5) | (d1 < 1e-5)
+    h0 = torch.where(small, 1e-6, 0.01 * d0 / d1).nan_to_num(1e-6).clamp(min=1e-200)
+    bend = call_rate(f, as_time(begin + sign * h0, u), u + sign * as_time(h0, u) * k).detach() - k
+    d2 = control.norm(_over(wide(bend), scale)) / h0
+    order = scheme.error_order + 1
+    steepest = torch.maximum(d1, d2).nan_to_num(1e15)
+    h1 = torch.where(steepest <= 1e-15, (h0 * 1e-3).clamp(min=1e-6), (0.01 / steepest) ** (1 / order))
+    h = torch.minimum(100 * h0, h1).to(begin.dtype)
+    return rounded(torch.minimum(h, (end - begin).abs()))
+
+
+def rounded(x: Tensor) -> Tensor:
+    """x to twelve bits, by Veltkamp's splitting.
+
+    The last bit of a power depends on where in the batch it is computed (vector units and the rest
+    of a loop differ); rounded, a trajectory takes the same steps in any company, almost surely.
+    """
+    bits = 1 - math.frexp(torch.finfo(x.dtype).eps)[1]  # of the mantissa after its first one
+    large = x * float(2 ** (bits + 1 - 12) + 1)
+    return large - (large - x)
+
+
+def as_time(time: Tensor, u: Tensor) -> Tensor:
+    """The time in the precision of u, as rates receive it."""
+    return time.to(u.real.dtype if u.is_complex() else u.dtype)
+
+
+def _over(x: Tensor, scale: Tensor) -> Tensor:
+    """x / scale, where 0 / 0 counts as 0."""
+    return torch.where(x == 0, 0.0, x / scale)
