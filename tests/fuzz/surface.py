@@ -48,6 +48,8 @@ WITHOUT = {
     "attractor.HybridSolver.about": "takes nothing",
     "attractor.HybridSolver.push_to_hub": "the hub's; tests/integrations/test_hub.py",
     "attractor.residual.StiffnessProfile.to_pandas": "takes nothing",
+    "attractor.ode.Paper": "options of fit; tests/ode/test_recipes.py",
+    "attractor.ode.Ridge": "options of fit; tests/ode/test_recipes.py",
     "attractor.ode.FineData": "what make_trajectories returns",
     "attractor.ode.theory.ConvergenceBound": "what convergence_bound returns",
     "attractor.attention.Choice": "what explain returns",
