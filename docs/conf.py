@@ -42,7 +42,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!attractor\.).*"),
     (r"py:class", r"attractor\.residual\.insert\.Model"),
-    (r"py:class", r"attractor\.(core\.evolve\.Guard|residual\.gates\.dia\.Memory)"),
+    (r"py:class", r"attractor\.(core\.runs\.Guard|residual\.gates\.dia\.Memory)"),
 ]
 
 LITERAL = re.compile(r"(``.+?``|`.+?`)")
