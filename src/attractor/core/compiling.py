@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import count
 from types import FunctionType
@@ -15,6 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # On the CPU: a C++ wrapper, because runs are so short that a Python one would cost more than their
 # arithmetic; and no second thread for a few thousand numbers, for which it would only wait.
 CPU_OPTIONS = {"cpp_wrapper": True, "cpp.min_chunk_size": 16_384}
+VECTORS = {"AVX512": 64, "AVX2": 32, "SVE256": 32}  # bytes of a vector of this machine; else 16
+CAPABILITY = torch.backends.cpu.get_cpu_capability()
+LANES = 4  # numbers in a vector from which sines and powers of vectors are faster than of numbers
 
 
 _NUMBERS = count()
@@ -66,6 +70,15 @@ def _compiled(run: Callable[..., Any], device: str, or_plain: bool, *fixed: Any)
         raise NotCompiledError(reason)
 
     return fast_or_plain
+
+
+def vectorised(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """`ComponentsFirst`, if vectors of this machine hold enough numbers of a dtype; else nothing.
+
+    Modes do not reach the bodies of compiled loops, so that each one enters this.
+    """
+    enough = VECTORS.get(CAPABILITY, 16) >= LANES * dtype.itemsize
+    return ComponentsFirst() if enough else nullcontext()
 
 
 def components_first(u: Tensor) -> Tensor:

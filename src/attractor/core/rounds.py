@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._higher_order_ops.while_loop import while_loop
 
 from attractor.core.checks import is_number
-from attractor.core.compiling import compiled
+from attractor.core.compiling import compiled, vectorised
 from attractor.core.scheme import Rate, Scheme, call_rate, weighted_sum
 from attractor.core.step import with_parameters
 from attractor.core.trajectory import Status
@@ -333,7 +333,8 @@ def loop(
         now = _from_carried(carried)
         step = rules.propose(now, goal)
         t, h = as_time(now.t, now.u), as_time(step.size, now.u)
-        u1, k1, stages = attempt(f, rules.scheme, t, h, now.u, now.k, None, parameters)
+        with vectorised(now.u.dtype):
+            u1, k1, stages = attempt(f, rules.scheme, t, h, now.u, now.k, None, parameters)
         verdict = rules.judge(now, step, u1, k1, stages)
         done = (verdict.passed & step.arrives)[..., 0]
         return rounds + 1, *as_carried(rules.advance(now, step, verdict, u1, k1, step.t1, done))

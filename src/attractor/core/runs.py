@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.while_loop import while_loop
 
-from attractor.core.compiling import components_first
+from attractor.core.compiling import components_first, vectorised
 from attractor.core.scheme import Rate, moved
 from attractor.core.splitting import Halves, Splitting
 from attractor.core.step import Correction, Step, with_parameters
@@ -129,9 +129,10 @@ def looped(
         return (i < count) & (known | anywhere).all()
 
     def step(i: Tensor, u: Tensor, known: Tensor, stayed: Tensor) -> tuple[Tensor, ...]:
-        now, size = (x.index_select(0, i.view(1)).view(()) for x in (t, dt))
-        u = components_first(corrected_step(f, scheme, correction, now, size, u, parameters))
-        return i + 1, u, is_inside(u), stayed & known
+        with vectorised(u.dtype):
+            now, size = (x.index_select(0, i.view(1)).view(()) for x in (t, dt))
+            u = components_first(corrected_step(f, scheme, correction, now, size, u, parameters))
+            return i + 1, u, is_inside(u), stayed & known
 
     first = is_inside(u)
     start = (torch.zeros((), dtype=torch.long), u, first, torch.ones_like(first))

@@ -112,10 +112,11 @@ class TrustRegion(nn.Module):
     def _compiled_distance(self, u: Tensor) -> Tensor:
         """`distance`, for compiled steps: component by component, as they hold states."""
         # Compilers compute a standardised state once for each product, and divisions take long.
-        z = self._features((u - self.mean) * self.deviation.reciprocal())
-        z = z.movedim(-1, 0).flatten(1)
+        x = u.movedim(-1, 0).flatten(1)
+        x = (x - self.mean[:, None]) * self.deviation.reciprocal()[:, None]
+        z, factor = self._features(x.float(), 0), self.factor.T.float()
         few = z.shape[1] <= FEW  # a call of BLAS takes longer than the sums
-        rows = (self.factor.T[:, :, None] * z).sum(1) if few else self.factor.T @ z
+        rows = (factor[:, :, None] * z).sum(1) if few else factor @ z
         return rows.square().sum(0).reshape(u.shape[:-1]) / self.limit
 
     def inside(self, u: Tensor) -> Tensor:
@@ -140,10 +141,11 @@ class TrustRegion(nn.Module):
         return Guard(self.inside, substeps if replace else None)
 
     @staticmethod
-    def _features(x: Tensor) -> Tensor:
-        d = x.shape[-1]
-        products = [x[..., i : i + 1] * x[..., i:] for i in range(d)] if d <= 16 else [x**2]
-        return torch.cat((*products, x, torch.ones_like(x[..., :1])), -1)
+    def _features(x: Tensor, dim: int = -1) -> Tensor:
+        d = x.shape[dim]
+        part = lambda start, stop: x.narrow(dim, start, stop - start)
+        products = [part(i, i + 1) * part(i, d) for i in range(d)] if d <= 16 else [x**2]
+        return torch.cat((*products, x, torch.ones_like(part(0, 1))), dim)
 
 
 def settled_step(rate: Rate, t: Tensor, dt: Any, u: Tensor, tolerance: Tensor) -> Tensor:

@@ -592,9 +592,9 @@ class _Search:
                 warnings.simplefilter("ignore", UserWarning)
                 solver = fit(
                     self.rate, dt=dt, horizon=self.horizon, scheme=scheme, correction="stages",
-                    width=width, trajectories=TRAJECTORIES, period=self.period, seed=self.seed,
-                    device=self.device, fine_dt=None if self.fine_dt is None else min(dt, self.fine_dt),
-                    **self.samplers,
+                    width=width, precision="float32" if width else None, trajectories=TRAJECTORIES,
+                    period=self.period, seed=self.seed, device=self.device,
+                    fine_dt=None if self.fine_dt is None else min(dt, self.fine_dt), **self.samplers,
                 )  # fmt: skip
         except (ValueError, FloatingPointError) as error:  # steps that lose trajectories, rates of t
             reason = str(error).split(";")[0].split(":")[0]

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from attractor.core.scheme import check_state
 from attractor.core.step import Step
 from attractor.ode.corrections.correction import Correction
-from attractor.ode.corrections.network import Network, check_sizes
+from attractor.ode.corrections.network import Network, check_sizes, joined
 
 
 class AttNS(Correction):
@@ -45,4 +44,4 @@ class AttNS(Correction):
         if self.times_dt:
             check_state(step.slope, dt=step.dt)
         x = step.dt * step.slope if self.times_dt else step.slope
-        return torch.cat((x, step.u), -1) if self.state else x
+        return joined(x, step.u) if self.state else x

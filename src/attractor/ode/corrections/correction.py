@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from attractor.core.step import Step
-from attractor.ode.corrections.network import check_step, with_phase
+from attractor.ode.corrections.network import check_step, joined, with_phase
 
 
 class Correction(nn.Module):
@@ -47,7 +46,7 @@ class Correction(nn.Module):
         x = self._seen(step)
         count = getattr(self.net, "parameter_count", 0)
         if count:
-            x = torch.cat((x, _parameters(step, count)), -1)
+            x = joined(x, _parameters(step, count))
         return with_phase(x, step.t, self.net.period)
 
     def forward(

@@ -94,8 +94,17 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The last hidden layer ``[*batch, width]``."""
+        if _by_component(x):
+            return self.by_component(x.T).T
         for i, (layer, activation) in enumerate(zip(self.layers, self.activations)):
-            y = activation(_product(layer, x))
+            y = activation(layer(x))
+            x = x + y if self.residual and i else y
+        return x
+
+    def by_component(self, x: Tensor) -> Tensor:
+        """The same for x ``[inputs, n]``: ``[width, n]``."""
+        for i, (layer, activation) in enumerate(zip(self.layers, self.activations)):
+            y = activation(_product(layer.weight, layer.bias, x))
             x = x + y if self.residual and i else y
         return x
 
@@ -127,8 +136,9 @@ class Network(nn.Module):
         body: "mlp", or the modules of Table 2 that read x component by component: "lstm",
             "transformer".
         period: for equations that repeat in time: the phase of t joins x as a cosine and a sine.
-        precision: "float32" computes a float64 network in float32, which is quicker: what is added
-            to a step is small, so its relative error may be larger than the state's.
+        precision: "float32" computes the hidden layers and the head of a float64 network in float32,
+            which is faster: what is added to a step is small, so its relative error may be larger than
+            the state's. The linear map of x, the largest part, remains in float64.
         parameters: for equations with parameters: how many of each trajectory join x.
     """
 
@@ -185,23 +195,26 @@ class Network(nn.Module):
 
     def in_torch(self, x: Tensor) -> Tensor:
         """Q of x, in plain torch."""
+        weight, bias = self.head.weight, self.head.bias
         if self.low and x.dtype == torch.float64:
-            return self._in_float32(x, head=True)
-        out = _product(self.head, self.body(x))
-        return out if self.around is None else out + _product(self.around, x)
+            out = _linear(weight.float(), bias.float(), self._low_hidden(x)).double()
+        else:
+            out = _linear(weight, bias, self.body(x))
+        return out if self.around is None else out + _linear(self.around.weight, None, x)
 
     def features(self, x: Tensor) -> Tensor:
         """What the result is linear in: hidden layer, x itself if there is a way around, and 1."""
         lower = self.low and x.dtype == torch.float64
-        parts = [self._in_float32(x, head=False) if lower else self.body(x)]
+        parts = [self._low_hidden(x).double() if lower else self.body(x)]
         if self.around is not None:
             parts.append(x)
         return torch.cat([*parts, torch.ones_like(x[..., :1])], -1)
 
-    def _in_float32(self, x: Tensor, head: bool) -> Tensor:
-        part = self if head else self.body
-        weights = {name: p.float() for name, p in part.named_parameters()}
-        return torch.func.functional_call(part, weights, (x.float(),)).double()
+    def _low_hidden(self, x: Tensor) -> Tensor:
+        """The hidden layer in float32."""
+        weights = {name: p.float() for name, p in self.body.named_parameters()}
+        low = x.T.float().T if _by_component(x) else x.float()
+        return torch.func.functional_call(self.body, weights, (low,))
 
     def set_head(self, weights: Tensor) -> None:
         """Put in weights ``[features, outputs]``, in the order of `features`."""
@@ -248,7 +261,7 @@ class Affine(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """M x + b."""
         check_input("u", x, "[*batch, dim]", "the correction", getattr(self.head, "weight", None))
-        return _product(self.head, x)
+        return _linear(self.head.weight, self.head.bias, x)
 
     def features(self, x: Tensor) -> Tensor:
         """x and 1."""
@@ -267,16 +280,36 @@ class Affine(nn.Module):
             self.head.bias.sub_(self.head.weight @ mean)
 
 
-def _product(layer: Any, x: Tensor) -> Tensor:
-    """``W x + b``, in compiled code on the CPU in the order of its states: component by component."""
+def _by_component(x: Tensor) -> bool:
+    """Whether x ``[n, inputs]`` is in compiled code on the CPU, which holds states by component.
+
+    There products are taken of x transposed: BLAS and the layers' activations then read what is
+    contiguous, where a compiler would transpose every layer.
+    """
     compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-    if not compiled or x.device.type != "cpu" or x.dim() != 2:
-        return layer(x)
-    if len(x) <= FEW:  # a call of BLAS takes longer than the sums
-        y = (layer.weight[:, :, None] * x.T).sum(1)
-    else:
-        y = layer.weight @ x.T
-    return (y if layer.bias is None else y + layer.bias[:, None]).T
+    return compiled and x.device.type == "cpu" and x.dim() == 2
+
+
+def joined(*parts: Tensor) -> Tensor:
+    """The parts ``[*batch, n]`` beside each other; by component where `_by_component` holds."""
+    if _by_component(parts[0]):
+        return torch.cat([x.T for x in parts]).T
+    return torch.cat(parts, -1)
+
+
+def _linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """``W x + b`` for x ``[*batch, inputs]``."""
+    if _by_component(x):
+        return _product(weight, bias, x.T).T
+    return nn.functional.linear(x, weight, bias)
+
+
+def _product(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """``W x + b`` for x ``[inputs, n]``."""
+    if x.shape[1] <= FEW:  # a call of BLAS takes longer than the sums
+        y = (weight[:, :, None] * x).sum(1)
+        return y if bias is None else y + bias[:, None]
+    return weight @ x if bias is None else torch.addmm(bias[:, None], weight, x)
 
 
 def with_phase(x: Tensor, t: Any, period: float | None) -> Tensor:
@@ -296,7 +329,7 @@ def with_phase(x: Tensor, t: Any, period: float | None) -> Tensor:
             f"t has shape {list(angle.shape)}; give a number, or times {list(x.shape[:-1])}"
         )
     phase = torch.stack((torch.cos(angle), torch.sin(angle)), -1).to(x.dtype)
-    return torch.cat((x, phase.expand(*x.shape[:-1], 2)), -1)
+    return joined(x, phase.expand(*x.shape[:-1], 2))
 
 
 def check_step(net: Any, u: Any, slope: Any) -> None:

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from attractor.core.checks import check_whole
 from attractor.core.step import Step
 from attractor.ode.corrections.correction import Correction
-from attractor.ode.corrections.network import Affine, Network, check_sizes
+from attractor.ode.corrections.network import Affine, Network, check_sizes, joined
 
 
 class Stages(Correction):
@@ -70,4 +69,4 @@ class Stages(Correction):
                 "is called with a Step that has its stages"
             )
         first, *others = step.stages
-        return torch.cat((step.u, first, *(k - first for k in others)), -1)
+        return joined(step.u, first, *(k - first for k in others))

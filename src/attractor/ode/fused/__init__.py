@@ -100,12 +100,14 @@ def kernel(net: Any, x: Tensor, precision: str | None = None) -> Tensor:
 
     layer, activation, head = net.body.layers[0], net.body.activations[0], net.head
     learned = (activation.top, activation.bottom) if hasattr(activation, "top") else (None, None)
+    way = None if net.around is None else net.around.weight
+    apart = way is not None and x.dtype == torch.float64  # the linear map of x is not for float32
     out = gradients.differentiable(
         x.reshape(-1, x.shape[-1]), layer.weight, layer.bias, head.weight, head.bias,
-        None if net.around is None else net.around.weight, *learned, net.config["activation"],
-        precision or "tf32x3",
+        None if apart else way, *learned, net.config["activation"], precision or "tf32x3",
     )  # fmt: skip
-    return out.view(*x.shape[:-1], head.out_features)
+    out = out.view(*x.shape[:-1], head.out_features)
+    return out + net.around(x) if apart else out
 
 
 def deviation(net: Any, x: Tensor, precision: str | None = None) -> float:
