@@ -132,7 +132,7 @@ CASES = {
     ),
     "fine steps without end": (
         lambda: at.make_trajectories(
-            at.systems.Lorenz(), "nowhere", count=2, dt=0.1, horizon=0.2, fine_dt=1e-30
+            at.systems.Lorenz(), "nowhere", trajectories=2, dt=0.1, horizon=0.2, fine_dt=1e-30
         ),
         "makes more than",
     ),
@@ -178,7 +178,7 @@ CASES = {
     "a correction of no such option": (lambda: at.corrections.CSM(3, width=4, body="lstm", colour=1), "no option colour"),
     "a correction of integers": (lambda: at.corrections.Linear(3, dtype=torch.int64), "no type of floats"),
     "a horizon of too many steps": (lambda: whole_steps(1e-300, 1.0), "shorten it"),
-    "half a trajectory": (lambda: Plan(1.5, 0.1, 2, 1), "count = 1.5"),
+    "half a trajectory": (lambda: Plan(1.5, 0.1, 2, 1), "trajectories = 1.5"),
     "a trust region in half precision": (lambda: TrustRegion.around(ONES.half()), "float32 or float64"),
     "a system's rate of a list": (lambda: at.systems.Lorenz()(0.0, [1.0, 2.0, 3.0]), r"\[\*batch, 3\]"),
     "a system's rate of another size": (lambda: at.systems.Lorenz()(0.0, torch.ones(2, 4)), r"\[\*batch, 3\]"),

@@ -166,7 +166,7 @@ def fit(
     else:
         substeps = substeps_for(dt, fine_dt)
     new = lambda stream: replace(
-        plan, count=held_out, stream=stream, shard_size=few_phases, substeps=substeps
+        plan, trajectories=held_out, stream=stream, shard_size=few_phases, substeps=substeps
     )
     plans = [new("held out"), new("test")]
     if data is None:

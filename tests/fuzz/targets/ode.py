@@ -319,7 +319,7 @@ def _fit(m: Maker) -> Call:
 @target("attractor.make_trajectories", slow=True, raises=(OSError,))
 def _make_trajectories(m: Maker) -> Call:
     system = m.choice([at.systems.HarmonicOscillator(), at.systems.Lorenz()], odd=(lambda t, u: -u,))
-    options = {"count": m.whole(1, 5), "dt": m.number(0.1, 0.2), "fine_dt": m.number(0.02, 0.1)}
+    options = {"trajectories": m.whole(1, 5), "dt": m.number(0.1, 0.2), "fine_dt": m.number(0.02, 0.1)}
     options["horizon"] = 2 * options["dt"] if isinstance(options["dt"], float) else 1.0
     if m.chance(30):
         options["shard_size"] = m.whole(1, 5)
@@ -336,7 +336,7 @@ def _make_trajectories(m: Maker) -> Call:
 def fine_folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     at.make_trajectories(
-        at.systems.HarmonicOscillator(), folder, count=4, dt=0.1, horizon=0.2, shard_size=2
+        at.systems.HarmonicOscillator(), folder, trajectories=4, dt=0.1, horizon=0.2, shard_size=2
     )
     return folder
 
