@@ -17,7 +17,6 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint as recompute_later
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from attractor.core.control import has_tangent
 from attractor.core.events import bracketed_root, differentiated_root
 from attractor.core.interpolant import coefficients, evaluate
 from attractor.core.rounds import Control, root_mean_square
@@ -31,6 +30,7 @@ from attractor.core.scheme import (
     version,
     weighted_sum,
 )
+from attractor.core.transforms import has_tangent
 
 Callback = Callable[[Tensor, Tensor, Tensor], Any]
 Event = Callable[[Tensor, Tensor], Tensor]  # (t [], u [d]) -> []

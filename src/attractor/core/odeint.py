@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from attractor.core.adaptive import Callbacks, Solution, Stops, solve_adaptive
 from attractor.core.checks import MOST_STEPS, is_number
-from attractor.core.control import has_tangent, is_transformed
 from attractor.core.evolve import check_problem, on_grid
 from attractor.core.fixed import StepRule, explicit_rule, solve_fixed, solve_fixed_until
 from attractor.core.implicit import TABLEAUS, implicit_rule
@@ -20,6 +19,7 @@ from attractor.core.rounds import Control
 from attractor.core.scheme import Rate, Scheme, check_same_rate
 from attractor.core.scipy_solver import solve_scipy, solve_scipy_adjoint
 from attractor.core.tableaus import AnyScheme, get_scheme
+from attractor.core.transforms import check_checkpoint, has_tangent, is_transformed, without_vmap
 
 State: TypeAlias = Tensor | tuple[Tensor, ...] | dict[Any, Tensor]
 Tolerance: TypeAlias = Any  # a number, a tensor, or a tuple or dict of these for the parts of a state
@@ -107,7 +107,8 @@ def odeint(
         FloatingPointError: An adaptive method cannot reach ``t[-1]``, or there is no event. What blows
             up with fixed steps is infinite or NaN from there on.
     """
-    return _solve(func, y0, t, rtol, atol, method, options, event_fn, args)
+    with without_vmap(f"odeint with method {_label(method)}"):
+        return _solve(func, y0, t, rtol, atol, method, options, event_fn, args)
 
 
 def odeint_adjoint(
@@ -144,9 +145,12 @@ def odeint_adjoint(
     if adjoint_params is None:
         adjoint_params = func.parameters() if isinstance(func, nn.Module) else ()
     wanted = [p for p in (*adjoint_params, *args) if isinstance(p, Tensor) and p.requires_grad]
-    solution = _solve(
-        func, y0, t, rtol, atol, method, options, event_fn, args, checkpoint=True, parameters=wanted
-    )
+    if method != SCIPY:
+        check_checkpoint(True)
+    with without_vmap(f"odeint_adjoint with method {_label(method)}"):
+        solution = _solve(
+            func, y0, t, rtol, atol, method, options, event_fn, args, checkpoint=True, parameters=wanted
+        )
     if not wanted or not torch.is_grad_enabled() or method == SCIPY:
         return solution
     with_zeros = lambda part: _WithZeros.apply(part, *wanted)
@@ -181,6 +185,11 @@ def odeint_event(
     start = t0.reshape(1)
     t = torch.cat((start, start.detach() + (-1.0 if reverse_time else 1.0)))
     return odeint_interface(func, y0, t, event_fn=event_fn, **kwargs)
+
+
+def _label(method: Any) -> str:
+    """Return the name of a method for a message."""
+    return repr("dopri5" if method is None else getattr(method, "name", method))
 
 
 def _mapped(function: Callable[[Tensor], Tensor], state: State) -> Any:
@@ -263,19 +272,10 @@ def _solve(
         control, stops = _control(control, options, unflatten, parts)
         if flat.numel() == 0:
             return unflatten(flat.expand(len(t), 0))
-        try:
-            solution = solve_adaptive(
-                rate, flat, t, scheme, control, stops=stops, callbacks=callbacks, adjoint=adjoint,
-                event=event, checkpoint=checkpoint,
-            )  # fmt: skip
-        except RuntimeError as error:
-            if not str(error).startswith("vmap:"):
-                raise
-            raise ValueError(
-                f"{name} chooses its steps by the values of the state, so it does not run under "
-                "torch.func.vmap; pass the whole batch as y0, use `evolve` with rtol, where each "
-                "trajectory has its own steps, or a method with fixed steps"
-            ) from error
+        solution = solve_adaptive(
+            rate, flat, t, scheme, control, stops=stops, callbacks=callbacks, adjoint=adjoint,
+            event=event, checkpoint=checkpoint,
+        )  # fmt: skip
         return _shaped(solution, t, unflatten)
 
     _warn_of(callbacks, name, ("step",))
