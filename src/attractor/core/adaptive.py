@@ -176,6 +176,8 @@ class _Search:
         """One step: the new state, the rate there, and the stages."""
         f, scheme, t, t1, jump = self.f, self.scheme, attempt.t, attempt.t1, attempt.jump
         h = t1 - t
+        if self.event is not None and abs(t1) > 1e-2 * torch.finfo(u.dtype).max:
+            self.give_up()  # steps without an event grow until no number holds them
         end = lambda: self.at(t1, u, -self.sign * jump)
         if self.buffer is not None:
             buffer, u1 = self.buffer, u

@@ -109,6 +109,8 @@ def evolve(
     >>> bool(torch.allclose(end, u0, atol=1e-4))
     True
     """
+    if not callable(f):
+        raise TypeError(f"f is a {type(f).__name__}; pass a function (t, u) -> du/dt")
     controls_error = rtol is not None or atol is not None
     scheme = get_scheme(scheme if scheme is not None else "dopri5" if controls_error else "rk4")
     with without_vmap("error control"):

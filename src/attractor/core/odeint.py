@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attractor.core.adaptive import Callbacks, Solution, Stops, solve_adaptive
-from attractor.core.checks import MOST_STEPS, is_number
+from attractor.core.checks import MOST_STEPS, check_values, is_number
 from attractor.core.evolve import check_problem, on_grid
 from attractor.core.fixed import StepRule, explicit_rule, solve_fixed, solve_fixed_until
 from attractor.core.implicit import TABLEAUS, implicit_rule
@@ -182,6 +182,15 @@ def odeint_event(
     Returns:
         The time of the event, and the solution ``[2, *y0.shape]`` at t0 and there. Both have gradients.
     """
+    if not isinstance(t0, Tensor) or t0.numel() != 1:
+        got = f"has shape {list(t0.shape)}" if isinstance(t0, Tensor) else f"is a {type(t0).__name__}"
+        raise TypeError(f"t0 {got}; pass a tensor of one time, such as torch.tensor(0.0)")
+    if not callable(event_fn):
+        raise TypeError(f"event_fn is a {type(event_fn).__name__}; pass a function (t, y) -> values")
+    if not callable(odeint_interface):
+        raise TypeError(
+            f"odeint_interface is a {type(odeint_interface).__name__}; pass odeint or odeint_adjoint"
+        )
     start = t0.reshape(1)
     t = torch.cat((start, start.detach() + (-1.0 if reverse_time else 1.0)))
     return odeint_interface(func, y0, t, event_fn=event_fn, **kwargs)
@@ -227,6 +236,8 @@ def _solve(
     checkpoint: bool = False,
     parameters: list[Tensor] | None = None,
 ) -> Any:
+    if not callable(func):
+        raise TypeError(f"func is a {type(func).__name__}; pass a function (t, y) -> dy/dt")
     if not isinstance(args, tuple):
         raise TypeError(f"args is a {type(args).__name__}; pass a tuple, such as args=(parameter,)")
     options, original = dict(options or {}), func
@@ -256,7 +267,7 @@ def _solve(
         if parameters is None or not torch.is_grad_enabled():
             return unflatten(solve_scipy(rate, flat, t, *tolerances, options))
         return unflatten(solve_scipy_adjoint(rate, flat, t, *tolerances, options, parameters))
-    if method in ADAMS or method in TABLEAUS:
+    if isinstance(method, str) and (method in ADAMS or method in TABLEAUS):
         name, scheme, adaptive = method, None, False
     else:
         scheme, adaptive = _method(method)
@@ -290,16 +301,16 @@ def _solve(
     rule = _rule(method, scheme, perturb, options, rtol, atol)
     if event is not None:
         step = options.pop("step_size", None)
-        if not is_number(step) or not step > 0 or options:
+        if not is_number(step) or not 0 < step < 1e-2 * torch.finfo(flat.dtype).max or options:
             raise ValueError(
-                f"events with fixed steps need the option step_size > 0 and no grid; step_size is "
-                f"{step!r}, the other options are {options}"
+                f"events with fixed steps need the option step_size > 0, in {flat.dtype}, and no grid; "
+                f"step_size is {step!r}, the other options are {options}"
             )
         solution = solve_fixed_until(
             rate, flat, t, float(step), rule, event, interp=interp or "cubic", callbacks=callbacks
         )
         return _shaped(solution, t, unflatten)
-    if method in ADAMS and "step_size" in options:
+    if isinstance(method, str) and method in ADAMS and "step_size" in options:
         interp = interp or "cubic"  # Adams methods need even steps
     grid, _ = _grid(func, y0, t, options, merge=interp is None)
     solution = solve_fixed(
@@ -326,11 +337,11 @@ def _rule(
     method: Any, scheme: AnyScheme | None, perturb: bool, options: dict[str, Any], rtol: Any, atol: Any
 ) -> StepRule:
     """The step of a fixed method."""
-    if method in ADAMS:
+    if isinstance(method, str) and method in ADAMS:
         chosen = {key: options.pop(key) for key in ("max_order", "max_iters") if key in options}
         rtol, atol = (float(x) if is_number(x) else y for x, y in ((rtol, 1e-7), (atol, 1e-9)))
         return adams_rule(ADAMS[method], rtol, atol, perturb, **chosen)
-    if method in TABLEAUS:
+    if isinstance(method, str) and method in TABLEAUS:
         chosen = {"max_iters": options.pop("max_iters")} if "max_iters" in options else {}
         return implicit_rule(method, perturb, **chosen)
     if not isinstance(scheme, Scheme):
@@ -369,7 +380,18 @@ def _event(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """One event function ``[]`` that is positive at the start, and zero where one of the elements is."""
     with torch.no_grad():
-        first = torch.as_tensor(event_fn(t[0].to(flat.real.dtype), unflatten(flat), *args))
+        first = event_fn(t[0].to(flat.real.dtype), unflatten(flat), *args)
+        if is_number(first):
+            first = torch.as_tensor(first)
+        if not isinstance(first, Tensor) or not first.is_floating_point() or not first.numel():
+            got = f"{first.dtype} {list(first.shape)}" if isinstance(first, Tensor) else repr(first)
+            raise TypeError(f"event_fn returned {got}; return real numbers that cross zero at the event")
+        check_values("the tensor that event_fn returned", first)
+        if bool(torch.isnan(first).any()):
+            raise ValueError(
+                f"event_fn is not a number at the start, t = {t[0].item():g}; return numbers that cross "
+                "zero at the event"
+            )
         signs = first.sign()
 
     def event(t: Tensor, u: Tensor) -> Tensor:
