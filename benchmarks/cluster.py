@@ -27,7 +27,7 @@ from attractor import systems
 from attractor.ode import make_trajectories
 from benchmarks.results import save
 
-DATA = dict(count=10_000, dt=0.1, horizon=5.0, shard_size=250)
+DATA = dict(trajectories=10_000, dt=0.1, horizon=5.0, shard_size=250)
 STORE = 100_000_000  # bytes of shared memory a node
 
 
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few trajectories, nothing is written")
     quick = parser.parse_args().quick
     if quick:
-        DATA.update(count=400, horizon=2.0, shard_size=20)
+        DATA.update(trajectories=400, horizon=2.0, shard_size=20)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # nodes are ended then, too
     torch.set_num_threads(1)
     before = os.getloadavg()[0]  # what else this machine does, which the times depend on

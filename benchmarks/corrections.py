@@ -77,7 +77,7 @@ def run(case: int, recipe: str, seed: int, device: str) -> list[dict]:
         solver = fit(
             system, dt=dt, horizon=horizon, correction=correction, seed=seed, device=device,
             recipe=Paper(EPOCHS, loss_scale) if recipe == "paper" else recipe,
-            data=[Run(0.0, whole.u[:, : round(part * plan.count)])], fine_dt=dt / 16,
+            data=[Run(0.0, whole.u[:, : round(part * plan.trajectories)])], fine_dt=dt / 16,
         )  # fmt: skip
         with torch.no_grad():
             solved = solver.solve(u0.to(next(solver.correction.parameters()).dtype), horizon)

@@ -40,7 +40,7 @@ from benchmarks.results import save
 
 TRAININGS, AT_WRITES = 200, 100  # kills, and those of them that wait for a write
 KILLS = 10  # of data
-DATA = dict(count=600, dt=0.1, horizon=5.0, fine_dt=0.0025, shard_size=10)
+DATA = dict(trajectories=600, dt=0.1, horizon=5.0, fine_dt=0.0025, shard_size=10)
 RECIPE = Recipe(
     epochs=3, batch=16, learning_rate=0.01, warmup=0.5, crop=1, precision="fp32", optimiser="adamw"
 )
@@ -281,7 +281,7 @@ def data_and_solver() -> dict[str, Any]:
         shards: list[int] = []
         while len(shards) < KILLS:
             count = killed(folder / "torn", random.uniform(0.0, 1.0))
-            if count == DATA["count"] // DATA["shard_size"]:  # it was quicker: start again
+            if count == DATA["trajectories"] // DATA["shard_size"]:  # it was quicker: start again
                 for path in (folder / "torn").iterdir():
                     path.unlink()
                 continue

@@ -409,7 +409,7 @@ def cluster() -> str:
     found = load("cluster")
     rows = [[name, f"{x:.0f}"] for name, x in found["seconds"].items()]
     return (
-        f"`python -m benchmarks.cluster`\n\n{found['data']['count']:,} elastic pendulums to t = "
+        f"`python -m benchmarks.cluster`\n\n{found['data']['trajectories']:,} elastic pendulums to t = "
         f"{found['data']['horizon']:g} in {found['killed']['of_shards']} shards, on a Ray cluster of two nodes "
         "(`ray start` twice on one machine, one CPU and 100 MB of object store each). When half of the "
         "shards are there, all processes of the second node get SIGKILL. All four ways give the same hash: "

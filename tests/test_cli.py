@@ -175,7 +175,7 @@ def test_an_equation_with_parameters_from_the_fit_to_the_states(tmp_path, monkey
     u0, p = (torch.tensor(x, dtype=torch.float64) for x in ([[1.0, 0.9]], [0.8, 1.2]))
     end = loaded.solve(u0, 1.0, parameters=p).final
     assert json.loads(solved.stdout)["final"] == end.tolist()
-    sampled = call("solve", *solver, *own, "--n", "3", "--json")
+    sampled = call("solve", *solver, *own, "--batch", "3", "--json")
     assert sampled.exit_code == 0, sampled.output
     drawn = torch.tensor(json.loads(sampled.stdout)["parameters"])
     assert drawn.shape == (3, 2)
@@ -191,7 +191,7 @@ def test_an_equation_with_parameters_from_the_fit_to_the_states(tmp_path, monkey
     assert many.exit_code == 0, many.output
     assert json.loads(many.stdout)[0]["hybrid"]["error"] == found["hybrid"]["error"]
 
-    data = call("trajectories", "whole.py:rate", "--count", "10", "--out", "data")
+    data = call("trajectories", "whole.py:rate", "--trajectories", "10", "--out", "data")
     assert data.exit_code == 0, data.output
     again = call("fit", "whole.py:rate", "--data", "data", *small, "--out", "out/again")
     assert again.exit_code == 0, again.output

@@ -52,7 +52,7 @@ def out(tmp_path_factory):
     tiny = ["-o", "depth=29", "-o", "width=4", "--size", "8", "--inputs", "6"]
     told = printed("probe", "attractor:resnet_cifar", *tiny, "--out", folder / "probe")
     assert len(told["blocks"]) == 9
-    few = ["--count", "4", "--dt", "0.5", "--horizon", "1"]
+    few = ["--trajectories", "4", "--dt", "0.5", "--horizon", "1"]
     told = printed("trajectories", "logistic", *few, "--out", folder / "data")
     assert (told["trajectories"], told["missing"]) == (4, 0)
     data = [(torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 3]))] * 2

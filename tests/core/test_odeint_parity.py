@@ -260,7 +260,7 @@ def test_vmap_over_fixed_steps_and_a_clear_error_otherwise():
     rate = lambda t, y: -y * t.cos()
     batched = torch.func.vmap(lambda y: at.odeint(rate, y, t, method="rk4"))(y0)
     torch.testing.assert_close(batched.transpose(0, 1), at.odeint(rate, y0, t, method="rk4"))
-    with pytest.raises(ValueError, match=r"does not run under torch.func.vmap; pass the whole batch"):
+    with pytest.raises(ValueError, match=r"does not run under torch.func.vmap. States have batch"):
         torch.func.vmap(lambda y: at.odeint(rate, y, t))(y0)
 
 

@@ -37,7 +37,7 @@ def test_a_misspelt_command_suggests_the_nearest(command):
     ("arguments", "nearest"),
     [
         (["--vers"], "--version"),
-        (["trajectories", "lorenz", "--cont", "3"], "--count"),
+        (["trajectories", "lorenz", "--trajectory", "3"], "--trajectories"),
         (["doctor", "--devise", "cpu"], "--device"),
         (["fit", "lorenz", "--horizn", "1"], "--horizon"),
         (["solve", "x", "--evry", "1"], "--every"),
@@ -94,7 +94,7 @@ def test_names_in_the_library_do_the_same(kind):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from([
     "fit", "solve", "probe", "bench", "doctor", "--help", "--out", "--seed", "-1", "nan", "lorenz", "--dt", "1e400", "",
-    "-o", "links=", "=", "a=b", "../..", "--u0", "1,,2", "--device", "cuda:99", "--n", "0", "--every", "\0", "--json", "é",
+    "-o", "links=", "=", "a=b", "../..", "--u0", "1,,2", "--device", "cuda:99", "--batch", "0", "--every", "\0", "--json", "é",
     "nowhere.py:rate", "--rate", "no.such:thing", "--tokens", "-5", "--what", "nothing",
 ]), max_size=5))  # fmt: skip
 def test_no_arguments_bring_a_traceback(tmp_path_factory, arguments):

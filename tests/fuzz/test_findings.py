@@ -35,6 +35,7 @@ from attractor.residual.resnet import BasicBlock
 from attractor.residual.trunk import stage_numbers
 from tests.fuzz.judging import Call, Finding, Target, judge
 from tests.fuzz.strategies import Maker
+from tests.fuzz.targets.ode import solver, tuned
 
 ONES, META = torch.ones(2, 3), torch.ones(2, 3, device="meta")
 TIMES = torch.linspace(0, 1, 3)
@@ -52,6 +53,10 @@ def attend(**changes):
 
 def correction(dtype=torch.float32):
     return at.corrections.AttNS(3, width=4, dtype=dtype)
+
+
+def event(event_fn=lambda t, y: t - 1, t0=TIMES[:1], **options):
+    return at.odeint_event(rate, torch.ones(2), t0, event_fn=event_fn, **options)
 
 
 def model():
@@ -132,7 +137,7 @@ CASES = {
     ),
     "fine steps without end": (
         lambda: at.make_trajectories(
-            at.systems.Lorenz(), "nowhere", count=2, dt=0.1, horizon=0.2, fine_dt=1e-30
+            at.systems.Lorenz(), "nowhere", trajectories=2, dt=0.1, horizon=0.2, fine_dt=1e-30
         ),
         "makes more than",
     ),
@@ -178,7 +183,7 @@ CASES = {
     "a correction of no such option": (lambda: at.corrections.CSM(3, width=4, body="lstm", colour=1), "no option colour"),
     "a correction of integers": (lambda: at.corrections.Linear(3, dtype=torch.int64), "no type of floats"),
     "a horizon of too many steps": (lambda: whole_steps(1e-300, 1.0), "shorten it"),
-    "half a trajectory": (lambda: Plan(1.5, 0.1, 2, 1), "count = 1.5"),
+    "half a trajectory": (lambda: Plan(1.5, 0.1, 2, 1), "trajectories = 1.5"),
     "a trust region in half precision": (lambda: TrustRegion.around(ONES.half()), "float32 or float64"),
     "a system's rate of a list": (lambda: at.systems.Lorenz()(0.0, [1.0, 2.0, 3.0]), r"\[\*batch, 3\]"),
     "a system's rate of another size": (lambda: at.systems.Lorenz()(0.0, torch.ones(2, 4)), r"\[\*batch, 3\]"),
@@ -207,6 +212,25 @@ CASES = {
         lambda: theory.lipschitz_observed(correction(), ONES[:0], ONES[:0], 0.1), "not empty"
     ),
     "curvatures of what?": (lambda: theory.curvature_distribution(rate, torch.ones(2, 1, 1), ONES[0], "all"), "of 'all'"),
+    "an event without a start": (lambda: event(t0=None), "t0 is a NoneType"),
+    "an event with two starts": (lambda: event(t0=torch.zeros(2)), r"t0 has shape \[2\]"),
+    "an event that is no function": (lambda: event("y"), "event_fn is a str"),
+    "an event that returns nothing": (lambda: event(lambda t, y: None), "event_fn returned None"),
+    "an event that is true or false": (lambda: event(lambda t, y: t > 1), "event_fn returned torch.bool"),
+    "an event of no values": (lambda: event(lambda t, y: y[:0]), r"event_fn returned torch.float32 \[0\]"),
+    "an event of NaN": (lambda: event(lambda t, y: y * math.nan), "not a number at the start"),
+    "an event on another device": (lambda: event(lambda t, y: META), "event_fn returned is on the meta device"),
+    "an event after too large a step": (
+        lambda: event(method="rk4", options={"step_size": 1e300}), "need the option step_size > 0"
+    ),
+    "a method that is a list": (lambda: event(method=["rk4"]), "not a list"),
+    "an equation that is no function": (lambda: at.evolve("rate", ONES, torch.arange(3.0)), "f is a str"),
+    "a tuned solver's time without an end": (lambda: tuned().solve(ONES[:, :2], math.inf), "not a finite time"),
+    "a tuned solver of a list": (lambda: tuned().solve([[1.0, 0.0]], 1.0), "u0 is a list"),
+    "a tuned solver of no dimension": (lambda: tuned().solve(torch.tensor(1.0), 1.0), "u0 has no dimension"),
+    "a comparison from a list": (
+        lambda: at.compare(solver(), horizon=0.2, u0=[[1.0, 0.0]], peers=False), "u0 is a list"
+    ),
     # attention
     "attention of text": (lambda: attend(key="key"), "key is a str"),
     "attention of two devices": (lambda: attend(value=Q.to("meta")), "value is on meta"),

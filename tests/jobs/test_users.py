@@ -155,7 +155,7 @@ def test_trajectories_command_and_a_fit_from_its_data(tmp_path):
         "0.5",
         "--horizon",
         "2",
-        "--count",
+        "--trajectories",
         "30",
         "--shard-size",
         "10",
@@ -164,7 +164,7 @@ def test_trajectories_command_and_a_fit_from_its_data(tmp_path):
     assert "1 of 3 shards are still to come" in half.output, half.output
     whole = call(*make)
     data = at.make_trajectories(
-        at.systems.Logistic(), tmp_path / "own", count=30, dt=0.5, horizon=2.0, shard_size=10
+        at.systems.Logistic(), tmp_path / "own", trajectories=30, dt=0.5, horizon=2.0, shard_size=10
     )
     assert data.hash in whole.output
     for bad, message in ((["--part", "3/2"], "such as 3/16"), (["--engine", "rya"], "not one of here")):

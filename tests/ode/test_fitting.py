@@ -215,7 +215,7 @@ def test_a_network_in_float32_serves_a_state_in_float64(tmp_path):
 
 def test_fit_takes_data_made_before(tmp_path):
     system = at.systems.Logistic(growth=2.0)
-    data = make_trajectories(system, tmp_path, count=60, dt=0.5, horizon=4.0, shard_size=25)
+    data = make_trajectories(system, tmp_path, trajectories=60, dt=0.5, horizon=4.0, shard_size=25)
     how = dict(dt=0.5, horizon=4.0, width=32, correction="attns")
     u = torch.rand(5, 1, **F64)
     fitted = [at.fit(system, data=d, **how).step(u) for d in (data, tmp_path, data.runs())]
@@ -231,7 +231,7 @@ def test_fit_takes_data_made_before(tmp_path):
 def test_data_of_another_equation_are_refused(tmp_path):
     system, other = at.systems.Logistic(growth=2.0), at.systems.Logistic(growth=2.1)
     how = dict(dt=0.5, horizon=4.0, width=32, correction="attns")
-    data = make_trajectories(system, tmp_path, count=60, dt=0.5, horizon=4.0)
+    data = make_trajectories(system, tmp_path, trajectories=60, dt=0.5, horizon=4.0)
     with pytest.raises(ValueError, match="data of another equation"):
         at.fit(other, data=data, **how)
     away = lambda t, u: -2 * u

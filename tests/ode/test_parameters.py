@@ -207,7 +207,9 @@ def test_a_comparison_draws_parameters(solver):
 
 
 def test_shards_hold_parameters(tmp_path):
-    how = dict(count=20, dt=0.25, horizon=2.0, sample=around_one, parameters=around_one, shard_size=8)
+    how = dict(
+        trajectories=20, dt=0.25, horizon=2.0, sample=around_one, parameters=around_one, shard_size=8
+    )
     data = make_trajectories(predator_and_prey, tmp_path / "data", **how)
     runs = FineData.open(tmp_path / "data").runs()
     assert [list(run.parameters.shape) for run in runs] == [[8, 2], [8, 2], [4, 2]]

@@ -278,7 +278,7 @@ def test_data_of_two_equations_in_one_folder_never_mix(tmp_path_factory, first, 
 
     def states(definition, where):
         speed, scale, seed = definition
-        how = dict(count=6, dt=0.5, horizon=1.0, shard_size=3, fine_dt=0.25, seed=seed)
+        how = dict(trajectories=6, dt=0.5, horizon=1.0, shard_size=3, fine_dt=0.25, seed=seed)
         data = make_trajectories(decay(speed), where, sample=uniform(scale), **how)
         return torch.cat([run.u for run in data.runs()], 1)
 

@@ -12,7 +12,7 @@ from attractor.core import files
 from attractor.ode import FineData, make_trajectories, shards
 from attractor.ode.trajectories import fine_trajectories
 
-LORENZ = dict(count=50, dt=0.1, horizon=1.0, fine_dt=0.005, shard_size=8)
+LORENZ = dict(trajectories=50, dt=0.1, horizon=1.0, fine_dt=0.005, shard_size=8)
 
 
 OWN = """
@@ -54,7 +54,7 @@ def test_workers_and_order_do_not_matter(tmp_path):
         torch.set_num_threads(threads)
     assert make(tmp_path / "other", seed=1).hash != one.hash
     # A shard is reproduced from (seed, shard) alone: how many others there are is irrelevant.
-    longer = make(tmp_path / "longer", count=80).runs()
+    longer = make(tmp_path / "longer", trajectories=80).runs()
     assert torch.equal(longer[3].u, one.runs()[3].u)
 
 
@@ -89,7 +89,7 @@ def test_killed_and_resumed(tmp_path):
     code = (
         "import sys, attractor as at; from attractor.ode import make_trajectories\n"
         "print('ready', flush=True)\n"
-        "make_trajectories(at.systems.Lorenz(), sys.argv[1], count=60, dt=0.1, horizon=2.0, fine_dt=0.004,"
+        "make_trajectories(at.systems.Lorenz(), sys.argv[1], trajectories=60, dt=0.1, horizon=2.0, fine_dt=0.004,"
         " shard_size=4)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, tmp_path / "killed"], stdout=subprocess.PIPE)
@@ -99,7 +99,7 @@ def test_killed_and_resumed(tmp_path):
         time.sleep(0.01)
     process.kill()
     process.wait()
-    how = dict(count=60, dt=0.1, horizon=2.0, fine_dt=0.004, shard_size=4)
+    how = dict(trajectories=60, dt=0.1, horizon=2.0, fine_dt=0.004, shard_size=4)
     done = len(list((tmp_path / "killed").glob("shard-*")))
     assert 3 <= done < 15
     made = []
@@ -126,7 +126,7 @@ def test_functions_of_a_file_and_objects_go_to_processes(tmp_path):
     (tmp_path / "beside_own.py").write_text("POWER = 3\n")
     (tmp_path / "own.py").write_text("from beside_own import POWER\n" + OWN.replace("3", "POWER"))
     own = equations.find(f"{tmp_path}/own.py:rate")
-    how = dict(count=6, dt=0.1, horizon=0.2, fine_dt=0.05, shard_size=3)
+    how = dict(trajectories=6, dt=0.1, horizon=0.2, fine_dt=0.05, shard_size=3)
     one = make_trajectories(own.rate, tmp_path / "one", sample=own.sample, **how)
     two = make_trajectories(own.rate, tmp_path / "two", sample=own.sample, workers=2, **how)
     assert one.hash == two.hash
@@ -176,7 +176,9 @@ def test_fractions_are_nested_and_noise_is_reproducible(tmp_path):
 def test_a_period_spreads_the_starts(tmp_path):
     rate = lambda t, u: torch.cos(t) - u
     sample = lambda n, generator: torch.rand(n, 1, generator=generator, dtype=torch.float64)
-    how = dict(count=40, dt=0.1, horizon=1.0, shard_size=5, sample=sample, period=6.283185307179586)
+    how = dict(
+        trajectories=40, dt=0.1, horizon=1.0, shard_size=5, sample=sample, period=6.283185307179586
+    )
     data = make_trajectories(rate, tmp_path, **how)
     starts = sorted(run.t0 for run in data.runs())
     gaps = [b - a for a, b in zip(starts, [*starts[1:], starts[0] + 6.2832])]
@@ -199,7 +201,7 @@ def test_what_no_source_tells_is_refused_as_well(tmp_path):
     near = lambda low: (
         lambda n, generator: low + torch.rand(n, 2, generator=generator, dtype=torch.float64)
     )
-    how = dict(count=10, dt=0.1, horizon=1.0, fine_dt=0.01)
+    how = dict(trajectories=10, dt=0.1, horizon=1.0, fine_dt=0.01)
     data = make_trajectories(decay(1.0), tmp_path, sample=near(1.0), **how)
     with pytest.raises(ValueError, match=r"at u = \[1\..*\] the rate was \[-1\..*\], and is \[-5\."):
         make_trajectories(decay(3.0), tmp_path, sample=near(1.0), **how)
@@ -214,7 +216,7 @@ def test_what_no_source_tells_is_refused_as_well(tmp_path):
 @pytest.mark.parametrize("d", [shards.WITNESS, shards.WITNESS + 1])
 def test_large_states_have_a_manifest_that_can_be_read(tmp_path, d):
     sample = lambda n, generator: torch.rand(n, d, generator=generator, dtype=torch.float64) - 0.5
-    how = dict(count=2, dt=0.1, horizon=0.2, fine_dt=0.05, sample=sample)
+    how = dict(trajectories=2, dt=0.1, horizon=0.2, fine_dt=0.05, sample=sample)
     data = make_trajectories(lambda t, u: -u, tmp_path, **how)
     assert FineData.open(tmp_path).hash == make_trajectories(lambda t, u: -u, tmp_path, **how).hash
     data.check_rate(lambda t, u: -u)
@@ -224,7 +226,7 @@ def test_large_states_have_a_manifest_that_can_be_read(tmp_path, d):
 def test_a_rate_that_is_not_finite_somewhere_has_no_witness(tmp_path):
     sample = lambda n, generator: torch.rand(n, 1, generator=generator, dtype=torch.float64)
     gap = lambda t, u: torch.where((t - 0.37).abs() < 1e-6, torch.nan, -u)
-    how = dict(count=2, dt=0.1, horizon=1.0, fine_dt=0.05, sample=sample)
+    how = dict(trajectories=2, dt=0.1, horizon=1.0, fine_dt=0.05, sample=sample)
     data = make_trajectories(gap, tmp_path, **how)
     assert data.manifest["witness"] is None
     assert make_trajectories(gap, tmp_path, **how).hash == data.hash
@@ -242,7 +244,9 @@ def test_data_of_a_version_without_a_witness_go_on(tmp_path):
 def test_a_rate_s_own_mistake_is_not_taken_for_stiffness(tmp_path):
     sample = lambda n, generator: torch.rand(n, 2, generator=generator, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"returned shape \[8, 1\]"):
-        make_trajectories(lambda t, u: u[..., :1], tmp_path, count=5, dt=0.1, horizon=1.0, sample=sample)
+        make_trajectories(
+            lambda t, u: u[..., :1], tmp_path, trajectories=5, dt=0.1, horizon=1.0, sample=sample
+        )
 
 
 def test_damage_is_found_and_mended(tmp_path):
@@ -262,4 +266,4 @@ def test_damage_is_found_and_mended(tmp_path):
     manifest.write_text("{")
     with pytest.raises(at.CheckpointError, match="damaged"):
         make(tmp_path)
-    assert content["plan"]["count"] == 50
+    assert content["plan"]["trajectories"] == 50

@@ -128,7 +128,7 @@ def save(folder):
         own.save(folder / name)
         found[name] = repr(own) + repr(own.to_json())
     data = at.make_trajectories(
-        at.systems.Logistic(), folder / "data", count=6, dt=0.5, horizon=1.0, shard_size=3
+        at.systems.Logistic(), folder / "data", trajectories=6, dt=0.5, horizon=1.0, shard_size=3
     )
     found["data"] = [data.hash, fingerprint([run.u for run in data.runs()])]
     return found

@@ -66,15 +66,17 @@ ParametersOption = Annotated[
         help="Sampler of the parameters of a rate(t, u, p). Default: parameters() beside the rate.",
     ),
 ]
-Horizon = Annotated[float | None, typer.Option(help="How far to go: a whole number of steps.")]
+Horizon = Annotated[
+    float | None, typer.Option(help="Duration of a trajectory: a whole number of steps.")
+]
 
 
-@app.command(epilog=example("attractor trajectories elastic-pendulum --count 10000 --workers 4"))
+@app.command(epilog=example("attractor trajectories lorenz --trajectories 10000 --workers 4"))
 def trajectories(
     equation: Equation,
     option: Option = None,
     parameters: ParametersOption = None,
-    count: Annotated[int, typer.Option(min=1, help="How many.")] = 1000,
+    trajectories: Annotated[int, typer.Option(min=1, help="Number of trajectories.")] = 1000,
     dt: Annotated[float | None, typer.Option(help="Between two states.")] = None,
     horizon: Horizon = None,
     fine_dt: Annotated[float | None, typer.Option(help="Of the reference; default: found.")] = None,
@@ -107,7 +109,7 @@ def trajectories(
                 bar.update(task, description=line, completed=int(done), total=int(total))
 
             made = make_trajectories(
-                found.rate, out, count=count, dt=dt, horizon=horizon, sample=found.sample,
+                found.rate, out, trajectories=trajectories, dt=dt, horizon=horizon, sample=found.sample,
                 parameters=found.parameters, fine_dt=fine_dt, period=_or(period, found.period),
                 seed=seed, shard_size=shard_size, device=device, engine=engine, workers=workers,
                 address=address, part=part, progress=progress,
@@ -115,13 +117,13 @@ def trajectories(
     left = made.missing()
     if as_json:
         print_json({
-            "command": given_command(), "out": str(out), "trajectories": count,
+            "command": given_command(), "out": str(out), "trajectories": trajectories,
             "shards": made.plan.shards, "missing": len(left), "sha256": None if left else made.hash,
         })  # fmt: skip
     elif left:
         say(f"{len(left)} of {made.plan.shards} shards are still to come, in other parts.")
     else:
-        say(f"{count:,} trajectories, {made.plan.shards} shards, SHA-256 {made.hash}")
+        say(f"{trajectories:,} trajectories, {made.plan.shards} shards, SHA-256 {made.hash}")
     say(f"Data: {out}")
 
 
@@ -144,7 +146,9 @@ def fit(
     recipe: Annotated[str, typer.Option(help="default, or paper (slow).")] = "default",
     width: Annotated[int | None, typer.Option(min=0, help="Of the network.")] = None,
     precision: Annotated[str | None, typer.Option(help="float32: a quicker network.")] = None,
-    trajectories: Annotated[int, typer.Option(min=1, help="To learn from.")] = 1000,
+    trajectories: Annotated[
+        int, typer.Option(min=1, help="Number of trajectories to learn from.")
+    ] = 1000,
     period: Annotated[float | None, typer.Option(help="Of a rate that repeats in time.")] = None,
     fine_dt: Annotated[
         float | None, typer.Option(help="Step of the fine data; found by refinement if not passed.")
@@ -216,17 +220,17 @@ def fit(
 
 @app.command(
     epilog=example(
-        "attractor solve pretrained:elastic-pendulum --n 3 --t-end 10",
-        "attractor solve out/fit/solver --rate examples/duffing.py:rate --n 3",
+        "attractor solve pretrained:elastic-pendulum --batch 3 --t-end 10",
+        "attractor solve out/fit/solver --rate examples/duffing.py:rate",
     )
 )
 def solve(
     solver: Saved,
     rate: RateOption = None,
     t_end: Annotated[
-        float | None, typer.Option(help="When to end: a whole number of steps after --t0.")
+        float | None, typer.Option(help="The last time: a whole number of steps after --t0.")
     ] = None,
-    t0: Annotated[float, typer.Option(help="When to start.")] = 0.0,
+    t0: Annotated[float, typer.Option(help="The first time.")] = 0.0,
     u0: Annotated[
         list[str] | None, typer.Option(help="An initial state, such as 1,0.5; may be repeated.")
     ] = None,
@@ -238,8 +242,8 @@ def solve(
             "Default: parameters() beside the rate.",
         ),
     ] = None,
-    n: Annotated[
-        int, typer.Option("--n", "-n", min=1, help="Without --u0: so many sampled states.")
+    batch: Annotated[
+        int, typer.Option(min=1, help="Number of sampled initial states, if --u0 is not passed.")
     ] = 5,
     every: Annotated[int, typer.Option(min=1, help="Keep every n-th state.")] = 1,
     guard: Annotated[
@@ -264,7 +268,7 @@ def solve(
             start = torch.tensor(states, dtype=torch.float64)
         else:
             generator = torch.Generator().manual_seed(seed)
-            start = initial_states(loaded.rate, found.sample, n, generator)
+            start = initial_states(loaded.rate, found.sample, batch, generator)
         if values is None:
             generator = torch.Generator().manual_seed(seed + 1)
             values = sampled_parameters(found.parameters, len(start), generator)
@@ -315,7 +319,7 @@ def compare(
     rate: RateOption = None,
     parameters: ParametersOption = None,
     horizon: Horizon = None,
-    batch: Annotated[int, typer.Option(min=1, help="Trajectories solved at once.")] = 1000,
+    batch: Annotated[int, typer.Option(min=1, help="Number of trajectories solved at a time.")] = 1000,
     scheme: Annotated[
         list[str] | None, typer.Option(help="Plain schemes to compare with; may be repeated.")
     ] = None,
@@ -390,7 +394,7 @@ def tune(
     option: Option = None,
     parameters: ParametersOption = None,
     horizon: Annotated[float | None, typer.Option(help="Duration of a trajectory.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Trajectories that are solved at a time.")] = 1000,
+    batch: Annotated[int, typer.Option(min=1, help="Number of trajectories solved at a time.")] = 1000,
     budget: Annotated[float, typer.Option(min=0, help="Seconds; then nothing further is tried.")] = 60.0,
     period: Annotated[float | None, typer.Option(help="Of a rate that repeats in time.")] = None,
     compile: Annotated[bool, typer.Option(help="Also try compiled steps.")] = True,

@@ -17,7 +17,6 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint as recompute_later
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from attractor.core.control import has_tangent
 from attractor.core.events import bracketed_root, differentiated_root
 from attractor.core.interpolant import coefficients, evaluate
 from attractor.core.rounds import Control, root_mean_square
@@ -31,6 +30,7 @@ from attractor.core.scheme import (
     version,
     weighted_sum,
 )
+from attractor.core.transforms import has_tangent
 
 Callback = Callable[[Tensor, Tensor, Tensor], Any]
 Event = Callable[[Tensor, Tensor], Tensor]  # (t [], u [d]) -> []
@@ -176,6 +176,8 @@ class _Search:
         """One step: the new state, the rate there, and the stages."""
         f, scheme, t, t1, jump = self.f, self.scheme, attempt.t, attempt.t1, attempt.jump
         h = t1 - t
+        if self.event is not None and abs(t1) > 1e-2 * torch.finfo(u.dtype).max:
+            self.give_up()  # steps without an event grow until no number holds them
         end = lambda: self.at(t1, u, -self.sign * jump)
         if self.buffer is not None:
             buffer, u1 = self.buffer, u

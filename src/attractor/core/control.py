@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint as recompute_later
 
 from attractor.core.compiling import NotCompiledError, compiled, components_first
@@ -39,6 +38,7 @@ from attractor.core.scheme import Rate, Scheme, call_rate, check_unwritten, vers
 from attractor.core.step import with_parameters
 from attractor.core.tableaus import ALL, AnyScheme
 from attractor.core.trajectory import Events, Stats, Status, Trajectory
+from attractor.core.transforms import has_tangent, is_transformed
 
 Event: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (t [*batch], u [*batch, d]) -> [*batch]
 
@@ -573,14 +573,3 @@ def _differentiable(*tensors: Tensor) -> bool:
 
 def _differentiates_start(t: Tensor) -> bool:
     return t.requires_grad or has_tangent(t)
-
-
-def is_transformed(x: Tensor) -> bool:
-    """Whether a transform of torch.func, such as jvp, is looking on."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(x)
-
-
-def has_tangent(x: Tensor) -> bool:
-    """Whether x carries a derivative in forward mode."""
-    # Outside of all dual levels, which is the rule, the lookup would cost as much as an operation.
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None

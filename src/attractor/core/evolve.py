@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint as recompute_later
 
 from attractor.core.checks import check_values, is_whole
 from attractor.core.compiling import NotCompiledError, compiled, components_first, operations
-from attractor.core.control import Event, controlled, has_tangent, is_transformed
+from attractor.core.control import Event, controlled
 from attractor.core.dense import GridOutput
 from attractor.core.rounds import Control
 from attractor.core.runs import Guard, Looped, corrected_step, guarded_step, looped, only_alive, run
@@ -28,6 +28,14 @@ from attractor.core.splitting import Splitting
 from attractor.core.step import Correction, correction_of_step, with_parameters
 from attractor.core.tableaus import AnyScheme, get_scheme
 from attractor.core.trajectory import Record, Stats, Status, Trajectory
+from attractor.core.transforms import (
+    check_checkpoint,
+    has_tangent,
+    is_transformed,
+    is_vmapped,
+    under_vmap,
+    without_vmap,
+)
 
 
 def evolve(
@@ -101,9 +109,12 @@ def evolve(
     >>> bool(torch.allclose(end, u0, atol=1e-4))
     True
     """
+    if not callable(f):
+        raise TypeError(f"f is a {type(f).__name__}; pass a function (t, u) -> du/dt")
     controls_error = rtol is not None or atol is not None
     scheme = get_scheme(scheme if scheme is not None else "dopri5" if controls_error else "rk4")
-    t = check_problem(u0, t, per_trajectory=controls_error)
+    with without_vmap("error control"):
+        t = check_problem(u0, t, per_trajectory=controls_error)
     parameters = check_parameters(u0, parameters)
     if not is_whole(every) or every < 1:
         raise ValueError(f"every = {every!r} keeps nothing; use 1 for all states, 10 for each tenth")
@@ -111,6 +122,7 @@ def evolve(
         checkpoint in (True, False) or (is_whole(checkpoint) and checkpoint > 0)
     ):
         raise ValueError(f"checkpoint = {checkpoint!r}; use True, or the number of steps between states")
+    check_checkpoint(checkpoint)
     if dense and every != 1:
         raise ValueError(f"dense=True needs all states, but every = {every}; use every=1")
     if dense and checkpoint:
@@ -143,10 +155,11 @@ def evolve(
         atol=1e-9 if atol is None else atol,
         max_steps=max_steps,
     )
-    return controlled(
-        f, u0, t[_saved(len(t) - 1, every)], scheme, control, parameters=parameters,
-        compile=compile, checkpoint=checkpoint, dense=dense, events=_as_events(events),
-    )  # fmt: skip
+    with without_vmap("error control"):
+        return controlled(
+            f, u0, t[_saved(len(t) - 1, every)], scheme, control, parameters=parameters,
+            compile=compile, checkpoint=checkpoint, dense=dense, events=_as_events(events),
+        )  # fmt: skip
 
 
 def _as_events(events: Event | Sequence[Event] | None) -> tuple[Event, ...]:
@@ -184,6 +197,8 @@ def check_problem(u0: Tensor, t: Tensor | Sequence[float], per_trajectory: bool 
     if (t.dim() != 1 and not own_times) or len(t) == 0:
         also = f", or [n+1, *{list(u0.shape[:-1])}]" if per_trajectory else ""
         raise ValueError(f"t has shape {list(t.shape)}; give a 1-D tensor of times{also}")
+    if is_vmapped(t) and not per_trajectory:
+        return t  # nobody can look at its values
     steps = t.detach().diff(dim=0)
     if not (bool((steps > 0).all()) or bool((steps < 0).all())):
         raise ValueError("t must be finite and strictly increasing or strictly decreasing")
@@ -441,6 +456,8 @@ def on_grid(
         guard: Where the correction may be applied.
         loop: Whether compiled runs may be loops.
     """
+    if watch and guard is None and under_vmap():
+        return _under_vmap(f, u0, t, scheme, correction, parameters, every)
     n, saved, written = len(t) - 1, _saved(len(t) - 1, every), version(u0)
     real = u0.real.dtype if u0.is_complex() else u0.dtype
     times, dt = t.to(real), t.diff().to(real)
@@ -466,7 +483,6 @@ def on_grid(
         longest = min(longest, COMPILED_OPERATIONS // size + 1)
     length = _run_length(n, every, longest)
     runs = _runs(n, every, length)
-    as_numbers = not (compile or t.requires_grad or has_tangent(t))  # no device work to read a step size
     march = _March(
         f=f,
         scheme=scheme,
@@ -474,7 +490,7 @@ def on_grid(
         parameters=parameters,
         t=t,
         times=times,
-        dt=dt.tolist() if as_numbers else dt,
+        dt=dt if compile else _as_numbers(dt, t),
         saved=frozenset(saved),
         compiled_length=length if compile and not loop else 0,
         loop=loop,
@@ -521,6 +537,40 @@ def on_grid(
     return Trajectory(t[saved], record.finish(), stats, alive, until, status)
 
 
+def _under_vmap(
+    f: Rate,
+    u0: Tensor,
+    t: Tensor,
+    scheme: AnyScheme,
+    correction: Correction | None,
+    parameters: Tensor | None,
+    every: int,
+) -> Trajectory:
+    """`on_grid` where torch.func.vmap hides all values, so that no decision may depend on them.
+
+    All trajectories take all steps, one after the other and not compiled. A lost trajectory keeps its
+    last finite state, as elsewhere, but its own gradient is non-finite.
+    """
+    n, saved = len(t) - 1, frozenset(_saved(len(t) - 1, every))
+    real = u0.real.dtype if u0.is_complex() else u0.dtype
+    times, dt = t.to(real), _as_numbers(t.diff().to(real), t)
+    correction = correction_of_step(correction)
+    u, (alive, until) = u0, _everybody(u0, t)
+    states = [u0]
+    for i in range(n):
+        (new,), _ = run(
+            f, scheme, correction, None, (1,), times[i : i + 1], dt[i : i + 1], u, None, parameters
+        )
+        lost = alive & ~torch.isfinite(new.detach()).all(-1)
+        alive, until = alive & ~lost, torch.where(lost, t[i].detach(), until)
+        u = torch.where(alive[..., None], new, u)
+        if i + 1 in saved:
+            states.append(u)
+    stats = Stats(n * scheme.rate_calls, n * (correction is not None), n)
+    status = torch.zeros_like(alive, dtype=torch.int8).masked_fill(~alive, Status.LOST)
+    return Trajectory(t[sorted(saved)], torch.stack(states), stats, alive, until, status)
+
+
 def _may_loop(
     f: Rate,
     scheme: AnyScheme,
@@ -540,6 +590,11 @@ def _may_loop(
     if not torch.is_grad_enabled():
         return True
     return not corrected_step(f, scheme, correction, t[0], dt[0], u, parameters).requires_grad
+
+
+def _as_numbers(dt: Tensor, t: Tensor) -> Any:
+    """Return step sizes as numbers, which need no work on the device, unless times are transformed."""
+    return dt if t.requires_grad or has_tangent(t) or is_vmapped(t) else dt.tolist()
 
 
 def _everybody(u: Tensor, t: Tensor) -> _Survivors:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attractor.core.adaptive import Callbacks, Solution, Stops, solve_adaptive
-from attractor.core.checks import MOST_STEPS, is_number
-from attractor.core.control import has_tangent, is_transformed
+from attractor.core.checks import MOST_STEPS, check_values, is_number
 from attractor.core.evolve import check_problem, on_grid
 from attractor.core.fixed import StepRule, explicit_rule, solve_fixed, solve_fixed_until
 from attractor.core.implicit import TABLEAUS, implicit_rule
@@ -20,6 +19,7 @@ from attractor.core.rounds import Control
 from attractor.core.scheme import Rate, Scheme, check_same_rate
 from attractor.core.scipy_solver import solve_scipy, solve_scipy_adjoint
 from attractor.core.tableaus import AnyScheme, get_scheme
+from attractor.core.transforms import check_checkpoint, has_tangent, is_transformed, without_vmap
 
 State: TypeAlias = Tensor | tuple[Tensor, ...] | dict[Any, Tensor]
 Tolerance: TypeAlias = Any  # a number, a tensor, or a tuple or dict of these for the parts of a state
@@ -107,7 +107,8 @@ def odeint(
         FloatingPointError: An adaptive method cannot reach ``t[-1]``, or there is no event. What blows
             up with fixed steps is infinite or NaN from there on.
     """
-    return _solve(func, y0, t, rtol, atol, method, options, event_fn, args)
+    with without_vmap(f"odeint with method {_label(method)}"):
+        return _solve(func, y0, t, rtol, atol, method, options, event_fn, args)
 
 
 def odeint_adjoint(
@@ -144,9 +145,12 @@ def odeint_adjoint(
     if adjoint_params is None:
         adjoint_params = func.parameters() if isinstance(func, nn.Module) else ()
     wanted = [p for p in (*adjoint_params, *args) if isinstance(p, Tensor) and p.requires_grad]
-    solution = _solve(
-        func, y0, t, rtol, atol, method, options, event_fn, args, checkpoint=True, parameters=wanted
-    )
+    if method != SCIPY:
+        check_checkpoint(True)
+    with without_vmap(f"odeint_adjoint with method {_label(method)}"):
+        solution = _solve(
+            func, y0, t, rtol, atol, method, options, event_fn, args, checkpoint=True, parameters=wanted
+        )
     if not wanted or not torch.is_grad_enabled() or method == SCIPY:
         return solution
     with_zeros = lambda part: _WithZeros.apply(part, *wanted)
@@ -178,9 +182,23 @@ def odeint_event(
     Returns:
         The time of the event, and the solution ``[2, *y0.shape]`` at t0 and there. Both have gradients.
     """
+    if not isinstance(t0, Tensor) or t0.numel() != 1:
+        got = f"has shape {list(t0.shape)}" if isinstance(t0, Tensor) else f"is a {type(t0).__name__}"
+        raise TypeError(f"t0 {got}; pass a tensor of one time, such as torch.tensor(0.0)")
+    if not callable(event_fn):
+        raise TypeError(f"event_fn is a {type(event_fn).__name__}; pass a function (t, y) -> values")
+    if not callable(odeint_interface):
+        raise TypeError(
+            f"odeint_interface is a {type(odeint_interface).__name__}; pass odeint or odeint_adjoint"
+        )
     start = t0.reshape(1)
     t = torch.cat((start, start.detach() + (-1.0 if reverse_time else 1.0)))
     return odeint_interface(func, y0, t, event_fn=event_fn, **kwargs)
+
+
+def _label(method: Any) -> str:
+    """Return the name of a method for a message."""
+    return repr("dopri5" if method is None else getattr(method, "name", method))
 
 
 def _mapped(function: Callable[[Tensor], Tensor], state: State) -> Any:
@@ -218,6 +236,8 @@ def _solve(
     checkpoint: bool = False,
     parameters: list[Tensor] | None = None,
 ) -> Any:
+    if not callable(func):
+        raise TypeError(f"func is a {type(func).__name__}; pass a function (t, y) -> dy/dt")
     if not isinstance(args, tuple):
         raise TypeError(f"args is a {type(args).__name__}; pass a tuple, such as args=(parameter,)")
     options, original = dict(options or {}), func
@@ -247,7 +267,7 @@ def _solve(
         if parameters is None or not torch.is_grad_enabled():
             return unflatten(solve_scipy(rate, flat, t, *tolerances, options))
         return unflatten(solve_scipy_adjoint(rate, flat, t, *tolerances, options, parameters))
-    if method in ADAMS or method in TABLEAUS:
+    if isinstance(method, str) and (method in ADAMS or method in TABLEAUS):
         name, scheme, adaptive = method, None, False
     else:
         scheme, adaptive = _method(method)
@@ -263,19 +283,10 @@ def _solve(
         control, stops = _control(control, options, unflatten, parts)
         if flat.numel() == 0:
             return unflatten(flat.expand(len(t), 0))
-        try:
-            solution = solve_adaptive(
-                rate, flat, t, scheme, control, stops=stops, callbacks=callbacks, adjoint=adjoint,
-                event=event, checkpoint=checkpoint,
-            )  # fmt: skip
-        except RuntimeError as error:
-            if not str(error).startswith("vmap:"):
-                raise
-            raise ValueError(
-                f"{name} chooses its steps by the values of the state, so it does not run under "
-                "torch.func.vmap; pass the whole batch as y0, use `evolve` with rtol, where each "
-                "trajectory has its own steps, or a method with fixed steps"
-            ) from error
+        solution = solve_adaptive(
+            rate, flat, t, scheme, control, stops=stops, callbacks=callbacks, adjoint=adjoint,
+            event=event, checkpoint=checkpoint,
+        )  # fmt: skip
         return _shaped(solution, t, unflatten)
 
     _warn_of(callbacks, name, ("step",))
@@ -290,16 +301,16 @@ def _solve(
     rule = _rule(method, scheme, perturb, options, rtol, atol)
     if event is not None:
         step = options.pop("step_size", None)
-        if not is_number(step) or not step > 0 or options:
+        if not is_number(step) or not 0 < step < 1e-2 * torch.finfo(flat.dtype).max or options:
             raise ValueError(
-                f"events with fixed steps need the option step_size > 0 and no grid; step_size is "
-                f"{step!r}, the other options are {options}"
+                f"events with fixed steps need the option step_size > 0, in {flat.dtype}, and no grid; "
+                f"step_size is {step!r}, the other options are {options}"
             )
         solution = solve_fixed_until(
             rate, flat, t, float(step), rule, event, interp=interp or "cubic", callbacks=callbacks
         )
         return _shaped(solution, t, unflatten)
-    if method in ADAMS and "step_size" in options:
+    if isinstance(method, str) and method in ADAMS and "step_size" in options:
         interp = interp or "cubic"  # Adams methods need even steps
     grid, _ = _grid(func, y0, t, options, merge=interp is None)
     solution = solve_fixed(
@@ -326,11 +337,11 @@ def _rule(
     method: Any, scheme: AnyScheme | None, perturb: bool, options: dict[str, Any], rtol: Any, atol: Any
 ) -> StepRule:
     """The step of a fixed method."""
-    if method in ADAMS:
+    if isinstance(method, str) and method in ADAMS:
         chosen = {key: options.pop(key) for key in ("max_order", "max_iters") if key in options}
         rtol, atol = (float(x) if is_number(x) else y for x, y in ((rtol, 1e-7), (atol, 1e-9)))
         return adams_rule(ADAMS[method], rtol, atol, perturb, **chosen)
-    if method in TABLEAUS:
+    if isinstance(method, str) and method in TABLEAUS:
         chosen = {"max_iters": options.pop("max_iters")} if "max_iters" in options else {}
         return implicit_rule(method, perturb, **chosen)
     if not isinstance(scheme, Scheme):
@@ -369,7 +380,18 @@ def _event(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """One event function ``[]`` that is positive at the start, and zero where one of the elements is."""
     with torch.no_grad():
-        first = torch.as_tensor(event_fn(t[0].to(flat.real.dtype), unflatten(flat), *args))
+        first = event_fn(t[0].to(flat.real.dtype), unflatten(flat), *args)
+        if is_number(first):
+            first = torch.as_tensor(first)
+        if not isinstance(first, Tensor) or not first.is_floating_point() or not first.numel():
+            got = f"{first.dtype} {list(first.shape)}" if isinstance(first, Tensor) else repr(first)
+            raise TypeError(f"event_fn returned {got}; return real numbers that cross zero at the event")
+        check_values("the tensor that event_fn returned", first)
+        if bool(torch.isnan(first).any()):
+            raise ValueError(
+                f"event_fn is not a number at the start, t = {t[0].item():g}; return numbers that cross "
+                "zero at the event"
+            )
         signs = first.sign()
 
     def event(t: Tensor, u: Tensor) -> Tensor:

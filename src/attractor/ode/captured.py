@@ -87,7 +87,7 @@ class CapturedStep:
         self._whole: Any = None
         alone = precision is None and self.parameters is None
         if self.compile and alone and hasattr(net, "in_torch") and fused.usable(net, u):
-            self._whole = whole_steps(*self._fixed, *start)
+            self._whole = kernel_of_steps(*self._fixed, *start)
         torchs = self.compile and self._whole is None
         self._length = self._compiled_length(*start) if torchs else steps
         self._captured: Captured | None = None
@@ -206,7 +206,7 @@ def _steps(
 
 
 @torch.no_grad()
-def whole_steps(
+def kernel_of_steps(
     rate: Rate,
     scheme: AnyScheme,
     correction: Any,

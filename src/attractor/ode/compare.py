@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from attractor.core import get_scheme
-from attractor.core.checks import check_seed
+from attractor.core.checks import check_seed, check_tensor
 from attractor.ode.comparison import Comparison, Point, methods_of, reach
 from attractor.ode.race import Race
 from attractor.ode.serialization import rate_to_json
@@ -84,6 +84,7 @@ def compare(
     generator = torch.Generator().manual_seed(seed + 2**40)
     if u0 is None:
         u0 = initial_states(solver.rate, sample, batch, generator)
+    check_tensor("u0", u0, "[batch, d]")
     u0 = solver._converted(u0)
     if parameters is None and solver.parameter_count:
         raise ValueError(

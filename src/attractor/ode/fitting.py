@@ -17,7 +17,7 @@ from attractor.core.checks import check_whole
 from attractor.core.scheme import Rate, call_rate
 from attractor.core.step import with_parameters
 from attractor.core.tableaus import AnyScheme
-from attractor.ode.algorithm1 import train_as_printed
+from attractor.ode.algorithm1 import train_on_pairs
 from attractor.ode.closed_form import ClosedForm
 from attractor.ode.corrections import BY_NAME, get_correction
 from attractor.ode.pairs import Pairs, one_step
@@ -166,7 +166,7 @@ def fit(
     else:
         substeps = substeps_for(dt, fine_dt)
     new = lambda stream: replace(
-        plan, count=held_out, stream=stream, shard_size=few_phases, substeps=substeps
+        plan, trajectories=held_out, stream=stream, shard_size=few_phases, substeps=substeps
     )
     plans = [new("held out"), new("test")]
     if data is None:
@@ -200,7 +200,7 @@ def fit(
             factory = {"device": pairs.u.device, "dtype": torch.float32}
             model: nn.Module = get_correction(name)(pairs.u.shape[-1], **shared, **own, **factory)
         generator = torch.Generator().manual_seed(seed)
-        history = train_as_printed(
+        history = train_on_pairs(
             model, pairs, recipe.epochs, recipe.loss_scale, generator, progress, unfinished, crew
         )
         chosen: dict[str, Any] = {"correction": name, "selection": judge(model)}

@@ -7,7 +7,9 @@ it is up to `attractor.jobs`: this process, several, or a cluster; the files are
 
 >>> import tempfile, attractor as at
 >>> folder = tempfile.mkdtemp()
->>> data = make_trajectories(at.systems.Lorenz(), folder, count=30, dt=0.1, horizon=1.0, shard_size=20)
+>>> data = make_trajectories(
+...     at.systems.Lorenz(), folder, trajectories=30, dt=0.1, horizon=1.0, shard_size=20
+... )
 >>> [list(run.u.shape) for run in data.runs(fraction=0.5)]
 [[11, 15, 3]]
 """
@@ -74,7 +76,7 @@ class FineData:
 
     def __repr__(self) -> str:
         rate = self.manifest.get("rate", {})
-        told = f"{self.plan.count:,} trajectories of {rate.get('system') or rate.get('name')}"
+        told = f"{self.plan.trajectories:,} trajectories of {rate.get('system') or rate.get('name')}"
         return f"FineData({told}, dt {self.plan.dt:g}, {self.plan.steps} steps, in {self.folder})"
 
     @classmethod
@@ -87,7 +89,10 @@ class FineData:
         folder = Path(folder)
         try:
             manifest, _ = read_json(folder / "manifest.json", MANIFEST)
-            plan = Plan(**manifest["plan"])
+            entries = dict(manifest["plan"])
+            if "count" in entries:  # data of the first versions
+                entries["trajectories"] = entries.pop("count")
+            plan = Plan(**entries)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{folder} holds no fine data ({type(error).__name__}: {error})"
@@ -146,7 +151,7 @@ class FineData:
             raise ValueError(f"fraction = {fraction} must be above 0 and at most 1")
         if not 0 <= noise < math.inf:
             raise ValueError(f"noise = {noise} must be a finite number, and not negative")
-        left, found = max(1, round(fraction * self.plan.count)), []
+        left, found = max(1, round(fraction * self.plan.trajectories)), []
         for k in range(self.plan.shards):
             if left <= 0:
                 break
@@ -162,7 +167,7 @@ def make_trajectories(
     system_or_rate: Rate,
     folder: Path | str,
     *,
-    count: int,
+    trajectories: int,
     dt: float,
     horizon: float,
     sample: Sampler | None = None,
@@ -181,7 +186,9 @@ def make_trajectories(
     """Make fine data in a folder, or go on with what is there.
 
     Args:
-        count: how many trajectories. dt, horizon: a state every dt.
+        trajectories: Number of trajectories.
+        dt: Time between two states.
+        horizon: Duration of a trajectory, a whole number of dt.
         sample: ``(n, generator=...) -> [n, d]`` initial states, for a rate of your own.
         parameters: ``(n, generator=...) -> [n, k]`` parameters of an equation ``rate(t, u, p)``, one row
             per trajectory. The shards hold them beside the states, as `Run.parameters`.
@@ -199,11 +206,13 @@ def make_trajectories(
     """
     folder = Path(folder)
     steps = whole_steps(dt, horizon)
-    if min(count, shard_size) < 1:
-        raise ValueError(f"count = {count}, shard_size = {shard_size}: each starts at 1")
+    if min(trajectories, shard_size) < 1:
+        raise ValueError(
+            f"trajectories = {trajectories}, shard_size = {shard_size}: each must be 1 or more"
+        )
     engine = jobs.chosen(engine, workers, address)
     first, every = jobs.part_of(part or "1/1")
-    plan = Plan(count, dt, steps, 1, seed, shard_size, period)
+    plan = Plan(trajectories, dt, steps, 1, seed, shard_size, period)
     if fine_dt is not None:
         substeps = substeps_for(dt, fine_dt)
     else:

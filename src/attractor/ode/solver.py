@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from attractor.core import Trajectory, get_scheme
 from attractor.core.checks import MOST_STEPS, as_number, check_values, is_whole
-from attractor.core.control import is_transformed
 from attractor.core.evolve import check_parameters, check_problem, on_grid
 from attractor.core.runs import Guard, correction_term, guarded_step
 from attractor.core.scheme import Rate, check_state
 from attractor.core.step import correction_of_step
 from attractor.core.tableaus import AnyScheme
+from attractor.core.transforms import is_transformed, without_vmap
 from attractor.core.views import html_table
 from attractor.ode.captured import CapturedStep
 from attractor.ode.serialization import is_system
@@ -216,10 +216,11 @@ class HybridSolver:
         t = t0 + torch.arange(n + 1, dtype=torch.float64) * self.dt
         steps = self._guard(guard)
         t, u0 = check_problem(u0, t), self._converted(u0)
-        return on_grid(
-            self.rate, u0, t.to(self.device), self.scheme, self.correction, every=every, compile=compile,
-            guard=steps, parameters=self._parameters(u0, parameters),
-        )  # fmt: skip
+        with without_vmap("a solver with a trust region"):
+            return on_grid(
+                self.rate, u0, t.to(self.device), self.scheme, self.correction, every=every,
+                compile=compile, guard=steps, parameters=self._parameters(u0, parameters),
+            )  # fmt: skip
 
     def _converted(self, u: Tensor) -> Tensor:
         """States in the solver's dtype and on its device; what is no floating state as it is."""

@@ -146,7 +146,7 @@ def second_derivative(rate: Rate, u: Tensor, t: Any = 0.0) -> Tensor:
 
 def curvature_distribution(
     rate: Rate,
-    trajectories: Tensor,
+    u: Tensor,
     levels: Tensor,
     of: Literal["states", "components", "trajectories"] = "states",
     t: Tensor | None = None,
@@ -157,34 +157,32 @@ def curvature_distribution(
     whether its maximum runs over components it does not say. `of` offers all three readings.
 
     Args:
-        trajectories: ``[times, n, d]``, evenly spaced in time.
+        u: States of trajectories ``[times, n, d]``, evenly spaced in time.
         of: what is counted: states by their largest component, components each by itself, or
             trajectories by their largest state.
         t: the times ``[times]``, for a rate that depends on them.
     """
-    _check_states(trajectories, "trajectories", "[times, n, d]")
-    if trajectories.dim() != 3 or not trajectories.numel():
-        raise ValueError(f"trajectories have shape {list(trajectories.shape)}; give [times, n, d]")
+    _check_states(u, "u", "[times, n, d]")
+    if u.dim() != 3 or not u.numel():
+        raise ValueError(f"u has shape {list(u.shape)}; give [times, n, d]")
     check_choice("of", of, ("states", "components", "trajectories"))
     if not isinstance(levels, Tensor):
         try:
             levels = torch.as_tensor(levels)
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"levels is a {type(levels).__name__}; give numbers [n]") from None
-    if levels.dim() != 1 or levels.device != trajectories.device:
+    if levels.dim() != 1 or levels.device != u.device:
         raise ValueError(
-            f"levels {list(levels.shape)} on {levels.device} must be [n], beside the trajectories"
+            f"levels {list(levels.shape)} on {levels.device} must be [n], on the device of u"
         )
-    if t is not None and (not isinstance(t, Tensor) or t.shape != trajectories.shape[:1]):
-        raise ValueError(
-            f"t = {t!r} must be a tensor of the {len(trajectories)} times of the trajectories"
-        )
+    if t is not None and (not isinstance(t, Tensor) or t.shape != u.shape[:1]):
+        raise ValueError(f"t = {t!r} must be a tensor of the {len(u)} times of u")
     if t is not None:
         check_values("t", t)
     if t is None:
-        sizes = second_derivative(rate, trajectories).abs()
+        sizes = second_derivative(rate, u).abs()
     else:
-        sizes = torch.stack([second_derivative(rate, u, now) for now, u in zip(t, trajectories)]).abs()
+        sizes = torch.stack([second_derivative(rate, states, now) for now, states in zip(t, u)]).abs()
     if of != "components":
         sizes = sizes.amax(-1) if of == "states" else sizes.amax((0, -1))
     return (sizes.flatten()[:, None] < torch.as_tensor(levels).to(sizes)).double().mean(0)

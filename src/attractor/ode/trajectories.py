@@ -43,10 +43,10 @@ class Run:
     u: Tensor
     parameters: Tensor | None = None
 
-    def part(self, count: int) -> "Run":
+    def part(self, trajectories: int) -> "Run":
         """Return the first trajectories of the run."""
-        own = None if self.parameters is None else self.parameters[:count]
-        return Run(self.t0, self.u[:, :count], own)
+        own = None if self.parameters is None else self.parameters[:trajectories]
+        return Run(self.t0, self.u[:, :trajectories], own)
 
     def to(self, device: torch.device | str | None) -> "Run":
         """Return the run in float64 on a device."""
@@ -63,7 +63,7 @@ class Plan:
     """Everything the numbers of fine data depend on, beside the equation.
 
     Attributes:
-        count: trajectories in all.
+        trajectories: Number of trajectories in all shards.
         dt, steps: the big step, and how many of them.
         substeps: steps of the reference between two states that are kept.
         seed: of the initial states.
@@ -72,7 +72,7 @@ class Plan:
         stream: tells sets of one seed apart that must not overlap.
     """
 
-    count: int
+    trajectories: int
     dt: float
     steps: int
     substeps: int
@@ -82,20 +82,20 @@ class Plan:
     stream: str = "train"
 
     def __post_init__(self) -> None:
-        for name in ("count", "shard_size"):
+        for name in ("trajectories", "shard_size"):
             check_whole(name, getattr(self, name), 1)
         check_seed(self.seed)
-        for name in ("count", "shard_size", "seed"):  # numpy's go into no file
+        for name in ("trajectories", "shard_size", "seed"):  # numpy's go into no file
             object.__setattr__(self, name, int(getattr(self, name)))
 
     @property
     def shards(self) -> int:
         """How many there are."""
-        return math.ceil(self.count / self.shard_size)
+        return math.ceil(self.trajectories / self.shard_size)
 
     def size(self, shard: int) -> int:
         """Trajectories in a shard."""
-        return min(self.shard_size, self.count - shard * self.shard_size)
+        return min(self.shard_size, self.trajectories - shard * self.shard_size)
 
     def start(self, shard: int) -> float:
         """When the trajectories of a shard begin: 0, or spread evenly over the period."""
@@ -156,31 +156,31 @@ def with_noise(run: Run, sigma: float, generator: torch.Generator) -> Run:
 def initial_states(
     rate: Any,
     sample: Sampler | None,
-    count: int,
+    trajectories: int,
     generator: torch.Generator,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """States ``[count, d]`` from the sampler, or from the system's own, checked."""
+    """States ``[trajectories, d]`` from the sampler, or from the system's own, checked."""
     if sample is None:
         if not hasattr(rate, "sample"):
             raise ValueError(
                 "a rate of your own needs sample=, a function (n, generator=...) -> states [n, d]"
             )
-        return rate.sample(count, generator, torch.float64, device)
+        return rate.sample(trajectories, generator, torch.float64, device)
     if not callable(sample):
         raise TypeError(
             f"sample is a {type(sample).__name__}; give a function (n, generator=...) -> [n, d]"
         )
-    return _sampled("sample", sample, count, generator, device)
+    return _sampled("sample", sample, trajectories, generator, device)
 
 
 def sampled_parameters(
     parameters: Sampler | None,
-    count: int,
+    trajectories: int,
     generator: torch.Generator,
     device: torch.device | str | None = None,
 ) -> Tensor | None:
-    """Parameters ``[count, k]`` from the sampler, checked; None without one."""
+    """Parameters ``[trajectories, k]`` from the sampler, checked; None without one."""
     if parameters is None:
         return None
     if not callable(parameters):
@@ -188,20 +188,22 @@ def sampled_parameters(
             f"parameters is a {type(parameters).__name__}; give a function (n, generator=...) -> [n, k] "
             "that draws the parameters of n trajectories"
         )
-    return _sampled("parameters", parameters, count, generator, device)
+    return _sampled("parameters", parameters, trajectories, generator, device)
 
 
 def _sampled(
     name: str,
     sample: Sampler,
-    count: int,
+    trajectories: int,
     generator: torch.Generator,
     device: torch.device | str | None,
 ) -> Tensor:
-    rows = sample(count, generator=generator)
-    if not isinstance(rows, Tensor) or rows.dim() != 2 or len(rows) != count:
+    rows = sample(trajectories, generator=generator)
+    if not isinstance(rows, Tensor) or rows.dim() != 2 or len(rows) != trajectories:
         got = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
-        raise ValueError(f"{name}({count}) returned {got}; it must return a tensor [{count}, d]")
+        raise ValueError(
+            f"{name}({trajectories}) returned {got}; it must return a tensor [{trajectories}, d]"
+        )
     if not bool(torch.isfinite(rows).all()):
         what = "states" if name == "sample" else "parameters"
         raise ValueError(f"{name} returned non-finite {what}; a fit needs finite ones")
@@ -276,10 +278,10 @@ def _in_a_kernel(
     """The states by a kernel that goes all substeps; None where there is none, or it does not pay."""
     if not (u0.is_cuda or fused.EVERYWHERE) or not fused.at_hand(u0) or not steps or not u0.numel():
         return None
-    from attractor.ode.captured import whole_steps
+    from attractor.ode.captured import kernel_of_steps
 
     t = torch.tensor(t0, dtype=torch.float64, device=u0.device)
-    whole = whole_steps(
+    whole = kernel_of_steps(
         rate, get_scheme(scheme), None, dt / substeps, u0, t, (1e-8, 1e-13), steps * substeps / WORTH
     )
     if whole is None:

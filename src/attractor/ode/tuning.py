@@ -13,8 +13,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from attractor.core import Trajectory, evolve, get_scheme
-from attractor.core.checks import as_number, check_number, check_seed, check_whole
+from attractor.core import Trajectory, checks, evolve, get_scheme
+from attractor.core.checks import (
+    as_number,
+    check_number,
+    check_seed,
+    check_tensor,
+    check_values,
+    check_whole,
+)
 from attractor.core.scheme import Rate
 from attractor.core.tableaus import AnyScheme
 from attractor.core.views import html_table
@@ -211,8 +218,19 @@ class TunedSolver:
         """
         t_end, t0 = as_number("t_end", t_end), as_number("t0", t0)
         best = self.report.winner
-        compile = best.compiled if compile is None else compile
-        way = replace(best, compiled=compile)
+        if compile not in (True, False, None):
+            raise TypeError(f"compile = {compile!r} must be True, False or None")
+        way = replace(best, compiled=best.compiled if compile is None else compile)
+        check_tensor("u0", u0, "[*batch, d]")
+        check_values("u0", u0)
+        step = self.report.horizon if best.method == "adaptive" else best.setting
+        if not abs(t_end - t0) <= checks.MOST_STEPS * step:
+            raise ValueError(
+                f"from t0 = {t0:g} to t_end = {t_end:g} is not a finite time, or more than "
+                f"{checks.MOST_STEPS:g} times {step:g}; use a shorter time"
+            )
+        if u0.dim() == 0:
+            raise ValueError("u0 has no dimension; a state needs one, even of size 1: use u0[None]")
         if self.report.scale and u0.shape[-1] != len(self.report.scale):
             raise ValueError(
                 f"u0 {list(u0.shape)}: states of {u0.shape[-1]} numbers; this solver's have "

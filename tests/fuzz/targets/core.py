@@ -164,6 +164,48 @@ def _solving(m: Maker, solve: Any) -> Call:
     )
 
 
+@target("attractor.odeint_event", raises=(FloatingPointError,))
+def _odeint_event(m: Maker) -> Call:
+    """A state that moves at speed 1 in each component meets a level; or what is no such problem."""
+    y0 = m.tensor(m.sizes(0, 2), WIDE, fill="zeros", layout="plain")
+    several = m.chance(25)
+    func = m.choice(
+        [lambda t, y: torch.ones_like(y), lambda t, y: torch.ones_like(y) + 0 * t],
+        odd=(lambda t, y: 1.0, lambda t, y: y * math.nan, lambda t, y: torch.ones(7), lambda y: y),
+    )
+    level = m.pick((0.5, 1.5))
+    events = [lambda t, y: y.sum() - level * y.numel(), lambda t, y: t - level]
+    odd_events = (
+        lambda t, y: y, lambda t, y: 1.0, lambda t, y: None, lambda t, y: t * math.nan, lambda t, y: t > 1,
+        lambda t, y: torch.ones(2), lambda t, y: t + 1, lambda y: y, lambda t, y: t.reshape(1, 1) - 1,
+    )  # fmt: skip
+    event = m.choice(events, odd=odd_events)
+    t0 = torch.tensor(0.0, dtype=torch.float64)
+    if m.strange():
+        t0 = m.pick((0.0, None, "now", torch.tensor([0.0, 1.0]), torch.tensor(math.nan), torch.tensor([]),
+                     torch.tensor(1j), torch.tensor(True), torch.tensor(0.0, device="meta"),
+                     torch.tensor(math.inf), [0.0]))  # fmt: skip
+    options: dict[str, Any] = {
+        "method": m.choice([None, "dopri5", "bosh3", "rk4", "euler", "explicit_adams"])
+    }
+    adaptive = options["method"] in (None, "dopri5", "bosh3")
+    options["options"] = {"max_num_steps": 300} if adaptive else {"step_size": m.number(0.1, 0.3)}
+    if m.chance(20):
+        options["rtol"], options["atol"] = m.number(1e-5, 1e-3), m.number(1e-6, 1e-3)
+    if m.chance(10):
+        options["odeint_interface"] = m.choice([at.odeint, at.odeint_adjoint], odd=(at.evolve,))
+    if m.chance(10):
+        options["reverse_time"] = m.boolean()
+    if several:
+        one, meets = func, event
+        func = (lambda t, y: {"a": one(t, y["a"])}) if callable(one) else one
+        event = (lambda t, y: meets(t, y["a"])) if callable(meets) else meets
+        y0 = {"a": y0}
+
+    # A state of no numbers has no event in its sum; a backward solve leaves the level behind.
+    return Call(lambda: at.odeint_event(func, y0, t0, event_fn=event, **options), finite=False)
+
+
 def coefficient(m: Maker) -> Any:
     good = (0, 1, "1/2", Fraction(1, 3), 0.5, "2/3", -1, "1/6")
     odd = (math.nan, math.inf, "half", None, 1j, [1], "1/0", torch.tensor(0.5), 1e400, "1e5")

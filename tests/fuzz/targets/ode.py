@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import attractor as at
-from attractor.ode import FineData, theory
+from attractor.ode import FineData, Paper, Ridge, theory
 from attractor.ode.trust import TrustRegion
 from tests.fuzz.judging import Call, calling, shaped, target
 from tests.fuzz.strategies import FLOATS, WIDE, Maker
@@ -288,7 +288,9 @@ def a_fit(m: Maker) -> dict[str, Any]:
     }
     options["horizon"] = options["dt"] * 2 if isinstance(options["dt"], float) else 1.0
     options["horizon"] = m.number(0.2, 1.0) if m.strange() else options["horizon"]
-    options["correction"] = m.choice(["linear", "attns"])
+    options["correction"] = m.choice(["linear", "attns", "stages"])
+    if options["correction"] == "linear" and m.tame:
+        del options["width"]  # which it does not have
     if m.chance(30):
         options["scheme"] = m.choice(["rk4", "euler", "heun"])
     if m.chance(20):
@@ -301,9 +303,39 @@ def a_fit(m: Maker) -> dict[str, Any]:
         )
     if m.chance(10):
         options["period"] = m.number(0.5, 2.0)
+    if m.chance(30):
+        recipes = ["default", Ridge(), Ridge(adam_steps=5), Paper(epochs=2), Paper(3, 10.0)]
+        options["recipe"] = m.choice(recipes, odd=(Ridge, Paper, {"epochs": 2}, 1e-3))
     if m.chance(10):
-        options["recipe"] = m.choice(["default"])
+        options["parameters"] = m.choice([None], odd=SAMPLERS)
+    if m.chance(10):
+        options["budget"] = m.number(0.0, 1.0)
     return options
+
+
+# Samplers of parameters that no equation here takes, or that return no parameters.
+SAMPLERS = (
+    lambda n, generator: torch.ones(n, 1),
+    lambda n, generator: torch.ones(n),
+    lambda n, generator: torch.ones(n + 1, 1),
+    lambda n, generator: torch.ones(n, 1, dtype=torch.int64),
+    lambda n, generator: torch.full((n, 1), math.nan),
+    lambda n: torch.ones(n, 1),
+    lambda n, generator: None,
+    torch.ones(3, 1),
+)
+
+
+@target("attractor.ode.Ridge")
+def _ridge(m: Maker) -> Call:
+    m.seed()
+    return calling(Ridge, m.whole(0, 100))
+
+
+@target("attractor.ode.Paper")
+def _paper(m: Maker) -> Call:
+    m.seed()
+    return calling(Paper, m.whole(1, 100), m.number(0.1, 1e6))
 
 
 @target("attractor.fit", slow=True, raises=(FloatingPointError,))
@@ -319,7 +351,7 @@ def _fit(m: Maker) -> Call:
 @target("attractor.make_trajectories", slow=True, raises=(OSError,))
 def _make_trajectories(m: Maker) -> Call:
     system = m.choice([at.systems.HarmonicOscillator(), at.systems.Lorenz()], odd=(lambda t, u: -u,))
-    options = {"count": m.whole(1, 5), "dt": m.number(0.1, 0.2), "fine_dt": m.number(0.02, 0.1)}
+    options = {"trajectories": m.whole(1, 5), "dt": m.number(0.1, 0.2), "fine_dt": m.number(0.02, 0.1)}
     options["horizon"] = 2 * options["dt"] if isinstance(options["dt"], float) else 1.0
     if m.chance(30):
         options["shard_size"] = m.whole(1, 5)
@@ -336,7 +368,7 @@ def _make_trajectories(m: Maker) -> Call:
 def fine_folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     at.make_trajectories(
-        at.systems.HarmonicOscillator(), folder, count=4, dt=0.1, horizon=0.2, shard_size=2
+        at.systems.HarmonicOscillator(), folder, trajectories=4, dt=0.1, horizon=0.2, shard_size=2
     )
     return folder
 
@@ -368,6 +400,102 @@ def _compare(m: Maker) -> Call:
     if m.chance(40):
         options["u0"] = m.tensor((2, 2), [torch.float64])
     return Call(lambda: at.compare(solver(), **options).verdict)
+
+
+def a_tuning(m: Maker) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "error": m.number(1e-4, 1e-2),
+        "horizon": m.number(0.5, 1.0),
+        "batch": m.whole(1, 4),
+        "budget": m.number(0.0, 0.1),
+        "compile": False,
+    }
+    if m.chance(20):
+        options["sample"] = m.pick(
+            (lambda n, generator: torch.ones(n, 2), lambda n, generator: torch.ones(n), 3)
+        )
+    if m.chance(20):
+        options["parameters"] = m.choice([None], odd=SAMPLERS)
+    if m.chance(20):
+        options["seed"] = m.whole(0, 5)
+    if m.chance(20):
+        options["period"] = m.number(0.5, 2.0)
+    if m.chance(10):
+        options["device"] = m.choice(["cpu", None], odd=("meta", "nowhere:3"))
+    return options
+
+
+@target("attractor.tune", slow=True)
+def _tune(m: Maker) -> Call:
+    system = m.choice(
+        [at.systems.HarmonicOscillator(), at.systems.Logistic()],
+        odd=(
+            lambda t, u: -u, at.systems.Lorenz, lambda t, u: u * math.nan, lambda t, u: 1e9 * u * u,
+            lambda t, u: u[..., :1], lambda u: -u,
+        ),
+    )  # fmt: skip
+    options = a_tuning(m)
+    if not hasattr(system, "sample") and m.chance(80):
+        options["sample"] = lambda n, generator: torch.rand(n, 2, generator=generator)
+    return Call(lambda: at.tune(system, **options).report.winner.error)
+
+
+@cache
+def tuned() -> Any:
+    with torch.random.fork_rng():
+        return at.tune(
+            at.systems.HarmonicOscillator(), error=1e-3, horizon=1.0, batch=2, budget=0.0, compile=False
+        )
+
+
+@target("attractor.TunedSolver.solve")
+def _tuned_solve(m: Maker) -> Call:
+    u0 = a_state(m, 2, WIDE)
+    options = {"compile": m.choice([None, False], odd=("yes",))} if m.chance(20) else {}
+    if m.chance(20):
+        options["parameters"] = m.choice([None], odd=(torch.ones(1), "p", 1.0, torch.tensor([1])))
+    return calling(
+        lambda *args, **more: tuned().solve(*args, **more).u, u0, m.number(0.5, 1.0), m.number(0.0, 0.25),
+        check=lambda r: shaped(2, *u0.shape, dtype=u0.dtype)(r), tolerance=1e-3, layouts=False, **options,
+    )  # fmt: skip
+
+
+@target("attractor.TunedSolver.save", slow=True, raises=(OSError,))
+def _tuned_save(m: Maker) -> Call:
+    m.seed()
+    place = m.choice(["new", "a/b"], odd=("", "file", "file/below"))
+
+    def run() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "file").write_text("a file")
+            tuned().save(Path(folder) / place if isinstance(place, str) else place)
+
+    return Call(run)
+
+
+@target("attractor.TunedSolver.load", slow=True, raises=(OSError,))
+def _tuned_load(m: Maker) -> Call:
+    """A saved solver, one of its files damaged now and then."""
+    damage = m.strange()
+    rate = m.choice(
+        [None, at.systems.HarmonicOscillator()], odd=(at.systems.Lorenz(), lambda t, u: u, 3)
+    )
+    seed, cut = m.seed(), m.pick((0, 1, -1))
+
+    def run() -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            tuned().save(folder)
+            if damage:
+                files = sorted(p for p in Path(folder).rglob("*") if p.is_file())
+                path = files[seed % len(files)]
+                content = bytearray(path.read_bytes())
+                content[seed % len(content)] ^= 1 << seed % 8
+                path.write_bytes(
+                    bytes(content[: len(content) // 2] if cut == 1 else b"" if cut == -1 else content)
+                )
+            return at.TunedSolver.load(folder, rate).report.horizon
+
+    return Call(run)
 
 
 # Theory and trust

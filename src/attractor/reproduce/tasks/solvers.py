@@ -30,7 +30,7 @@ import hashlib
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,13 +39,13 @@ from torch import Tensor, nn
 
 from attractor.core import Trajectory, evolve, get_scheme
 from attractor.ode import HybridSolver, fit, fused, systems
-from attractor.ode.algorithm1 import BATCH, LEARNING_RATE
+from attractor.ode.algorithm1 import BATCH, FullBatches, cosine, train_epochs
 from attractor.ode.corrections import AttNSM, get_correction
 from attractor.ode.pairs import Pairs, one_step
 from attractor.ode.theory import second_derivative
 from attractor.ode.trajectories import Plan, Run, fine_trajectories, make_run, whole_steps, with_noise
 from attractor.reproduce.tasks import Context, Outcome
-from attractor.train import DivergedError, Progress, Recipe, train
+from attractor.train import Recipe, compiled_blocks
 
 CEILING = 1e40  # the error of what is lost
 TEST_SEED = 20_261_115
@@ -215,7 +215,7 @@ def _by_adam(config: dict[str, Any], context: Context, given: Setting) -> tuple[
     arguments = (config, pairs, context, epochs, given.problem.loss_scale)
     try:
         model, found = train_as_printed(*arguments)
-    except DivergedError:
+    except FloatingPointError:
         return None, _unknown(math.nan)
     except torch._dynamo.exc.TorchDynamoException as error:  # no compiler, or one that fails
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -227,11 +227,12 @@ def _by_adam(config: dict[str, Any], context: Context, given: Setting) -> tuple[
 def train_as_printed(
     config: dict[str, Any], pairs: Pairs, context: Context, epochs: int, loss_scale: float
 ) -> tuple[nn.Module, Outcome]:
-    """The paper's Algorithm 1 by the library's loop: Adam at 1e-3, a cosine to 0, batches of 16,384.
+    """Train a correction by the paper's Algorithm 1: Adam at 1e-3, a cosine to 0, batches of 16,384.
 
-    What `attractor.fit` does with recipe "paper", but for an incomplete last batch, which is left out:
-    all steps are alike, so a GPU takes each as one graph, with the network in kernels where those pay,
-    else compiled if ``config["compile"]``.
+    This is what `attractor.fit` does with recipe "paper", except that an incomplete last batch is left
+    out and the learning rate of an update is that in its middle. All updates have the same shapes, so on
+    a GPU each is one CUDA graph. The network runs in kernels where they are faster, and is compiled
+    otherwise if ``config["compile"]``.
 
     Returns:
         The correction, and its losses, epoch by epoch; if ``config["watch"]``, with "q", "away" and
@@ -253,38 +254,39 @@ def train_as_printed(
     # What belongs to a pair lies together: rows are gathered once an update.
     given = (u, slope, pairs.error.float()) if normal is None else (normal.x, normal.error)
     rows, sizes = torch.cat(given, -1), [x.shape[-1] for x in given]
-    batches = Batches(len(u), config.get("batch", BATCH), u.device)
+    stream = Recipe(seed=context.seed).stream
+    batches = FullBatches(
+        len(u), config.get("batch", BATCH), u.device, lambda epoch: stream("batches", epoch)
+    )
     watched, few = config.get("watch") and isinstance(model, AttNSM), slope[:: max(1, len(u) // 4096)]
     seen: list[tuple[float, ...]] = []
 
-    def loss(model: Any, index: Tensor) -> Tensor:
+    def loss(model: Any, index: Tensor) -> tuple[Tensor, Tensor]:
         *inputs, error = rows[index].split(sizes, -1)
         if normal is not None:
-            return (model.net(*inputs) - error).square().mean(-1)
-        return loss_scale * (model(*inputs, dt) - error).square().mean(-1)
+            each = (model.net(*inputs) - error).square().mean(-1)
+        else:
+            each = loss_scale * (model(*inputs, dt) - error).square().mean(-1)
+        return each.mean(), each.detach().double().sum()
 
-    def look(progress: Progress | None) -> None:
-        if watched and (progress is None or progress.row is not None):
+    def look() -> None:
+        if watched:
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 q = model.net.in_torch(few).double()
             seen.append(tuple(x.item() for x in (q.mean(), (q - 1).abs().mean(), q.std())))
 
     plain = hasattr(model.net, "body") and hasattr(model.net.body, "activations")
     plain = plain and not fused.pays(model.net, model.inputs(u[:1], slope[:1], dt))
-    recipe = Recipe(
-        epochs=epochs, learning_rate=LEARNING_RATE, warmup=0.0, optimiser="adamw", weight_decay=0.0,
-        precision="fp32", channels_last=False, seed=context.seed,
-        capture="compile" if plain and config.get("compile") else "auto",
-    )  # fmt: skip
-    look(None)
-    history = train(
-        model, batches, None, recipe, loss=loss, device=context.device, tell=look,
-        blocks=lambda correction: [model.net.body],
-    )  # fmt: skip
-    model.requires_grad_(False)
+    compiled = plain and config.get("compile")
+    look()
+    with compiled_blocks(model, lambda correction: [model.net.body]) if compiled else nullcontext():
+        losses = train_epochs(
+            model, loss, batches, epochs, cosine(epochs, len(batches), middle=True), graph=u.is_cuda,
+            after_epoch=lambda done, mean: look(),
+        )  # fmt: skip
+    model.eval().requires_grad_(False)  # evaluation mode: transformers have a faster kernel for it
     if normal is not None:
         normal.fold(model)
-    losses = history.column("train_loss")
     curves = {"epoch": thinned(list(range(1, epochs + 1))), "loss": thinned(losses)}
     metrics = {**_unknown(float(epochs * len(batches)))["metrics"], "loss": losses[-1]}
     if seen:
@@ -331,21 +333,6 @@ class Normal:
                     layer.weight.mul_(self.size[:, None])
             net.head.bias.mul_(self.size)
         net.standardise(self.mean, self.deviation)
-
-
-class Batches:
-    """Indices ``[batch]`` of an epoch's steps, shuffled where they are used."""
-
-    def __init__(self, count: int, batch: int, device: torch.device) -> None:
-        self.count, self.batch, self.device = count, min(batch, count), device
-
-    def __len__(self) -> int:
-        return self.count // self.batch
-
-    def __iter__(self) -> Iterator[Tensor]:
-        generator = torch.Generator(self.device).manual_seed(int(torch.randint(2**62, ())))
-        order = torch.randperm(self.count, generator=generator, device=self.device)
-        yield from order[: len(self) * self.batch].split(self.batch)
 
 
 def _with_noise(config: dict[str, Any], context: Context, run: Run) -> Run:
