@@ -45,6 +45,11 @@ def containing(texts: list[str], cases: Mapping[str, Measure]) -> dict[str, Meas
     return {name: cases[name] for name in cases if any(text in name for text in texts)}
 
 
+def number(x: float | None) -> float:
+    """Return a number of a result file, in which null stands for infinity."""
+    return math.inf if x is None else x
+
+
 def run(
     benchmark: str, cases: Mapping[str, Measure], options: argparse.Namespace
 ) -> list[dict[str, Any]] | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attractor import fit
-from benchmarks.cases import Measure, add_options, containing, run
+from benchmarks.cases import Measure, add_options, containing, number, run
 from benchmarks.fresh import Fresh, seconds
 from benchmarks.results import save
 from benchmarks.tune import CASES
@@ -26,7 +26,10 @@ from benchmarks.tune import CASES
 COUNT = 1_000  # parameters, with one trajectory each
 SINGLE = 10  # parameters that have a fit of their own
 SINGLE_COUNT = 100  # fresh trajectories of each of them
-WIDTHS = (64, 0, 16, 256)
+TRAJECTORIES = (
+    4_000  # of the fit for all parameters; with 1,000 the guard replaces ten times as many steps
+)
+WIDTHS = (256, 64, 0, 1024)
 # name in benchmarks.tune, and for each scheme the step and the number of steps
 SYSTEMS: dict[str, dict[str, tuple[float, int]]] = {
     "Lotka-Volterra sweep": {"rk4": (0.5, 20), "dop853": (1.0, 10)},
@@ -41,7 +44,7 @@ def sweep(name: str, scheme: str, width: int) -> dict[str, Any]:
     settings: Any = {"dt": dt, "horizon": dt * steps, "sample": case.sample}
     fresh = Fresh.draw(case.rate, **settings, parameters=case.parameters, count=COUNT)
     fixed: Any = {"scheme": scheme, "correction": "stages", "width": width, **settings}
-    solver = fit(case.rate, parameters=case.parameters, **fixed)
+    solver = fit(case.rate, parameters=case.parameters, trajectories=TRAJECTORIES, **fixed)
     errors = fresh.errors(fresh.hybrid(solver))
     fit_seconds = solver.history[-1]["seconds"]
 
@@ -103,13 +106,13 @@ def main() -> None:
         return
     for row in (row for row in rows if "failure" not in row):
         rival = min(row["rivals"], key=lambda r: r["seconds"], default=None)
-        ratio = statistics.median(s["shared"] / s["own"] for s in row["single"])
+        ratio = statistics.median(number(s["shared"]) / number(s["own"]) for s in row["single"])
         beside = (
             "none reaches it" if rival is None else f"{1e3 * rival['seconds']:.2f} ms {rival['name']}"
         )
-        even = math.nan if rival is None or rival["break_even"] is None else rival["break_even"]
+        even = 0.0 if rival is None else number(rival["break_even"])
         print(
-            f"{row['name']:32} error {row['hybrid']['final']:.1e} (half the step {row['half']['final']:.1e}), "
+            f"{row['name']:32} error {number(row['hybrid']['final']):.1e} (half the step {number(row['half']['final']):.1e}), "
             f"{1e3 * row['seconds']:.2f} ms, {beside}, break-even {even:,.0f}, error over that of a fit "
             f"per parameter {ratio:.2g}"
         )

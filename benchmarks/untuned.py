@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attractor import compare, fit
-from benchmarks.cases import Measure, add_options, containing, run
+from benchmarks.cases import Measure, add_options, containing, number, run
 from benchmarks.fresh import FIXED, Fresh, seconds
 from benchmarks.results import save
 from benchmarks.tune import CASES, brusselator, kuramoto, lotka_volterra, roessler, uniform
@@ -113,8 +113,7 @@ def check(solver: Any, fresh: Fresh) -> dict[str, Any]:
 
 def held(row: dict[str, Any]) -> bool:
     """Return whether the check confirms the direction of the verdict."""
-    gain = row["check"]["gain"]
-    return row["comparison"]["pays"] == (gain is None or gain > 1)
+    return row["comparison"]["pays"] == (number(row["check"]["gain"]) > 1)
 
 
 def main() -> None:
@@ -130,9 +129,9 @@ def main() -> None:
         return
     measured = [row for row in rows if "failure" not in row]
     for row in measured:
-        finals = ", ".join(f"{k} {row[k]['final']:.1e}" for k in ("plain", "half", "hybrid"))
+        finals = ", ".join(f"{k} {number(row[k]['final']):.1e}" for k in ("plain", "half", "hybrid"))
         print(f"{row['system']:24} {finals}; {row['comparison']['verdict']}; held: {held(row)}")
-    better = sum(row["hybrid"]["final"] < row["half"]["final"] for row in measured)
+    better = sum(number(row["hybrid"]["final"]) < number(row["half"]["final"]) for row in measured)
     pays = sum(row["comparison"]["pays"] for row in measured)
     print(
         f"of {len(measured)} equations the default beats half the step on {better}, pays on {pays}, and the "
