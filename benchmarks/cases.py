@@ -8,10 +8,12 @@ import argparse
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
 import traceback
+import unicodedata
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,6 +45,12 @@ def add_options(parser: argparse.ArgumentParser, folder: str, workers: int = 1) 
 def containing(texts: list[str], cases: Mapping[str, Measure]) -> dict[str, Measure]:
     """Return the cases whose name contains one of the texts."""
     return {name: cases[name] for name in cases if any(text in name for text in texts)}
+
+
+def name_of(*parts: Any) -> str:
+    """Return a name for a case, and so for a file: letters, digits and dashes."""
+    text = unicodedata.normalize("NFKD", "-".join(map(str, parts)))
+    return re.sub("[^A-Za-z0-9]+", "-", text.encode("ascii", "ignore").decode())
 
 
 def number(x: float | None) -> float:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attractor import fit
-from benchmarks.cases import Measure, add_options, containing, number, run
+from benchmarks.cases import Measure, add_options, containing, name_of, number, run
 from benchmarks.fresh import Fresh, seconds
 from benchmarks.results import save
 from benchmarks.tune import CASES
@@ -96,7 +96,7 @@ def main() -> None:
     add_options(parser, "out/sweep")
     options = parser.parse_args()
     cases: dict[str, Measure] = {
-        f"{name.replace(' ', '_')}-{scheme}-{width}": partial(sweep, name, scheme, width)
+        name_of(name, scheme, width): partial(sweep, name, scheme, width)
         for width in WIDTHS
         for scheme in ("rk4", "dop853")
         for name in SYSTEMS

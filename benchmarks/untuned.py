@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attractor import compare, fit
-from benchmarks.cases import Measure, add_options, containing, number, run
+from benchmarks.cases import Measure, add_options, containing, name_of, number, run
 from benchmarks.fresh import FIXED, Fresh, seconds
 from benchmarks.results import save
 from benchmarks.tune import CASES, brusselator, kuramoto, lotka_volterra, roessler, uniform
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[""], help="cases whose name contains a text")
     add_options(parser, "out/untuned")
     options = parser.parse_args()
-    cases: dict[str, Measure] = {name.replace(" ", "_"): partial(default, name) for name in EQUATIONS}
+    cases: dict[str, Measure] = {name_of(name): partial(default, name) for name in EQUATIONS}
     rows = run("untuned", containing(options.only, cases), options)
     if rows is None:
         return
