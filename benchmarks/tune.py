@@ -9,15 +9,11 @@ reaches the error on the same trajectories. Radau takes batches of one only, for
 """
 
 import argparse
-import json
 import math
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +23,7 @@ import attractor as at
 from attractor import systems
 from attractor.core.step import with_parameters
 from attractor.ode.trajectories import initial_states
+from benchmarks.cases import add_options, run
 from benchmarks.results import save
 
 F64 = {"dtype": torch.float64}
@@ -265,39 +262,22 @@ def main() -> None:
     parser.add_argument("--errors", nargs="*", type=float, default=list(ERRORS))
     parser.add_argument("--batches", nargs="*", type=int, default=list(BATCHES))
     parser.add_argument("--budget", type=float, default=60.0)
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--folder", type=Path, default=Path("out/tune-benchmark"))
-    parser.add_argument("--merge", action="store_true", help="only join what is in the folder")
-    parser.add_argument("--stop", type=float, default=math.inf, help="seconds after which none is begun")
-    given = parser.parse_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
-    cases = [(n, e, b) for b in given.batches for e in given.errors for n in given.only]
-    place = lambda n, e, b: given.folder / f"{list(CASES).index(n):02d}-{e:g}-{b}.json"
-    began = time.monotonic()
-
-    def one(case: tuple[str, float, int]) -> None:
-        name, error, batch = case
-        if place(name, error, batch).exists() or time.monotonic() - began > given.stop:
-            return
-        if given.workers:
-            own = [sys.executable, "-m", "benchmarks.tune", "--only", name, "--errors", str(error),
-                   "--batches", str(batch), "--budget", str(given.budget), "--folder", str(given.folder),
-                   "--threads", str(given.threads)]  # fmt: skip
-            subprocess.run(own, check=False)
-            return
-        torch.set_num_threads(given.threads)
-        found = measure(name, error, batch, given.budget)
-        place(name, error, batch).write_text(json.dumps(found))
-        print(name, error, batch, found.get("failure", "done"), flush=True)
-
-    if not given.merge:
-        with ThreadPoolExecutor(max(1, given.workers)) as pool:
-            list(pool.map(one, cases))
-    if not given.workers and len(cases) == 1:
-        return
-    rows = [json.loads(path.read_text()) for path in sorted(given.folder.glob("*.json"))]
-    save("tune", {"budget": given.budget, "threads": given.threads, "rows": rows})
+    add_options(parser, "out/tune-benchmark", workers=0)
+    options = parser.parse_args()
+    rows = run(
+        "tune",
+        {
+            f"{list(CASES).index(name):02d}-{error:g}-{batch}": partial(
+                measure, name, error, batch, options.budget
+            )
+            for batch in options.batches
+            for error in options.errors
+            for name in options.only
+        },
+        options,
+    )
+    if rows is not None:
+        save("tune", {"budget": options.budget, "threads": options.threads, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,59 +1,143 @@
-"""Hybrid solvers on other systems than those of the paper: does a fit beat plain rk4 at half the step?
+"""The default of `fit` on ten equations that nothing was tuned on, and whether `compare` was right about it.
 
-Most settings of the recipe were found elsewhere; that it chooses between slope and state, and its sines, not.
+`fit` gets dt, horizon and sample, nothing else. Errors are those of 1,000 fresh trajectories beside plain rk4
+with the same step and with half of it. The verdict of `compare`, compiled, is then checked on other fresh
+trajectories: plain schemes get the fewest steps that reach the hybrid's error, and all are timed in turns:
 
-The defaults of `fit` at width 256 from 300 trajectories, three seeds; mean square error over 100 test
-trajectories of another seed, beside plain rk4 with the same step and with half of it (whose rate calls
-are twice as many; the network's cost is not counted here).
+    python -m benchmarks.untuned --workers 8 --threads 2
 """
 
-import statistics
+import argparse
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from attractor import evolve, fit, systems
-from attractor.ode.trajectories import fine_trajectories
+from attractor import compare, fit
+from benchmarks.cases import Measure, add_options, containing, name_of, number, run
+from benchmarks.fresh import FIXED, Fresh, seconds
 from benchmarks.results import save
+from benchmarks.tune import CASES, brusselator, kuramoto, lotka_volterra, roessler, uniform
 
-CASES = [
-    ("Lorenz", systems.Lorenz(), 0.05, 2.0),
-    ("Hénon-Heiles", systems.HenonHeiles(), 0.5, 20.0),
-    ("van der Pol, mu = 2", systems.VanDerPol(2.0), 0.1, 5.0),
-    ("three bodies", systems.ThreeBody(), 0.05, 3.0),
-    ("3-link pendulum", systems.PendulumChain(3), 0.1, 5.0),
-]
-SEEDS = (1, 2, 3)
-KINDS = ("attns", "neurvec", "auto")
+COMPARED = ("rk4", "dopri5")  # schemes that `compare` looks at by default
 
 
-def row(name, system, dt, horizon) -> dict:
-    steps = round(horizon / dt)
-    u0 = system.sample(100, torch.Generator().manual_seed(1_000), torch.float64)
-    truth = fine_trajectories(system, u0, dt, steps, 64)
-    error = lambda solved: (solved.u - truth).square().mean().item() if solved.ok.all() else None
-    t = torch.arange(2 * steps + 1, dtype=torch.float64) * dt / 2
-    found = {
-        "case": name,
-        "plain": error(evolve(system, u0, t[::2])),
-        "half": error(evolve(system, u0, t, every=2)),
-    }
-    for correction in KINDS:
-        options = dict(dt=dt, horizon=horizon, trajectories=300, width=256, correction=correction)
-        found[correction] = [error(fit(system, seed=s, **options).solve(u0, horizon)) for s in SEEDS]
-    return found
+def predator_and_prey(t: Any, u: Tensor) -> Tensor:
+    p = torch.tensor([1.1, 0.9, 0.8, 1.0]).to(u)
+    return lotka_volterra(t, u, p.expand(*u.shape[:-1], 4))
+
+
+def thomas(t: Any, u: Tensor) -> Tensor:
+    """The cyclically symmetric attractor of Thomas."""
+    return u.roll(-1, -1).sin() - 0.2 * u
+
+
+def double_well(t: Any, u: Tensor) -> Tensor:
+    """Two particles, each in a double well, joined by a spring."""
+    x, v = u.chunk(2, -1)
+    return torch.cat((v, x - x**3 + 0.3 * (x.flip(-1) - x)), -1)
+
+
+def three_species(t: Any, u: Tensor) -> Tensor:
+    """A food chain of Lotka and Volterra."""
+    x, y, z = u.unbind(-1)
+    return torch.stack((x * (1 - y), y * (x - 1 - 0.5 * z), z * (0.5 * y - 0.4)), -1)
+
+
+def spherical_pendulum(t: Any, u: Tensor) -> Tensor:
+    angle, _, speed, turn = u.unbind(-1)
+    return torch.stack(
+        (speed, turn, angle.sin() * angle.cos() * turn**2 - 9.8 * angle.sin(),
+         -2 * speed * turn * angle.cos() / angle.sin()), -1
+    )  # fmt: skip
+
+
+# rate, dt, number of steps, initial states; the first three are problems that users tried
+EQUATIONS: dict[str, tuple[Callable[..., Tensor], float, int, Callable[..., Tensor]]] = {
+    "planets": (CASES["planets"].rate, 0.2, 50, CASES["planets"].sample),
+    "Lotka-Volterra": (predator_and_prey, 0.25, 40, uniform((0.5, 1.5), (0.5, 1.5))),
+    "particle at a wire": (CASES["particle at a wire"].rate, 0.25, 40, CASES["particle at a wire"].sample),
+    "Brusselator": (brusselator, 0.1, 50, uniform((0.5, 2), (1, 3))),
+    "Rössler": (roessler, 0.2, 50, uniform((-4, 4), (-4, 4), (0, 1))),
+    "Kuramoto, 8 oscillators": (kuramoto, 0.5, 20, CASES["Kuramoto, 8 oscillators"].sample),
+    "Thomas' attractor": (thomas, 0.5, 40, uniform((-3, 3), (-3, 3), (-3, 3))),
+    "double well": (double_well, 0.25, 40, uniform((-1.5, 1.5), (-1.5, 1.5), (-0.5, 0.5), (-0.5, 0.5))),
+    "three species": (three_species, 0.25, 40, uniform((0.5, 1.5), (0.5, 1.5), (0.5, 1.5))),
+    "spherical pendulum": (spherical_pendulum, 0.1, 50, uniform((0.8, 1.2), (0, 0), (-0.3, 0.3), (3, 4))),
+}  # fmt: skip
+
+
+def default(name: str) -> dict[str, Any]:
+    """Fit an equation by default, ask `compare`, and check its verdict."""
+    rate, dt, steps, sample = EQUATIONS[name]
+    settings: Any = {"dt": dt, "horizon": dt * steps, "sample": sample}
+    fresh = Fresh.draw(rate, **settings)
+    solver = fit(rate, **settings)
+    chosen = {"correction": type(solver.correction).__name__, **solver.correction.config}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about tolerances that other libraries give up at
+        comparison = compare(solver, horizon=dt * steps, sample=sample)
+    return {
+        "system": name, "dt": dt, "horizon": dt * steps, "dim": fresh.u0.shape[-1],
+        "plain": fresh.errors(fresh.plain("rk4")), "half": fresh.errors(fresh.plain("rk4", 2)),
+        "hybrid": fresh.errors(fresh.hybrid(solver)), "chosen": chosen,
+        "fit_seconds": solver.history[-1]["seconds"],
+        "comparison": {k: x for k, x in comparison.to_json().items() if k not in ("points", "about")},
+        "check": check(solver, Fresh.draw(rate, **settings, seed=1)),
+    }  # fmt: skip
+
+
+def check(solver: Any, fresh: Fresh) -> dict[str, Any]:
+    """Time the hybrid and plain solvers that reach its error.
+
+    Returns:
+        The gain over the fastest of the solvers that `compare` looks at, and over the fastest of all,
+        dop853 included; None if no other solver reaches the error.
+    """
+    error = fresh.error(fresh.hybrid(solver).final)
+    ways = fresh.ways(error, FIXED)
+    with torch.no_grad():
+        solve = partial(fresh.hybrid, solver, every=fresh.steps, compile=True)
+        times = seconds({"hybrid": solve, **{way.name: way.solve for way in ways}})
+    own = times["hybrid"]["seconds"]
+    ratios = {way.name: times[way.name]["seconds"] / own for way in ways}
+    seen = [x for name, x in ratios.items() if name.startswith((*COMPARED, "SciPy"))]
+    return {
+        "error": error, "times": times, "gain": min(seen, default=None),
+        "gain_over_all": min(ratios.values(), default=None),
+    }  # fmt: skip
+
+
+def held(row: dict[str, Any]) -> bool:
+    """Return whether the check confirms the direction of the verdict."""
+    return row["comparison"]["pays"] == (number(row["check"]["gain"]) > 1)
 
 
 def main() -> None:
-    rows = []
-    for case in CASES:
-        with torch.no_grad():
-            rows.append(row(*case))
-        r = rows[-1]
-        fits = {k: [f"{x:.1e}" for x in r[k]] for k in KINDS}
-        print(f"{r['case']:20} plain {r['plain']:.1e}, half step {r['half']:.1e}, {fits}", flush=True)
-    better = [r["case"] for r in rows if statistics.median(r["auto"]) < r["half"]]
-    print(f"auto beats rk4 at half the step on {len(better)} of {len(rows)}: {', '.join(better)}")
-    save("untuned", {"seeds": SEEDS, "rows": rows})
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", default=[""], help="cases whose name contains a text")
+    add_options(parser, "out/untuned")
+    options = parser.parse_args()
+    cases: dict[str, Measure] = {name_of(name): partial(default, name) for name in EQUATIONS}
+    rows = run("untuned", containing(options.only, cases), options)
+    if rows is None:
+        return
+    measured = [row for row in rows if "failure" not in row]
+    for row in measured:
+        finals = ", ".join(f"{k} {number(row[k]['final']):.1e}" for k in ("plain", "half", "hybrid"))
+        print(f"{row['system']:24} {finals}; {row['comparison']['verdict']}; held: {held(row)}")
+    better = sum(number(row["hybrid"]["final"]) < number(row["half"]["final"]) for row in measured)
+    pays = sum(row["comparison"]["pays"] for row in measured)
+    print(
+        f"of {len(measured)} equations the default beats half the step on {better}, pays on {pays}, and the "
+        f"verdict held on {sum(map(held, measured))}"
+    )
+    save("untuned", {"threads": options.threads, "rows": rows})
 
 
 if __name__ == "__main__":
