@@ -42,12 +42,15 @@ FITS = 4  # of a hybrid with one scheme and width, in search of its largest step
 CLEAR = 1.1  # a hybrid has so many times fewer steps than the next best one, or is not fitted
 MOST_STEPS = 200_000
 REPEATS = 5  # of a timing, the best of which counts
-ENOUGH = 1.0  # seconds of timing
+ENOUGH = 0.5  # seconds of timing
 COMPILING = 15.0  # seconds that compiling a loop of steps takes, for most rates
 FEWER = 6  # a candidate that takes so many times the rate calls of another one is given up
-HOPELESS = 3  # times the rate calls of another candidate: not compiled
+HOPELESS = 1.5  # times the cost of another candidate of its family, in rate calls: not compiled
+UNLIKELY = 3  # times the rate calls of another candidate: not timed, if others are compiled
 SINGLE = 1e-5  # the smallest error for which float32 is tried
 REFERENCE = 0.01  # error of the reference, relative to the error that is asked for
+GRIDS = (256, 512, 1024)  # steps of the reference, before error control is tried
+CONTROL = 1.5  # cost of a rate call with error control, relative to one with equal steps
 
 
 @dataclass(frozen=True)
@@ -395,7 +398,7 @@ class _Search:
     def run(self, compile: bool) -> TunedSolver:
         """Return the fastest candidate."""
         self.progress("reference")
-        self.truth, self.scale = self.reference()
+        self.reference()
         plain = [found for name in FIXED if (found := self.fixed(get_scheme(name))) is not None]
         adaptive = [found for name in ADAPTIVE if (found := self.adaptive(name)) is not None]
         if not plain and not adaptive:
@@ -405,7 +408,8 @@ class _Search:
             )
         # Half the step of dop853 has an error of a two hundredth.
         self.fine_dt = next((c.setting / 2 for c in plain if c.scheme == "dop853"), None)
-        timed = [self.timing(c) for c in (*plain, *adaptive)]
+        most = UNLIKELY * self.fewest_calls if compile else math.inf
+        timed = [self.timing(c) for c in (*plain, *adaptive) if c.rate_calls <= most]
         # Compiling a plain scheme and a hybrid has its share of the budget, too.
         self.reserve = min(3 * COMPILING, 0.5 * self.left) if compile else 0.0
         with self.counted_for_hybrids():
@@ -444,8 +448,29 @@ class _Search:
             self.solvers[key] = _in_dtype(self.solvers[*key[:3], "float64"], way.dtype)
         return self.solvers[key]
 
-    def reference(self) -> tuple[Tensor, Tensor]:
-        """The final states of the checked trajectories, and the size of each component."""
+    def reference(self) -> None:
+        """Find the final states of the checked trajectories, and the size of each component."""
+        found = self.reference_on_grids() or self.reference_with_control()
+        self.truth, self.scale = found.final, _sizes(found)
+
+    def reference_on_grids(self) -> Trajectory | None:
+        """The checked trajectories by equal steps of dop853; None if that takes too many of them."""
+        before = None
+        for n in GRIDS:
+            t = torch.linspace(0.0, self.horizon, n + 1, dtype=torch.float64, device=self.checked.device)
+            found = evolve(self.rate, self.checked, t, "dop853", every=n, parameters=self.checked_p)
+            if not bool(found.ok.all()):
+                return None
+            # Half the step has a two hundredth of the error; a tenth of that gain is counted on.
+            if before is not None:
+                change = _distance(before.final, found.final, _sizes(found))
+                if change <= 20 * REFERENCE * self.error:
+                    return found
+            before = found
+        return None
+
+    def reference_with_control(self) -> Trajectory:
+        """The checked trajectories by dop853 with error control."""
         tolerance = max(1e-13, 1e-3 * self.error)
         for _ in range(3):
             solved, finer = (
@@ -461,15 +486,13 @@ class _Search:
                     f"horizon = {self.horizon:g} by dop853 with error control; is the equation stiff, "
                     "or does its solution end?"
                 )
-            scale = finer.u.square().mean((0, 1)).sqrt()
-            scale = torch.where(scale > 0, scale, 1.0)
-            if _distance(solved.final, finer.final, scale) <= REFERENCE * self.error:
-                return finer.final, scale
+            if _distance(solved.final, finer.final, _sizes(finer)) <= REFERENCE * self.error:
+                return finer
             tolerance = max(1e-14, 1e-2 * tolerance)
         self.notes.append(
             "a reference with a hundredth of the error: rounding, or chaos, does not allow it"
         )
-        return finer.final, scale
+        return finer
 
     def measured(self, way: Candidate) -> Candidate:
         """The candidate with its error on the checked trajectories."""
@@ -634,11 +657,12 @@ class _Search:
         Compiled steps have no overhead, so that their time is that of rate calls and networks: of each
         method and width the candidate with the fewest rate calls, in float32 if that is possible.
         """
-        by_calls = sorted(timed, key=lambda c: (c.rate_calls, c.dtype, c.seconds))  # float32 first
-        ways = {(c.method, c.width): c for c in reversed(by_calls)}
+        cost = lambda c: c.rate_calls * (CONTROL if c.method == "adaptive" else 1.0)
+        by_cost = sorted(timed, key=lambda c: (cost(c), c.dtype, c.seconds))  # float32 first
+        ways = {(c.method, c.width): c for c in reversed(by_cost)}
         found: list[Candidate] = []
-        for way in sorted(ways.values(), key=lambda c: c.rate_calls):
-            if way.rate_calls > HOPELESS * by_calls[0].rate_calls:
+        for way in sorted(ways.values(), key=cost):
+            if cost(way) > HOPELESS * cost(by_cost[0]):
                 break
             if self.left <= 0 and found:
                 self.notes.append(f"{way}, compiled: the budget was spent")
@@ -707,6 +731,12 @@ def _solved(
         torch.where(found.ok, last.until, found.until),
         torch.where(last.ok, found.status, last.status),
     )
+
+
+def _sizes(found: Trajectory) -> Tensor:
+    """The size of each component, the root of its mean square; 1 where that is 0."""
+    size = found.u.square().mean((0, 1)).sqrt()
+    return torch.where(size > 0, size, 1.0)
 
 
 def _distance(u: Tensor, truth: Tensor, scale: Tensor) -> float:
