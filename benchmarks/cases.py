@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from attractor.core.files import write_json
+from benchmarks.results import machine
 
 Measure = Callable[[], dict[str, Any]]
 
@@ -112,5 +113,6 @@ def _measure(name: str, measure: Measure, path: Path) -> None:
         traceback.print_exc()
         result = {"failure": f"{type(error).__name__}: {error}"}
     seconds = time.monotonic() - began
-    write_json(path, {"name": name, **result, "case_seconds": seconds})
+    about = {"torch": torch.__version__, **machine()}
+    write_json(path, {"name": name, **result, "case_seconds": seconds, "machine": about})
     print(f"{name}: {result.get('failure', 'done')} ({seconds:.0f} s)", flush=True)

@@ -17,18 +17,22 @@ def save(name: str, content: dict[str, Any]) -> Path:
     """Write results/<name>.json and say so."""
     packages = ("attractor", "torch", "numpy", "scipy", "torchdiffeq", "diffrax", "jax")
     found = {p: v for p in packages if (v := _version(p))}
-    machine = {
+    command = f"python -m benchmarks.{name}"
+    path = write_json(
+        FOLDER / f"{name}.json", {"command": command, "versions": found, "machine": machine(), **content}
+    )
+    print(f"-> benchmarks/results/{path.name}")
+    return path
+
+
+def machine() -> dict[str, Any]:
+    """Return what times depend on beside the code."""
+    return {
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "processor": _processor(),
     }
-    command = f"python -m benchmarks.{name}"
-    path = write_json(
-        FOLDER / f"{name}.json", {"command": command, "versions": found, "machine": machine, **content}
-    )
-    print(f"-> benchmarks/results/{path.name}")
-    return path
 
 
 def _version(package: str) -> str | None:

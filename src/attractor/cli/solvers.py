@@ -37,6 +37,7 @@ from attractor.core import Status
 from attractor.core.files import write_bytes, write_json
 from attractor.ode import HybridSolver, Paper, make_trajectories, pretrained
 from attractor.ode import fit as fit_solver
+from attractor.ode.compare import SCHEMES
 from attractor.ode.compare import compare as compare_solver
 from attractor.ode.compare_saved import compare_all
 from attractor.ode.comparison import Comparison
@@ -349,7 +350,7 @@ def compare(
             fitted = {name: _or(horizon, found.horizon) for name, found in loads.items()}
             many = _compare_many(
                 folders, out, rate=_find(rate, None, parameters) if rate else None, horizon=fitted,
-                batch=batch, schemes=scheme or ["rk4", "dopri5"], compile=compile, peers=peers,
+                batch=batch, schemes=scheme or SCHEMES, compile=compile, peers=peers,
                 seed=seed, engine=engine, workers=workers, address=address, threads=threads,
                 device=device,
             )  # fmt: skip
@@ -367,7 +368,7 @@ def compare(
         with console.status("starting") as status:
             result = compare_solver(
                 loaded, horizon=horizon, batch=batch, sample=found.sample, parameters=found.parameters,
-                schemes=scheme or ("rk4", "dopri5"), compile=compile, peers=peers,
+                schemes=scheme or SCHEMES, compile=compile, peers=peers,
                 jax_rate=found.jax_rate, seed=seed, progress=status.update,
             )  # fmt: skip
     write_json(out / "compare.json", {**origin(), **result.to_json()})

@@ -61,8 +61,9 @@ def _compiled(run: Callable[..., Any], device: str, or_plain: bool, *fixed: Any)
         if reason is None:
             try:
                 return fast(*args)
-            except torch._dynamo.exc.TorchDynamoException as error:
-                reason = str(error).strip().splitlines()[0]
+            except (torch._dynamo.exc.TorchDynamoException, AssertionError) as error:
+                # An assertion of the compiler's; one of the rate's own is raised again by `run`.
+                reason = (str(error).strip().splitlines() or ["an assertion of the compiler"])[0]
                 if or_plain:
                     warnings.warn(f"not compiled, going on without ({reason})", stacklevel=2)
         if or_plain:

@@ -35,7 +35,9 @@ from attractor.ode.trajectories import (
     whole_steps,
 )
 
-__all__ = ["Comparison", "Point", "compare"]
+__all__ = ["SCHEMES", "Comparison", "Point", "compare"]
+
+SCHEMES = ("rk4", "dopri5", "dop853")  # plain schemes that a hybrid solver is compared with
 
 
 def compare(
@@ -46,7 +48,7 @@ def compare(
     batch: int = 1000,
     sample: Sampler | None = None,
     parameters: Sampler | Tensor | None = None,
-    schemes: Sequence[str] = ("rk4", "dopri5"),
+    schemes: Sequence[str] = SCHEMES,
     compile: bool = True,
     peers: bool = True,
     jax_rate: Callable[..., Any] | None = None,
@@ -55,11 +57,11 @@ def compare(
 ) -> Comparison:
     """Error against wall time and rate calls, everybody in one run on one machine.
 
-    Plain schemes take steps of dt, dt/2, dt/4 ... until they are better than the hybrid; solvers with
-    error control go through tolerances. All solve the same batch, in the dtype of the solver, and
-    compute only the final states when timed. Plain schemes and the hybrid are compiled, and the hybrid
-    is guarded, as in `HybridSolver.solve`; solvers of other libraries take the batch as one state, which
-    is the fastest way to use them.
+    Plain schemes take steps of dt, dt/2, dt/4 ... until they are better than the hybrid, or if dt is
+    enough of 2 dt, 4 dt ... as long as they are. Solvers with error control go through tolerances. All
+    solve the same batch, in the dtype of the solver, and compute only the final states when timed. Plain
+    schemes and the hybrid are compiled, and the hybrid is guarded, as in `HybridSolver.solve`; solvers
+    of other libraries take the batch as one state, which is the fastest way to use them.
 
     Args:
         horizon: how far, a whole number of the solver's steps.

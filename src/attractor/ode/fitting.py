@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attractor.core import Splitting, evolve, get_scheme, stiffness
-from attractor.core.checks import check_whole
+from attractor.core.checks import check_number, check_whole
 from attractor.core.scheme import Rate, call_rate
 from attractor.core.step import with_parameters
 from attractor.core.tableaus import AnyScheme
@@ -63,8 +63,10 @@ AUTO: tuple[tuple[str, dict[str, Any]], ...] = (
 def fit(
     system_or_rate: Rate,
     *,
-    dt: float,
+    dt: float | None = None,
     horizon: float,
+    objective: str = "error",
+    error: float | None = None,
     scheme: str | AnyScheme = "rk4",
     correction: str = "auto",
     recipe: str | Recipe = "default",
@@ -93,8 +95,12 @@ def fit(
 
     Args:
         system_or_rate: One of `attractor.systems`, or any ``(t, u) -> du`` with `sample`.
-        dt: The large step.
+        dt: The large step. None with ``objective="time"``, which chooses it.
         horizon: The duration of trajectories, a whole number of steps.
+        objective: "error": the smallest error with steps of `dt`. "time": a linear map or a narrow
+            network of the stages whose width (None: several are tried) and step size reach `error` in
+            the least time, compiled, on this machine. `tune` also says whether a plain scheme is faster.
+        error: The error to reach with ``objective="time"``, as in `tune`.
         scheme: The scheme to correct.
         correction: A name of `attractor.corrections`, or "auto": the slope (AttNS), the state (NeurVec)
             or both, whichever has the smallest error on held-out rollouts; with the paper's recipe
@@ -138,6 +144,25 @@ def fit(
     """
     started, crew = time.monotonic(), Crew.of(process_group)
     scheme, recipe = get_scheme(scheme), get_recipe(recipe)
+    _check_objective(objective, dt, error)
+    if dt is None:
+        fixed = {
+            "correction": correction in ("auto", "stages"), "recipe": recipe == Ridge(),
+            "depth": depth is None, "activation": activation is None, "precision": precision is None,
+            "fine_dt": fine_dt is None, "data": data is None, "options": not options,
+            "out": out is None, "process_group": process_group is None,
+        }  # fmt: skip
+        if not all(fixed.values()):
+            given = ", ".join(name for name, usual in fixed.items() if not usual)
+            raise ValueError(f'objective="time" chooses the correction itself; leave out {given}')
+        from attractor.ode.tuning import fastest_hybrid
+
+        return fastest_hybrid(
+            system_or_rate, scheme, error=float(error or 0.0), horizon=horizon, sample=sample,
+            parameters=parameters, widths=None if width is None else (width,),
+            trajectories=trajectories, budget=budget, device=device, period=period, seed=seed,
+            progress=progress,
+        )  # fmt: skip
     steps = whole_steps(dt, horizon)
     _check_choices(correction, recipe, trajectories, period)
     held_out = max(4, min(100, trajectories // 10))
@@ -235,6 +260,21 @@ def fit(
     ]
     _warn_if_useless(chosen["rollout"], chosen["plain"])
     return HybridSolver(system_or_rate, scheme, model, dt, trust, history)
+
+
+def _check_objective(objective: str, dt: float | None, error: float | None) -> None:
+    """Raise unless there is a step size, or an error for which one is chosen."""
+    if objective not in ("error", "time"):
+        raise ValueError(f"objective {objective!r} is neither 'error' nor 'time'")
+    if objective == "error":
+        if dt is None or error is not None:
+            raise ValueError('objective="error" takes dt=, the step size, and no error=')
+        return
+    if dt is not None or error is None:
+        raise ValueError('objective="time" takes error=, the error to reach, and chooses dt itself')
+    check_number("error", error)
+    if not 0 < error < 1:
+        raise ValueError(f"error = {error} must be between 0 and 1; it is relative to the states")
 
 
 @dataclass(frozen=True)

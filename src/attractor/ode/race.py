@@ -39,9 +39,9 @@ class Race:
         self.compile, self.progress = compile, progress
         self.times = torch.arange(steps + 1, dtype=torch.float64, device=u0.device) * solver.dt
 
-    def error(self, u: Tensor) -> float:
-        """Return the mean square error of states ``[steps + 1, batch, d]``."""
-        value = (u.to(self.truth) - self.truth).square().mean().item()
+    def error(self, u: Tensor, stride: int = 1) -> float:
+        """Return the mean square error of states ``[steps / stride + 1, batch, d]``."""
+        value = (u.to(self.truth) - self.truth[::stride]).square().mean().item()
         return value if math.isfinite(value) else math.inf
 
     def hybrid(self, solver: HybridSolver) -> Point:
@@ -51,31 +51,35 @@ class Race:
         end = lambda: solve(every=self.steps, compile=self.compile)
         return self.fixed_point("hybrid", self.dt, solve(), end)
 
-    def fixed(self, scheme: Any, substeps: int) -> Point:
-        """A plain scheme with steps of dt / substeps."""
-        self.progress(f"{scheme.name}, dt = {self.dt / substeps:.2g}")
-        n = self.steps * substeps
-        t = torch.arange(n + 1, dtype=torch.float64, device=self.u0.device) * (self.dt / substeps)
+    def fixed(self, scheme: Any, substeps: int, stride: int = 1) -> Point:
+        """A plain scheme with steps of ``stride * dt / substeps``."""
+        dt = self.dt * stride / substeps
+        self.progress(f"{scheme.name}, dt = {dt:.2g}")
+        n = self.steps // stride * substeps
+        t = torch.arange(n + 1, dtype=torch.float64, device=self.u0.device) * dt
         solve = partial(evolve, self.rate, self.u0, t, scheme, parameters=self.parameters)
-        dt, whole = self.dt / substeps, solve(every=substeps)
-        return self.fixed_point(scheme.name, dt, whole, lambda: solve(every=n, compile=self.compile))
+        whole, end = solve(every=substeps), lambda: solve(every=n, compile=self.compile)
+        return self.fixed_point(scheme.name, dt, whole, end, stride)
 
-    def fixed_point(self, method: str, dt: float, solved: Trajectory, run: Callable[[], Any]) -> Point:
+    def fixed_point(
+        self, method: str, dt: float, solved: Trajectory, run: Callable[[], Any], stride: int = 1
+    ) -> Point:
         """A method with fixed steps: its solution, and the call to time."""
-        error = self.error(solved.u) if bool(solved.ok.all()) else math.inf
+        error = self.error(solved.u, stride) if bool(solved.ok.all()) else math.inf
         seconds, first = self.seconds(run)
         return Point(method, dt, False, error, seconds, solved.stats.rate_calls, first)
 
     def refine(self, scheme: Any, target: float) -> list[Point]:
-        """Halve the step until the target is reached."""
-        found: list[Point] = []
-        substeps = 1
-        while substeps <= FINEST:
-            found.append(self.fixed(scheme, substeps))
-            if found[-1].error <= target or found[-1].seconds > PATIENCE:
-                break
+        """Halve the step until the target is reached; double it if dt reaches the target already."""
+        found = [self.fixed(scheme, 1)]
+        substeps = stride = 1
+        while found[-1].error > target and found[-1].seconds <= PATIENCE and substeps < FINEST:
             substeps *= 2
-        return found
+            found.append(self.fixed(scheme, substeps))
+        while substeps == 1 and found[-1].error <= target and self.steps % (2 * stride) == 0:
+            stride *= 2
+            found.append(self.fixed(scheme, 1, stride))
+        return sorted(found, key=lambda point: -point.setting)
 
     def adaptive(self, jax_rate: Callable[..., Any] | None, target: float) -> list[Point]:
         """Solvers with error control over tolerances, until the target is reached."""

@@ -33,6 +33,7 @@ from attractor.train import checkpoint
 from attractor.train.checkpoint import CheckpointError
 
 KIND = "tuned solver"
+TIMED = 1000  # trajectories that `fit` times
 CHECKED = 200  # fresh trajectories on which errors are measured
 FIXED = ("dop853", "tsit5", "rk4")  # in the order in which they are tried
 ADAPTIVE = ("dop853", "tsit5")
@@ -349,6 +350,51 @@ def tune(
         return search.run(compile)
 
 
+def fastest_hybrid(
+    rate: Rate,
+    scheme: AnyScheme,
+    *,
+    error: float,
+    horizon: float,
+    sample: Sampler | None,
+    parameters: Sampler | None,
+    widths: tuple[int, ...] | None,
+    trajectories: int,
+    budget: float | None,
+    device: Any,
+    period: float | None,
+    seed: int,
+    progress: Callable[[str], None],
+) -> HybridSolver:
+    """The hybrid of a scheme that reaches an error in the least time; for `fit`.
+
+    Raises:
+        ValueError: The scheme does not reach the error, or no hybrid reaches it with fewer steps.
+    """
+    limit = math.inf if budget is None else budget
+    search = _Search(
+        rate, error, horizon, sample, parameters, TIMED, limit, device, period, seed, progress
+    )
+    search.trajectories = trajectories
+    with torch.no_grad():
+        search.reference()
+        plain = search.fixed(scheme)
+        if plain is None:
+            raise ValueError(f"{scheme.name} does not reach an error of {error:g} over {horizon:g}")
+        search.fine_dt = plain.setting / 2 if scheme.name == "dop853" else None
+        found = search.hybrids([plain], WIDTHS if widths is None else widths)
+        timed = [search.timing(replace(c, compiled=True)) for c in found]
+    if not timed:
+        reasons = "".join(f"; {note}" for note in search.notes)
+        raise ValueError(
+            f"no hybrid of {scheme.name} reaches an error of {error:g} with fewer steps than the "
+            f"plain scheme (dt = {plain.setting:.3g}); try another scheme or width{reasons}"
+        )
+    solver = search.solver_of(min(timed, key=lambda c: c.seconds))
+    assert solver is not None
+    return solver
+
+
 class _Search:
     def __init__(
         self,
@@ -373,6 +419,7 @@ class _Search:
         self.fewest_calls = math.inf  # calls of the rate of a candidate that reaches the error
         self.notes: list[str] = []
         self.solvers: dict[tuple[str, int, float, str], HybridSolver] = {}
+        self.trajectories = TRAJECTORIES
         # Streams that no fit uses.
         fresh, timed = (torch.Generator().manual_seed(seed + 2**41 + i) for i in range(2))
         self.checked = initial_states(rate, sample, CHECKED, fresh, device)
@@ -573,7 +620,7 @@ class _Search:
             tolerance *= min(0.3, max(0.01, 0.7 * share))
         return None
 
-    def hybrids(self, plain: list[Candidate]) -> list[Candidate]:
+    def hybrids(self, plain: list[Candidate], widths: tuple[int, ...] = WIDTHS) -> list[Candidate]:
         """Hybrids that reach the error with fewer steps than their scheme.
 
         Schemes with the fewest rate calls come first, and narrow corrections first. A wider one begins
@@ -585,7 +632,7 @@ class _Search:
             if base.rate_calls > FEWER * calls:
                 break  # a hybrid does not make up for that
             n = round(self.horizon / base.setting)
-            for width in WIDTHS:
+            for width in widths:
                 best = self.largest_step(base.scheme, width, n)
                 if best is not None:
                     found.append(best)
@@ -633,7 +680,7 @@ class _Search:
                 warnings.simplefilter("ignore", UserWarning)
                 solver = fit(
                     self.rate, dt=dt, horizon=self.horizon, scheme=scheme, correction="stages",
-                    width=width, precision="float32" if width else None, trajectories=TRAJECTORIES,
+                    width=width, precision="float32" if width else None, trajectories=self.trajectories,
                     period=self.period, seed=self.seed, device=self.device,
                     fine_dt=None if self.fine_dt is None else min(dt, self.fine_dt), **self.samplers,
                 )  # fmt: skip

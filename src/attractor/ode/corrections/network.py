@@ -103,7 +103,8 @@ class Layers(nn.Module):
 
     def by_component(self, x: Tensor) -> Tensor:
         """The same for x ``[inputs, n]``: ``[width, n]``."""
-        for i, (layer, activation) in enumerate(zip(self.layers, self.activations)):
+        layers: list[Any] = list(self.layers)
+        for i, (layer, activation) in enumerate(zip(layers, self.activations)):
             y = activation(_product(layer.weight, layer.bias, x))
             x = x + y if self.residual and i else y
         return x
