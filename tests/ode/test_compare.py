@@ -8,6 +8,7 @@ import torch
 import attractor as at
 from attractor.ode.compare import compare
 from attractor.ode.comparison import Comparison, Point, reach
+from attractor.ode.race import Race
 
 
 def point(setting, error, seconds, method="rk4", adaptive=False):
@@ -62,6 +63,17 @@ def test_everybody_gets_better_with_work(found):
         assert errors == sorted(errors, reverse=True)
         assert errors[-1] <= result.hybrid.error
         assert all(p.rate_calls > 0 and p.seconds > 0 for p in result.plain(method))
+
+
+def test_plain_schemes_take_larger_steps_where_those_suffice(found):
+    solver, _ = found
+    u0 = solver.rate.sample(5, torch.Generator().manual_seed(3), torch.float64)
+    t = torch.linspace(0, 4.0, 9, dtype=torch.float64)
+    truth = at.evolve(solver.rate, u0, t, "dop853").u
+    race = Race(solver, u0, None, truth, 8, False, lambda what: None)
+    assert [p.setting for p in race.refine(at.get_scheme("dop853"), 1.0)] == [4.0, 2.0, 1.0, 0.5]
+    assert race.refine(at.get_scheme("dop853"), 1e-14)[0].setting == 1.0  # not enough, and dt is
+    assert [p.setting for p in race.refine(at.get_scheme("rk4"), 1e-8)][:2] == [0.5, 0.25]
 
 
 def test_verdict_follows_the_fastest_rival(found):

@@ -106,3 +106,24 @@ def test_compiled_stages_take_the_same_steps():
     u0, t = torch.rand(5, 2, **F64), torch.linspace(0, 1, 11, **F64)
     plain, fast = (at.evolve(rotation, u0, t, "rk4", correction, compile=c).u for c in (False, True))
     torch.testing.assert_close(fast, plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("precision", [None, "float32"])
+@pytest.mark.parametrize("states", [3, 20])  # sums, and products by BLAS
+def test_compiled_networks_take_the_same_steps(compiler, precision, states):
+    torch.manual_seed(0)
+    correction = at.corrections.Stages(2, 8, precision=precision, **F64).requires_grad_(False)
+    for p in correction.parameters():
+        p.mul_(1e-2)
+    u0, t = torch.rand(states, 2, **F64), torch.linspace(0, 1, 11, **F64)
+    solve = lambda c: at.evolve(rotation, u0, t, "rk4", correction, every=10, compile=c).final
+    torch.testing.assert_close(solve(True), solve(False), rtol=1e-8, atol=1e-8)
+
+
+def test_the_linear_map_of_a_float32_network_is_in_float64():
+    torch.manual_seed(0)
+    net = at.corrections.Stages(2, 8, precision="float32", **F64).net.requires_grad_(False)
+    net.head.weight.zero_()
+    net.head.bias.zero_()
+    x = torch.randn(5, 10, **F64)
+    torch.testing.assert_close(net(x), x @ net.around.weight.T, rtol=1e-14, atol=1e-14)

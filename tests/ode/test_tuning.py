@@ -1,12 +1,13 @@
 """The fastest way to an error."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import attractor as at
-from attractor.ode.tuning import Candidate, TuningReport
+from attractor.ode.tuning import Candidate, TuningReport, _Search
 
 F64 = {"dtype": torch.float64}
 
@@ -131,3 +132,31 @@ def test_break_even_counts_the_search_of_hybrids():
     assert report.break_even == pytest.approx(500)
     assert "after 500 trajectories" in str(report)
     assert math.isinf(Candidate("fixed", "rk4", 0.1).seconds)
+
+
+def test_a_fit_by_time_takes_the_fastest_hybrid_that_reaches_the_error(monkeypatch):
+    times = lambda self, way: replace(way, seconds=way.setting if way.width else 10.0)
+    monkeypatch.setattr(_Search, "timing", times)
+    pendulum = at.systems.ElasticPendulum()
+    options = dict(error=1e-4, horizon=4.0, scheme="rk4", trajectories=50)
+    solver = at.fit(pendulum, objective="time", **options)
+    assert solver.correction.config["width"] > 0  # the linear map is said to be slow
+    u0 = pendulum.sample(100, torch.Generator().manual_seed(7), torch.float64)
+    truth = at.evolve(pendulum, u0, [0.0, 4.0], "dop853", rtol=1e-10, atol=1e-12)
+    off = (solver.solve(u0, 4.0).final - truth.final).square().mean(0).sqrt()
+    assert (off / truth.u.square().mean((0, 1)).sqrt()).max() < 2e-4
+    linear = at.fit(pendulum, objective="time", width=0, **options)
+    assert linear.correction.config["width"] == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({}, "takes dt="), ({"dt": 0.1, "error": 1e-3}, "no error="), ({"objective": "time"}, "takes error="),
+     ({"objective": "time", "error": 1e-3, "dt": 0.1}, "chooses dt itself"),
+     ({"objective": "time", "error": 2.0}, "between 0 and 1"),
+     ({"objective": "speed", "dt": 0.1}, "'speed' is neither"),
+     ({"objective": "time", "error": 1e-3, "depth": 3}, "leave out depth")],
+)  # fmt: skip
+def test_an_objective_and_its_arguments_fit_together(given, message):
+    with pytest.raises(ValueError, match=message):
+        at.fit(at.systems.ElasticPendulum(), horizon=4.0, **given)
