@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from attractor.core.files import write_text
+from attractor.ode.tuning import TuningReport
 from attractor.reproduce import Results, find
 from attractor.reproduce import results as kept
 from attractor.reproduce.page import anchor, largest, told
@@ -170,6 +171,87 @@ def untuned() -> str:
     head = ["relative error of final states", "dt", "rk4", "rk4, half the step", "default", "correction",
             "pays", "gain", "gain, second measurement", "gain over dop853, too"]  # fmt: skip
     return command("untuned") + table(head, rows) + text
+
+
+def tune() -> str:
+    found = [r for r in load("tune")["rows"] if "report" in r]
+    reports = [TuningReport.from_json(r["report"]) for r in found]
+    milliseconds = lambda x: "-" if x is None else f"{1e3 * x:.3g} ms"
+    rows, faster = [], []
+    for r, report in zip(found, reports):
+        scipy = [x["seconds"] for x in r["scipy"].values() if x is not None]
+        faster += [min(scipy) / report.winner.seconds] if scipy else []
+        even = report.break_even
+        rows.append([
+            r["case"], f"{r['error']:g}", f"{r['batch']:,}", str(report.winner),
+            milliseconds(report.winner.seconds),
+            milliseconds(report.plain.seconds if report.plain else None),
+            milliseconds(min(scipy, default=None)), "-" if even is None else f"{even:,.0f}",
+        ])  # fmt: skip
+    head = ["", "error", "trajectories", "winner", "time", "best plain scheme", "SciPy", "break-even"]
+    gains = [report.speedup for report in reports if report.winner.width is not None]
+    machines = sorted({f"{r['machine']['processor']}, {r['machine']['threads']} threads" for r in found})
+    return (
+        command("tune") + table(head, rows)
+        + f"\nA hybrid wins {len(gains)} of {len(rows)}, {span_of_times(gains)} times faster than the best plain "
+        f"scheme. The winner is {span_of_times(faster)} times faster than the fastest of SciPy's methods at the "
+        f"same error. Measured on: {'; '.join(machines)}.\n"
+    )  # fmt: skip
+
+
+def tuned_summary() -> str:
+    """Return how the winners for an error of 1e-6 compare with SciPy, in one sentence."""
+    found = [
+        r for r in load("tune")["rows"] if "report" in r and r["error"] == 1e-6 and r["batch"] == 1000
+    ]
+    reports = [TuningReport.from_json(r["report"]) for r in found]
+    gains = [
+        r["scipy"]["DOP853"]["seconds"] / report.winner.seconds
+        for r, report in zip(found, reports)
+        if r["scipy"]["DOP853"]
+    ]
+    hybrids = sum(report.winner.width is not None for report in reports)
+    return (
+        f"{len(found)} equations: {span_of_times(gains)} times faster than SciPy's DOP853, median "
+        f"{statistics.median(gains):.2g}; the winner is a hybrid {hybrids} times (docs/hybrid.md)"
+    )
+
+
+def sweep() -> str:
+    found = [r for r in load("sweep")["rows"] if "failure" not in r]
+    rows = []
+    for r in found:
+        plain, scipy = (
+            min(
+                (x for x in r["rivals"] if x["name"].startswith("SciPy") == other),
+                key=lambda x: x["seconds"],
+            )
+            for other in (False, True)
+        )
+        own = statistics.median(x["own"] for x in r["single"])
+        even = scipy["break_even"]
+        rows.append([
+            f"{r['system'].removesuffix(' sweep')}, {r['scheme']}, dt {r['dt']:g}, width {r['width']}",
+            *(f"{r[k]['final']:.1e}" for k in ("plain", "half", "hybrid")), f"{own:.1e}",
+            f"{1e3 * r['seconds']:.3g} ms", f"{1e3 * plain['seconds']:.3g} ms ({plain['name']})",
+            f"{1e3 * scipy['seconds']:.3g} ms", "never" if even is None else f"{even:,.0f}",
+        ])  # fmt: skip
+    head = ["relative error of final states", "plain", "half the step", "one fit for all", "a fit per parameter",
+            "time", "fastest plain scheme at that error", "SciPy DOP853 at that error",
+            "break-even against SciPy, trajectories"]  # fmt: skip
+    pays = sum(any(x["break_even"] is not None for x in r["rivals"][:-1]) for r in found)
+    return (
+        command("sweep") + table(head, rows)
+        + f"\nAgainst the fastest compiled plain scheme the hybrid pays in {pays} of {len(rows)} cases.\n"
+    )  # fmt: skip
+
+
+def span_of_times(values: list[float]) -> str:
+    """Return the smallest and the largest of some ratios."""
+    if not values:
+        return "-"
+    low, high = (f"{x:.2g}" for x in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
 
 
 def better_than_half(rows: list[dict[str, Any]]) -> int:
@@ -806,6 +888,7 @@ def summary() -> str:
                    for r in load("hybrid")["rows"][:2])],
         ["the same on other systems: better than rk4 at half the step",
          f"on {better_than_half(untouched)} of {len(untouched)} (docs/hybrid.md)"],
+        ["the fastest way to an error of 1e-6, 1,000 trajectories at a time (`at.tune`)", tuned_summary()],
         ["energy error after 100,000 steps of Hénon-Heiles",
          f"leapfrog {e['leapfrog'][-1]:.3f} (first tenth {e['leapfrog'][0]:.3f}), "
          f"rk4 {e['rk4'][-1]:.2f} (first tenth {e['rk4'][0]:.2f})"],

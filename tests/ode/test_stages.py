@@ -98,7 +98,7 @@ def test_a_correction_of_one_argument_is_called_with_the_step():
         correction_of_step("attns")
 
 
-def test_compiled_stages_take_the_same_steps():
+def test_compiled_stages_take_the_same_steps(compiler):
     torch.manual_seed(0)
     correction = at.corrections.Stages(2, **F64).requires_grad_(False)
     for p in correction.parameters():

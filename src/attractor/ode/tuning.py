@@ -382,7 +382,7 @@ def fastest_hybrid(
         if plain is None:
             raise ValueError(f"{scheme.name} does not reach an error of {error:g} over {horizon:g}")
         search.fine_dt = plain.setting / 2 if scheme.name == "dop853" else None
-        found = search.hybrids([plain], WIDTHS if widths is None else widths)
+        found = search.hybrids([plain], widths)
         timed = [search.timing(replace(c, compiled=True)) for c in found]
     if not timed:
         reasons = "".join(f"; {note}" for note in search.notes)
@@ -620,7 +620,7 @@ class _Search:
             tolerance *= min(0.3, max(0.01, 0.7 * share))
         return None
 
-    def hybrids(self, plain: list[Candidate], widths: tuple[int, ...] = WIDTHS) -> list[Candidate]:
+    def hybrids(self, plain: list[Candidate], widths: tuple[int, ...] | None = None) -> list[Candidate]:
         """Hybrids that reach the error with fewer steps than their scheme.
 
         Schemes with the fewest rate calls come first, and narrow corrections first. A wider one begins
@@ -632,7 +632,7 @@ class _Search:
             if base.rate_calls > FEWER * calls:
                 break  # a hybrid does not make up for that
             n = round(self.horizon / base.setting)
-            for width in widths:
+            for width in WIDTHS if widths is None else widths:
                 best = self.largest_step(base.scheme, width, n)
                 if best is not None:
                     found.append(best)
