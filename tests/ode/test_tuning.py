@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import attractor as at
-from attractor.ode.tuning import Candidate, TuningReport, _Search
+from attractor.ode.search import Candidate, Search
+from attractor.ode.tuning import TuningReport
 
 F64 = {"dtype": torch.float64}
 
@@ -136,9 +137,9 @@ def test_break_even_counts_the_search_of_hybrids():
 
 def test_a_fit_by_time_takes_the_fastest_hybrid_that_reaches_the_error(monkeypatch):
     times = lambda self, way: replace(way, seconds=way.setting if way.width else 10.0)
-    monkeypatch.setattr(_Search, "timing", times)
-    monkeypatch.setattr("attractor.ode.tuning.WIDTHS", (0, 8))
-    monkeypatch.setattr("attractor.ode.tuning.FITS", 2)
+    monkeypatch.setattr(Search, "timing", times)
+    monkeypatch.setattr("attractor.ode.search.WIDTHS", (0, 8))
+    monkeypatch.setattr("attractor.ode.search.FITS", 2)
     pendulum = at.systems.ElasticPendulum()
     options = dict(error=1e-3, horizon=2.0, scheme="rk4", trajectories=30)
     solver = at.fit(pendulum, objective="time", **options)

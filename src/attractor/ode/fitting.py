@@ -23,6 +23,7 @@ from attractor.ode.corrections import BY_NAME, get_correction
 from attractor.ode.pairs import Pairs, one_step
 from attractor.ode.processes import Crew, Group
 from attractor.ode.recipes import Paper, Recipe, Ridge, get_recipe
+from attractor.ode.search import fastest_hybrid
 from attractor.ode.shards import FineData
 from attractor.ode.solver import HybridSolver
 from attractor.ode.trajectories import (
@@ -155,10 +156,8 @@ def fit(
         if not all(fixed.values()):
             given = ", ".join(name for name, usual in fixed.items() if not usual)
             raise ValueError(f'objective="time" chooses the correction itself; leave out {given}')
-        from attractor.ode.tuning import fastest_hybrid
-
         return fastest_hybrid(
-            system_or_rate, scheme, error=float(error or 0.0), horizon=horizon, sample=sample,
+            fit, system_or_rate, scheme, error=float(error or 0.0), horizon=horizon, sample=sample,
             parameters=parameters, widths=None if width is None else (width,),
             trajectories=trajectories, budget=budget, device=device, period=period, seed=seed,
             progress=progress,

@@ -1,11 +1,8 @@
 """The fastest way to an error: plain schemes, error control and hybrids, measured on this machine."""
 
-import copy
 import math
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -13,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from attractor.core import Trajectory, checks, evolve, get_scheme
+from attractor.core import Trajectory, checks
 from attractor.core.checks import (
     as_number,
     check_number,
@@ -23,70 +20,16 @@ from attractor.core.checks import (
     check_whole,
 )
 from attractor.core.scheme import Rate
-from attractor.core.tableaus import AnyScheme
 from attractor.core.views import html_table
 from attractor.ode import serialization
 from attractor.ode.fitting import fit
+from attractor.ode.search import Candidate, Search, in_dtype, solved_by
 from attractor.ode.solver import HybridSolver
-from attractor.ode.trajectories import Sampler, initial_states, sampled_parameters
+from attractor.ode.trajectories import Sampler
 from attractor.train import checkpoint
 from attractor.train.checkpoint import CheckpointError
 
 KIND = "tuned solver"
-TIMED = 1000  # trajectories that `fit` times
-CHECKED = 200  # fresh trajectories on which errors are measured
-FIXED = ("dop853", "tsit5", "rk4")  # in the order in which they are tried
-ADAPTIVE = ("dop853", "tsit5")
-WIDTHS = (0, 16, 64)  # of hybrids, narrow ones first
-TRAJECTORIES = 200  # that a hybrid learns from
-FITS = 4  # of a hybrid with one scheme and width, in search of its largest step
-CLEAR = 1.1  # a hybrid has so many times fewer steps than the next best one, or is not fitted
-MOST_STEPS = 200_000
-REPEATS = 5  # of a timing, the best of which counts
-ENOUGH = 0.5  # seconds of timing
-COMPILING = 15.0  # seconds that compiling a loop of steps takes, for most rates
-FEWER = 6  # a candidate that takes so many times the rate calls of another one is given up
-HOPELESS = 1.5  # times the cost of another candidate of its family, in rate calls: not compiled
-UNLIKELY = 3  # times the rate calls of another candidate: not timed, if others are compiled
-SINGLE = 1e-5  # the smallest error for which float32 is tried
-REFERENCE = 0.01  # error of the reference, relative to the error that is asked for
-GRIDS = (256, 512, 1024)  # steps of the reference, before error control is tried
-CONTROL = 1.5  # cost of a rate call with error control, relative to one with equal steps
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to solve the equation, and what it measured.
-
-    Attributes:
-        method: "fixed", "adaptive" or "hybrid".
-        scheme: Name of the scheme.
-        setting: The step size, or the tolerance of an adaptive scheme.
-        width: Width of a hybrid's correction; 0 for a linear map. None without a correction.
-        dtype: "float64" or "float32".
-        compiled: Whether steps are compiled.
-        error: The error on fresh trajectories.
-        seconds: Wall time for the batch; infinite if it was not measured.
-        rate_calls: Calls of the rate, each for the whole batch.
-    """
-
-    method: str
-    scheme: str
-    setting: float
-    width: int | None = None
-    dtype: str = "float64"
-    compiled: bool = False
-    error: float = math.inf
-    seconds: float = math.inf
-    rate_calls: int = 0
-
-    def __str__(self) -> str:
-        what = f"tolerance {self.setting:.2g}" if self.method == "adaptive" else f"dt {self.setting:.4g}"
-        parts = [self.scheme, what]
-        if self.width is not None:
-            parts.insert(1, "linear map of stages" if not self.width else f"network of {self.width}")
-        parts += ["float32"] * (self.dtype == "float32") + ["compiled"] * self.compiled
-        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -185,7 +128,7 @@ class TunedSolver:
         if (report.winner.method == "hybrid") != (solver is not None):
             raise ValueError("a hybrid winner needs its solver, and no other winner has one")
         self.rate, self.report = rate, report
-        self.solver = None if solver is None else _in_dtype(solver, report.winner.dtype)
+        self.solver = None if solver is None else in_dtype(solver, report.winner.dtype)
 
     def __repr__(self) -> str:
         best = self.report.winner
@@ -241,7 +184,9 @@ class TunedSolver:
                 f"{len(self.report.scale)}"
             )
         scale = torch.tensor(self.report.scale or 1.0, dtype=torch.float64, device=u0.device)
-        return _solved(self.rate, way, self.solver, u0, t0, t_end, parameters, scale, self.report.error)
+        return solved_by(
+            self.rate, way, self.solver, u0, t0, t_end, parameters, scale, self.report.error
+        )
 
     def save(self, folder: Path | str) -> Path:
         """Write the solver and its report to a folder, as `HybridSolver.save` does."""
@@ -342,453 +287,18 @@ def tune(
         raise ValueError(f"error = {error} must be between 0 and 1; it is relative to the states")
     if not (horizon > 0 and math.isfinite(horizon)):
         raise ValueError(f"horizon = {horizon} must be a positive number")
-    search = _Search(
-        system_or_rate, float(error), float(horizon), sample, parameters, batch, budget, device, period,
-        seed, progress,
+    search = Search(
+        fit, system_or_rate, float(error), float(horizon), sample, parameters, batch, budget, device,
+        period, seed, progress,
     )  # fmt: skip
     with torch.no_grad():
-        return search.run(compile)
-
-
-def fastest_hybrid(
-    rate: Rate,
-    scheme: AnyScheme,
-    *,
-    error: float,
-    horizon: float,
-    sample: Sampler | None,
-    parameters: Sampler | None,
-    widths: tuple[int, ...] | None,
-    trajectories: int,
-    budget: float | None,
-    device: Any,
-    period: float | None,
-    seed: int,
-    progress: Callable[[str], None],
-) -> HybridSolver:
-    """The hybrid of a scheme that reaches an error in the least time; for `fit`.
-
-    Raises:
-        ValueError: The scheme does not reach the error, or no hybrid reaches it with fewer steps.
-    """
-    limit = math.inf if budget is None else budget
-    search = _Search(
-        rate, error, horizon, sample, parameters, TIMED, limit, device, period, seed, progress
-    )
-    search.trajectories = trajectories
-    with torch.no_grad():
-        search.reference()
-        plain = search.fixed(scheme)
-        if plain is None:
-            raise ValueError(f"{scheme.name} does not reach an error of {error:g} over {horizon:g}")
-        search.fine_dt = plain.setting / 2 if scheme.name == "dop853" else None
-        found = search.hybrids([plain], widths)
-        timed = [search.timing(replace(c, compiled=True)) for c in found]
-    if not timed:
-        reasons = "".join(f"; {note}" for note in search.notes)
-        raise ValueError(
-            f"no hybrid of {scheme.name} reaches an error of {error:g} with fewer steps than the "
-            f"plain scheme (dt = {plain.setting:.3g}); try another scheme or width{reasons}"
-        )
-    solver = search.solver_of(min(timed, key=lambda c: c.seconds))
-    assert solver is not None
-    return solver
-
-
-class _Search:
-    def __init__(
-        self,
-        rate: Rate,
-        error: float,
-        horizon: float,
-        sample: Sampler | None,
-        parameters: Sampler | None,
-        batch: int,
-        budget: float,
-        device: Any,
-        period: float | None,
-        seed: int,
-        progress: Callable[[str], None],
-    ) -> None:
-        self.rate, self.error, self.horizon, self.budget = rate, error, horizon, budget
-        self.samplers: dict[str, Any] = {"sample": sample, "parameters": parameters}
-        self.fine_dt: float | None = None  # of the data that hybrids learn from
-        self.device, self.period, self.seed, self.progress = device, period, seed, progress
-        self.started, self.hybrid_seconds = time.monotonic(), 0.0
-        self.reserve = 0.0  # seconds of the budget that hybrids leave
-        self.fewest_calls = math.inf  # calls of the rate of a candidate that reaches the error
-        self.notes: list[str] = []
-        self.solvers: dict[tuple[str, int, float, str], HybridSolver] = {}
-        self.trajectories = TRAJECTORIES
-        # Streams that no fit uses.
-        fresh, timed = (torch.Generator().manual_seed(seed + 2**41 + i) for i in range(2))
-        self.checked = initial_states(rate, sample, CHECKED, fresh, device)
-        self.timed = initial_states(rate, sample, batch, timed, device)
-        self.checked_p = sampled_parameters(parameters, CHECKED, fresh, device)
-        self.timed_p = sampled_parameters(parameters, batch, timed, device)
-
-    @property
-    def left(self) -> float:
-        """Seconds of the budget that are left."""
-        return self.budget - self.reserve - (time.monotonic() - self.started)
-
-    @property
-    def spent(self) -> bool:
-        """Whether the budget is spent; twice the budget as long as nothing has reached the error."""
-        return self.left <= (0 if math.isfinite(self.fewest_calls) else -self.budget)
-
-    @property
-    def most_calls(self) -> float:
-        """The calls of the rate with which a candidate still has a chance."""
-        return FEWER * self.fewest_calls
-
-    def run(self, compile: bool) -> TunedSolver:
-        """Return the fastest candidate."""
-        self.progress("reference")
-        self.reference()
-        plain = [found for name in FIXED if (found := self.fixed(get_scheme(name))) is not None]
-        adaptive = [found for name in ADAPTIVE if (found := self.adaptive(name)) is not None]
-        if not plain and not adaptive:
-            raise ValueError(
-                f"no scheme reaches an error of {self.error:g} over {self.horizon:g}: the equation is "
-                "stiff, or rounding is larger than the error; use a larger error or a shorter horizon"
-            )
-        # Half the step of dop853 has an error of a two hundredth.
-        self.fine_dt = next((c.setting / 2 for c in plain if c.scheme == "dop853"), None)
-        most = UNLIKELY * self.fewest_calls if compile else math.inf
-        timed = [self.timing(c) for c in (*plain, *adaptive) if c.rate_calls <= most]
-        # Compiling a plain scheme and a hybrid has its share of the budget, too.
-        self.reserve = min(3 * COMPILING, 0.5 * self.left) if compile else 0.0
-        with self.counted_for_hybrids():
-            hybrids = [self.timing(c) for c in self.hybrids(plain)]
-        self.reserve = 0.0
-        if self.error >= SINGLE:
-            timed += self.in_float32(timed)
-            with self.counted_for_hybrids():
-                hybrids += self.in_float32(hybrids)
-        if compile:
-            timed += self.compiled(timed)
-            with self.counted_for_hybrids():
-                hybrids += self.compiled(hybrids)
-        timed += hybrids
-        ranked = tuple(sorted(timed, key=lambda c: c.seconds))
-        report = TuningReport(
-            self.error, self.horizon, len(self.timed), str(self.timed.device), ranked,
-            time.monotonic() - self.started, self.hybrid_seconds, tuple(self.scale.tolist()),
-            tuple(self.notes),
-        )  # fmt: skip
-        return TunedSolver(self.rate, report, self.solver_of(ranked[0]))
-
-    @contextmanager
-    def counted_for_hybrids(self) -> Iterator[None]:
-        """Count the time that is spent here as that of hybrids."""
-        began = time.monotonic()
-        yield
-        self.hybrid_seconds += time.monotonic() - began
-
-    def solver_of(self, way: Candidate) -> HybridSolver | None:
-        """The hybrid solver of a candidate; None if it is plain."""
-        if way.width is None:
-            return None
-        key = (way.scheme, way.width, way.setting, way.dtype)
-        if key not in self.solvers:
-            self.solvers[key] = _in_dtype(self.solvers[*key[:3], "float64"], way.dtype)
-        return self.solvers[key]
-
-    def reference(self) -> None:
-        """Find the final states of the checked trajectories, and the size of each component."""
-        found = self.reference_on_grids() or self.reference_with_control()
-        self.truth, self.scale = found.final, _sizes(found)
-
-    def reference_on_grids(self) -> Trajectory | None:
-        """The checked trajectories by equal steps of dop853; None if that takes too many of them."""
-        before = None
-        for n in GRIDS:
-            t = torch.linspace(0.0, self.horizon, n + 1, dtype=torch.float64, device=self.checked.device)
-            found = evolve(self.rate, self.checked, t, "dop853", every=n, parameters=self.checked_p)
-            if not bool(found.ok.all()):
-                return None
-            # Half the step has a two hundredth of the error; a tenth of that gain is counted on.
-            if before is not None:
-                change = _distance(before.final, found.final, _sizes(found))
-                if change <= 20 * REFERENCE * self.error:
-                    return found
-            before = found
-        return None
-
-    def reference_with_control(self) -> Trajectory:
-        """The checked trajectories by dop853 with error control."""
-        tolerance = max(1e-13, 1e-3 * self.error)
-        for _ in range(3):
-            solved, finer = (
-                evolve(
-                    self.rate, self.checked, [0.0, self.horizon], "dop853", rtol=x, atol=1e-3 * x,
-                    parameters=self.checked_p,
-                )
-                for x in (tolerance, 0.03 * tolerance)
-            )  # fmt: skip
-            if not bool(finer.ok.all()):
-                raise ValueError(
-                    f"{int((~finer.ok).sum())} of {CHECKED} sampled trajectories cannot be followed to "
-                    f"horizon = {self.horizon:g} by dop853 with error control; is the equation stiff, "
-                    "or does its solution end?"
-                )
-            if _distance(solved.final, finer.final, _sizes(finer)) <= REFERENCE * self.error:
-                return finer
-            tolerance = max(1e-14, 1e-2 * tolerance)
-        self.notes.append(
-            "a reference with a hundredth of the error: rounding, or chaos, does not allow it"
-        )
-        return finer
-
-    def measured(self, way: Candidate) -> Candidate:
-        """The candidate with its error on the checked trajectories."""
-        try:
-            problem = self.checked, 0.0, self.horizon, self.checked_p
-            eager = replace(way, compiled=False)
-            solved = _solved(self.rate, eager, self.solver_of(way), *problem, self.scale, self.error)
-        except (RuntimeError, ValueError, TypeError) as failure:
-            if way.dtype == "float64":
-                raise
-            self.notes.append(f"float32, which the rate does not accept ({failure})")
-            return way
-        found = _distance(solved.final, self.truth, self.scale) if bool(solved.ok.all()) else math.inf
-        return replace(way, error=found, rate_calls=solved.stats.rate_calls)
-
-    def timing(self, way: Candidate) -> Candidate:
-        """The candidate with the time it takes for the batch."""
-        self.progress(f"time of {way}")
-        solver, problem = self.solver_of(way), (self.timed, 0.0, self.horizon, self.timed_p)
-
-        def solve() -> None:
-            _solved(self.rate, way, solver, *problem, self.scale, self.error)
-            if self.timed.is_cuda:
-                torch.cuda.synchronize(self.timed.device)
-
-        if way.compiled:
-            solve()  # compiles
-        seconds, spent = math.inf, 0.0
-        for _ in range(REPEATS):
-            began = time.perf_counter()
-            solve()
-            taken = time.perf_counter() - began
-            seconds, spent = min(seconds, taken), spent + taken
-            if spent > ENOUGH:
-                break
-        return replace(way, seconds=seconds)
-
-    def fixed(self, scheme: AnyScheme) -> Candidate | None:
-        """The scheme with the fewest steps that reach the error."""
-        self.progress(f"steps of {scheme.name}")
-        of = lambda n: self.measured(Candidate("fixed", scheme.name, self.horizon / n))
-        n, last = 8, None
-        while (found := of(n)).error > self.error:
-            n, last = 2 * n, found
-            if n > MOST_STEPS or n * scheme.rate_calls > self.most_calls or self.spent:
-                return None
-        # Between the last two numbers of steps the error is a power of the step size.
-        few, many = (n // 2 if last is not None else 1), n
-        for _ in range(3):
-            if last is None or not math.isfinite(last.error) or many - few < max(2, many // 50):
-                guess = (few + many) // 2
-            else:
-                slope = math.log(last.error / found.error) / math.log(many / few)
-                guess = math.ceil(few * (last.error / self.error) ** (1 / max(slope, 0.5)) * 1.01)
-            if not few < guess < many:
-                break
-            middle = of(guess)
-            if middle.error <= self.error:
-                many, found = guess, middle
-            else:
-                few, last = guess, middle
-        self.fewest_calls = min(self.fewest_calls, found.rate_calls)
-        return found
-
-    def adaptive(self, name: str) -> Candidate | None:
-        """The scheme with the largest tolerance that reaches the error."""
-        self.progress(f"tolerance of {name}")
-        tolerance = min(1e-2, 10 * self.error)
-        while tolerance > 1e-14:
-            found = self.measured(Candidate("adaptive", name, tolerance))
-            if found.error <= self.error:
-                self.fewest_calls = min(self.fewest_calls, found.rate_calls)
-                return found
-            if found.rate_calls > self.most_calls or self.spent:
-                return None
-            # A tolerance is about proportional to the error; steps of at least a half decade.
-            share = self.error / found.error if math.isfinite(found.error) else 0.03
-            tolerance *= min(0.3, max(0.01, 0.7 * share))
-        return None
-
-    def hybrids(self, plain: list[Candidate], widths: tuple[int, ...] | None = None) -> list[Candidate]:
-        """Hybrids that reach the error with fewer steps than their scheme.
-
-        Schemes with the fewest rate calls come first, and narrow corrections first. A wider one begins
-        where the narrower one ended.
-        """
-        found: list[Candidate] = []
-        calls = min(c.rate_calls for c in plain) if plain else 0
-        for base in sorted(plain, key=lambda c: c.rate_calls):
-            if base.rate_calls > FEWER * calls:
-                break  # a hybrid does not make up for that
-            n = round(self.horizon / base.setting)
-            for width in WIDTHS if widths is None else widths:
-                best = self.largest_step(base.scheme, width, n)
-                if best is not None:
-                    found.append(best)
-                    n = round(self.horizon / best.setting)
-                    calls = min(calls, best.rate_calls)
-                if self.left <= 0:
-                    self.notes.append("further hybrids: the budget was spent")
-                    return found
-        return found
-
-    def largest_step(self, scheme: str, width: int, n: int) -> Candidate | None:
-        """The hybrid with the fewest steps that reach the error, fewer than n; None if none do.
-
-        A first fit takes half the steps. From then on the error is taken for a power of the step size,
-        which predicts the steps of the next fit.
-        """
-        order = get_scheme(scheme).order + 1.0
-        best, worst, steps = None, None, math.ceil(n / 2)
-        for _ in range(FITS):
-            most = n if best is None else round(self.horizon / best.setting)
-            if not (2 <= steps <= most / CLEAR) or self.left <= 0:
-                break
-            found = self.hybrid(scheme, width, steps)
-            if found is None or not math.isfinite(found.error):
-                steps = math.ceil(1.4 * steps)
-                continue
-            best, worst = (found, worst) if found.error <= self.error else (best, found)
-            if best is not None and worst is not None:
-                ratio = math.log(worst.error / best.error) / math.log(worst.setting / best.setting)
-                order = max(1.0, ratio)
-            known = found if best is None else best
-            share = (known.error / self.error) ** (1 / order)
-            steps = math.ceil(1.03 * share * self.horizon / known.setting)
-            if worst is not None:
-                steps = max(steps, math.ceil(CLEAR * self.horizon / worst.setting))
-        return best
-
-    def hybrid(self, scheme: str, width: int, steps: int) -> Candidate | None:
-        """A fitted hybrid and its error; None if it cannot be fitted."""
-        dt = self.horizon / steps
-        way = Candidate("hybrid", scheme, dt, width)
-        self.progress(f"fit of {way}")
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)
-                solver = fit(
-                    self.rate, dt=dt, horizon=self.horizon, scheme=scheme, correction="stages",
-                    width=width, precision="float32" if width else None, trajectories=self.trajectories,
-                    period=self.period, seed=self.seed, device=self.device,
-                    fine_dt=None if self.fine_dt is None else min(dt, self.fine_dt), **self.samplers,
-                )  # fmt: skip
-        except (ValueError, FloatingPointError) as error:  # steps that lose trajectories, rates of t
-            reason = str(error).split(";")[0].split(":")[0]
-            if f"hybrids of {scheme}: {reason}" not in self.notes:
-                self.notes.append(f"hybrids of {scheme}: {reason}")
-            return None
-        self.solvers[scheme, width, dt, "float64"] = solver
-        return self.measured(way)
-
-    def in_float32(self, timed: list[Candidate]) -> list[Candidate]:
-        """The candidates with the fewest calls of the rate in float32, where that reaches the error."""
-        few = sorted(timed, key=lambda c: c.rate_calls)[:2]
-        found = [self.measured(replace(c, dtype="float32", seconds=math.inf)) for c in few]
-        return [self.timing(c) for c in found if c.error <= self.error]
-
-    def compiled(self, timed: list[Candidate]) -> list[Candidate]:
-        """The most promising candidates, compiled.
-
-        Compiled steps have no overhead, so that their time is that of rate calls and networks: of each
-        method and width the candidate with the fewest rate calls, in float32 if that is possible.
-        """
-        cost = lambda c: c.rate_calls * (CONTROL if c.method == "adaptive" else 1.0)
-        by_cost = sorted(timed, key=lambda c: (cost(c), c.dtype, c.seconds))  # float32 first
-        ways = {(c.method, c.width): c for c in reversed(by_cost)}
-        found: list[Candidate] = []
-        for way in sorted(ways.values(), key=cost):
-            if cost(way) > HOPELESS * cost(by_cost[0]):
-                break
-            if self.left <= 0 and found:
-                self.notes.append(f"{way}, compiled: the budget was spent")
-                continue
-            found.append(self.timing(replace(way, compiled=True, seconds=math.inf)))
-        return found
-
-
-def _in_dtype(solver: HybridSolver, dtype: str) -> HybridSolver:
-    """The solver, or a copy of it in another dtype."""
-    wanted = getattr(torch, dtype)
-    if solver.dtype == wanted:
-        return solver
-    trust = copy.deepcopy(solver.trust)
-    moved = HybridSolver(
-        solver.rate, solver.scheme, copy.deepcopy(solver.correction), solver.dt, trust, solver.history
-    )
-    return moved.to(wanted)
-
-
-def _solved(
-    rate: Rate,
-    way: Candidate,
-    solver: HybridSolver | None,
-    u0: Tensor,
-    t0: float,
-    t_end: float,
-    parameters: Tensor | None,
-    scale: Tensor,
-    error: float,
-) -> Trajectory:
-    """The first and last states by a candidate, in the dtype of u0."""
-    u = u0.to(getattr(torch, way.dtype))
-    if way.method == "adaptive":
-        found = evolve(
-            rate, u, [t0, t_end], way.scheme, rtol=way.setting, atol=way.setting * scale.to(u),
-            parameters=parameters, compile=way.compiled,
-        )  # fmt: skip
-        return replace(found, u=found.u.to(u0.dtype))
-    length = abs(t_end - t0)
-    if way.method == "fixed":
-        n = max(1, math.ceil(length / way.setting - 1e-9))
-        t = torch.linspace(t0, t_end, n + 1, dtype=torch.float64, device=u0.device)
-        options: Any = {"parameters": parameters, "every": n, "compile": way.compiled}
-        found = evolve(rate, u, t, way.scheme, **options)
-        return replace(found, u=found.u.to(u0.dtype))
-    assert solver is not None
-    n = max(0, math.floor((t_end - t0) / solver.dt + 1e-9))
-    reached = t0 + n * solver.dt
-    found = solver.solve(
-        u, reached, t0, every=max(n, 1), compile=way.compiled and n > 0, parameters=parameters
-    )
-    if t_end - reached <= 1e-9 * max(length, abs(t_end)):
-        return replace(found, u=found.u.to(u0.dtype))
-    # The last part of a step, by a scheme that needs no correction.
-    last = evolve(
-        rate, found.final, [reached, t_end], "dop853", rtol=1e-2 * error,
-        atol=1e-2 * error * scale.to(u), parameters=parameters,
+        ranked = tuple(search.run(compile))
+    report = TuningReport(
+        search.error, search.horizon, len(search.timed), str(search.timed.device), ranked,
+        time.monotonic() - search.started, search.hybrid_seconds, tuple(search.scale.tolist()),
+        tuple(search.notes),
     )  # fmt: skip
-    calls = found.stats.rate_calls + last.stats.rate_calls
-    return Trajectory(
-        torch.stack((found.t[0], last.t[-1])),
-        torch.stack((found.u[0], last.final)).to(u0.dtype),
-        replace(found.stats, rate_calls=calls),
-        found.ok & last.ok,
-        torch.where(found.ok, last.until, found.until),
-        torch.where(last.ok, found.status, last.status),
-    )
-
-
-def _sizes(found: Trajectory) -> Tensor:
-    """The size of each component, the root of its mean square; 1 where that is 0."""
-    size = found.u.square().mean((0, 1)).sqrt()
-    return torch.where(size > 0, size, 1.0)
-
-
-def _distance(u: Tensor, truth: Tensor, scale: Tensor) -> float:
-    """The largest relative root mean square error of a component."""
-    return ((u - truth).square().mean(0).sqrt() / scale).max().item()
+    return TunedSolver(search.rate, report, search.solver_of(ranked[0]))
 
 
 def _time(seconds: float) -> str:

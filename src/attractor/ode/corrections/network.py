@@ -196,12 +196,12 @@ class Network(nn.Module):
 
     def in_torch(self, x: Tensor) -> Tensor:
         """Q of x, in plain torch."""
-        weight, bias = self.head.weight, self.head.bias
         if self.low and x.dtype == torch.float64:
-            out = _linear(weight.float(), bias.float(), self._low_hidden(x)).double()
+            weights = {name: p.float() for name, p in self.head.named_parameters()}
+            out = _linear(self.head, self._low_hidden(x), weights).double()
         else:
-            out = _linear(weight, bias, self.body(x))
-        return out if self.around is None else out + _linear(self.around.weight, None, x)
+            out = _linear(self.head, self.body(x))
+        return out if self.around is None else out + _linear(self.around, x)
 
     def features(self, x: Tensor) -> Tensor:
         """What the result is linear in: hidden layer, x itself if there is a way around, and 1."""
@@ -262,7 +262,7 @@ class Affine(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """M x + b."""
         check_input("u", x, "[*batch, dim]", "the correction", getattr(self.head, "weight", None))
-        return _linear(self.head.weight, self.head.bias, x)
+        return _linear(self.head, x)
 
     def features(self, x: Tensor) -> Tensor:
         """x and 1."""
@@ -298,11 +298,12 @@ def joined(*parts: Tensor) -> Tensor:
     return torch.cat(parts, -1)
 
 
-def _linear(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    """``W x + b`` for x ``[*batch, inputs]``."""
+def _linear(layer: Any, x: Tensor, weights: dict[str, Tensor] | None = None) -> Tensor:
+    """``W x + b`` for x ``[*batch, inputs]``, with other weights than the layer's if they are given."""
     if _by_component(x):
-        return _product(weight, bias, x.T).T
-    return nn.functional.linear(x, weight, bias)
+        own = dict(layer.named_parameters()) if weights is None else weights
+        return _product(own["weight"], own.get("bias"), x.T).T
+    return layer(x) if weights is None else torch.func.functional_call(layer, weights, (x,))
 
 
 def _product(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
