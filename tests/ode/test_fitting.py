@@ -208,9 +208,9 @@ def test_a_network_in_float32_serves_a_state_in_float64(tmp_path):
     u0 = system.sample(5, dtype=torch.float64)
     again = at.HybridSolver.load(low.save(tmp_path))
     assert torch.equal(again.solve(u0, 1.0).u, low.solve(u0, 1.0).u)
-    added = low.correction(u0, u0, 0.1)
-    assert added.dtype == torch.float64
-    assert torch.equal(added, added.float().double())
+    assert low.correction(u0, u0, 0.1).dtype == torch.float64
+    hidden = low.correction.net.features(low.correction.inputs(u0, u0, 0.1))[:, :64]
+    assert torch.equal(hidden, hidden.float().double())
 
 
 def test_fit_takes_data_made_before(tmp_path):
