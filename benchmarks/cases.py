@@ -54,6 +54,15 @@ def name_of(*parts: Any) -> str:
     return re.sub("[^A-Za-z0-9]+", "-", text.encode("ascii", "ignore").decode())
 
 
+def machine_of(rows: list[dict[str, Any]]) -> Any:
+    """Return the machine that measured the cases; a list if there are several."""
+    found: list[Any] = []
+    for row in rows:
+        if row.get("machine") not in (None, *found):
+            found.append(row["machine"])
+    return found[0] if len(found) == 1 else found or machine()
+
+
 def number(x: float | None) -> float:
     """Return a number of a result file, in which null stands for infinity."""
     return math.inf if x is None else x

@@ -197,12 +197,14 @@ def tune() -> str:
         ])  # fmt: skip
     head = ["", "error", "trajectories", "winner", "time", "best plain scheme", "SciPy", "break-even"]
     gains = [report.speedup for report in reports if report.winner.width is not None]
+    tried = sum(any(c.width is not None and c.compiled for c in r.candidates) for r in reports)
     machines = sorted({f"{r['machine']['processor']}, {r['machine']['threads']} threads" for r in found})
     return (
         command("tune") + table(head, rows)
         + f"\nA hybrid wins {len(gains)} of {len(rows)}, {span_of_times(gains)} times faster than the best plain "
-        f"scheme. The winner is {span_of_times(faster)} times faster than the fastest of SciPy's methods at the "
-        f"same error. Measured on: {'; '.join(machines)}.\n"
+        f"scheme. In {tried} of the {len(rows)} cases a hybrid was found and compiled within the budget of "
+        f"{load('tune')['budget']:g} s. The winner is {span_of_times(faster)} times faster than the fastest "
+        f"of SciPy's methods at the same error. Measured on: {'; '.join(machines)}.\n"
     )  # fmt: skip
 
 

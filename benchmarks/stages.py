@@ -32,7 +32,7 @@ from attractor.ode import Ridge
 from attractor.ode.comparison import Comparison, methods_of, reach
 from attractor.ode.pairs import one_step
 from attractor.ode.trajectories import Run
-from benchmarks.cases import Measure, add_options, containing, name_of, run
+from benchmarks.cases import Measure, add_options, containing, machine_of, name_of, run
 from benchmarks.fresh import Fresh, seconds
 from benchmarks.results import save
 
@@ -235,7 +235,7 @@ def main() -> None:
     pays = sum(row["comparisons"]["1000"]["pays"] for row in lines)
     print(f"the linear map of the stages pays in {pays} of {len(lines)} cases at batch 1,000")
     name = "stages" if options.device == "cpu" else "stages_gpu"
-    save(name, {"threads": options.threads, "rows": rows})
+    save(name, {"threads": options.threads, "rows": rows, "machine": machine_of(rows)})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attractor import fit
-from benchmarks.cases import Measure, add_options, containing, name_of, number, run
+from benchmarks.cases import Measure, add_options, containing, machine_of, name_of, number, run
 from benchmarks.fresh import Fresh, seconds
 from benchmarks.results import save
 from benchmarks.tune import CASES
@@ -116,7 +116,7 @@ def main() -> None:
             f"{1e3 * row['seconds']:.2f} ms, {beside}, break-even {even:,.0f}, error over that of a fit "
             f"per parameter {ratio:.2g}"
         )
-    save("sweep", {"threads": options.threads, "rows": rows})
+    save("sweep", {"threads": options.threads, "rows": rows, "machine": machine_of(rows)})
 
 
 if __name__ == "__main__":

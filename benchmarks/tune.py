@@ -23,7 +23,7 @@ import attractor as at
 from attractor import systems
 from attractor.core.step import with_parameters
 from attractor.ode.trajectories import initial_states
-from benchmarks.cases import add_options, run
+from benchmarks.cases import add_options, machine_of, run
 from benchmarks.results import save
 
 F64 = {"dtype": torch.float64}
@@ -277,7 +277,15 @@ def main() -> None:
         options,
     )
     if rows is not None:
-        save("tune", {"budget": options.budget, "threads": options.threads, "rows": rows})
+        save(
+            "tune",
+            {
+                "budget": options.budget,
+                "threads": options.threads,
+                "rows": rows,
+                "machine": machine_of(rows),
+            },
+        )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attractor import compare, fit
-from benchmarks.cases import Measure, add_options, containing, name_of, number, run
+from benchmarks.cases import Measure, add_options, containing, machine_of, name_of, number, run
 from benchmarks.fresh import FIXED, Fresh, seconds
 from benchmarks.results import save
 from benchmarks.tune import CASES, brusselator, kuramoto, lotka_volterra, roessler, uniform
@@ -130,7 +130,7 @@ def main() -> None:
         f"of {len(measured)} equations the default beats half the step on {better}, pays on {pays}, and the "
         f"verdict held on {sum(map(held, measured))}"
     )
-    save("untuned", {"threads": options.threads, "rows": rows})
+    save("untuned", {"threads": options.threads, "rows": rows, "machine": machine_of(rows)})
 
 
 if __name__ == "__main__":

@@ -147,17 +147,18 @@ def fit(
     scheme, recipe = get_scheme(scheme), get_recipe(recipe)
     _check_objective(objective, dt, error)
     if dt is None:
-        fixed = {
+        assert error is not None
+        usual = {
             "correction": correction in ("auto", "stages"), "recipe": recipe == Ridge(),
             "depth": depth is None, "activation": activation is None, "precision": precision is None,
             "fine_dt": fine_dt is None, "data": data is None, "options": not options,
             "out": out is None, "process_group": process_group is None,
         }  # fmt: skip
-        if not all(fixed.values()):
-            given = ", ".join(name for name, usual in fixed.items() if not usual)
+        if not all(usual.values()):
+            given = ", ".join(name for name, is_usual in usual.items() if not is_usual)
             raise ValueError(f'objective="time" chooses the correction itself; leave out {given}')
         return fastest_hybrid(
-            fit, system_or_rate, scheme, error=float(error or 0.0), horizon=horizon, sample=sample,
+            fit, system_or_rate, scheme, error=float(error), horizon=horizon, sample=sample,
             parameters=parameters, widths=None if width is None else (width,),
             trajectories=trajectories, budget=budget, device=device, period=period, seed=seed,
             progress=progress,
