@@ -1,5 +1,6 @@
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +72,34 @@ def test_sweeping_takes_only_what_was_left_of_one_file(tmp_path):
     files.sweep(tmp_path / "x.txt")
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([other, ".x.txt.note", "x.txt"])
     files.sweep(tmp_path / "nowhere" / "x.txt")
+
+
+def test_sweeping_keeps_what_another_writer_has_not_finished(tmp_path):
+    path = tmp_path / "x.txt"
+
+    def swept():
+        yield b"ab"
+        files.sweep(path)
+        yield b"cd"
+
+    assert files.write_parts(path, swept()).read_bytes() == b"abcd"
+    assert [p.name for p in tmp_path.iterdir()] == ["x.txt"]
+
+
+def test_a_file_that_was_swept_before_its_lock_is_created_again(tmp_path, monkeypatch):
+    lock = files.fcntl.flock
+    swept = []
+
+    def late(file, flags):
+        if not swept:
+            swept.append(file.name)
+            Path(file.name).unlink()
+        return lock(file, flags)
+
+    monkeypatch.setattr(files.fcntl, "flock", late)
+    assert files.write_text(tmp_path / "x.txt", "ab").read_text() == "ab"
+    assert swept
+    assert [p.name for p in tmp_path.iterdir()] == ["x.txt"]
 
 
 @pytest.mark.parametrize("links", [True, False])

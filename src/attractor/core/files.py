@@ -4,10 +4,15 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from uuid import uuid4
+
+try:
+    import fcntl
+except ImportError:  # Windows, where an open file cannot be removed
+    fcntl = None  # type: ignore[assignment]
 
 
 def write_bytes(path: Path | str, content: bytes) -> Path:
@@ -51,19 +56,41 @@ def write_new(path: Path | str, content: bytes) -> bool:
 
 @contextmanager
 def _aside(path: Path, parts: Iterable[bytes | memoryview]) -> Iterator[Path]:
-    """A temporary file beside a path, whose content has reached the disk; an error removes it."""
+    """A temporary file beside a path, whose content has reached the disk; an error removes it.
+
+    The file is locked until it has its final name, so that `sweep` in another process keeps it.
+    """
     make_folder(path.parent)
-    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
+    temporary, file = _open_temporary(path)
     try:
-        with temporary.open("xb") as file:
+        with file:
             for part in parts:
                 file.write(part)
             file.flush()
             os.fsync(file.fileno())
-        yield temporary
+            if fcntl is None:  # an open file cannot be renamed there
+                file.close()
+            yield temporary
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
+    """Create a temporary file beside a path and lock it.
+
+    A `sweep` between the two removes the file, which then has no name, and another one is created.
+    """
+    while True:
+        temporary = path.with_name(f".{path.name}.{uuid4().hex}")
+        file = temporary.open("xb")
+        if fcntl is None:
+            return temporary, file
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return temporary, file
+        file.close()
 
 
 def write_text(path: Path | str, content: str) -> Path:
@@ -103,11 +130,24 @@ def sync_folder(folder: Path) -> None:
 
 
 def sweep(path: Path) -> None:
-    """Remove temporary files of a file, left by a process that was killed while it wrote."""
+    """Remove temporary files of a file, left by a process that was killed while it wrote.
+
+    A temporary file that a living process is writing is locked and stays.
+    """
     left = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{32}")
     for other in path.parent.iterdir() if path.parent.is_dir() else ():
         if left.fullmatch(other.name):
-            other.unlink(missing_ok=True)
+            with suppress(FileNotFoundError, BlockingIOError, PermissionError):
+                _remove_unless_locked(other)
+
+
+def _remove_unless_locked(path: Path) -> None:
+    if fcntl is None:
+        path.unlink()
+        return
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
 
 
 def _plain(value: Any) -> Any:
