@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from attractor.attention import bands, flash, fused, operators, pde_attention, pdes, wall
+from attractor.attention import kernels, pde_attention, pdes
+from attractor.attention.engines import backends, bands, boundary, softmax
 from attractor.attention.masks import Scope
 from attractor.attention.precision import wide
 from attractor.bench.attention import documents_for, varlen
@@ -54,7 +55,7 @@ Call = Callable[[int], Any]  # of the number of a set of inputs
 def use(far: str) -> None:
     """Let that operator do all but the near keys, whatever SDPA would take."""
     if far != "auto":
-        operators.preferred = lambda *_: far
+        backends.preferred = lambda *_: far
 
 
 def times(
@@ -128,7 +129,7 @@ def error(found: Tensor, truth: Tensor) -> float:
 
 def check(what: str, steps: int, dtype: torch.dtype) -> dict[str, list[float]]:
     """Relative errors against float64 of the kernels and of torch in the same type; raises by our rule."""
-    from attractor.attention.fused import near, values
+    from attractor.attention.kernels import near, values
 
     drawn, results = inputs(CHECKED, dtype, 4, batch=2), {}
     for kind in ("truth", "torch", "kernels"):
@@ -179,7 +180,7 @@ def count_of_sets(*held: Tensor) -> int:
 
 
 def measure_values(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any]:
-    from attractor.attention.fused import values
+    from attractor.attention.kernels import values
 
     one = inputs(tokens, dtype, 1)[0]
     sets = count_of_sets(one, one)
@@ -222,7 +223,7 @@ def measure_values(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any
 
 
 def measure_causal(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any]:
-    from attractor.attention.fused import near, values
+    from attractor.attention.kernels import near, values
 
     q, k, v, grad = inputs(tokens, dtype, 4)
     scale, pde = DIM**-0.5, pdes.Diffusion(alphas())
@@ -234,10 +235,10 @@ def measure_causal(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any
         taps = values.taps(pde, steps, 1.0, v)
         stepped = values.step(v, taps, None)
         cut = q[..., rows, :], k[..., keys, :], stepped[..., keys, :]
-        far, far_lse = flash.attend(*cut, scope, scale)
+        far, far_lse = softmax.attend(*cut, scope, scale)
         out, lse = near.merge_near(q, k, v, far, far_lse, taps, scale)
         later = out[..., rows, :], lse[..., rows], scope, scale
-        of_far = flash.attend_backward(grad[..., rows, :], *cut, *later)
+        of_far = softmax.attend_backward(grad[..., rows, :], *cut, *later)
         of_rows = grad, q, k, v, out, lse, taps, of_far[0], scale
         _, *handed = near.near_rows(*of_rows, True)
         of_keys = grad, q, v, handed[0], taps, *of_far[1:], *handed[1:]
@@ -246,9 +247,9 @@ def measure_causal(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any
         "sdpa": lambda _: sdpa(q, k, v, is_causal=True),
         "copy": lambda _: other.copy_(v),
         "step": lambda _: values.step(v, taps, None),
-        "far": lambda _: flash.attend(*cut, scope, scale),
+        "far": lambda _: softmax.attend(*cut, scope, scale),
         "near": lambda _: near.merge_near(q, k, v, far, far_lse, taps, scale),
-        "far backward": lambda _: flash.attend_backward(grad[..., rows, :], *cut, *later),
+        "far backward": lambda _: softmax.attend_backward(grad[..., rows, :], *cut, *later),
         "near rows": lambda _: near.near_rows(*of_rows, True),
         "near rows, fixed taps": lambda _: near.near_rows(*of_rows, False),
         "near keys": lambda _: near.near_keys(*of_keys, True),
@@ -275,7 +276,7 @@ def measure_causal(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any
 
 
 def measure_documents(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any]:
-    from attractor.attention.fused import near, values
+    from attractor.attention.kernels import near, values
 
     q, k, v, grad = inputs(tokens, dtype, 4)
     scale, pde, ids = DIM**-0.5, pdes.Diffusion(alphas()), documents_for(q)
@@ -346,9 +347,9 @@ def measure_documents(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, 
     }
 
 
-def whole_documents(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> operators.Operator:
+def whole_documents(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> backends.Operator:
     """For causal attention within documents, without a PDE."""
-    return operators.choose(q, k, v, Scope(q.shape[-2], q.shape[-2], right=0, documents=ids))
+    return backends.choose(q, k, v, Scope(q.shape[-2], q.shape[-2], right=0, documents=ids))
 
 
 class _Known(torch.autograd.Function):
@@ -356,7 +357,7 @@ class _Known(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, operator: operators.Operator, scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, operator: backends.Operator, scale: float
     ) -> Tensor:
         out, lse = operator.forward(q, k, v, operator.strip, scale)
         ctx.operator, ctx.scale = operator, scale
@@ -372,7 +373,7 @@ class _Known(torch.autograd.Function):
 
 def tune(what: str, tokens: int, steps: int, dtype: torch.dtype) -> None:
     """Every kernel with other runs and warps, beside its default."""
-    from attractor.attention.fused import near, rows, values
+    from attractor.attention.kernels import near, rows, values
 
     q, k, v, grad = inputs(tokens, dtype, 4)
     scale = DIM**-0.5
@@ -417,7 +418,7 @@ def taps_bytes(dtype: torch.dtype) -> int:
 
 def against_sdpa(tokens: int, steps: int, dtype: torch.dtype, causal: bool) -> dict[str, Any]:
     """Whole calls, taps made anew each time: forward, and forward with backward, and peak memory."""
-    from attractor.attention.fused import near, values
+    from attractor.attention.kernels import near, values
 
     alpha, grad = alphas(), inputs(tokens, dtype, 1)[0]
     qkv = [x.requires_grad_() for x in inputs(tokens, dtype, 3)]
@@ -432,7 +433,7 @@ def against_sdpa(tokens: int, steps: int, dtype: torch.dtype, causal: bool) -> d
     def plain_torch() -> Tensor:
         stencil = bands.Stencil.of(pdes.Diffusion(alpha), steps, 1.0, qkv[2].to(wide(dtype)))
         if causal:
-            return wall.causal(*qkv, stencil, DIM**-0.5)
+            return boundary.causal(*qkv, stencil, DIM**-0.5)
         return sdpa(*qkv[:2], stencil.step(qkv[2].to(wide(dtype))).to(dtype))
 
     ways = {"sdpa": lambda: sdpa(*qkv, is_causal=causal), "kernels": kernels, "torch": plain_torch}
@@ -497,7 +498,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     given = parser.parse_args()
     dtype = getattr(torch, given.dtype)
-    if not torch.cuda.is_available() or not fused.usable(torch.empty(1, 1, 1, DIM, device="cuda"), 1):
+    if not torch.cuda.is_available() or not kernels.usable(torch.empty(1, 1, 1, DIM, device="cuda"), 1):
         raise SystemExit(
             "these kernels need a CUDA device and Triton; on a CPU run benchmarks.attention"
         )

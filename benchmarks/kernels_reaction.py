@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from attractor.attention import pde_attention, pdes
-from attractor.attention.fused import reaction
+from attractor.attention.kernels import reaction
 
 HEADS, DIM, STEPS = 8, 64, 4
 BATCH = {1_024: 32, 4_096: 8, 16_384: 2, 65_536: 1}

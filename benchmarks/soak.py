@@ -32,7 +32,7 @@ import torch
 
 import attractor as at
 from attractor.attention import PDEAttention, PDECache, performer_attention, window_attention
-from attractor.attention.kernels import RandomFeatures
+from attractor.attention.performer import RandomFeatures
 from attractor.core.files import write_json
 from benchmarks.results import FOLDER, save
 

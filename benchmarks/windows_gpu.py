@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.attention import flash, pde_attention, pdes, window_attention
+from attractor.attention import pde_attention, pdes, window_attention
+from attractor.attention.engines import softmax
 from attractor.attention.masks import Scope
 
 HEADS, DIM, WINDOW, GLOBAL, STEPS = 8, 64, 256, 4, 4
@@ -136,9 +137,9 @@ def measure(tokens: int) -> dict[str, Any]:
 
     def operator(backward: bool) -> None:
         with torch.no_grad():
-            out, lse = flash.attend(*qkv, scope, DIM**-0.5)
+            out, lse = softmax.attend(*qkv, scope, DIM**-0.5)
             if backward:
-                flash.attend_backward(grad, *qkv, out, lse, scope, DIM**-0.5)
+                softmax.attend_backward(grad, *qkv, out, lse, scope, DIM**-0.5)
 
     results: dict[str, Any] = {}
     for kind in ("forward", "both"):
@@ -174,7 +175,7 @@ Launch = tuple[Callable[[], tuple[Tensor, ...]], list[Tensor]]
 
 def launched(tokens: int, with_pde: bool) -> dict[str, Launch]:
     """Every launch by itself: how to call it, and all that it has to read and write."""
-    from attractor.attention.fused import values, window
+    from attractor.attention.kernels import values, window
 
     q, k, v = (x.detach() for x in inputs(tokens))
     grad, scale, sides = torch.randn_like(q), DIM**-0.5, (WINDOW, 0)
@@ -224,7 +225,7 @@ def away(found: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> float:
 
 def pieces(tokens: int, tune: bool) -> dict[str, Any]:
     """Milliseconds of every launch, and its share of the bandwidth of a copy in the same run."""
-    from attractor.attention.fused import window
+    from attractor.attention.kernels import window
 
     x = torch.empty(HEADS, tokens, DIM, device="cuda", dtype=torch.bfloat16)
     y = torch.empty_like(x)

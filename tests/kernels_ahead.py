@@ -63,15 +63,15 @@ def main(capability: int, steps: int) -> None:
     from importlib import import_module
 
     from attractor import HybridSolver, corrections, pdes, systems
-    from attractor.attention import fused, pde_attention, window_attention
+    from attractor.attention import kernels, pde_attention, window_attention
     from attractor.ode import fused as networks
 
     # Before kernels are said to be interpreted: that is asked for when they are imported.
     for name in ("near", "parts", "reaction", "values", "window"):
-        import_module(f"attractor.attention.fused.{name}")
+        import_module(f"attractor.attention.kernels.{name}")
     for name in ("gradients", "perceptron", "steps"):
         import_module(f"attractor.ode.fused.{name}")
-    fused.DEVICES, fused.INTERPRETED = ("cuda", "cpu"), True  # a CPU's tensors go to kernels
+    kernels.DEVICES, kernels.INTERPRETED = ("cuda", "cpu"), True  # a CPU's tensors go to kernels
     networks.INTERPRETED = networks.EVERYWHERE = True
     ahead = Ahead(capability)
     JITFunction.run = lambda kernel, *args, **more: ahead(kernel, *args, **more)

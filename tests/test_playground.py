@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import attractor as at
-from attractor.attention.dense import dense
+from attractor.attention.engines.dense import dense
 from tests.browser import Browser
 
 PAGE = Path(__file__).parents[1] / "docs" / "_static" / "playground.html"

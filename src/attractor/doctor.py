@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from attractor.attention import fused, pde_attention
+from attractor.attention import kernels, pde_attention
 from attractor.core import evolve
 from attractor.ode import systems
 
@@ -119,9 +119,9 @@ def checks(device: str = "cpu", compile: bool = False) -> list[tuple[str, Callab
         )
         error = (fast - whole).abs().max().item()
         _require(error < 1e-5, f"stepped values and the whole map differ by {error:.1e}")
-        if fused.usable(q, 4):
+        if kernels.usable(q, 4):
             return f"error {error:.1e}, by Triton kernels"
-        missing = torch.device(device).type == "cuda" and not fused.TRITON
+        missing = torch.device(device).type == "cuda" and not kernels.TRITON
         return f"error {error:.1e}, by plain torch{', as Triton is missing' if missing else ''}"
 
     def compiled() -> str:

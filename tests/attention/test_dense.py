@@ -9,9 +9,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from attractor.attention import CausalityError, assert_causal, pde_attention, pdes
-from attractor.attention.arguments import _warned
-from attractor.attention.dense import dense
+from attractor.attention.call import _warned
 from attractor.attention.diagnostics import trace
+from attractor.attention.engines.dense import dense
 
 PDES = [pdes.Diffusion(0.2), pdes.Wave(0.4), pdes.ReactionDiffusion(0.2, 0.1),
         pdes.ReactionDiffusion(0.2, 0.1, split=True), pdes.AdvectionDiffusion(0.2, 0.1)]  # fmt: skip

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from attractor.attention import pde_attention, pdes
-from attractor.attention.dense import dense
 from attractor.attention.diagnostics import coefficients, hybrid_errors, trace
-from attractor.attention.kernels import RandomFeatures, performer_dense
+from attractor.attention.engines.dense import dense
 from attractor.attention.masks import open_faces
+from attractor.attention.performer import RandomFeatures, performer_dense
 
 PDES = [pdes.Diffusion(0.2), pdes.Wave(0.4), pdes.ReactionDiffusion(0.2, 0.1),
         pdes.ReactionDiffusion(0.2, 0.1, split=True), pdes.AdvectionDiffusion(0.2, 0.1)]  # fmt: skip

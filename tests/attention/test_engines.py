@@ -9,11 +9,11 @@ from attractor.attention import (
     explain,
     pde_attention,
     pdes,
-    tiled,
     window_attention,
     windows,
 )
-from attractor.attention.parallel import context_parallel_attention
+from attractor.attention.context_parallel import context_parallel_attention
+from attractor.attention.engines import tiled
 from attractor.attention.pdes import Line, evolve, take_steps
 
 TOKENS = (1, 2, 3, 7, 64, 257)

@@ -120,7 +120,7 @@ def wing():
     """All modules that the wing defines."""
     root = attractor.attention
     names = [x.name for x in pkgutil.walk_packages(root.__path__, f"{root.__name__}.")]
-    kernels = [name for name in names if ".fused." in name]  # which need Triton
+    kernels = [name for name in names if ".kernels." in name]  # which need Triton
     found = set()
     for name in sorted({*names} - {*kernels}):
         members = vars(importlib.import_module(name)).values()

@@ -18,7 +18,7 @@ from attractor.attention import (
     pdes,
 )
 from attractor.attention.cache import PDECache
-from attractor.attention.kernels import PerformerAttention, RandomFeatures, performer_attention
+from attractor.attention.performer import PerformerAttention, RandomFeatures, performer_attention
 from attractor.attention.windows import window_attention
 
 PDES = ["diffusion", "wave", "reaction_diffusion", "advection_diffusion"]

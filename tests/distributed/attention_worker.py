@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from attractor.attention import LanguageModel, PDEAttention, pde_attention, pdes
-from attractor.attention.parallel import context_parallel_attention
+from attractor.attention.context_parallel import context_parallel_attention
 from attractor.attention.parts import Parts
 from tests.distributed.launching import write_result
 

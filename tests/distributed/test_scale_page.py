@@ -3,7 +3,7 @@
 import pytest
 
 from attractor.attention import Parts
-from attractor.attention.parallel import _overlaps, _to_the_left
+from attractor.attention.context_parallel import _overlaps, _to_the_left
 from attractor.attention.parts import count
 from benchmarks import scale
 

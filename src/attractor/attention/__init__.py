@@ -17,16 +17,17 @@ torch.Size([2, 8, 16, 64])
 from attractor.attention import pdes
 from attractor.attention.cache import PDECache
 from attractor.attention.causality import CausalityError, assert_causal
+from attractor.attention.context_parallel import context_parallel_attention
 from attractor.attention.diagnostics import PDETrace, coefficients, hybrid_errors, trace
-from attractor.attention.kernels import (
+from attractor.attention.parts import Parts
+from attractor.attention.pde_attention import explain, pde_attention
+from attractor.attention.performer import (
     PerformerAttention,
     RandomFeatures,
     performer_attention,
     performer_dense,
 )
-from attractor.attention.parallel import context_parallel_attention
-from attractor.attention.parts import Parts
-from attractor.attention.pde_attention import Choice, explain, pde_attention
+from attractor.attention.plan import Choice, Plan
 from attractor.attention.transformer import Classifier, LanguageModel, PDEAttention, Stack
 from attractor.attention.windows import window_attention
 
@@ -40,6 +41,7 @@ __all__ = [
     "PDETrace",
     "Parts",
     "PerformerAttention",
+    "Plan",
     "RandomFeatures",
     "Stack",
     "assert_causal",

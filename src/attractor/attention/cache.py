@@ -17,11 +17,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attractor.attention import masks
-from attractor.attention.bands import step_values
+from attractor.attention.call import autocast_as_sdpa
+from attractor.attention.engines import boundary
+from attractor.attention.engines.values import step_values
 from attractor.attention.pde_attention import pde_attention
-from attractor.attention.pdes import PDE, Line, evolve, get_pde, take_steps
+from attractor.attention.pdes import PDE, Line
+from attractor.attention.pdes.evolution import Evolution
 from attractor.attention.pdes.pde import check_heads, with_coefficients
-from attractor.attention.precision import autocast_as_sdpa, for_scores, wide
+from attractor.attention.precision import for_scores, wide
 from attractor.core.checks import (
     as_int,
     check_beside,
@@ -82,24 +85,14 @@ class PDECache:
                 f"walls={walls!r} lets a row flow to keys after it, and a cache does not have those "
                 "yet; use walls='mask'"
             )
-        steps = as_int(steps)
-        if not isinstance(steps, int) or steps < 0:
-            raise ValueError(f"steps = {steps} must be a whole number of at least 0")
-        equation: Any = get_pde(pde)() if isinstance(pde, str) else pde
-        if isinstance(equation, type) or not hasattr(equation, "step"):
-            raise ValueError(
-                f"pde {pde!r} is not an equation; give one such as pdes.Diffusion(alpha=0.1)"
-            )
-        self.pde: PDE = with_coefficients(equation, lambda coefficient: coefficient.detach().clone())
-        check_number("dt", dt, 0.0)
+        evolution = Evolution.of(pde, steps, dt)
+        self.pde: PDE = with_coefficients(evolution.pde, lambda x: x.detach().clone())
         if scale is not None:
             check_number("scale", scale)
         check_whole("capacity", capacity, 1)
-        self.steps, self.dt, self.scale = steps, dt, scale
-        if steps:
-            self.pde.check(dt, axis)
+        self.steps, self.dt, self.scale = evolution.steps, dt, scale
         self._by_rows = not self.pde.linear or not hasattr(self.pde, "reach")
-        self._reach = 0 if self._by_rows else steps * self.pde.reach
+        self._reach = 0 if self._by_rows else self._evolution.reach
         self._capacity = capacity
         self._length = self._final = 0  # tokens, and those of them whose stepped values are final
         self._clear = 0  # no wall between keys from here on
@@ -108,6 +101,10 @@ class PDECache:
         self._stepped: Tensor | None = None
         self._real: Tensor | None = None
         self._matrices: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def _evolution(self) -> Evolution:
+        return Evolution(self.pde, self.steps, self.dt)
 
     def __len__(self) -> int:
         return self._length
@@ -277,7 +274,7 @@ class PDECache:
             open = None
             if self._real is not None:
                 open = masks.open_faces(self._real[:, :, low : self._length].mT)
-            stepped = step_values(self.pde, value, open, self.steps, self.dt)
+            stepped = step_values(self._evolution, value, open)
             stepped = stepped[:, :, first - low : last - low]
         self._stepped = self._put(self._stepped, stepped.to(self._value.dtype), first)
         self._final = last
@@ -291,7 +288,7 @@ class PDECache:
         A, allowed = self._map(query, first)
         if self._by_rows:
             line = Line(-1, None if allowed is None else masks.open_faces(allowed))
-            A = evolve(self.pde, A, line, self.steps, self.dt)
+            A = self._evolution.of_map(A, line)
         if not reach:
             return _product(A.to(query.dtype), self._value[:, :, :stop])
 
@@ -301,10 +298,18 @@ class PDECache:
             out = _product(weights.to(query.dtype), self._stepped[:, :, :far])
         near = _upright(pad(A[..., max(first - reach + 1, 0) :], (max(reach - 1 - first, 0), 0)), reach)
         low = first - 2 * reach + 1
-        patch = near @ self._patterns(near)[1] if low >= self._clear else self._evolved(near, first)
+        if low >= self._clear:
+            patch = near @ self._patterns(near)[1]
+        else:
+            band = boundary.before_wall(0, reach)
+            patch = boundary.spread(near, band, self._evolution, row=first, open=self._open(stop))
         value = pad(self._value[:, :, max(low, 0) : stop], (0, 0, max(-low, 0), 0))
         at_wall = _product(_slanted(patch).to(query.dtype), value)
         return at_wall if out is None else (out.to(A.dtype) + at_wall.to(A.dtype)).to(query.dtype)
+
+    def _open(self, stop: int) -> Tensor | None:
+        """Return the faces ``[batch, 1, 1, stop - 1]`` through which weight flows; None: through all."""
+        return None if self._real is None else masks.open_faces(self._real[:, :, :stop].mT)
 
     def _map(self, query: Tensor, first: int) -> tuple[Tensor, Tensor | None]:
         """A(0) ``[batch, heads, rows, keys]`` of rows from first on, and what they may attend to."""
@@ -331,21 +336,10 @@ class PDECache:
         if self._matrices is None or self._matrices[0].device != like.device:
             reach, unit = self._reach, torch.eye(self._reach, dtype=like.dtype, device=like.device)
             row = pad(unit[:1, :1], (reach, reach))
-            taps = take_steps(self.pde, row, Line(-1), self.steps, self.dt)
-            wall = take_steps(self.pde, pad(unit, (reach, 0)), Line(-1), self.steps, self.dt)
+            taps = self._evolution.of_linear(row, Line(-1))
+            wall = self._evolution.of_linear(pad(unit, (reach, 0)), Line(-1))
             self._matrices = taps.to(like.dtype), wall.to(like.dtype)
         return self._matrices
-
-    def _evolved(self, near: Tensor, first: int) -> Tensor:
-        """The last R weights of each row after their steps, ``[batch, heads, rows, 2 R]``."""
-        reach, rows = self._reach, near.shape[-2]
-        low = first - 2 * reach + 1
-        inside = torch.arange(low, first + rows, device=near.device) >= 0
-        if self._real is not None:
-            real = self._real[:, 0, max(low, 0) : first + rows, 0]
-            inside = inside & pad(real, (max(-low, 0), 0))[:, None]
-        faces = masks.open_faces(inside.unfold(-1, 2 * reach, 1))
-        return take_steps(self.pde, pad(near, (reach, 0)), Line(-1, faces), self.steps, self.dt)
 
 
 @autocast_as_sdpa

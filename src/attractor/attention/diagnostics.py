@@ -26,10 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from attractor.attention import masks
-from attractor.attention.arguments import Call
-from attractor.attention.dense import dense, space
+from attractor.attention.call import Call, autocast_as_sdpa
+from attractor.attention.engines.dense import dense, space
 from attractor.attention.pdes import PDE, LearnedPDE, Neighbourhood
-from attractor.attention.precision import autocast_as_sdpa
 from attractor.core.checks import check_beside, check_number, check_tensor, check_whole
 
 LIMIT = 2**27  # entries of all maps of a trace: half a gigabyte in float32

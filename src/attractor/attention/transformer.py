@@ -15,7 +15,7 @@ torch.Size([2, 10, 100])
 
 A Longformer that sees 64 tokens back, and a Performer:
 
->>> from attractor.attention.kernels import RandomFeatures, performer_attention
+>>> from attractor.attention.performer import RandomFeatures, performer_attention
 >>> from attractor.attention.windows import window_attention
 >>> size = {"dim": 32, "heads": 4, "layers": 2, "hidden": 64}
 >>> longformer = LanguageModel(100, **size, attention=window_attention, window=64, global_tokens=1)
@@ -33,8 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from attractor.attention.arguments import METHODS, WALLS
 from attractor.attention.cache import PDECache, unchanged_on_error
+from attractor.attention.call import METHODS, WALLS
 from attractor.attention.pde_attention import pde_attention
 from attractor.attention.pdes import AXES, PDE, Diffusion, LearnedPDE, get_pde
 from attractor.attention.pdes.pde import dimensions

@@ -2,7 +2,8 @@
 
 A query attends to its window and to the first few tokens of the sequence; those few attend to
 everything. Time and memory are O(T) for every PDE. Between the global tokens and a window that does
-not touch them is a wall. On a GPU linear PDEs take the kernels of `fused.window`, and so does none.
+not touch them is a wall. On a GPU, linear PDEs and
+attention without a PDE use the kernels in `kernels/window.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,21 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.attention import flash, fused, masks
-from attractor.attention.arguments import Call, with_positive_scale
-from attractor.attention.bands import step_values
+from attractor.attention import kernels, masks
+from attractor.attention.call import Call, autocast_as_sdpa, four_dimensions, with_positive_scale
+from attractor.attention.engines import softmax
+from attractor.attention.engines.stepped import Others, stepped
+from attractor.attention.engines.tiled import tiled
+from attractor.attention.engines.values import step_values
 from attractor.attention.masks import Scope
-from attractor.attention.pde_attention import four_dimensions, pde_attention
-from attractor.attention.pdes import PDE, Diffusion, Line, evolve
+from attractor.attention.pde_attention import pde_attention
+from attractor.attention.pdes import PDE, Diffusion, Line
+from attractor.attention.pdes.evolution import Evolution
 from attractor.attention.pdes.pde import for_heads
-from attractor.attention.precision import (
-    autocast_as_sdpa,
-    first_derivatives_only,
-    refuse_transforms,
-    wide,
-)
-from attractor.attention.stepped import Others, stepped
-from attractor.attention.tiled import tiled
+from attractor.attention.plan import refuse_transforms
+from attractor.attention.precision import first_derivatives_only, wide
 from attractor.core.checks import as_int, is_whole
 
 ROWS = 8192  # at a time: what they need for a while then stays small
@@ -159,12 +158,13 @@ def _why_no_kernels(
     pde, steps = common["pde"], common["steps"]
     if not pde.linear:
         return f"{type(pde).__name__} is not linear"
-    why = fused.why_not(query, value, pde if steps else Diffusion(), steps or 1)
+    evolution = Evolution.of(pde, steps, common["dt"]) if steps else Evolution.of(Diffusion(), 1, 1.0)
+    why = kernels.why_not(query, value, evolution)
     if why:
         return why
-    from attractor.attention.fused import window as kernels
+    from attractor.attention.kernels import window as window_kernels
 
-    return kernels.why_not(window, count, query.shape[-2], steps * pde.reach)
+    return window_kernels.why_not(window, count, query.shape[-2], steps * pde.reach)
 
 
 def _by_kernels(
@@ -177,8 +177,8 @@ def _by_kernels(
     common: dict[str, Any],
 ) -> Tensor:
     """The output where nothing is masked but by the window; the first and last rows as elsewhere."""
-    from attractor.attention.fused import values
-    from attractor.attention.fused import window as kernels
+    from attractor.attention.kernels import values
+    from attractor.attention.kernels import window as window_kernels
 
     (left, right), tokens = window, query.shape[-2]
     options: Any = {name: common[name] for name in ("pde", "steps", "dt")}
@@ -189,7 +189,7 @@ def _by_kernels(
     table = values.taps(like=value, **options) if options["steps"] else None
     if right == 0 and (is_causal or not count):
         query, key, value = four_dimensions(query, key, value)
-        return kernels.causal(query, key, value, count, table, left, scale)
+        return window_kernels.causal(query, key, value, count, table, left, scale)
     begin, end = count + left + 1, tokens - right
     near = _seen_first(tokens, begin, right, count, is_causal)
     first, last = (0, count), (end - left, tokens)
@@ -207,7 +207,7 @@ def _by_kernels(
     first_value = first_value.to(wide(value.dtype))
     if table is not None and count:
         first_value = values.step(first_value, table, None)
-    return kernels.attend(
+    return window_kernels.attend(
         query, key, value, first_key, first_value, (above, below), table, window, scale
     )
 
@@ -220,7 +220,7 @@ class _Band(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, left: int, right: int, scale: float
     ) -> Tensor:
         ctx.scope, ctx.scale = Scope(query.shape[-2], key.shape[-2], left, right), scale
-        out, lse = flash.attend(query, key, value, ctx.scope, scale)
+        out, lse = softmax.attend(query, key, value, ctx.scope, scale)
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 
@@ -228,7 +228,7 @@ class _Band(torch.autograd.Function):
     @first_derivatives_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        grads = flash.attend_backward(grad, query, key, value, out, lse, ctx.scope, ctx.scale)
+        grads = softmax.attend_backward(grad, query, key, value, out, lse, ctx.scope, ctx.scale)
         return *grads, None, None, None
 
 
@@ -317,11 +317,11 @@ def _apart(
     _, first_key, first_value = four_dimensions(query, first_key, first_value)
     query, key, value = four_dimensions(query, key, value)
     rows, count = query.shape[-2], first_key.shape[-2]
-    options: Any = {"pde": pde, "steps": steps, "dt": dt}
+    evolution = Evolution.of(pde, steps, dt)
     real = None if key_padding is None else key_padding[:, None, None, :]
     of_first = None if real is None else real[..., :count]
     real = None if real is None else real[..., real.shape[-1] - key.shape[-2] :]
-    globals_ = _Globals(first_key, first_value, of_first, options)
+    globals_ = _Globals(first_key, first_value, of_first, evolution)
 
     # A row needs no key beyond its window, and feels no wall but its own: so do parts of the sequence.
     # On a GPU, where launches count, linear PDEs take it whole; a gradient keeps all parts anyway.
@@ -340,9 +340,9 @@ def _apart(
         scope = Scope(part.shape[-2], k.shape[-2], 0, band, near)
         others = globals_.others(part, scale)
         if linear:
-            yield stepped(part, k, v, scope, scale, others=others, **options)
+            yield stepped(part, k, v, scope, scale, evolution, others)
         else:
-            yield tiled(part, k, v, scope, scale, dropout_p=dropout_p, others=others, **options)
+            yield tiled(part, k, v, scope, scale, evolution, dropout_p, others)
 
 
 def _with_margins(parts: Sequence[Tensor], n: int, left: int, right: int) -> Tensor:
@@ -359,7 +359,7 @@ class _Globals:
     key: Tensor
     value: Tensor
     real: Tensor | None
-    options: dict[str, Any]
+    evolution: Evolution
 
     def others(self, rows: Tensor, scale: float) -> Others | None:
         """Scores of the rows, and what their weights add, as `stepped` wants them."""
@@ -370,12 +370,12 @@ class _Globals:
         if self.real is not None:
             scores = scores.masked_fill(~self.real, -torch.inf)
         faces = None if self.real is None else self.real[..., 1:] & self.real[..., :-1]
-        if self.options["pde"].linear:  # a few values take the steps, and not weights of every row
-            value = step_values(value=value, open=faces, **self.options)
+        if self.evolution.linear:  # a few values take the steps, and not weights of every row
+            value = step_values(self.evolution, value, faces)
             return scores, lambda weights: _Product.apply(weights, value)
 
         def add(weights: Tensor) -> Tensor:
-            return _Product.apply(evolve(u=weights, line=Line(-1, faces), **self.options), value)
+            return _Product.apply(self.evolution.of_map(weights, Line(-1, faces)), value)
 
         return scores, add
 

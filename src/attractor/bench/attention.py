@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from attractor.attention import flash, pde_attention, pdes, window_attention
+from attractor.attention import pde_attention, pdes, window_attention
+from attractor.attention.engines import softmax
 from attractor.attention.masks import Scope
 from attractor.attention.precision import first_derivatives_only, wide
 from attractor.bench import timing
@@ -154,7 +155,7 @@ class _Varlen(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
         tokens = query.shape[-2]
         ctx.scope = Scope(tokens, tokens, right=0, documents=documents)
-        out, lse = flash.attend(query, key, value, ctx.scope, query.shape[-1] ** -0.5)
+        out, lse = softmax.attend(query, key, value, ctx.scope, query.shape[-1] ** -0.5)
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 
@@ -163,7 +164,7 @@ class _Varlen(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         scale = query.shape[-1] ** -0.5
-        return *flash.attend_backward(grad, query, key, value, out, lse, ctx.scope, scale), None
+        return *softmax.attend_backward(grad, query, key, value, out, lse, ctx.scope, scale), None
 
 
 def equation(kind: str, alpha: Tensor, beta: Tensor) -> pdes.PDE:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from attractor.attention.diagnostics import hybrid_errors, trace
-from attractor.attention.kernels import RandomFeatures, performer_dense
 from attractor.attention.pdes import PDE, Line, evolve, get_pde
+from attractor.attention.performer import RandomFeatures, performer_dense
 from attractor.reproduce.tasks import Context, Outcome
 
 POINTS = 25  # of a curve, at most

@@ -1,0 +1,355 @@
+"""Torch's fused attention operators, called so that they take and return the log-sum-exp.
+
+An operator is a pair of functions for a part of the map that a `Strip` describes:
+
+    forward   (query, key, value, strip, scale) -> output, log-sum-exp [batch, heads, rows]
+    backward  (grad, output, query, key, value, log-sum-exp, strip, scale) -> the three gradients
+
+The backward of each computes the weights ``exp(score - log-sum-exp)`` and subtracts ``<grad, output>``.
+So it serves a part of a softmax as well, if it is given the output and log-sum-exp of the whole.
+`selection` chooses an operator.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+GRID = 65_535  # of CUDA, in its second dimension: sequences, or heads times batch, at a time
+
+_aten: Any = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSequences:
+    """Packed documents, each of them consecutive tokens, as FlashAttention takes them.
+
+    Attributes:
+        cu_seqlens: Positions where documents begin, all batch rows joined, and last the number of
+            tokens; int32 ``[documents + 1]``.
+        max_seqlen: Number of tokens of the longest document.
+    """
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+
+@dataclass(frozen=True, eq=False)
+class Strip:
+    """Some rows of a map, some of its keys, and which of these the rows may attend to.
+
+    Attributes:
+        rows, columns: The rows and the keys.
+        causal: Whether row i may attend to keys up to i only, both counted within the strip.
+        allowed: bool mask, or None if every key is allowed.
+        bias: Added to the scores, or None.
+        empty_rows: bool ``[batch or 1, heads or 1, rows]``, True for rows that may attend to no key, or
+            None if there are none.
+        left, right: Sides of a band. The last row sees so many keys on either side of the last key, the
+            row before on either side of the key before, and so on. None: no limit.
+        packed: The documents of the keys, and of the rows that are not empty. None: one document.
+    """
+
+    rows: slice
+    columns: slice
+    causal: bool = False
+    allowed: Tensor | None = None
+    bias: Tensor | None = None
+    empty_rows: Tensor | None = None
+    left: int | None = None
+    right: int | None = None
+    packed: PackedSequences | None = None
+
+    def cut(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the strip's part of query, key and value."""
+        return part(query, self.rows), part(key, self.columns), part(value, self.columns)
+
+    def mask(self, dtype: torch.dtype) -> Tensor | None:
+        """Return `allowed` and `bias` as one additive mask, a bias in at least float32."""
+        bias = self.bias
+        if bias is not None:
+            bias = bias.to(torch.promote_types(dtype, torch.float32))
+        if self.allowed is None:
+            return bias
+        if bias is None:
+            bias = torch.zeros((), dtype=dtype, device=self.allowed.device)
+        return torch.where(self.allowed, bias, -torch.inf)
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """An attention operator for one problem.
+
+    Attributes:
+        name: For `explain`.
+        forward, backward: The pair of functions.
+        strip: The one strip that it computes at once. None: any strip that is small.
+    """
+
+    name: str
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    strip: Strip | None = None
+
+
+def part(x: Tensor, where: slice) -> Tensor:
+    """Return some tokens of x ``[..., tokens, dim]``, x itself if these are all."""
+    return x if where.start == 0 and where.stop == x.shape[-2] else x[..., where, :]
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """Return x with a contiguous last dimension, which torch's operators assume without a check.
+
+    On CUDA they read 16 bytes at once, so that rows are aligned to these. Compiled code sees to that
+    itself.
+    """
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        return x.contiguous()
+    if x.device.type != "cuda" or torch.compiler.is_compiling():
+        return x
+    unit = 16 // x.element_size()
+    aligned = x.storage_offset() % unit == 0
+    for size, step in zip(x.shape[:-1], x.stride()):
+        aligned = aligned and (size == 1 or (step > 0 and step % unit == 0))
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def padded_dim(query: Tensor, value: Tensor) -> int:
+    """Return the larger head dimension, rounded up to a multiple of 8, as operators on CUDA need it."""
+    return -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
+
+
+def _padded(x: Tensor, dim: int) -> Tensor:
+    return x if x.shape[-1] == dim else pad(x, (0, dim - x.shape[-1]))
+
+
+def _cropped(x: Tensor, dim: int) -> Tensor:
+    return x if x.shape[-1] == dim else x[..., :dim]
+
+
+def _cropped_grads(grads: tuple[Tensor, ...], q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        _cropped(grads[0], q.shape[-1]),
+        _cropped(grads[1], q.shape[-1]),
+        _cropped(grads[2], v.shape[-1]),
+    )
+
+
+def cpu(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
+    """Run the operator for CPUs, which takes every strip without a band and packed documents."""
+    dim, v_dim = max(q.shape[-1], v.shape[-1]), v.shape[-1]
+    if dim != q.shape[-1] or dim != v_dim:
+        q, k, v = _padded(q, dim), _padded(k, dim), _padded(v, dim)
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, strip.causal, attn_mask=strip.mask(q.dtype), scale=scale
+    )
+    return _cropped(out, v_dim), lse
+
+
+def cpu_backward(
+    grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, strip: Strip, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the backward of `cpu`."""
+    dim = max(q.shape[-1], v.shape[-1])
+    grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        _padded(grad, dim), _padded(q, dim), _padded(k, dim), _padded(v, dim), _padded(out, dim), lse,
+        0.0, strip.causal, attn_mask=strip.mask(q.dtype), scale=scale,
+    )  # fmt: skip
+    return _cropped_grads(grads, q, v)
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
+    """Run cuDNN's operator: all keys, or a square causal problem; head dimensions up to 128."""
+    dim, v_dim = padded_dim(q, v), v.shape[-1]
+    q, k, v = (_padded(x, dim) for x in (q, k, v))
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, strip.causal, False, scale=scale
+    )
+    return _cropped(out, v_dim), lse.reshape(q.shape[:-1])
+
+
+def cudnn_backward(
+    grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, strip: Strip, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the backward of `cudnn`."""
+    dim, given = padded_dim(q, v), (q, v)
+    q, k, v, out, grad = (_padded(x, dim) for x in (q, k, v, out, grad))
+    # Torch keeps one plan for a shape and layout of query, key and value, and in it the layout that
+    # grad, out and log-sum-exp had when it was made: these must always have the same one, query's.
+    grad, out = (_laid_out_as(x, q) for x in (grad, out))
+    none = torch.empty((), dtype=torch.long, device=q.device)
+    grads = _aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, lse.contiguous()[..., None], none, none, None, None, None,
+        q.shape[-2], k.shape[-2], 0.0, strip.causal, scale=scale,
+    )  # fmt: skip
+    return _cropped_grads(grads, *given)
+
+
+def _laid_out_as(x: Tensor, like: Tensor) -> Tensor:
+    steps = zip(x.shape, x.stride(), like.stride())
+    if all(size == 1 or own == other for size, own, other in steps):
+        return x
+    return torch.empty_strided(x.shape, like.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
+def efficient(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
+    """Run the memory-efficient operator: all keys, or a causal problem, in float32 too."""
+    dim, v_dim = padded_dim(q, v), v.shape[-1]
+    q, k, v = (_padded(x, dim) for x in (q, k, v))
+    out, lse, _, _ = _aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, True, 0.0, strip.causal, scale=scale
+    )
+    return _cropped(out, v_dim), lse[..., : q.shape[-2]]  # the operator rounds their number up
+
+
+def efficient_backward(
+    grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, strip: Strip, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the backward of `efficient`."""
+    dim, given = padded_dim(q, v), (q, v)
+    q, k, v, out, grad = (_padded(x, dim) for x in (q, k, v, out, grad))
+    none = torch.empty((), dtype=torch.long, device=q.device)
+    lse = pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+    grads = _aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, None, out, lse, none, none, 0.0, (True, True, True, False), strip.causal,
+        scale=scale,
+    )  # fmt: skip
+    return _cropped_grads(grads[:3], *given)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
+    """Run FlashAttention: all keys, or a band; head dimensions up to 256."""
+    dim, v_dim = padded_dim(q, v), v.shape[-1]
+    q, k, v = (_padded(x, dim) for x in (q, k, v))
+    batch, heads = q.shape[:2]
+    in_layout = _flash_layout(q, k, v)
+    out, lse, *_ = _aten._flash_attention_forward(
+        *(in_layout(x) for x in (q, k, v)), None, None, q.shape[-2], k.shape[-2], 0.0, False, False,
+        scale=scale, window_size_left=_side(strip.left), window_size_right=_side(strip.right),
+    )  # fmt: skip
+    return _cropped(_from_flash_layout(out, batch, heads), v_dim), lse.view(batch, heads, -1)
+
+
+def flash_backward(
+    grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, strip: Strip, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the backward of `flash`."""
+    dim, given = padded_dim(q, v), (q, v)
+    q, k, v, out, grad = (_padded(x, dim) for x in (q, k, v, out, grad))
+    batch, heads = q.shape[:2]
+    in_layout = _flash_layout(q, k, v)
+    parts = [in_layout(x) for x in (grad, q, k, v, out)]
+    none = torch.empty((), dtype=torch.long, device=q.device)
+    grads = _aten._flash_attention_backward(
+        *parts, lse.contiguous().view(parts[1].shape[0], parts[1].shape[2], -1), None, None,
+        q.shape[-2], k.shape[-2], 0.0, False, none, none, scale=scale,
+        window_size_left=_side(strip.left), window_size_right=_side(strip.right),
+    )  # fmt: skip
+    return _cropped_grads(tuple(_from_flash_layout(x, batch, heads) for x in grads), *given)
+
+
+def _flash_layout(*tensors: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return what brings ``[batch, heads, tokens, dim]`` to FlashAttention's ``[b, tokens, h, dim]``.
+
+    Where heads follow one another in memory they are taken as batches of one head, without a copy: the
+    operator's backward would copy what is not in its own order.
+    """
+    few = tensors[0].shape[0] * tensors[0].shape[1] <= GRID
+    if few and all(x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in tensors):
+        return lambda x: x.reshape(-1, x.shape[-2], 1, x.shape[-1])
+    return lambda x: x.transpose(1, 2)
+
+
+def _from_flash_layout(x: Tensor, batch: int, heads: int) -> Tensor:
+    if x.shape[2] == heads and x.shape[0] == batch:
+        return x.transpose(1, 2)
+    return x.reshape(batch, heads, x.shape[1], x.shape[3])
+
+
+def _side(width: int | None) -> int:
+    return -1 if width is None else width
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
+    """Run FlashAttention in a band within documents; empty rows have finite outputs of no meaning."""
+    dim, v_dim = padded_dim(q, v), v.shape[-1]
+    q, k, v = (_padded(x, dim) for x in (q, k, v))
+    cu, longest = _packed_of(strip)
+    out, lse, *_ = _aten._flash_attention_forward(
+        *(_joined(x) for x in (q, k, v)), cu, cu, longest, longest, 0.0, False, False,
+        scale=scale, window_size_left=_side(strip.left), window_size_right=_side(strip.right),
+    )  # fmt: skip
+    lse = lse.unflatten(-1, (q.shape[0], -1)).transpose(0, 1)
+    return _cropped(_separated(out, q.shape[0]), v_dim), lse
+
+
+def packed_backward(
+    grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, strip: Strip, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the backward of `packed`."""
+    dim, given = padded_dim(q, v), (q, v)
+    q, k, v, out, grad = (_padded(x, dim) for x in (q, k, v, out, grad))
+    cu, longest = _packed_of(strip)
+    if strip.empty_rows is not None:
+        lse = lse.masked_fill(strip.empty_rows, torch.inf)  # no weight at all
+    none = torch.empty((), dtype=torch.long, device=q.device)
+    grads = _aten._flash_attention_backward(
+        *(_joined(x) for x in (grad, q, k, v, out)), lse.transpose(0, 1).flatten(1).contiguous(),
+        cu, cu, longest, longest, 0.0, False, none, none, scale=scale,
+        window_size_left=_side(strip.left), window_size_right=_side(strip.right),
+    )  # fmt: skip
+    return _cropped_grads(tuple(_separated(x, q.shape[0]) for x in grads), *given)
+
+
+def _packed_of(strip: Strip) -> tuple[Tensor, int]:
+    if strip.packed is None:
+        raise ValueError("this strip has no packed documents; use `flash`")
+    return strip.packed.cu_seqlens, strip.packed.max_seqlen
+
+
+def _joined(x: Tensor) -> Tensor:
+    """Return ``[batch, heads, tokens, dim]`` as ``[all tokens, heads, dim]``."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _separated(x: Tensor, batch: int) -> Tensor:
+    return x.unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
+    """Compute a strip in plain torch, with its map in memory; no bands, no packed documents."""
+    scores = _scores(q, k, strip, scale)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+    return weights.to(v.dtype) @ v, lse
+
+
+def plain_backward(
+    grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, strip: Strip, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the backward of `plain`."""
+    weights = (_scores(q, k, strip, scale) - lse[..., None]).exp()
+    inner = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
+    of_scores = (weights * ((grad @ v.mT).to(lse.dtype) - inner)).to(q.dtype)
+    return scale * (of_scores @ k), scale * (of_scores.mT @ q), weights.to(v.dtype).mT @ grad
+
+
+def _scores(q: Tensor, k: Tensor, strip: Strip, scale: float) -> Tensor:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = (q.to(dtype) * scale) @ k.mT.to(dtype)
+    mask = strip.mask(scores.dtype)
+    return scores if mask is None else scores + mask
+
+
+PLAIN = Operator("torch", plain, plain_backward)
+CPU = Operator("cpu flash", cpu, cpu_backward)
+CPU_CAUSAL = Operator("cpu flash", cpu, cpu_backward, Strip(slice(0, 0), slice(0, 0), causal=True))
+BY_NAME = {
+    "cudnn": (cudnn, cudnn_backward),
+    "flash": (flash, flash_backward),
+    "efficient": (efficient, efficient_backward),
+    "packed flash": (packed, packed_backward),
+}

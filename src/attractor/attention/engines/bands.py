@@ -1,0 +1,288 @@
+"""A few diagonals of an attention map, as products of small matrices.
+
+Entry m of row i of a band belongs to key ``i + first + m``. Rows are taken in blocks; the keys that a
+block meets are a slab: the end of the block of keys before, the block beside it, and the start of the
+block after. So a band costs a few products of small matrices, whatever its width. Keys beyond the ends
+of the sequence count as zeros.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attractor.attention.lengths import first_of, surely, whole_blocks
+from attractor.attention.masks import run_of
+from attractor.attention.precision import first_derivatives_only
+
+BLOCK = 32
+
+
+def band_scores(query: Tensor, key: Tensor, first: int, width: int) -> Tensor:
+    """Products of row i with keys i + first + m, ``[..., queries, width]``.
+
+    Args:
+        query: ``[..., queries, dim]``.
+        key: ``[..., keys, dim]``.
+    """
+    rows, block = query.shape[-2], max(BLOCK, width)
+    key, first = _beside(key, first, width, block, rows)
+    scores = _Scores.apply(in_blocks(query, block), key, -first, first + width - 1)
+    return first_rows(scores.flatten(-3, -2), rows)
+
+
+def band_values(weights: Tensor, value: Tensor, first: int, onto: Tensor | None = None) -> Tensor:
+    """Sums over m of weight (i, m) times the value of key i + first + m, ``[..., queries, value dim]``.
+
+    Args:
+        weights: ``[..., queries, width]``.
+        value: ``[..., keys, value dim]``.
+        onto: what the sums of the last rows are added to, ``[..., last rows, value dim]``.
+    """
+    rows, width = weights.shape[-2:]
+    block = max(BLOCK, width)
+    value, first = _beside(value, first, width, block, rows)
+    sums = _Values.apply(in_blocks(weights, block), value, onto, rows, -first, first + width - 1)
+    return first_rows(sums, rows)
+
+
+def causal_scores(rows: Tensor, keys: Tensor, width: int) -> Tensor:
+    """Return products of row i with keys i - width + 1 to i, without recording gradients."""
+    count, block = rows.shape[-2], max(BLOCK, width)
+    rows, keys = in_blocks(rows, block), in_blocks(keys, block)
+    return first_rows(products_by_band(rows, keys, width - 1, 0).flatten(-3, -2), count)
+
+
+def causal_values(weights: Tensor, keys: Tensor) -> Tensor:
+    """Return sums of keys i - width + 1 to i by weights ``[..., rows, width]``, without gradients."""
+    count, width = weights.shape[-2:]
+    block = max(BLOCK, width)
+    weights, keys = in_blocks(weights, block), in_blocks(keys, block)
+    return first_rows(sums_by_band(weights, keys, width - 1, 0).flatten(-3, -2), count)
+
+
+def causal_transposed(weights: Tensor, rows: Tensor) -> Tensor:
+    """Return the sums that the transpose of `causal_values` computes for the keys, without gradients."""
+    count, width = weights.shape[-2:]
+    block = max(BLOCK, width)
+    weights, rows = in_blocks(weights, block), in_blocks(rows, block)
+    sums = transposed_sums(weights, rows, rows.shape[-3], width - 1, 0)
+    return first_rows(sums.flatten(-3, -2), count)
+
+
+def in_blocks(x: Tensor, block: int) -> Tensor:
+    """Return ``[..., rows, n]`` as ``[..., blocks, block, n]``, padded with rows of zeros."""
+    rows = x.shape[-2]
+    if torch.compiler.is_exporting():
+        whole = whole_blocks(rows, block)
+        if not surely(whole == rows):
+            x = pad(x, (0, 0, 0, whole - rows))
+        return x.unflatten(-2, (whole // block, block))
+    missing = -rows % block
+    if missing:
+        x = pad(x, (0, 0, 0, missing))
+    return x.unflatten(-2, ((rows + missing) // block, block))
+
+
+def first_rows(x: Tensor, rows: int) -> Tensor:
+    """Return the first rows of x ``[..., tokens, dim]``."""
+    if torch.compiler.is_exporting():
+        return x if surely(x.shape[-2] == rows) else first_of(x, rows)
+    return x if x.shape[-2] == rows else x[..., :rows, :]
+
+
+def _beside(x: Tensor, first: int, width: int, block: int, rows: int) -> tuple[Tensor, int]:
+    """Keys in the blocks that the rows meet, and the first of a band when counted from there."""
+    whole = whole_blocks(rows, block)
+    shift = 0 if first <= 0 <= first + width - 1 else first
+    if shift or not surely(x.shape[-2] == whole):
+        x = run_of(x, shift, whole + width, -2)
+    return in_blocks(x, block), first - shift
+
+
+class _Scores(torch.autograd.Function):
+    """Rows ``[..., blocks, block, dim]`` and keys to a band ``[..., blocks, block, width]``."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, keys: Tensor, before: int, after: int) -> Tensor:
+        ctx.sides = before, after
+        ctx.save_for_backward(rows, keys)
+        return products_by_band(rows, keys, before, after)
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        rows, keys = ctx.saved_tensors
+        of_rows = sums_by_band(grad, keys, *ctx.sides)
+        return of_rows, transposed_sums(grad, rows, keys.shape[-3], *ctx.sides), None, None
+
+
+class _Values(torch.autograd.Function):
+    """A band ``[..., blocks, block, width]`` and keys to sums ``[..., blocks * block, dim]``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, band: Tensor, keys: Tensor, onto: Tensor | None, rows: int, before: int, after: int
+    ) -> Tensor:
+        ctx.sides, ctx.onto = (before, after), slice(rows, rows)
+        ctx.save_for_backward(band, keys)
+        sums = sums_by_band(band, keys, before, after).flatten(-3, -2)
+        if onto is not None:
+            ctx.onto = slice(rows - onto.shape[-2], rows)
+            sums[..., ctx.onto, :] += onto
+        return sums
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        band, keys = ctx.saved_tensors
+        of_onto = grad[..., ctx.onto, :] if ctx.needs_input_grad[2] else None
+        grad = grad.unflatten(-2, band.shape[-3:-1])
+        of_band = products_by_band(grad, keys, *ctx.sides)
+        of_keys = transposed_sums(band, grad, keys.shape[-3], *ctx.sides)
+        return of_band, of_keys, of_onto, None, None, None
+
+
+def _upright(products: Tensor, width: int) -> Tensor:
+    """The band of a product with slabs: entry (i, i + m) as (i, m)."""
+    return _diagonals(products, width).contiguous()
+
+
+def _diagonals(matrix: Tensor, width: int) -> Tensor:
+    """The entries (i, i + m) of a matrix that multiplies slabs, as a view ``[..., block, width]``."""
+    strides = (*matrix.stride()[:-2], matrix.shape[-1] + 1, 1)
+    return matrix.as_strided((*matrix.shape[:-1], width), strides)
+
+
+def _leaning(band: Tensor) -> Tensor:
+    """A band as a matrix that multiplies slabs: entry (i, m) at (i, i + m), zeros elsewhere."""
+    block, width = band.shape[-2:]
+    matrix = band.new_zeros(*band.shape[:-1], block + width - 1)
+    _diagonals(matrix, width).copy_(band)
+    return matrix
+
+
+def _slabs(keys: Tensor, blocks: int, before: int, after: int) -> Tensor:
+    """What each of the first blocks meets: the end of the one before, itself, the start of the next."""
+    end = pad(keys[..., : blocks - 1, keys.shape[-2] - before :, :], (0, 0, 0, 0, 1, 0))
+    start = keys[..., 1 : blocks + 1, :after, :]
+    start = pad(start, (0, 0, 0, 0, 0, blocks - start.shape[-3]))
+    return torch.cat((end, keys[..., :blocks, :, :], start), -2)
+
+
+def _products(rows: Tensor, keys: Tensor, before: int, after: int) -> Tensor:
+    """Rows ``[..., blocks, block, dim]`` times slabs of keys: ``[..., blocks, block, slab]``."""
+    return rows @ _slabs(keys, rows.shape[-3], before, after).mT
+
+
+def products_by_band(rows: Tensor, keys: Tensor, before: int, after: int) -> Tensor:
+    """Products of rows ``[..., blocks, block, dim]`` and keys: ``[..., blocks, block, width]``."""
+    width, inner = before + after + 1, _inner_slabs(keys, before, after)
+    if inner is None or rows.shape[:-1] != keys.shape[:-1]:
+        return _upright(_products(rows, keys, before, after), width)
+    band = rows.new_empty(*rows.shape[:-1], width)
+    flat, flat_rows = band.flatten(0, -3), rows.flatten(0, -3)
+    held = rows.new_empty(_blocks_at_once(keys), rows.shape[-2], inner.shape[-2])
+    for part, slabs in _parts(bool(before), len(inner), len(held)):
+        products = held[: part.stop - part.start]
+        torch.bmm(flat_rows[part], inner[slabs].mT, out=products)
+        flat[part] = _diagonals(products, width)
+    for block, slab in _outer_slabs(keys, before, after):
+        band[..., block, :, :] = _diagonals(rows[..., block, :, :] @ slab.mT, width)
+    return band
+
+
+def sums_by_band(band: Tensor, keys: Tensor, before: int, after: int) -> Tensor:
+    """Sums of keys by a band ``[..., blocks, block, width]``: ``[..., blocks, block, dim]``."""
+    inner = _inner_slabs(keys, before, after)
+    if inner is None or band.shape[:-1] != keys.shape[:-1]:
+        return _leaning(band) @ _slabs(keys, band.shape[-3], before, after)
+    sums, flat = torch.empty_like(keys), band.flatten(0, -3)
+    held = band.new_zeros(_blocks_at_once(keys), band.shape[-2], inner.shape[-2])
+    for part, slabs in _parts(bool(before), len(inner), len(held)):
+        weights = held[: part.stop - part.start]
+        _diagonals(weights, band.shape[-1]).copy_(flat[part])
+        torch.bmm(weights, inner[slabs], out=sums.flatten(0, -3)[part])
+    for block, slab in _outer_slabs(keys, before, after):
+        sums[..., block, :, :] = _leaning(band[..., block, :, :]) @ slab
+    return sums
+
+
+def sums_by_one(matrix: Tensor, keys: Tensor, reach: int, onto: Tensor | None = None) -> Tensor:
+    """Sums of keys, for all blocks of a sequence by the same matrix ``[..., block, slab]``."""
+    inner, blocks = _inner_slabs(keys, reach, reach), keys.shape[-3]
+    if inner is None or keys.device.type != "cpu":  # a launch a sequence is too many
+        sums = matrix.unsqueeze(-3) @ _slabs(keys, blocks, reach, reach)
+        return sums if onto is None else onto.add_(sums)
+    sums = torch.empty_like(keys) if onto is None else onto
+    outer = [(block, matrix @ slab) for block, slab in _outer_slabs(keys, reach, reach)]
+    if onto is not None:
+        outer = [(block, onto[..., block, :, :] + sum) for block, sum in outer]
+    out, every = sums.flatten(0, -3), matrix.expand(*keys.shape[:-3], *matrix.shape[-2:]).flatten(0, -3)
+    for n, one in enumerate(every):  # a call a sequence: to bring them together would copy matrices
+        part = slice(max(n * blocks, 1), min((n + 1) * blocks, len(out) - 1))
+        slabs, one = inner[part.start - 1 : part.stop - 1], one.expand(part.stop - part.start, -1, -1)
+        torch.baddbmm(out[part], one, slabs, beta=int(onto is not None), out=out[part])
+    for block, slab in outer:
+        sums[..., block, :, :] = slab
+    return sums
+
+
+def _blocks_at_once(keys: Tensor) -> int:
+    """On a CPU so many that what is needed beside the result is of a few megabytes."""
+    count = keys.shape[:-2].numel()
+    return min(count, 512) if keys.device.type == "cpu" else count
+
+
+def _parts(first: int, count: int, size: int) -> Iterator[tuple[slice, slice]]:
+    """So many blocks at a time: which of all, and which of the inner slabs."""
+    for start in range(0, count, size):
+        stop = min(start + size, count)
+        yield slice(first + start, first + stop), slice(start, stop)
+
+
+def _inner_slabs(keys: Tensor, before: int, after: int) -> Tensor | None:
+    """The slabs of all blocks of all sequences, as one view; None where there is none.
+
+    It must not leave the memory: the very first block is not among them if slabs look before it, the
+    very last one if they look after it. At the ends of a sequence slabs look into its neighbours:
+    `_outer_slabs` has the true ones.
+    """
+    block, dim = keys.shape[-2:]
+    if torch.compiler.is_compiling() or not keys.is_contiguous() or keys.shape[-3] < 3:
+        return None
+    count = keys.shape[:-2].numel() - bool(before) - bool(after)
+    start = keys.storage_offset() + (block - before) * dim * bool(before)
+    return keys.as_strided((count, before + block + after, dim), (block * dim, dim, 1), start)
+
+
+def _outer_slabs(keys: Tensor, before: int, after: int) -> Iterator[tuple[int, Tensor]]:
+    """The slabs that look beyond the ends of a sequence: the first block's, the last one's."""
+    if before:
+        first = torch.cat((keys[..., 0, :, :], keys[..., 1, :after, :]), -2)
+        yield 0, pad(first, (0, 0, before, 0))
+    if after:
+        last = torch.cat((keys[..., -2, keys.shape[-2] - before :, :], keys[..., -1, :, :]), -2)
+        yield -1, pad(last, (0, 0, 0, after))
+
+
+def transposed_sums(band: Tensor, rows: Tensor, key_blocks: int, before: int, after: int) -> Tensor:
+    """What rows give back to their keys by a band of weights, ``[..., key blocks, block, dim]``."""
+    missing = key_blocks - rows.shape[-3]
+    if missing:
+        band, rows = (pad(x, (0, 0, 0, 0, 0, missing)) for x in (band, rows))
+    return sums_by_band(_turned(band, before, after), rows, after, before)
+
+
+def _turned(band: Tensor, before: int, after: int) -> Tensor:
+    """The band of the transposed map: entry (i, m) of a key is what row i - after + m gives it."""
+    width = band.shape[-1]
+    if width == 1:
+        return band
+    wider = pad(band.flatten(-3, -2), (0, 0, after, before))
+    shape = (*band.shape[:-3], band.shape[-3] * band.shape[-2], width)
+    strides = (*wider.stride()[:-2], width, width - 1)
+    turned = wider.as_strided(shape, strides, width - 1)  # not of a part: Inductor would copy that first
+    return turned.unflatten(-2, band.shape[-3:-1])

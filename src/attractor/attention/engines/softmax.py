@@ -1,0 +1,280 @@
+"""Softmax attention in O(T) memory that hands out the log-sum-exp of its rows.
+
+With it one softmax can be shared out: most keys go through a fused operator, the few whose values
+differ from row to row are done by hand, and both get one normalisation (`split_softmax`). The
+operators are torch's own (`operators`) where one serves a scope: on CPUs, and on CUDA for causality,
+bands and packed documents. Everything else is done a strip of rows at a time, on CUDA in plain torch.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attractor.attention.engines.backends import PLAIN, Operator, Strip, in_rows, part
+from attractor.attention.engines.selection import choose, first_row, may_sync
+from attractor.attention.lengths import strips
+from attractor.attention.masks import Scope
+from attractor.attention.precision import first_derivatives_only, wide
+
+ROWS = 512  # of a strip whose rows differ in what they may attend to
+HELD = 1 << 23  # entries of a map that plain torch holds at a time
+
+__all__ = ["Strip", "attend", "attend_backward", "log_sum_exp", "split_softmax"]
+
+
+def split_softmax(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    near: Sequence[Tensor],
+    scope: Scope | None,
+    scale: float,
+) -> tuple[Tensor, list[Tensor]]:
+    """One softmax over the keys of a scope and over some more scores a row.
+
+    Args:
+        query, key, value: ``[batch, heads, tokens, dim]``.
+        near: the other scores, tensors ``[batch, heads, queries, n]`` of one type; -inf for none.
+        scope: which keys the rest of the softmax is over; None: none.
+
+    Returns:
+        The sum over the scope's keys of weight times value ``[batch, heads, last queries, value dim]``,
+        without the first rows if these have no keys in scope, and the weights of the other scores
+        ``[batch, heads, queries, n]``, a tensor for each tensor of `near`. All weights of a row add up
+        to 1, or to 0 if it may attend to nothing.
+
+    Gradients of the outputs must come from one sum, in which the weights enter linearly; a row
+    whose first gradient is zero must have a second one that is zero.
+    """
+    out, *weights = _SplitSoftmax.apply(query, key, value, scope, scale, *near)
+    return out, weights
+
+
+def log_sum_exp(query: Tensor, key: Tensor, scope: Scope, scale: float) -> Tensor:
+    """Of the scores of every row ``[batch, heads, queries]``; -inf if it may attend to nothing."""
+    return _LogSumExp.apply(query, key, scope, scale)
+
+
+class _SplitSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scope: Scope | None,
+        scale: float,
+        *near: Tensor,
+    ) -> tuple[Tensor, ...]:
+        scores = torch.cat(near, -1) if near else None
+        if scope is None:
+            assert scores is not None, "a softmax over nothing"
+            part, share = value.new_zeros(*query.shape[:-1], value.shape[-1]), scores.new_ones(())
+            lse = scores.logsumexp(-1)
+        else:
+            part, part_lse = attend(query, key, value, scope, scale)
+            lse = part_lse if scores is None else torch.logaddexp(scores.logsumexp(-1), part_lse)
+        lse = lse.masked_fill(lse == -torch.inf, 0.0)
+        if scope is not None:
+            share = (part_lse - lse).exp()[..., lse.shape[-1] - part.shape[-2] :, None]
+        # Weights of their own memory: if they were views of one tensor, AOTAutograd could save both the
+        # tensor and a view for the backward pass and declare both free for reuse, and Inductor would
+        # overwrite the tensor before the view is read (torch 2.11 and 2.13).
+        weights = [(x - lse[..., None]).exp() for x in near]
+        ctx.scope, ctx.scale = scope, scale
+        # Neither another name for an output nor one changed in place may be saved: torch 2.11 compiles
+        # that to a gradient of zero.
+        ctx.save_for_backward(query, key, value, part, share, lse, *weights)
+        return part * share, *weights
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, grad_far: Tensor, *grad_weights: Tensor) -> tuple[Any, ...]:
+        query, key, value, part, share, lse, *weights = ctx.saved_tensors
+        # The operator's backward subtracts <grad, out> from every score's gradient. For one softmax
+        # over both sets of keys it must be the sum over both, so it is given an out that makes it so:
+        # the multiple of grad that has the right product, for only that matters.
+        total = lse.new_zeros(*lse.shape, 1)
+        for of_weight, weight in zip(grad_weights, weights):
+            total = total + (of_weight * weight).sum(-1, keepdim=True)
+
+        def of_near() -> list[Tensor]:
+            return [weight * (of_weight - total) for of_weight, weight in zip(grad_weights, weights)]
+
+        if ctx.scope is None:
+            return None, None, None, None, None, *of_near()
+        grad = grad_far.to(value.dtype)
+        top = total.shape[-2] - part.shape[-2]
+        total = total + pad((grad_far * part).sum(-1, keepdim=True) * share, (0, 0, top, 0))
+        size = torch.linalg.vector_norm(grad, dim=-1, keepdim=True, dtype=total.dtype)
+        per_grad = torch.where(size > 1e-30, total[..., top:, :] / size / size, 0.0)
+        out = (grad * per_grad).to(value.dtype)
+        grads = attend_backward(grad, query, key, value, out, lse, ctx.scope, ctx.scale)
+        return *grads, None, None, *of_near()
+
+
+class _LogSumExp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, scope: Scope, scale: float) -> Tensor:
+        _, lse = attend(query, key, key, scope, scale)
+        ctx.scope, ctx.scale = scope, scale
+        ctx.save_for_backward(query, key, lse)
+        return lse
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        query, key, lse = ctx.saved_tensors
+        # Values of zero, and an output whose product with its gradient is -grad: what is left of the
+        # operator's backward is weights * grad.
+        top = first_row(ctx.scope)
+        first = torch.zeros_like(query[..., top:, :])
+        first[..., 0] = 1
+        lse = lse.masked_fill(lse == -torch.inf, 0.0)
+        out = first * -grad[..., top:, None].to(query.dtype)
+        grads = attend_backward(first, query, key, torch.zeros_like(key), out, lse, ctx.scope, ctx.scale)
+        return grads[0], grads[1], None, None
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, scope: Scope, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Outputs ``[batch, heads, last queries, value dim]``, and log-sum-exp ``[batch, heads, queries]``.
+
+    Every head of query has its own key and value. The log-sum-exp is in float32 at least; rows that
+    may attend to nothing have zeros and -inf, and if the first rows are such, the output begins after
+    them.
+    """
+    query, key, value = (in_rows(x) for x in (query, key, value))
+    operator = choose(query, key, value, scope)
+    top = first_row(scope)
+    out = lse = None
+    for strip in _strips(query, scope, operator):
+        found, found_lse = operator.forward(*strip.cut(query, key, value), strip, scale)
+        if strip.empty_rows is not None:
+            found = found.masked_fill(strip.empty_rows[..., None], 0.0)
+            found_lse = found_lse.masked_fill(strip.empty_rows, -torch.inf)
+        if strip.rows.start == top and strip.rows.stop == scope.queries:
+            return found, pad(found_lse, (top, 0), value=-torch.inf) if top else found_lse
+        if out is None or lse is None:
+            out, lse = _nothing(query, value, scope)
+        lse[..., strip.rows] = found_lse
+        out[..., strip.rows.start - top : strip.rows.stop - top, :] = found
+    return _nothing(query, value, scope) if out is None or lse is None else (out, lse)
+
+
+def _nothing(query: Tensor, value: Tensor, scope: Scope) -> tuple[Tensor, Tensor]:
+    """What `attend` gives for rows without keys."""
+    rows = scope.queries - first_row(scope)
+    out = value.new_zeros(*query.shape[:2], rows, value.shape[-1])
+    return out, query.new_full(query.shape[:-1], -torch.inf, dtype=wide(query.dtype))
+
+
+def attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scope: Scope,
+    scale: float,
+    onto: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, for any finite log-sum-exp and any output.
+
+    Those of query and key are added to `onto` where it is given.
+
+    grad and out are of the last rows, as `attend` gives them. With the weights ``exp(score - lse)`` the
+    gradient of a score is ``weight * (<grad, value> - <grad, out>)``.
+    """
+    grad, query, key, value, out = (in_rows(x) for x in (grad, query, key, value, out))
+    operator = choose(query, key, value, scope)
+    grads = None
+    top = first_row(scope)
+    for strip in _strips(query, scope, operator):
+        rows = slice(strip.rows.start - top, strip.rows.stop - top)
+        parts = operator.backward(
+            part(grad, rows), part(out, rows), *strip.cut(query, key, value), lse[..., strip.rows],
+            strip, scale,
+        )  # fmt: skip
+        if operator.strip is not None:
+            return (
+                _grown(parts[0], strip.rows, query, onto and onto[0]),
+                _grown(parts[1], strip.columns, key, onto and onto[1]),
+                _grown(parts[2], strip.columns, value),
+            )
+        if grads is None:  # sums over strips lose little in half precision if kept in single
+            grads = [torch.zeros_like(x, dtype=wide(x.dtype)) for x in (query, key, value)]
+            grads[:2] = onto or grads[:2]
+        grads[0][..., strip.rows, :] += parts[0]
+        grads[1][..., strip.columns, :] += parts[1]
+        grads[2][..., strip.columns, :] += parts[2]
+    if grads is None:
+        return *(onto or (torch.zeros_like(query), torch.zeros_like(key))), torch.zeros_like(value)
+    if onto is not None:
+        return *onto, grads[2].to(value.dtype)
+    return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
+
+
+def _grown(found: Tensor, where: slice, whole: Tensor, onto: Tensor | None = None) -> Tensor:
+    """A tensor like `whole`, zero but for that part of its tokens; or `onto`, with it added."""
+    if onto is not None:
+        onto[..., where, :] += found
+        return onto
+    if found.shape == whole.shape:
+        return found
+    full = torch.empty_like(whole)
+    full[..., : where.start, :], full[..., where.stop :, :] = 0.0, 0.0
+    full[..., where, :] = found
+    return full
+
+
+def _strips(query: Tensor, scope: Scope, operator: Operator) -> Iterator[Strip]:
+    """The rows that may attend to something: one strip if the operator can do it, else many."""
+    if operator.strip is not None:
+        rows, columns = operator.strip.rows, operator.strip.columns
+        if rows.start < rows.stop and columns.start < columns.stop:
+            yield operator.strip
+        return
+    height = ROWS
+    if scope.left is not None and scope.right is not None:  # a strip meets its height and a band's width
+        height = min(ROWS, max(128, (scope.left + scope.right) // 2))
+    if operator is PLAIN:
+        height = _plain_height(scope, HELD // max(1, query.shape[0] * query.shape[1]))
+    ranges = _document_columns(scope, height) if may_sync(query.device) else None
+    for n, (start, stop) in enumerate(strips(first_row(scope), scope.queries, height)):
+        rows = slice(start, stop)
+        columns = scope.columns(rows)
+        if ranges is not None:
+            columns = slice(max(columns.start, ranges[0][n]), min(columns.stop, ranges[1][n]))
+        if columns.stop <= columns.start:
+            continue
+        allowed = scope.tile(rows, columns, query.device)
+        empty_rows = None if allowed is None else ~allowed.any(-1)
+        bias = scope.bias_tile(rows, columns)
+        yield Strip(rows, columns, False, allowed, bias, empty_rows)
+
+
+def _plain_height(scope: Scope, held: int) -> int:
+    """Of strips with so many entries of a map."""
+    if scope.left is None or scope.right is None:
+        return max(1, held // max(1, scope.keys))
+    width = scope.left + scope.right  # and the height: height * (height + width) entries
+    return max(1, int((width * width + 4 * held) ** 0.5 - width) // 2)
+
+
+def _document_columns(scope: Scope, height: int) -> tuple[list[int], list[int]] | None:
+    """For each strip the first key of its documents, and one past the last."""
+    ranges = scope.document_ranges()
+    if ranges is None:
+        return None
+    top = first_row(scope)
+    sides = (-top, -(scope.queries - top) % height)
+    first = pad(ranges[0], sides, value=scope.keys).unflatten(-1, (-1, height)).amin((0, 2))
+    last = pad(ranges[1], sides, value=0).unflatten(-1, (-1, height)).amax((0, 2))
+    begins, ends = torch.stack((first, last)).tolist()  # the device is waited for once
+    return begins, ends

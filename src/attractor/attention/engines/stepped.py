@@ -1,0 +1,132 @@
+"""Linear PDEs on the values: the map is never built.
+
+On the key axis a step multiplies the map from the right, so that ``A(Nt) V = A(0) W``, where W are the
+values after the transposed steps. Walls that are the same for every row (padding, ends of documents)
+are walls for the values. Walls that move with the row (causal masks, windows) are felt only within
+reach, so that the keys of a row are divided:
+
+    far from its moving walls    weight times stepped value, by a fused operator
+    near one                     the weights take the steps and multiply the values (`boundary`)
+
+Both parts are under one softmax. No stepped value of a far key has seen beyond the wall, and no patch
+reaches beyond it: causality is exact, not up to rounding.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from attractor.attention import kernels
+from attractor.attention.engines import boundary, softmax
+from attractor.attention.engines.bands import band_values
+from attractor.attention.engines.values import Stencil, step_values
+from attractor.attention.lengths import surely
+from attractor.attention.masks import Scope
+from attractor.attention.pdes import Line
+from attractor.attention.pdes.evolution import Evolution
+
+Others = tuple[Tensor, Callable[[Tensor], Tensor]]
+
+
+def stepped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scope: Scope,
+    scale: float,
+    evolution: Evolution,
+    others: Others | None = None,
+) -> Tensor:
+    """Return the output ``[batch, heads, queries, value dim]`` of a linear PDE on the key axis.
+
+    Args:
+        query, key, value: ``[batch, heads, tokens, dim]``, with equal numbers of heads.
+        scope: Which keys a query may attend to, without a mask of its own.
+        others: More scores ``[batch, heads, queries, n]`` under the same softmax, and a function that
+            maps their weights to what they add to the output.
+    """
+    open = scope.open_faces()
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    near = boundary.bands_of(scope, evolution.reach)
+    with_kernels = not kernels.why_not(query, value, evolution)
+    stencil = None
+    if open is None and evolution.steps and (near or not with_kernels):
+        stencil = Stencil.of(evolution, dtype, value.device)
+    if not evolution.steps:
+        far_values = value
+    elif with_kernels:
+        far_values = kernels.stepped_values(evolution, value, open)
+    elif stencil is not None and surely(stencil.fits(scope.keys)):
+        far_values = stencil.step(value.to(dtype)).to(value.dtype)
+    else:
+        far_values = step_values(evolution, value.to(dtype), open).to(value.dtype)
+    if not near and others is None:
+        return softmax_attention(query, key, far_values, scope, scale)
+    scores = [boundary.scores(query, key, scope, scale, band) for band in near]
+    if others is not None:
+        scores.append(others[0])
+    far = scope.narrowed(evolution.reach)
+    empty = far.left is not None and far.right is not None and far.left + far.right < 0
+    out, weights = softmax.split_softmax(query, key, far_values, scores, None if empty else far, scale)
+    for weight, band in zip(weights, near):
+        patch = boundary.spread(weight, band, evolution, keys=scope.keys, open=open, stencil=stencil)
+        out = band_values(patch, value.to(dtype), band.patch, onto=out)
+    out = _all_rows(out, scope)
+    return (out if others is None else out + others[1](weights[-1])).to(value.dtype)
+
+
+def without_walls(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scope: Scope,
+    scale: float,
+    evolution: Evolution,
+    axis: str,
+    walls: str,
+) -> Tensor:
+    """Return the output of a linear PDE on the query axis, or with walls that ignore the mask."""
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    periodic = walls == "periodic"
+    if axis == "key":
+        line = Line(-2, periodic=periodic).adjoint
+        moved = evolution.of_linear(value.to(dtype), line).to(value.dtype)
+        return softmax_attention(query, key, moved, scope, scale)
+    output = softmax_attention(query, key, value, scope, scale)
+    faces = None
+    if walls == "mask" and scope.documents is not None:
+        faces = (scope.documents[:, 1:] == scope.documents[:, :-1])[:, None, :, None]
+    return evolution.of_linear(output.to(dtype), Line(-2, faces, periodic)).to(value.dtype)
+
+
+def softmax_attention(query: Tensor, key: Tensor, value: Tensor, scope: Scope, scale: float) -> Tensor:
+    """Return ordinary attention within a scope, zeros for rows that may attend to no key."""
+    if scope.right == 0 and scope.left is None:
+        plain = scope.real is None and scope.documents is None and scope.mask is None
+        if plain and scope.bias is None:
+            return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    if scope.documents is not None or scope.banded or scope.mask is not None:
+        out, _ = softmax.split_softmax(query, key, value, [], scope, scale)
+        return _all_rows(out, scope).to(value.dtype)
+    bias, real = scope.bias, scope.real
+    if bias is not None and bias.dtype != query.dtype:
+        # What is rounded is the distance from the largest, which is small where weights are large.
+        seen = bias if real is None else bias.masked_fill(~real, -torch.inf)
+        largest = seen.amax(-1, keepdim=True)
+        bias = (bias - largest.masked_fill(largest == -torch.inf, 0.0)).clamp(max=0.0)
+    if real is None:
+        mask = None if bias is None else bias.to(query.dtype)
+        return scaled_dot_product_attention(query, key, value, mask, scale=scale)
+    some = real.any(-1, keepdim=True)  # operators differ on rows without keys: let them attend, then not
+    mask = real | ~some
+    if bias is not None:
+        mask = torch.where(mask, bias.to(query.dtype), -torch.inf)
+    return scaled_dot_product_attention(query, key, value, mask, scale=scale).masked_fill(~some, 0.0)
+
+
+def _all_rows(out: Tensor, scope: Scope) -> Tensor:
+    """Return out with rows of zeros before it, if the first rows are missing."""
+    missing = scope.queries - out.shape[-2]
+    return pad(out, (0, 0, missing, 0)) if missing else out

@@ -1,0 +1,108 @@
+"""An equation, the number of its steps and their size, checked once."""
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from attractor.attention.pdes.advection_diffusion import AdvectionDiffusion
+from attractor.attention.pdes.diffusion import Diffusion
+from attractor.attention.pdes.line import Neighbourhood
+from attractor.attention.pdes.pde import PDE, evolve, take_steps
+from attractor.attention.pdes.reaction_diffusion import ReactionDiffusion
+from attractor.attention.pdes.wave import Wave
+from attractor.core.checks import as_int, is_number
+
+IMMUTABLE = (Diffusion, Wave, ReactionDiffusion, AdvectionDiffusion)
+
+
+@dataclass(frozen=True, eq=False)
+class Evolution:
+    """What happens to an attention map in pseudo-time: `steps` steps of size `dt` of a PDE.
+
+    Attributes:
+        pde: The equation.
+        steps: Number of steps.
+        dt: Size of a step.
+        constant: Whether all coefficients are numbers. There is one object per PDE, steps and dt then.
+        stencils: Small matrices of all steps together, by dtype, which `boundary.stencil` computes once.
+            It stays empty unless `constant`.
+    """
+
+    pde: PDE
+    steps: int
+    dt: float
+    constant: bool = False
+    stencils: dict[torch.dtype, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, pde: PDE | str, steps: int, dt: float, axis: str = "key") -> "Evolution":
+        """Return the evolution of an equation or of the name of one.
+
+        Raises:
+            ValueError: There is no such equation, `steps` or `dt` is not allowed, or a step is unstable.
+        """
+        if not torch.compiler.is_compiling() and (type(pde) is str or _has_numbers(pde)):
+            try:
+                return _shared(cast(Hashable, pde), steps, dt, axis)
+            except TypeError:  # an argument that cannot be hashed
+                pass
+        return _checked(pde, steps, dt, axis, constant=False)
+
+    @property
+    def linear(self) -> bool:
+        """Whether all steps together are a matrix, so that the values can be stepped instead."""
+        return self.pde.linear
+
+    @property
+    def reach(self) -> int:
+        """Number of neighbours on either side that all steps together look at."""
+        return self.steps * self.pde.reach if self.steps else 0
+
+    def of_map(self, attention_map: Tensor, line: Neighbourhood) -> Tensor:
+        """Return the map after all steps."""
+        return evolve(self.pde, attention_map, line, self.steps, self.dt)
+
+    def of_linear(self, u: Tensor, line: Neighbourhood) -> Tensor:
+        """Return u after the steps alone, without what a PDE does to a map before the first of them."""
+        return take_steps(self.pde, u, line, self.steps, self.dt)
+
+    def with_pde(self, pde: PDE) -> "Evolution":
+        """Return the same steps of an equation whose coefficients have other shapes."""
+        return self if pde is self.pde else Evolution(pde, self.steps, self.dt)
+
+
+def _has_numbers(pde: Any) -> bool:
+    """Whether pde is an equation of this library whose coefficients are all numbers."""
+    if type(pde) not in IMMUTABLE:
+        return False
+    return not any(isinstance(value, Tensor) for value in vars(pde).values())
+
+
+@lru_cache(maxsize=256, typed=True)
+def _shared(pde: Any, steps: int, dt: float, axis: str) -> Evolution:
+    return _checked(pde, steps, dt, axis, constant=True)
+
+
+def _checked(pde: Any, steps: Any, dt: Any, axis: str, constant: bool) -> Evolution:
+    if isinstance(pde, str):
+        from attractor.attention.pdes import get_pde
+
+        pde = get_pde(pde)()
+    if isinstance(pde, type) or not hasattr(pde, "step"):
+        hint = "call it: it returns one" if isinstance(pde, torch.nn.Module) else "give one"
+        raise ValueError(f"pde {pde!r} is not an equation; {hint} such as pdes.Diffusion(alpha=0.1)")
+    steps = as_int(steps)
+    if not isinstance(steps, int) or steps < 0:
+        raise ValueError(
+            f"steps = {steps} must be a whole number of at least 0; 0 is ordinary attention"
+        )
+    if not is_number(dt) or not 0 <= dt < math.inf:
+        raise ValueError(f"dt = {dt} must be a finite number of at least 0; a PDE does not run backward")
+    if steps:
+        pde.check(dt, axis)
+    return Evolution(pde, steps, dt, constant)
