@@ -29,8 +29,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from attractor.attention import kernels, pde_attention, pdes
-from attractor.attention.engines import backends, bands, boundary, softmax
+from attractor.attention.engines import backends, boundary, selection, softmax
+from attractor.attention.engines.values import Stencil, step_values, steps_forward
 from attractor.attention.masks import Scope
+from attractor.attention.pdes.evolution import Evolution
 from attractor.attention.precision import wide
 from attractor.bench.attention import documents_for, varlen
 from benchmarks.results import FOLDER, save
@@ -55,7 +57,7 @@ Call = Callable[[int], Any]  # of the number of a set of inputs
 def use(far: str) -> None:
     """Let that operator do all but the near keys, whatever SDPA would take."""
     if far != "auto":
-        backends.preferred = lambda *_: far
+        selection.preferred = lambda *_: far
 
 
 def times(
@@ -141,7 +143,7 @@ def check(what: str, steps: int, dtype: torch.dtype) -> dict[str, list[float]]:
             if kind == "kernels":
                 out = values.step(v, values.taps(pde, steps, 1.0, v), None)
             else:
-                out = bands.step_values(pde, v.to(wide(dtype_)), None, steps, 1.0).to(dtype_)
+                out = step_values(Evolution(pde, steps, 1.0), v.to(wide(dtype_)), None).to(dtype_)
             of = [v, alpha]
         else:
             ids, of = documents_for(q) if what == "documents" else None, [q, k, v, alpha]
@@ -190,7 +192,7 @@ def measure_values(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any
     pde = pdes.Diffusion(alphas())
     with torch.no_grad():
         taps = values.taps(pde, steps, 1.0, one)
-        stencil = bands.Stencil.of(pde, steps, 1.0, one.to(wide(dtype)))
+        stencil = Stencil.of(Evolution(pde, steps, 1.0), wide(dtype), one.device)
     size = one.numel() * one.element_size()
     moved = {
         "copy": 2 * size,
@@ -204,7 +206,7 @@ def measure_values(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any
         "backward, values": lambda n: values.step_backward(grad[n], v[n], taps, None, False),
         "backward, both": lambda n: values.step_backward(grad[n], v[n], taps, None, True),
         "taps alone": lambda n: values.taps(pde, steps, 1.0, one),
-        "torch step": lambda n: bands.steps_forward(
+        "torch step": lambda n: steps_forward(
             stencil.matrix, stencil.top, stencil.bottom, v[n].to(wide(dtype))
         ).to(dtype),
     }
@@ -349,7 +351,7 @@ def measure_documents(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, 
 
 def whole_documents(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> backends.Operator:
     """For causal attention within documents, without a PDE."""
-    return backends.choose(q, k, v, Scope(q.shape[-2], q.shape[-2], right=0, documents=ids))
+    return selection.choose(q, k, v, Scope(q.shape[-2], q.shape[-2], right=0, documents=ids))
 
 
 class _Known(torch.autograd.Function):
@@ -431,9 +433,11 @@ def against_sdpa(tokens: int, steps: int, dtype: torch.dtype, causal: bool) -> d
         return sdpa(*qkv[:2], values.step(qkv[2], taps, None))
 
     def plain_torch() -> Tensor:
-        stencil = bands.Stencil.of(pdes.Diffusion(alpha), steps, 1.0, qkv[2].to(wide(dtype)))
+        evolution = Evolution(pdes.Diffusion(alpha), steps, 1.0)
+        stencil = Stencil.of(evolution, wide(dtype), alpha.device)
         if causal:
-            return boundary.causal(*qkv, stencil, DIM**-0.5)
+            operator = selection.choose_square_causal(qkv[0], qkv[2], tokens - steps)
+            return boundary.causal(*qkv, stencil, operator, DIM**-0.5)
         return sdpa(*qkv[:2], stencil.step(qkv[2].to(wide(dtype))).to(dtype))
 
     ways = {"sdpa": lambda: sdpa(*qkv, is_causal=causal), "kernels": kernels, "torch": plain_torch}
