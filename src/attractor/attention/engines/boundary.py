@@ -131,7 +131,7 @@ def causal(
     An exported program may get any number of tokens: tokens are appended until the stencil fits, since
     no row sees what follows it.
     """
-    matrices = stencil.matrix, stencil.top, stencil.bottom, stencil.first
+    matrices = stencil.matrix, stencil.top, stencil.bottom, stencil.first, stencil.before_first
     if not torch.compiler.is_exporting():
         return _Causal.apply(query, key, value, *matrices, operator, scale)
     tokens, block = query.shape[-2], stencil.matrix.shape[-2]
@@ -155,6 +155,7 @@ class _Causal(torch.autograd.Function):
         top: Tensor,
         bottom: Tensor,
         first: Tensor,
+        before_first: Tensor,
         operator: Operator,
         scale: float,
     ) -> Tensor:
@@ -163,19 +164,16 @@ class _Causal(torch.autograd.Function):
         values = value.to(dtype)
         stepped = steps_forward(matrix, top, bottom, values).to(value.dtype)
         near = bands.causal_scores(query.to(dtype), key.to(dtype), reach) * scale
-        beyond = torch.ones(reach, reach, dtype=torch.bool, device=near.device).tril(-1).flip(0)
-        near[..., :reach, :].masked_fill_(beyond, -torch.inf)
+        near[..., :reach, :] += before_first
         far, far_lse = operator.forward(
             in_rows(query)[..., reach:, :], in_rows(key)[..., :size, :], stepped[..., :size, :],
             operator.strip, scale,
         )  # fmt: skip
-        lse = near.mT.contiguous().logsumexp(-2)
-        both = torch.logaddexp(lse[..., reach:], far_lse)
-        share = (far_lse - both)[..., None].exp_()
-        lse = torch.cat((lse[..., :reach], both), -1)
-        weights = (near - lse[..., None]).exp_()
+        scores = torch.cat((near, pad(far_lse, (reach, 0), value=-torch.inf)[..., None]), -1)
+        weights = scores.softmax(-1)
+        weights, share = weights[..., :reach], weights[..., reach:, reach:]
         patch = weights @ bottom
-        patch[..., : width - 1, :] = (weights[..., : width - 1, None, :] @ first)[..., 0, :]
+        patch[..., : width - 1, :] = (weights[..., : width - 1, :, None] * first).sum(-2)
         out = bands.causal_values(patch, values)
         # A saved output must not have been changed in place, nor be another name for one: torch 2.11
         # compiles that to a gradient of zero.
@@ -186,10 +184,12 @@ class _Causal(torch.autograd.Function):
             out[..., reach:, :].addcmul_(far.to(dtype), share)
         if out.dtype != value.dtype:
             out = out.to(value.dtype)
-        ctx.operator, ctx.scale = operator, scale
-        ctx.save_for_backward(
-            query, key, value, stepped, matrix, top, bottom, first, weights, patch, lse, out
-        )
+        if torch.compiler.is_compiling() or any(ctx.needs_input_grad):
+            ctx.operator, ctx.scale = operator, scale
+            ctx.save_for_backward(
+                query, key, value, stepped, matrix, top, bottom, first, weights, patch,
+                scores.logsumexp(-1), out,
+            )  # fmt: skip
         return out
 
     @staticmethod
@@ -206,7 +206,7 @@ class _Causal(torch.autograd.Function):
         of_value = bands.causal_transposed(patch, wide_grad)
         of_patch = bands.causal_scores(wide_grad, wide_value, width)
         of_weights = of_patch @ bottom.mT
-        of_weights[..., :rows, :] = (of_patch[..., :rows, None, :] @ first.mT)[..., 0, :]
+        of_weights[..., :rows, :] = (of_patch[..., :rows, None, :] * first).sum(-1)
         inner = (wide_grad * out.to(dtype)).sum(-1, keepdim=True)
         of_near = weights * (of_weights - inner) * ctx.scale
         of_query = bands.causal_values(of_near, wide_key)
@@ -231,4 +231,4 @@ class _Causal(torch.autograd.Function):
                 first.shape
             )
         grads = of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
-        return *grads, of_matrix, of_top, of_bottom, of_first, None, None
+        return *grads, of_matrix, of_top, of_bottom, of_first, None, None, None

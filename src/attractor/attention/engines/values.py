@@ -36,12 +36,15 @@ class Stencil:
         bottom: ``[..., reach, 2 reach]``, from the last keys before one.
         first: ``[..., 2 reach - 1, reach, 2 reach]``, what `bottom` is in the first rows of a causal
             map: row i has i + 1 keys, and a wall at either end.
+        before_first: ``[reach, reach]``, -inf where the last keys of the first rows would lie before the
+            first key, else 0.
     """
 
     matrix: Tensor
     top: Tensor
     bottom: Tensor
     first: Tensor
+    before_first: Tensor
 
     @classmethod
     def of(cls, evolution: Evolution, dtype: torch.dtype, device: torch.device) -> "Stencil":
@@ -74,6 +77,7 @@ class Stencil:
             stepped[..., :reach, :width],
             stepped[..., size - reach :, size - width :],
             first.unflatten(-2, (width - 1, reach)),
+            torch.full((reach, reach), -torch.inf, dtype=dtype, device=device).tril(-1).flip(0),
         )
 
     def step(self, value: Tensor) -> Tensor:
