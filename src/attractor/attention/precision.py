@@ -9,23 +9,26 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which softmax and stencils are computed: float32 for half precisions."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which softmax and stencils are computed: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+wide = accumulate_dtype
 
 
 def for_scores(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the type in which their product is to be computed.
+    """Return query and key in the dtype in which their product is computed.
 
-    On a GPU half precision stays, whose products are summed in float32: all keys in float32 would take
-    longer to write than the product takes.
+    On a GPU half precision stays, whose products are summed in float32: to write all keys in float32
+    would take longer than the product.
     """
-    dtype = query.dtype if query.is_cuda else wide(query.dtype)
+    dtype = query.dtype if query.is_cuda else accumulate_dtype(query.dtype)
     return query.to(dtype), key.to(dtype)
 
 
 def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward that raises where a graph of it is wanted, instead of leaving out what it gives."""
+    """Decorate a backward so that it raises where second derivatives are asked for."""
     once = once_differentiable(backward)
 
     @wraps(backward)

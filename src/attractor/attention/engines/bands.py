@@ -1,9 +1,9 @@
-"""A few diagonals of an attention map, as products of small matrices.
+"""A few diagonals of an attention map, computed by products of small matrices.
 
-Entry m of row i of a band belongs to key ``i + first + m``. Rows are taken in blocks; the keys that a
-block meets are a slab: the end of the block of keys before, the block beside it, and the start of the
-block after. So a band costs a few products of small matrices, whatever its width. Keys beyond the ends
-of the sequence count as zeros.
+Entry m of row i of a band belongs to key ``i + first + m``. Rows are taken in blocks. The keys of a
+block of rows are a slab: the end of the previous block of keys, the block at the same position, and the
+start of the next block. So a band costs a few products of small matrices, whatever its width. Keys
+beyond the ends of the sequence count as zeros.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ BLOCK = 32
 
 
 def band_scores(query: Tensor, key: Tensor, first: int, width: int) -> Tensor:
-    """Products of row i with keys i + first + m, ``[..., queries, width]``.
+    """Return products of row i with keys i + first + m, ``[..., queries, width]``.
 
     Args:
         query: ``[..., queries, dim]``.
@@ -34,12 +34,12 @@ def band_scores(query: Tensor, key: Tensor, first: int, width: int) -> Tensor:
 
 
 def band_values(weights: Tensor, value: Tensor, first: int, onto: Tensor | None = None) -> Tensor:
-    """Sums over m of weight (i, m) times the value of key i + first + m, ``[..., queries, value dim]``.
+    """Return sums of values of keys i + first + m by weights (i, m), ``[..., queries, value dim]``.
 
     Args:
         weights: ``[..., queries, width]``.
         value: ``[..., keys, value dim]``.
-        onto: what the sums of the last rows are added to, ``[..., last rows, value dim]``.
+        onto: A tensor ``[..., last rows, value dim]`` that is added to the sums of the last rows.
     """
     rows, width = weights.shape[-2:]
     block = max(BLOCK, width)
@@ -94,7 +94,7 @@ def first_rows(x: Tensor, rows: int) -> Tensor:
 
 
 def _beside(x: Tensor, first: int, width: int, block: int, rows: int) -> tuple[Tensor, int]:
-    """Keys in the blocks that the rows meet, and the first of a band when counted from there."""
+    """Return keys in blocks at the positions of the rows, and `first` relative to these blocks."""
     whole = whole_blocks(rows, block)
     shift = 0 if first <= 0 <= first + width - 1 else first
     if shift or not surely(x.shape[-2] == whole):
@@ -103,7 +103,7 @@ def _beside(x: Tensor, first: int, width: int, block: int, rows: int) -> tuple[T
 
 
 class _Scores(torch.autograd.Function):
-    """Rows ``[..., blocks, block, dim]`` and keys to a band ``[..., blocks, block, width]``."""
+    """Maps rows ``[..., blocks, block, dim]`` and keys to a band ``[..., blocks, block, width]``."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, keys: Tensor, before: int, after: int) -> Tensor:
@@ -120,7 +120,7 @@ class _Scores(torch.autograd.Function):
 
 
 class _Values(torch.autograd.Function):
-    """A band ``[..., blocks, block, width]`` and keys to sums ``[..., blocks * block, dim]``."""
+    """Maps a band ``[..., blocks, block, width]`` and keys to sums ``[..., blocks * block, dim]``."""
 
     @staticmethod
     def forward(
@@ -146,18 +146,18 @@ class _Values(torch.autograd.Function):
 
 
 def _upright(products: Tensor, width: int) -> Tensor:
-    """The band of a product with slabs: entry (i, i + m) as (i, m)."""
+    """Return the band of a product with slabs: entry (i, i + m) as (i, m)."""
     return _diagonals(products, width).contiguous()
 
 
 def _diagonals(matrix: Tensor, width: int) -> Tensor:
-    """The entries (i, i + m) of a matrix that multiplies slabs, as a view ``[..., block, width]``."""
+    """Return entries (i, i + m) of a matrix that multiplies slabs, as a view ``[..., block, width]``."""
     strides = (*matrix.stride()[:-2], matrix.shape[-1] + 1, 1)
     return matrix.as_strided((*matrix.shape[:-1], width), strides)
 
 
 def _leaning(band: Tensor) -> Tensor:
-    """A band as a matrix that multiplies slabs: entry (i, m) at (i, i + m), zeros elsewhere."""
+    """Return a band as a matrix that multiplies slabs: entry (i, m) at (i, i + m), zeros elsewhere."""
     block, width = band.shape[-2:]
     matrix = band.new_zeros(*band.shape[:-1], block + width - 1)
     _diagonals(matrix, width).copy_(band)
@@ -183,17 +183,17 @@ def _second_factor(transposed: Tensor) -> Tensor:
 
 
 def products_by_band(rows: Tensor, keys: Tensor, before: int, after: int) -> Tensor:
-    """Products of rows ``[..., blocks, block, dim]`` and keys: ``[..., blocks, block, width]``."""
+    """Return products of rows ``[..., blocks, block, dim]`` and keys, ``[..., blocks, block, width]``."""
     width, inner = before + after + 1, _inner_slabs(keys, before, after)
     if inner is None or rows.shape[:-1] != keys.shape[:-1]:
         slabs = _slabs(keys, rows.shape[-3], before, after)
         return _upright(rows @ _second_factor(slabs), width)
     band = rows.new_empty(*rows.shape[:-1], width)
     flat, flat_rows = band.flatten(0, -3), rows.flatten(0, -3)
-    held = rows.new_empty(_blocks_at_once(keys), rows.shape[-2], inner.shape[-2])
-    for part, slabs in _parts(bool(before), len(inner), len(held)):
-        products = held[: part.stop - part.start]
-        torch.bmm(flat_rows[part], _second_factor(inner[slabs].mT), out=products)
+    buffer = rows.new_empty(_blocks_at_once(keys), rows.shape[-2], inner.shape[-2])
+    for part, inner_part in _parts(bool(before), len(inner), len(buffer)):
+        products = buffer[: part.stop - part.start]
+        torch.bmm(flat_rows[part], _second_factor(inner[inner_part].mT), out=products)
         flat[part] = _diagonals(products, width)
     for block, slab in _outer_slabs(keys, before, after):
         band[..., block, :, :] = _diagonals(rows[..., block, :, :] @ _second_factor(slab.mT), width)
@@ -201,25 +201,25 @@ def products_by_band(rows: Tensor, keys: Tensor, before: int, after: int) -> Ten
 
 
 def sums_by_band(band: Tensor, keys: Tensor, before: int, after: int) -> Tensor:
-    """Sums of keys by a band ``[..., blocks, block, width]``: ``[..., blocks, block, dim]``."""
+    """Return sums of keys by a band ``[..., blocks, block, width]``, ``[..., blocks, block, dim]``."""
     inner = _inner_slabs(keys, before, after)
     if inner is None or band.shape[:-1] != keys.shape[:-1]:
         return _leaning(band) @ _slabs(keys, band.shape[-3], before, after).mT
     sums, flat = torch.empty_like(keys), band.flatten(0, -3)
-    held = band.new_zeros(_blocks_at_once(keys), band.shape[-2], inner.shape[-2])
-    for part, slabs in _parts(bool(before), len(inner), len(held)):
-        weights = held[: part.stop - part.start]
+    buffer = band.new_zeros(_blocks_at_once(keys), band.shape[-2], inner.shape[-2])
+    for part, inner_part in _parts(bool(before), len(inner), len(buffer)):
+        weights = buffer[: part.stop - part.start]
         _diagonals(weights, band.shape[-1]).copy_(flat[part])
-        torch.bmm(weights, inner[slabs], out=sums.flatten(0, -3)[part])
+        torch.bmm(weights, inner[inner_part], out=sums.flatten(0, -3)[part])
     for block, slab in _outer_slabs(keys, before, after):
         sums[..., block, :, :] = _leaning(band[..., block, :, :]) @ slab
     return sums
 
 
 def sums_by_one(matrix: Tensor, keys: Tensor, reach: int, onto: Tensor | None = None) -> Tensor:
-    """Sums of keys, for all blocks of a sequence by the same matrix ``[..., block, slab]``."""
+    """Return sums of keys by one matrix ``[..., block, slab]`` for all blocks of a sequence."""
     inner, blocks = _inner_slabs(keys, reach, reach), keys.shape[-3]
-    if inner is None or keys.device.type != "cpu":  # a launch a sequence is too many
+    if inner is None or keys.device.type != "cpu":  # one launch per sequence would be too many
         sums = matrix.unsqueeze(-3) @ _slabs(keys, blocks, reach, reach).mT
         return sums if onto is None else onto.add_(sums)
     sums = torch.empty_like(keys) if onto is None else onto
@@ -227,7 +227,7 @@ def sums_by_one(matrix: Tensor, keys: Tensor, reach: int, onto: Tensor | None = 
     if onto is not None:
         outer = [(block, onto[..., block, :, :] + sum) for block, sum in outer]
     out, every = sums.flatten(0, -3), matrix.expand(*keys.shape[:-3], *matrix.shape[-2:]).flatten(0, -3)
-    for n, one in enumerate(every):  # a call a sequence: to bring them together would copy matrices
+    for n, one in enumerate(every):  # one call per sequence: a joint call would copy matrices
         part = slice(max(n * blocks, 1), min((n + 1) * blocks, len(out) - 1))
         slabs, one = inner[part.start - 1 : part.stop - 1], one.expand(part.stop - part.start, -1, -1)
         torch.baddbmm(out[part], one, slabs, beta=int(onto is not None), out=out[part])
@@ -237,24 +237,24 @@ def sums_by_one(matrix: Tensor, keys: Tensor, reach: int, onto: Tensor | None = 
 
 
 def _blocks_at_once(keys: Tensor) -> int:
-    """On a CPU so many that what is needed beside the result is of a few megabytes."""
+    """Return the number of blocks per product: on a CPU, temporary tensors take a few megabytes."""
     count = keys.shape[:-2].numel()
     return min(count, 512) if keys.device.type == "cpu" else count
 
 
 def _parts(first: int, count: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """So many blocks at a time: which of all, and which of the inner slabs."""
+    """Yield the blocks of each product, counted among all blocks and among the inner slabs."""
     for start in range(0, count, size):
         stop = min(start + size, count)
         yield slice(first + start, first + stop), slice(start, stop)
 
 
 def _inner_slabs(keys: Tensor, before: int, after: int) -> Tensor | None:
-    """The slabs of all blocks of all sequences, as one view; None where there is none.
+    """Return the slabs of all blocks of all sequences as one view, or None if there is none.
 
-    It must not leave the memory: the very first block is not among them if slabs look before it, the
-    very last one if they look after it. At the ends of a sequence slabs look into its neighbours:
-    `_outer_slabs` has the true ones.
+    A view must not leave the memory, so the very first block is excluded if slabs begin before it, and
+    the very last one if they end after it. At the ends of a sequence slabs hold keys of its neighbours;
+    `_outer_slabs` yields the correct ones.
     """
     block, dim = keys.shape[-2:]
     if torch.compiler.is_compiling() or not keys.is_contiguous() or keys.shape[-3] < 3:
@@ -265,7 +265,7 @@ def _inner_slabs(keys: Tensor, before: int, after: int) -> Tensor | None:
 
 
 def _outer_slabs(keys: Tensor, before: int, after: int) -> Iterator[tuple[int, Tensor]]:
-    """The slabs that look beyond the ends of a sequence: the first block's, the last one's."""
+    """Yield the slabs that extend beyond the ends of a sequence: of the first and of the last block."""
     if before:
         first = torch.cat((keys[..., 0, :, :], keys[..., 1, :after, :]), -2)
         yield 0, pad(first, (0, 0, before, 0))
@@ -275,20 +275,22 @@ def _outer_slabs(keys: Tensor, before: int, after: int) -> Iterator[tuple[int, T
 
 
 def transposed_sums(band: Tensor, rows: Tensor, key_blocks: int, before: int, after: int) -> Tensor:
-    """What rows give back to their keys by a band of weights, ``[..., key blocks, block, dim]``."""
+    """Return sums of rows by the transpose of a band, ``[..., key blocks, block, dim]``."""
     missing = key_blocks - rows.shape[-3]
     if missing:
         band, rows = (pad(x, (0, 0, 0, 0, 0, missing)) for x in (band, rows))
-    return sums_by_band(_turned(band, before, after), rows, after, before)
+    return sums_by_band(_transposed_band(band, before, after), rows, after, before)
 
 
-def _turned(band: Tensor, before: int, after: int) -> Tensor:
-    """The band of the transposed map: entry (i, m) of a key is what row i - after + m gives it."""
+def _transposed_band(band: Tensor, before: int, after: int) -> Tensor:
+    """Return the band of the transposed map: entry (i, m) of key i belongs to row i - after + m."""
     width = band.shape[-1]
     if width == 1:
         return band
     wider = pad(band.flatten(-3, -2), (0, 0, after, before))
     shape = (*band.shape[:-3], band.shape[-3] * band.shape[-2], width)
     strides = (*wider.stride()[:-2], width, width - 1)
-    turned = wider.as_strided(shape, strides, width - 1)  # not of a part: Inductor would copy that first
-    return turned.unflatten(-2, band.shape[-3:-1])
+    transposed = wider.as_strided(
+        shape, strides, width - 1
+    )  # not of a part: Inductor would copy that first
+    return transposed.unflatten(-2, band.shape[-3:-1])

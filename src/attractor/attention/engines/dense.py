@@ -1,4 +1,4 @@
-"""PDE attention as printed: Algorithm 1, with walls. The truth that every engine is tested against."""
+"""PDE attention as printed: Algorithm 1, with walls. Every engine is tested against it."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch.nn.functional import dropout
 
 from attractor.attention import masks
 from attractor.attention.pdes import PDE, Line, Neighbourhood, Plane, evolve
-from attractor.attention.precision import for_scores, wide
+from attractor.attention.precision import accumulate_dtype, for_scores
 
 
 def dense(
@@ -27,11 +27,11 @@ def dense(
     documents: Tensor | None = None,
     window: masks.Window | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The output ``[*batch, heads, queries, value dim]`` and the map A(Nt) ``[..., queries, keys]``.
+    """Return the output ``[*batch, heads, queries, value dim]`` and the map A(Nt) ``[..., queries, keys]``.
 
-    Arguments as in `pde_attention`, which checks them; key and value may have fewer heads than query.
-    In half precision the map is kept and stepped in float32. A query that may attend to nothing has
-    a row of zeros, and its output is zero.
+    The arguments are those of `pde_attention`, which checks them. Key and value may have fewer heads than
+    query. In half precision the map is held and stepped in float32. A query that may attend to no key has
+    a row of zeros and zero output.
     """
     if query.ndim > 2 and key.shape[-3] != query.shape[-3]:
         shared = query.shape[-3] // key.shape[-3]
@@ -44,7 +44,7 @@ def dense(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     own, keys = for_scores(query, key)
     scores = (own * scale) @ keys.transpose(-2, -1)  # scaled before float16 can overflow
-    scores = scores.to(wide(scores.dtype))
+    scores = scores.to(accumulate_dtype(scores.dtype))
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         bias = attn_mask.masked_fill(masks.walls_of_bias(attn_mask), 0.0)
         scores = scores + masks.without_offset(bias, masks.row_offset(bias, allowed))
@@ -59,7 +59,7 @@ def dense(
 
 
 def space(allowed: Tensor | None, axis: str, walls: str) -> Neighbourhood:
-    """Where a map ``[..., queries, keys]`` flows along an axis, with walls of that kind."""
+    """Return the neighbourhood of a map ``[..., queries, keys]`` along an axis, with these walls."""
 
     def line(dim: int) -> Line:
         if walls == "mask" and allowed is not None:

@@ -186,9 +186,9 @@ def _corner(scope: Scope) -> Strip:
 
 
 def _band(scope: Scope) -> Strip | None:
-    """The rows and keys that a band joins, so that the operator's band is that one; None: it cannot be.
+    """Return the rows and keys of a band as FlashAttention takes it, or None if it cannot.
 
-    The operator counts from the last row and the last key, wants as many keys as rows at least, and
+    The operator counts from the last row and the last key, and needs at least as many keys as rows and
     both sides of the band at least 0. So rows without keys are cut off, and keys without rows.
     """
     left, right = scope.left, scope.right
@@ -215,7 +215,7 @@ _packings: Any = WeakTensorKeyDictionary()
 
 
 def _packed(scope: Scope) -> Strip | None:
-    """A band within documents, each of them a run; None where they are not, or cannot be looked at.
+    """Return a band within documents of consecutive tokens; None if they are not, or cannot be read.
 
     Their number decides on the launch, so the device is waited for: once for a tensor, which all layers
     of a model may share, until something is written to it. Where that is not possible, in a captured
@@ -243,7 +243,10 @@ def _packed(scope: Scope) -> Strip | None:
 
 
 def torn(documents: Tensor) -> bool:
-    """Whether some document of ``[batch, tokens]`` is not one run; waits for the device."""
+    """Return whether a document of ``[batch, tokens]`` is torn: its tokens are not consecutive.
+
+    This waits for the device.
+    """
     ids = documents.sort(dim=-1).values
     runs, kinds = ((x[:, 1:] != x[:, :-1]).sum() for x in (documents, ids))
     return bool(runs != kinds)

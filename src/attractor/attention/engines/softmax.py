@@ -1,9 +1,9 @@
-"""Softmax attention in O(T) memory that hands out the log-sum-exp of its rows.
+"""Softmax attention in O(T) memory that returns the log-sum-exp of its rows.
 
-With it one softmax can be shared out: most keys go through a fused operator, the few whose values
-differ from row to row are done by hand, and both get one normalisation (`split_softmax`). The
-operators are torch's own (`operators`) where one serves a scope: on CPUs, and on CUDA for causality,
-bands and packed documents. Everything else is done a strip of rows at a time, on CUDA in plain torch.
+With it, one softmax can be divided: most keys go through a fused operator, the few whose values differ
+from row to row are computed separately, and both get one normalisation (`split_softmax`). The operators
+are torch's own (`backends`) where one serves a scope: on CPUs, and on CUDA for causal masks, bands and
+packed documents. All other scopes are computed in strips of rows, on CUDA in plain torch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,10 @@ from attractor.attention.engines.backends import PLAIN, Operator, Strip, in_rows
 from attractor.attention.engines.selection import choose, first_row, may_sync
 from attractor.attention.lengths import strips
 from attractor.attention.masks import Scope
-from attractor.attention.precision import first_derivatives_only, wide
+from attractor.attention.precision import accumulate_dtype, first_derivatives_only
 
 ROWS = 512  # of a strip whose rows differ in what they may attend to
-HELD = 1 << 23  # entries of a map that plain torch holds at a time
+ENTRIES = 1 << 23  # entries of a map that plain torch holds at a time
 
 __all__ = ["Strip", "attend", "attend_backward", "log_sum_exp", "split_softmax"]
 
@@ -33,28 +33,29 @@ def split_softmax(
     scope: Scope | None,
     scale: float,
 ) -> tuple[Tensor, list[Tensor]]:
-    """One softmax over the keys of a scope and over some more scores a row.
+    """Return attention under one softmax over the keys of a scope and over further scores per row.
 
     Args:
         query, key, value: ``[batch, heads, tokens, dim]``.
-        near: the other scores, tensors ``[batch, heads, queries, n]`` of one type; -inf for none.
-        scope: which keys the rest of the softmax is over; None: none.
+        near: The further scores, tensors ``[batch, heads, queries, n]`` of one dtype; -inf for masked
+            ones.
+        scope: The other keys that the softmax is over. None: there are none.
 
     Returns:
         The sum over the scope's keys of weight times value ``[batch, heads, last queries, value dim]``,
-        without the first rows if these have no keys in scope, and the weights of the other scores
-        ``[batch, heads, queries, n]``, a tensor for each tensor of `near`. All weights of a row add up
-        to 1, or to 0 if it may attend to nothing.
+        without the first rows if these have no keys in scope; and the weights of the further scores
+        ``[batch, heads, queries, n]``, one tensor per tensor of `near`. All weights of a row sum to 1,
+        or to 0 if it may attend to no key.
 
-    Gradients of the outputs must come from one sum, in which the weights enter linearly; a row
-    whose first gradient is zero must have a second one that is zero.
+    Requires: The gradients of both outputs come from one sum in which the weights enter linearly. Rows
+    whose first gradient is zero have a zero second gradient.
     """
     out, *weights = _SplitSoftmax.apply(query, key, value, scope, scale, *near)
     return out, weights
 
 
 def log_sum_exp(query: Tensor, key: Tensor, scope: Scope, scale: float) -> Tensor:
-    """Of the scores of every row ``[batch, heads, queries]``; -inf if it may attend to nothing."""
+    """Return the log-sum-exp of scores ``[batch, heads, queries]``; -inf for rows without keys."""
     return _LogSumExp.apply(query, key, scope, scale)
 
 
@@ -142,35 +143,37 @@ class _LogSumExp(torch.autograd.Function):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, scope: Scope, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Outputs ``[batch, heads, last queries, value dim]``, and log-sum-exp ``[batch, heads, queries]``.
+    """Return outputs ``[batch, heads, last queries, value dim]`` and their log-sum-exp.
 
-    Every head of query has its own key and value. The log-sum-exp is in float32 at least; rows that
-    may attend to nothing have zeros and -inf, and if the first rows are such, the output begins after
-    them.
+    The log-sum-exp ``[batch, heads, queries]`` has at least float32. Rows that may attend to no key have
+    zeros and -inf; if the first rows are such, the output begins after them.
+
+    Args:
+        query, key, value: ``[batch, heads, tokens, dim]``, with equal numbers of heads.
     """
     query, key, value = (in_rows(x) for x in (query, key, value))
     operator = choose(query, key, value, scope)
     top = first_row(scope)
     out = lse = None
     for strip in _strips(query, scope, operator):
-        found, found_lse = operator.forward(*strip.cut(query, key, value), strip, scale)
+        strip_out, strip_lse = operator.forward(*strip.cut(query, key, value), strip, scale)
         if strip.empty_rows is not None:
-            found = found.masked_fill(strip.empty_rows[..., None], 0.0)
-            found_lse = found_lse.masked_fill(strip.empty_rows, -torch.inf)
+            strip_out = strip_out.masked_fill(strip.empty_rows[..., None], 0.0)
+            strip_lse = strip_lse.masked_fill(strip.empty_rows, -torch.inf)
         if strip.rows.start == top and strip.rows.stop == scope.queries:
-            return found, pad(found_lse, (top, 0), value=-torch.inf) if top else found_lse
+            return strip_out, pad(strip_lse, (top, 0), value=-torch.inf) if top else strip_lse
         if out is None or lse is None:
             out, lse = _nothing(query, value, scope)
-        lse[..., strip.rows] = found_lse
-        out[..., strip.rows.start - top : strip.rows.stop - top, :] = found
+        lse[..., strip.rows] = strip_lse
+        out[..., strip.rows.start - top : strip.rows.stop - top, :] = strip_out
     return _nothing(query, value, scope) if out is None or lse is None else (out, lse)
 
 
 def _nothing(query: Tensor, value: Tensor, scope: Scope) -> tuple[Tensor, Tensor]:
-    """What `attend` gives for rows without keys."""
+    """Return what `attend` does for rows without keys."""
     rows = scope.queries - first_row(scope)
     out = value.new_zeros(*query.shape[:2], rows, value.shape[-1])
-    return out, query.new_full(query.shape[:-1], -torch.inf, dtype=wide(query.dtype))
+    return out, query.new_full(query.shape[:-1], -torch.inf, dtype=accumulate_dtype(query.dtype))
 
 
 def attend_backward(
@@ -182,59 +185,53 @@ def attend_backward(
     lse: Tensor,
     scope: Scope,
     scale: float,
-    onto: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, for any finite log-sum-exp and any output.
+    """Return the gradients of query, key and value, for any finite log-sum-exp and any output.
 
-    Those of query and key are added to `onto` where it is given.
+    With weights ``exp(score - lse)`` the gradient of a score is ``weight * (<grad, value> - <grad,
+    out>)``.
 
-    grad and out are of the last rows, as `attend` gives them. With the weights ``exp(score - lse)`` the
-    gradient of a score is ``weight * (<grad, value> - <grad, out>)``.
+    Args:
+        grad, out: Of the last rows, as `attend` returns them.
     """
     grad, query, key, value, out = (in_rows(x) for x in (grad, query, key, value, out))
     operator = choose(query, key, value, scope)
-    grads = None
+    sums = None
     top = first_row(scope)
     for strip in _strips(query, scope, operator):
         rows = slice(strip.rows.start - top, strip.rows.stop - top)
-        parts = operator.backward(
+        grads = operator.backward(
             part(grad, rows), part(out, rows), *strip.cut(query, key, value), lse[..., strip.rows],
             strip, scale,
         )  # fmt: skip
         if operator.strip is not None:
             return (
-                _grown(parts[0], strip.rows, query, onto and onto[0]),
-                _grown(parts[1], strip.columns, key, onto and onto[1]),
-                _grown(parts[2], strip.columns, value),
+                _placed(grads[0], strip.rows, query),
+                _placed(grads[1], strip.columns, key),
+                _placed(grads[2], strip.columns, value),
             )
-        if grads is None:  # sums over strips lose little in half precision if kept in single
-            grads = [torch.zeros_like(x, dtype=wide(x.dtype)) for x in (query, key, value)]
-            grads[:2] = onto or grads[:2]
-        grads[0][..., strip.rows, :] += parts[0]
-        grads[1][..., strip.columns, :] += parts[1]
-        grads[2][..., strip.columns, :] += parts[2]
-    if grads is None:
-        return *(onto or (torch.zeros_like(query), torch.zeros_like(key))), torch.zeros_like(value)
-    if onto is not None:
-        return *onto, grads[2].to(value.dtype)
-    return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
+        if sums is None:  # sums over strips lose little in half precision if kept in float32
+            sums = [torch.zeros_like(x, dtype=accumulate_dtype(x.dtype)) for x in (query, key, value)]
+        sums[0][..., strip.rows, :] += grads[0]
+        sums[1][..., strip.columns, :] += grads[1]
+        sums[2][..., strip.columns, :] += grads[2]
+    if sums is None:
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    return sums[0].to(query.dtype), sums[1].to(key.dtype), sums[2].to(value.dtype)
 
 
-def _grown(found: Tensor, where: slice, whole: Tensor, onto: Tensor | None = None) -> Tensor:
-    """A tensor like `whole`, zero but for that part of its tokens; or `onto`, with it added."""
-    if onto is not None:
-        onto[..., where, :] += found
-        return onto
-    if found.shape == whole.shape:
-        return found
+def _placed(x: Tensor, where: slice, whole: Tensor) -> Tensor:
+    """Return a tensor like `whole` that holds x in some of its tokens and zeros elsewhere."""
+    if x.shape == whole.shape:
+        return x
     full = torch.empty_like(whole)
     full[..., : where.start, :], full[..., where.stop :, :] = 0.0, 0.0
-    full[..., where, :] = found
+    full[..., where, :] = x
     return full
 
 
 def _strips(query: Tensor, scope: Scope, operator: Operator) -> Iterator[Strip]:
-    """The rows that may attend to something: one strip if the operator can do it, else many."""
+    """Yield the rows that may attend to some key: one strip if the operator can, else many."""
     if operator.strip is not None:
         rows, columns = operator.strip.rows, operator.strip.columns
         if rows.start < rows.stop and columns.start < columns.stop:
@@ -244,7 +241,7 @@ def _strips(query: Tensor, scope: Scope, operator: Operator) -> Iterator[Strip]:
     if scope.left is not None and scope.right is not None:  # a strip meets its height and a band's width
         height = min(ROWS, max(128, (scope.left + scope.right) // 2))
     if operator is PLAIN:
-        height = _plain_height(scope, HELD // max(1, query.shape[0] * query.shape[1]))
+        height = _plain_height(scope, ENTRIES // max(1, query.shape[0] * query.shape[1]))
     ranges = _document_columns(scope, height) if may_sync(query.device) else None
     for n, (start, stop) in enumerate(strips(first_row(scope), scope.queries, height)):
         rows = slice(start, stop)
@@ -259,16 +256,16 @@ def _strips(query: Tensor, scope: Scope, operator: Operator) -> Iterator[Strip]:
         yield Strip(rows, columns, False, allowed, bias, empty_rows)
 
 
-def _plain_height(scope: Scope, held: int) -> int:
-    """Of strips with so many entries of a map."""
+def _plain_height(scope: Scope, entries: int) -> int:
+    """Return the height of strips with that many entries of a map."""
     if scope.left is None or scope.right is None:
-        return max(1, held // max(1, scope.keys))
+        return max(1, entries // max(1, scope.keys))
     width = scope.left + scope.right  # and the height: height * (height + width) entries
-    return max(1, int((width * width + 4 * held) ** 0.5 - width) // 2)
+    return max(1, int((width * width + 4 * entries) ** 0.5 - width) // 2)
 
 
 def _document_columns(scope: Scope, height: int) -> tuple[list[int], list[int]] | None:
-    """For each strip the first key of its documents, and one past the last."""
+    """Return for each strip the first key of its documents, and one past the last."""
     ranges = scope.document_ranges()
     if ranges is None:
         return None

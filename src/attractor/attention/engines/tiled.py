@@ -1,8 +1,8 @@
-"""Any PDE in O(T) memory: the map is made, stepped and used up tile by tile, and made again for
-gradients.
+"""Any PDE in O(T) memory: the map is computed, stepped and discarded tile by tile.
 
-A tile is some rows by some keys. The log-sum-exp of the rows comes first, so that it holds weights, not
-scores; dropout acts on them before they are stepped. Tiles share out the map in one of two ways:
+Backward computes it again. A tile is some rows by some keys. The log-sum-exp of the rows is computed
+first, so that a tile holds weights, not scores; dropout acts on these before they are stepped. Tiles
+divide the map in one of two ways:
 
     by destination   the weights of a tile and of a halo on either side, as wide as the steps reach, are
                      stepped; those that arrive within the tile meet its values. For any PDE.
@@ -27,7 +27,7 @@ from attractor.attention.lengths import larger, strips
 from attractor.attention.masks import Scope, open_faces
 from attractor.attention.pdes import PDE, Line, take_steps
 from attractor.attention.pdes.evolution import Evolution
-from attractor.attention.precision import first_derivatives_only, wide
+from attractor.attention.precision import accumulate_dtype, first_derivatives_only
 
 COLUMNS = 256  # of a tile, without its halo
 ENTRIES = 1 << 18  # of a tile over all heads, about what stays in a CPU's cache
@@ -44,16 +44,16 @@ def tiled(
     dropout_p: float = 0.0,
     others: Others | None = None,
 ) -> Tensor:
-    """The output ``[batch, heads, queries, value dim]`` of a PDE on the key axis.
+    """Return the output ``[batch, heads, queries, value dim]`` of a PDE on the key axis.
 
     Args:
-        query, key, value: ``[batch, heads, tokens, dim]``, as many heads each.
-        scope: any; its bias gets no gradient.
-        evolution: tensors of its PDE, if any, must be fields of a dataclass to get gradients.
-        others: as in `stepped`.
+        query, key, value: ``[batch, heads, tokens, dim]``, with equal numbers of heads.
+        scope: Any scope. Its bias gets no gradient.
+        evolution: The tensors of its PDE must be fields of a dataclass to get gradients.
+        others: As in `stepped`.
     """
     dtype, pde = value.dtype, evolution.pde
-    query, key, value = (x.to(wide(dtype)) for x in (query, key, value))
+    query, key, value = (x.to(accumulate_dtype(dtype)) for x in (query, key, value))
     lse = softmax.log_sum_exp(query, key, scope, scale)
     if others is not None:
         more = others[0].logsumexp(-1)
@@ -70,8 +70,8 @@ def tiled(
     if compiling:
         out = _compiled(query, key, value, lse, job)
     else:
-        given = [getattr(pde, name) for name in names]
-        out = _Tiled.apply(query, key, value, stepped, lse, job, *given)
+        tensors = [getattr(pde, name) for name in names]
+        out = _Tiled.apply(query, key, value, stepped, lse, job, *tensors)
     if others is None:
         return out.to(dtype)
     weights = (others[0] - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
@@ -79,12 +79,12 @@ def tiled(
 
 
 def linear_steps(pde: PDE) -> bool:
-    """Whether the steps are linear, whatever happens to the map before the first."""
+    """Return whether the steps are linear, whatever happens to the map before the first."""
     return pde.linear or bool(getattr(pde, "split", False))
 
 
 def coefficients(pde: PDE) -> list[str]:
-    """The names of a PDE's fields that are tensors."""
+    """Return the names of a PDE's fields that are tensors."""
     if not is_dataclass(pde):
         return []
     return [field.name for field in fields(pde) if isinstance(getattr(pde, field.name), Tensor)]
@@ -132,7 +132,7 @@ class _Job:
         return clear_left and (right is None or columns.stop - 1 <= rows.start + right - self.reach)
 
     def _kept(self, query: Tensor, rows: slice, columns: slice) -> Tensor | None:
-        """What dropout keeps of those rows: the same whenever it is asked."""
+        """Return what dropout keeps of some rows, the same for each call."""
         if not self.dropout_p:
             return None
         generator = torch.Generator(query.device).manual_seed(self.seed + rows.start)
@@ -142,7 +142,7 @@ class _Job:
     def output(
         self, tile: "_Tile", q: Tensor, k: Tensor, v: Tensor, lse: Tensor, *coefficients: Tensor
     ) -> Tensor:
-        """What a tile adds to the output of its rows."""
+        """Return what a tile adds to the output of its rows."""
         pde = replace(self.pde, **dict(zip(self.names, coefficients))) if coefficients else self.pde
         scores = (q * self.scale) @ k.mT
         bias = self.scope.bias_tile(tile.rows, tile.keys)
@@ -224,7 +224,7 @@ class _Tiled(torch.autograd.Function):
 
 
 def _compiled(query: Tensor, key: Tensor, value: Tensor, lse: Tensor, job: _Job) -> Tensor:
-    """The same for `torch.compile`, which finds the passes to fuse itself: strips of whole rows."""
+    """Return the output for `torch.compile`, which fuses operations itself: strips of whole rows."""
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
     height = larger(16, 16 * ENTRIES // (query.shape[0] * query.shape[1] * job.scope.keys))
     parts = []
@@ -240,7 +240,7 @@ def _compiled(query: Tensor, key: Tensor, value: Tensor, lse: Tensor, job: _Job)
 def _cut(
     tile: _Tile, query: Tensor, key: Tensor, value: Tensor, stepped: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A tile's query, key, value and log-sum-exp, as views."""
+    """Return a tile's query, key, value and log-sum-exp, as views."""
     v = stepped if tile.far else value
     return (
         query[..., tile.rows, :], key[..., tile.keys, :], v[..., tile.values, :], lse[..., tile.rows],
