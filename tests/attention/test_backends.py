@@ -238,9 +238,9 @@ SCOPES = {
     "documents, no window": (Scope(T, T, 1, -2, documents=EQUAL), None),
     "documents, one for all": (Scope(T, T, right=-4, documents=EQUAL[:1]), "plain"),
     "torn documents": (Scope(T, T, right=-4, documents=TORN), "plain"),
-    "padding": (Scope(T, T, real=PADDED), "plain"),
-    "padding, causal": (Scope(T, T, right=-4, real=PADDED), "plain"),
-    "padding, window": (Scope(T, T, 7, 3, real=PADDED), "plain"),
+    "padding": (Scope(T, T, valid_keys=PADDED), "plain"),
+    "padding, causal": (Scope(T, T, right=-4, valid_keys=PADDED), "plain"),
+    "padding, window": (Scope(T, T, 7, 3, valid_keys=PADDED), "plain"),
     "bias": (Scope(T, T, bias=torch.randn(T, T)[None, None]), "plain"),
 }  # fmt: skip
 
@@ -542,7 +542,7 @@ def test_windows_with_global_tokens_by_operators(causal, window, pde, gpu, monke
 def on_gpu(scope):
     move = lambda x: x if x is None else x.cuda()
     return Scope(
-        scope.queries, scope.keys, scope.left, scope.right, move(scope.real), move(scope.documents),
+        scope.queries, scope.keys, scope.left, scope.right, move(scope.valid_keys), move(scope.documents),
         move(scope.mask), move(scope.bias),
     )  # fmt: skip
 

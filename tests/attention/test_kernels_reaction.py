@@ -72,7 +72,7 @@ def both(q, k, v, steps, split, scope=None, causal=False, **masks):
             first, last = ranges[0], ranges[1] - 1
         else:
             order = torch.arange(scope.keys, device=DEVICE)
-            real = scope.real[:, 0, 0]
+            real = scope.valid_keys[:, 0, 0]
             first = torch.where(real, order, scope.keys).amin(-1, True).expand(-1, scope.queries)
             last = torch.where(real, order, -1).amax(-1, True).expand(-1, scope.queries)
     pde, leaves = equation(q.shape[1], split)

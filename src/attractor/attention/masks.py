@@ -1,4 +1,4 @@
-"""Who may attend to whom: as one boolean matrix, or, where T x T is too much, as a `Scope`.
+"""Which keys a query may attend to: as one boolean matrix, or, to avoid T x T entries, as a `Scope`.
 
 Matrices here are ``[..., queries, keys]``, True where a query may attend, and broadcast: a dimension
 that does not matter has size 1. Positions of queries and keys are both counted from 0 (top left), as
@@ -34,17 +34,17 @@ def allowed(
     documents: Tensor | None = None,
     window: Window | None = None,
 ) -> Tensor | None:
-    """All masks together, or None where everything is allowed.
+    """Return the conjunction of all masks, or None if every key is allowed.
 
     Args:
-        queries, keys: how many there are.
-        device: where the matrix is made.
-        attn_mask: bool, True = attend, or a float bias, which forbids where `walls_of_bias` says so.
-        is_causal: keys up to the query's own position.
-        key_padding: ``[batch, keys]`` bool, True = a real token.
-        documents: ``[batch, tokens]`` ids; a token attends within its own document.
-        window: (left, right), how far a query sees on either side, -1 for no limit; a single number
-            stands for both.
+        queries, keys: Number of queries and of keys.
+        device: Device of the matrix.
+        attn_mask: bool, True = attend, or a float bias, which forbids keys as `walls_of_bias` says.
+        is_causal: Whether a query attends to keys up to its own position only.
+        key_padding: ``[batch, keys]`` bool, True = a valid token.
+        documents: ``[batch, tokens]`` ids. A token attends within its own document.
+        window: (left, right), the number of keys that a query sees on either side, -1 for no limit. A
+            single number stands for both.
     """
     parts = []
     if is_causal or window is not None:
@@ -69,7 +69,7 @@ def allowed(
 
 
 def sides(window: Window | None) -> tuple[int, int]:
-    """(left, right) of a window; -1 where there is no limit."""
+    """Return (left, right) of a window; -1 means no limit."""
     if window is None:
         return -1, -1
     return (window, window) if isinstance(window, int) else window
@@ -94,10 +94,10 @@ def walls_of_bias(bias: Tensor) -> Tensor:
 
 
 def row_offset(bias: Tensor, allowed: Tensor | None) -> Tensor:
-    """What may be taken from a whole row of a bias so that it is small, ``[..., queries, 1]``.
+    """Return what can be subtracted from each row of a bias to make it small, ``[..., queries, 1]``.
 
-    The largest bias that a row sees, where it is `FAR` from 0, else 0. Scores that are added to it, and
-    the logarithm of their number, would be lost in its rounding; softmax does not see it.
+    This is the largest bias that a row sees if it is `FAR` from 0, else 0. Scores added to a large bias
+    would be lost in its rounding. Softmax does not change if it is subtracted.
     """
     bias = bias.detach()
     largest = (bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)).amax(-1, True)
@@ -105,7 +105,7 @@ def row_offset(bias: Tensor, allowed: Tensor | None) -> Tensor:
 
 
 def without_offset(bias: Tensor, offset: Tensor) -> Tensor:
-    """A bias less the offset of its rows; keys that a row does not see never get a large one."""
+    """Return a bias minus the offset of its rows, at most 0 where an offset was subtracted."""
     return torch.where(offset == 0, bias, (bias - offset).clamp(max=0.0))
 
 
@@ -114,7 +114,7 @@ def _if_far(largest: Tensor) -> Tensor:
 
 
 def open_faces(allowed: Tensor, dim: int = -1) -> Tensor:
-    """True where something may flow between neighbours along dim: where both of them are allowed."""
+    """Return True where weight may flow between neighbours along dim: where both are allowed."""
     n = allowed.shape[dim]
     if n <= 1:  # the same for all positions, or there are none
         return allowed
@@ -122,9 +122,9 @@ def open_faces(allowed: Tensor, dim: int = -1) -> Tensor:
 
 
 def sees_no_future(allowed: Tensor | None) -> bool:
-    """Whether no query may attend to a later key, which makes attention causal however it was said.
+    """Return whether no query may attend to a later key, so that attention is causal.
 
-    Looks at the values, so it is not for compiled code.
+    This reads the values, so it is not for compiled code.
     """
     if allowed is None or allowed.shape[-1] == 1 or allowed.shape[-2] == 1:
         return False
@@ -133,27 +133,28 @@ def sees_no_future(allowed: Tensor | None) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """Who may attend to whom, without a matrix where there need not be one.
+    """Which keys a query may attend to, without a matrix where none is needed.
 
-    Row i may attend to key j if ``-left <= j - i <= right``, j is real, both are of one document, and
+    Row i may attend to key j if ``-left <= j - i <= right``, j is valid, both are in one document, and
     `mask` allows it.
 
     Attributes:
-        queries, keys: how many there are.
-        left, right: the band around the diagonal, None where it has no edge; they may be negative.
-        real: bool ``[batch or 1, heads or 1, 1, keys]``, or None if all keys are.
+        queries, keys: Number of queries and of keys.
+        left, right: Sides of the band around the diagonal, None for no limit. They may be negative.
+        valid_keys: bool ``[batch or 1, heads or 1, 1, keys]``, or None if all keys are valid.
         documents: ids ``[batch, tokens]``, or None.
-        mask: bool ``[batch or 1, heads or 1, queries or 1, keys or 1]``: what has no simpler form.
-        bias: finite floats of such a shape, added to the scores.
-        offset: ``[batch or 1, heads or 1, queries, 1]``, taken from the bias by `bias_tile`; None for
-            nothing. See `row_offset`.
+        mask: bool ``[batch or 1, heads or 1, queries or 1, keys or 1]``, or None: a mask without a
+            simpler form.
+        bias: Finite floats of such a shape, added to the scores, or None.
+        offset: ``[batch or 1, heads or 1, queries, 1]``, which `bias_tile` subtracts from the bias, or
+            None. See `row_offset`.
     """
 
     queries: int
     keys: int
     left: int | None = None
     right: int | None = None
-    real: Tensor | None = None
+    valid_keys: Tensor | None = None
     documents: Tensor | None = None
     mask: Tensor | None = None
     bias: Tensor | None = None
@@ -171,11 +172,11 @@ class Scope:
         documents: Tensor | None = None,
         window: Window | None = None,
     ) -> "Scope":
-        """The arguments of `allowed`, in their simplest form; attn_mask has four dimensions."""
+        """Return the scope of the arguments of `allowed`; attn_mask has four dimensions."""
         left, right = (side if side >= 0 else None for side in sides(window))
         if is_causal:
             right = 0
-        real, mask, bias, far = None, None, None, False
+        valid_keys, mask, bias, far = None, None, None, False
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             walls = walls_of_bias(attn_mask)
             bias = attn_mask.masked_fill(walls, 0.0)
@@ -184,49 +185,43 @@ class Scope:
                 some, far = torch.stack((walls.any(), (bias.abs() > FAR).any())).tolist()
             attn_mask = ~walls if some else None
         if attn_mask is not None:
-            real, triangle, mask = _simplest(attn_mask, queries, keys)
+            valid_keys, triangle, mask = _simplest(attn_mask, queries, keys)
             right = 0 if triangle else right
         if key_padding is not None:
             padding = key_padding[:, None, None, :]
-            real = padding if real is None else real & padding
+            valid_keys = padding if valid_keys is None else valid_keys & padding
         if left is not None and surely(left >= queries - 1):
             left = None
         if right is not None and surely(right >= keys - 1):
             right = None
-        scope = cls(queries, keys, left, right, real, documents, mask, bias)
+        scope = cls(queries, keys, left, right, valid_keys, documents, mask, bias)
         return scope._without_offset() if far else scope
 
     @property
     def banded(self) -> bool:
-        """Whether the walls of one row are elsewhere than those of the next."""
+        """Whether walls move with the row."""
         return self.left is not None or self.right is not None
 
-    @property
-    def just_causal(self) -> bool:
-        """Whether every one of as many queries as keys sees all keys up to its own, and no bias."""
-        free = self.real is None and self.documents is None and self.mask is None and self.bias is None
-        return free and self.left is None and self.right == 0 and self.queries == self.keys
-
     def narrowed(self, by: int) -> "Scope":
-        """Without the outermost keys of the band: by so many from every edge it has."""
+        """Return the scope without that many keys at each edge of the band."""
         left = None if self.left is None else self.left - by
         right = None if self.right is None else self.right - by
         return replace(self, left=left, right=right)
 
     def open_faces(self) -> Tensor | None:
-        """bool ``[batch or 1, heads or 1, 1, keys - 1]``: the walls that are the same for every row.
+        """Return bool ``[batch or 1, heads or 1, 1, keys - 1]``, False at walls that all rows share.
 
-        A row never attends to another document, so a wall where a document ends serves all rows.
+        A row never attends to another document, so a wall where a document ends is valid for all rows.
         """
         parts = []
-        if self.real is not None:
-            parts.append(self.real[..., 1:] & self.real[..., :-1])
+        if self.valid_keys is not None:
+            parts.append(self.valid_keys[..., 1:] & self.valid_keys[..., :-1])
         if self.documents is not None:
             parts.append((self.documents[:, 1:] == self.documents[:, :-1])[:, None, None, :])
         return parts[0] & parts[1] if len(parts) == 2 else parts[0] if parts else None
 
     def tile(self, rows: slice, columns: slice, device: torch.device) -> Tensor | None:
-        """bool ``[batch or 1, heads or 1, rows, columns]``, or None where everything is allowed."""
+        """Return bool ``[batch or 1, heads or 1, rows, columns]``, or None if every key is allowed."""
         parts = []
         (i, end_i), (j, end_j) = (rows.start, rows.stop), (columns.start, columns.stop)
         if (self.left is not None and j < end_i - 1 - self.left) or (
@@ -239,8 +234,8 @@ class Scope:
                 parts.append(ahead <= self.right)
             if self.left is not None:
                 parts.append(ahead >= -self.left)
-        if self.real is not None:
-            parts.append(self.real[..., columns])
+        if self.valid_keys is not None:
+            parts.append(self.valid_keys[..., columns])
         if self.documents is not None:
             own = self.documents[:, rows, None] == self.documents[:, None, columns]
             parts.append(own[:, None])
@@ -252,7 +247,7 @@ class Scope:
         return together
 
     def diagonals(self, first: int, width: int, device: torch.device) -> Tensor:
-        """bool ``[batch or 1, heads or 1, queries, width]``: may row i attend to key i + first + m?"""
+        """Return bool ``[..., queries, width]``, whether row i may attend to key i + first + m."""
         row = torch.arange(self.queries, device=device)[:, None]
         key = row + first + torch.arange(width, device=device)
         ok = (key >= 0) & (key < self.keys)
@@ -260,22 +255,22 @@ class Scope:
             ok = ok & (key - row <= self.right)
         if self.left is not None:
             ok = ok & (key - row >= -self.left)
-        if self.real is not None:
-            ok = ok & along(self.real, first, width, self.queries)[..., 0, :, :]
+        if self.valid_keys is not None:
+            ok = ok & along(self.valid_keys, first, width, self.queries)[..., 0, :, :]
         if self.documents is not None:
             ids = along(self.documents, first, width, self.queries)  # beyond the ends `ok` is False
             ok = ok & (ids == self.documents[:, :, None])[:, None]
         return ok
 
     def bias_tile(self, rows: slice, columns: slice) -> Tensor | None:
-        """What is added to the scores of those rows and keys, as `tile`; or None."""
+        """Return what is added to the scores of some rows and keys, shaped as `tile`; or None."""
         if self.bias is None:
             return None
         bias = part_of(self.bias, rows, columns)
         return bias if self.offset is None else without_offset(bias, self.offset[..., rows, :])
 
     def _without_offset(self) -> "Scope":
-        """The same softmax, with a bias that is small where a row sees the largest of it."""
+        """Return a scope with the same softmax whose bias is small."""
         assert self.bias is not None
         if self.banded or self.documents is not None or self.mask is not None:
             parts = [self._offset_of(slice(i, i + ROWS)) for i in range(0, self.queries, ROWS)]
@@ -283,7 +278,7 @@ class Scope:
             if self.bias.shape[-2] == 1 or offset.shape[:2] != self.bias.shape[:2]:
                 return replace(self, offset=offset)  # together they would be a larger tensor
         else:
-            offset = row_offset(self.bias, self.real)
+            offset = row_offset(self.bias, self.valid_keys)
         return replace(self, bias=without_offset(self.bias, offset))
 
     def _offset_of(self, rows: slice) -> Tensor:
@@ -296,7 +291,7 @@ class Scope:
         return offset.expand(*offset.shape[:-2], rows.stop - rows.start, 1)
 
     def bias_diagonals(self, first: int, width: int) -> Tensor | None:
-        """What is added to the score of row i and key i + first + m, as `diagonals`; or None."""
+        """Return what is added to the score of row i and key i + first + m; or None."""
         if self.bias is None:
             return None
         row = torch.arange(self.queries, device=self.bias.device)[:, None]
@@ -305,7 +300,7 @@ class Scope:
         return bias if self.offset is None else without_offset(bias, self.offset)
 
     def columns(self, rows: slice) -> slice:
-        """The keys that a band lets some of those rows attend to; possibly none."""
+        """Return the keys that the band allows for some of the rows; possibly none."""
         start, stop = 0, self.keys
         if self.left is not None:
             start = smaller(larger(rows.start - self.left, 0), self.keys)
@@ -314,7 +309,7 @@ class Scope:
         return slice(start, larger(start, stop))
 
     def document_ranges(self) -> tuple[Tensor, Tensor] | None:
-        """For every row the first key of its document, and one past the last, ``[batch, tokens]``."""
+        """Return the first key of each row's document, and one past the last, ``[batch, tokens]``."""
         if self.documents is None:
             return None
         ids, order = self.documents.sort(dim=-1, stable=True)
@@ -324,12 +319,12 @@ class Scope:
 
 
 def along(x: Tensor, first: int, width: int, rows: int) -> Tensor:
-    """x ``[..., keys]`` as ``[..., rows, width]``: (i, m) is x at i + first + m, 0 beyond its ends."""
-    return run_of(x, first, rows + width - 1, -1).unfold(-1, width, 1)
+    """Return x ``[..., keys]`` as ``[..., rows, width]``: x at i + first + m, 0 beyond its ends."""
+    return entries(x, first, rows + width - 1, -1).unfold(-1, width, 1)
 
 
-def run_of(x: Tensor, first: int, count: int, dim: int) -> Tensor:
-    """So many entries along dim (-1 or -2) from `first` on, 0 beyond the ends; these may be all."""
+def entries(x: Tensor, first: int, count: int, dim: int) -> Tensor:
+    """Return `count` entries along dim (-1 or -2) from `first` on, 0 beyond the ends."""
     before, size = smaller(larger(-first, 0), count), x.shape[dim]
     start = smaller(larger(first, 0), size)
     x = x.narrow(dim, start, smaller(size - start, count - before))
@@ -338,15 +333,15 @@ def run_of(x: Tensor, first: int, count: int, dim: int) -> Tensor:
 
 
 def part_of(x: Tensor, rows: slice, columns: slice) -> Tensor:
-    """The part of a matrix that may have size 1 where it does not matter."""
+    """Return a part of a matrix whose dimensions of size 1 stand for all rows or columns."""
     x = x if x.shape[-2] == 1 else x[..., rows, :]
     return x if x.shape[-1] == 1 else x[..., columns]
 
 
 def _simplest(mask: Tensor, queries: int, keys: int) -> tuple[Tensor | None, bool, Tensor | None]:
-    """A mask as (real keys, whether it is causal besides, what is left of it as a matrix).
+    """Return a mask as (valid keys, whether it is also causal, the mask if it has no such form).
 
-    Looks at the values, so compiled code takes a mask with rows as it is.
+    This reads the values, so compiled code takes a mask with rows as it is.
     """
     last = mask[..., -1:, :].expand(*mask.shape[:-2], 1, keys)
     if mask.shape[-2] == 1:

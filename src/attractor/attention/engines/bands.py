@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attractor.attention.lengths import first_of, surely, whole_blocks
-from attractor.attention.masks import run_of
+from attractor.attention.masks import entries
 from attractor.attention.precision import first_derivatives_only
 
 BLOCK = 32
@@ -98,7 +98,7 @@ def _beside(x: Tensor, first: int, width: int, block: int, rows: int) -> tuple[T
     whole = whole_blocks(rows, block)
     shift = 0 if first <= 0 <= first + width - 1 else first
     if shift or not surely(x.shape[-2] == whole):
-        x = run_of(x, shift, whole + width, -2)
+        x = entries(x, shift, whole + width, -2)
     return in_blocks(x, block), first - shift
 
 
@@ -183,7 +183,7 @@ def _second_factor(transposed: Tensor) -> Tensor:
 
 
 def products_by_band(rows: Tensor, keys: Tensor, before: int, after: int) -> Tensor:
-    """Return products of rows ``[..., blocks, block, dim]`` and keys, ``[..., blocks, block, width]``."""
+    """Return products of rows ``[..., blocks, block, dim]`` and keys, a band of these."""
     width, inner = before + after + 1, _inner_slabs(keys, before, after)
     if inner is None or rows.shape[:-1] != keys.shape[:-1]:
         slabs = _slabs(keys, rows.shape[-3], before, after)
@@ -290,7 +290,6 @@ def _transposed_band(band: Tensor, before: int, after: int) -> Tensor:
     wider = pad(band.flatten(-3, -2), (0, 0, after, before))
     shape = (*band.shape[:-3], band.shape[-3] * band.shape[-2], width)
     strides = (*wider.stride()[:-2], width, width - 1)
-    transposed = wider.as_strided(
-        shape, strides, width - 1
-    )  # not of a part: Inductor would copy that first
+    # Of all of the tensor: Inductor would copy a part of it first.
+    transposed = wider.as_strided(shape, strides, width - 1)
     return transposed.unflatten(-2, band.shape[-3:-1])

@@ -27,11 +27,11 @@ def dense(
     documents: Tensor | None = None,
     window: masks.Window | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output ``[*batch, heads, queries, value dim]`` and the map A(Nt) ``[..., queries, keys]``.
+    """Return the output ``[*batch, heads, queries, value dim]`` and the map A(Nt).
 
-    The arguments are those of `pde_attention`, which checks them. Key and value may have fewer heads than
-    query. In half precision the map is held and stepped in float32. A query that may attend to no key has
-    a row of zeros and zero output.
+    The arguments are those of `pde_attention`, which checks them. Key and value may have fewer heads
+    than query. In half precision the map is stored and stepped in float32. A query that may attend to
+    no key has a row of zeros and zero output.
     """
     if query.ndim > 2 and key.shape[-3] != query.shape[-3]:
         shared = query.shape[-3] // key.shape[-3]

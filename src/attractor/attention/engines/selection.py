@@ -65,7 +65,7 @@ def choose_square_causal(query: Tensor, value: Tensor, tokens: int) -> Operator:
 
 def choose_on_cuda(query: Tensor, key: Tensor, value: Tensor, scope: Scope) -> Operator:
     """Return what `choose` does on CUDA."""
-    if scope.mask is not None or scope.bias is not None or scope.real is not None:
+    if scope.mask is not None or scope.bias is not None or scope.valid_keys is not None:
         return PLAIN
     if not query.shape[0] * query.shape[1]:
         return PLAIN
@@ -174,15 +174,15 @@ def _corner(scope: Scope) -> Strip:
     columns = scope.columns(rows)
     bias = scope.bias_tile(rows, columns)
     causal = scope.right is not None
-    if scope.real is None or rows.start == rows.stop or columns.stop == 0:
+    if scope.valid_keys is None or rows.start == rows.stop or columns.stop == 0:
         return Strip(rows, columns, causal, None, bias)
-    real = scope.real[..., columns]
+    valid = scope.valid_keys[..., columns]
     if not causal:
-        return Strip(rows, columns, False, real, bias, ~real.any(-1))
-    so_far = real.long().cumsum(-1)[..., 0, :] > 0  # row i has a key if there is a real one up to i
+        return Strip(rows, columns, False, valid, bias, ~valid.any(-1))
+    so_far = valid.long().cumsum(-1)[..., 0, :] > 0  # row i has a key if there is a valid one up to i
     beyond = (rows.stop - rows.start) - so_far.shape[-1]
     so_far = torch.cat((so_far, so_far[..., -1:].expand(*so_far.shape[:-1], beyond)), -1)
-    return Strip(rows, columns, True, real, bias, ~so_far)
+    return Strip(rows, columns, True, valid, bias, ~so_far)
 
 
 def _band(scope: Scope) -> Strip | None:

@@ -104,23 +104,25 @@ def without_walls(
 def softmax_attention(query: Tensor, key: Tensor, value: Tensor, scope: Scope, scale: float) -> Tensor:
     """Return ordinary attention within a scope, zeros for rows that may attend to no key."""
     if scope.right == 0 and scope.left is None:
-        plain = scope.real is None and scope.documents is None and scope.mask is None
+        plain = scope.valid_keys is None and scope.documents is None and scope.mask is None
         if plain and scope.bias is None:
             return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     if scope.documents is not None or scope.banded or scope.mask is not None:
         out, _ = softmax.split_softmax(query, key, value, [], scope, scale)
         return _all_rows(out, scope).to(value.dtype)
-    bias, real = scope.bias, scope.real
+    bias, valid = scope.bias, scope.valid_keys
     if bias is not None and bias.dtype != query.dtype:
         # What is rounded is the distance from the largest, which is small where weights are large.
-        seen = bias if real is None else bias.masked_fill(~real, -torch.inf)
+        seen = bias if valid is None else bias.masked_fill(~valid, -torch.inf)
         largest = seen.amax(-1, keepdim=True)
         bias = (bias - largest.masked_fill(largest == -torch.inf, 0.0)).clamp(max=0.0)
-    if real is None:
+    if valid is None:
         mask = None if bias is None else bias.to(query.dtype)
         return scaled_dot_product_attention(query, key, value, mask, scale=scale)
-    some = real.any(-1, keepdim=True)  # operators differ on rows without keys: let them attend, then not
-    mask = real | ~some
+    some = valid.any(
+        -1, keepdim=True
+    )  # operators differ on rows without keys: let them attend, then not
+    mask = valid | ~some
     if bias is not None:
         mask = torch.where(mask, bias.to(query.dtype), -torch.inf)
     return scaled_dot_product_attention(query, key, value, mask, scale=scale).masked_fill(~some, 0.0)
