@@ -1,4 +1,4 @@
-"""How an attention map moves in pseudo-time, one PDE a file.
+"""How an attention map moves in pseudo-time, one PDE per file.
 
 A PDE is a small frozen dataclass with five members: `linear` (a step is a matrix, so that the values
 can be stepped instead of the map), `reach` (how many neighbours away a step looks), ``max_dt(axis)``,
@@ -77,7 +77,7 @@ BY_NAME: dict[str, type[Any]] = {
 
 
 def get_pde(name: str) -> type[Any]:
-    """The class of that name, such as ``"diffusion"``."""
+    """Return the PDE class of that name, such as ``"diffusion"``."""
     if not isinstance(name, str) or name not in BY_NAME:
         hint = nearest(name, list(BY_NAME))
         raise ValueError(f"no PDE is called {name!r}; there are {', '.join(BY_NAME)}{hint}")

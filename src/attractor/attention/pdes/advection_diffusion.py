@@ -41,17 +41,17 @@ class AdvectionDiffusion:
     __eq__ = same
 
     def max_dt(self, axis: str = "key") -> float:
-        """The largest stable step, ``min(1 / (2 alpha), 2 alpha / beta²)``; half of it on both axes."""
+        """Return the largest stable step, ``min(1 / (2 alpha), 2 alpha / beta²)``; half on both axes."""
         limits = [min(over(1, 2 * a), over(2 * a, b * b)) for a, b in each_head(self.alpha, self.beta)]
         return min(limits) / dimensions(axis)
 
     def check(self, dt: float, axis: str = "key") -> None:
-        """Raises if dt is unstable."""
+        """Raise if dt is unstable."""
         formula = "min(1 / (2 alpha), 2 alpha / beta²)"
         check_dt(self, dt, axis, f"{formula} / 2" if axis == "both" else formula)
 
     def interval(self, name: str, dt: float, axis: str = "key") -> tuple[float | Tensor, float | Tensor]:
-        """The lowest and the highest value of a coefficient for such steps: what `LearnedPDE` keeps to.
+        """Return the lowest and the highest value of a coefficient for steps of size dt.
 
         For beta it is where A stays non-negative, which is less than what is stable without walls.
         """
@@ -63,6 +63,6 @@ class AdvectionDiffusion:
     def step(
         self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float
     ) -> tuple[Tensor, Tensor | None]:
-        """u after one step."""
+        """Return u after one step, and the velocity as it is."""
         spread = plus(u, dt * self.alpha, line.laplacian(u))
         return plus(spread, dt * self.beta, line.gradient(u)), velocity

@@ -36,20 +36,20 @@ class Diffusion:
     __eq__ = same
 
     def max_dt(self, axis: str = "key") -> float:
-        """The largest stable step, ``1 / (2 alpha)``; half of it on both axes."""
+        """Return the largest stable step size, ``1 / (2 alpha)``; half of it on both axes."""
         return min(over(1, 2 * alpha) for (alpha,) in each_head(self.alpha)) / dimensions(axis)
 
     def check(self, dt: float, axis: str = "key") -> None:
-        """Raises if dt is unstable."""
+        """Raise if dt is unstable."""
         check_dt(self, dt, axis, "1 / (4 alpha)" if axis == "both" else "1 / (2 alpha)")
 
     def interval(self, name: str, dt: float, axis: str = "key") -> tuple[float | Tensor, float | Tensor]:
-        """The lowest and the highest alpha that is stable for such steps: what `LearnedPDE` keeps to."""
+        """Return the lowest and the highest alpha that is stable for steps of size dt."""
         check_step_size(dt)
         return 0.0, 0.5 / (dt * dimensions(axis))
 
     def step(
         self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float
     ) -> tuple[Tensor, Tensor | None]:
-        """u after one step."""
+        """Return u after one step, and the velocity as it is."""
         return plus(u, dt * self.alpha, line.laplacian(u)), velocity

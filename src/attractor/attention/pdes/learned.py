@@ -15,7 +15,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class LearnedPDE(nn.Module):
-    """A PDE whose coefficients are parameters; calling it returns the PDE they make now.
+    """A PDE whose coefficients are parameters; calling it returns the PDE with their current values.
 
     Each coefficient is a logistic function of its parameter, onto the interval where the PDE is stable
     for steps of size dt. So no optimiser can make training blow up, coefficients near zero move in
@@ -29,11 +29,11 @@ class LearnedPDE(nn.Module):
     optimiser groups that leave them alone, as do all optimisers that this library makes.
 
     Args:
-        pde: where it starts, exactly: an equation, with numbers or with a tensor of one for each head,
-            or a name such as ``"diffusion"`` for that equation's own numbers.
-        heads: a coefficient for each head; None: one for all.
-        dt: the step that must be stable.
-        axis: along which steps are taken.
+        pde: The initial equation, whose coefficients are numbers or tensors with one number per head, or
+            a name such as ``"diffusion"`` for an equation with its default numbers.
+        heads: Number of heads with a coefficient each. None: one coefficient for all heads.
+        dt: Step size for which the equation must be stable.
+        axis: Axis along which steps are taken.
 
     A PDE of one's own can be learnt if it is a frozen dataclass and has a method ``interval(name, dt,
     axis)`` that returns the lowest and the highest stable value of that field; it may use the fields
@@ -86,14 +86,14 @@ class LearnedPDE(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Back to the start; also what gives a module made on the meta device its values."""
+        """Reset the parameters to their initial values."""
         with torch.no_grad():
             for name, logits in self.start.items():
                 parameter = getattr(self, f"{name}_logit")
                 parameter.copy_(torch.tensor(logits, dtype=torch.float64, device="cpu"))
 
     def forward(self) -> Any:
-        """The PDE, with coefficients ``[heads, 1, 1]`` or, if heads is None, ``[1, 1, 1]``."""
+        """Return the PDE, with coefficients ``[heads, 1, 1]`` or, if heads is None, ``[1, 1, 1]``."""
         logits = {name: getattr(self, f"{name}_logit")[:, None, None] for name in self.signed}
         values = {**self.options, **logits}
         for name, signed in self.signed.items():
@@ -114,13 +114,13 @@ class LearnedPDE(nn.Module):
         return super()._apply(keep, recurse)
 
     def extra_repr(self) -> str:
-        """The equation, and what is learnt of it."""
+        """Return the equation and its learnt coefficients, for ``repr``."""
         heads = len(getattr(self, f"{next(iter(self.signed))}_logit"))
         return f"{self.kind.__name__}, {', '.join(self.signed)}, heads={heads}, dt={self.dt:g}"
 
 
 def _coefficients(pde: Any) -> list[str]:
-    """The fields that are numbers, or tensors."""
+    """Return the names of the fields that are numbers or tensors."""
     if isinstance(pde, type) or not hasattr(pde, "step"):
         raise ValueError(f"pde {pde!r} is not an equation; give one such as pdes.Diffusion(alpha=0.1)")
     kind = type(pde).__name__
@@ -141,7 +141,7 @@ def _coefficients(pde: Any) -> list[str]:
 
 
 def _each(pde: Any, name: str, heads: int | None) -> Tensor:
-    """A coefficient's start ``[heads or 1, 1, 1]``."""
+    """Return the initial value of a coefficient, ``[heads or 1, 1, 1]``."""
     value = torch.as_tensor(getattr(pde, name), dtype=torch.float64, device="cpu").detach()
     if value.numel() not in (1, heads or 1):
         raise ValueError(

@@ -22,14 +22,14 @@ from attractor.core.checks import check_beside, check_tensor
 
 
 class Neighbourhood(Protocol):
-    """What a PDE needs to know of space: a `Line`, or a `Plane` of two."""
+    """The space in which a PDE acts: a `Line`, or a `Plane` of two lines."""
 
     def laplacian(self, u: Tensor) -> Tensor:
-        """The discrete second derivative, of u's shape."""
+        """Return the discrete second derivative, of u's shape."""
         ...
 
     def gradient(self, u: Tensor) -> Tensor:
-        """The discrete first derivative in flux form, of u's shape."""
+        """Return the discrete first derivative in flux form, of u's shape."""
         ...
 
 
@@ -57,12 +57,12 @@ class Line:
         return replace(self, transposed=not self.transposed)
 
     def laplacian(self, u: Tensor) -> Tensor:
-        """``u_{j+1} - 2 u_j + u_{j-1}``, with no flux through walls."""
+        """Return ``u_{j+1} - 2 u_j + u_{j-1}``, with no flux through walls."""
         self._check(u)
         return self._divergence(self._through(self._difference(u)))
 
     def gradient(self, u: Tensor) -> Tensor:
-        """``(u_{j+1} - u_{j-1}) / 2`` as the difference of face fluxes ``(u_j + u_{j+1}) / 2``."""
+        """Return ``(u_{j+1} - u_{j-1}) / 2``, the difference of face fluxes ``(u_j + u_{j+1}) / 2``."""
         self._check(u)
         if self.transposed:
             flux = self._through(self._difference(u))
@@ -114,15 +114,15 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class Plane:
-    """Keys and queries at once: derivatives are summed."""
+    """Keys and queries together: derivatives along both are summed."""
 
     keys: Line
     queries: Line
 
     def laplacian(self, u: Tensor) -> Tensor:
-        """The sum of the two Laplacians."""
+        """Return the sum of the two Laplacians."""
         return self.keys.laplacian(u) + self.queries.laplacian(u)
 
     def gradient(self, u: Tensor) -> Tensor:
-        """The sum of the two gradients."""
+        """Return the sum of the two gradients."""
         return self.keys.gradient(u) + self.queries.gradient(u)

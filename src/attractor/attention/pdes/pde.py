@@ -1,4 +1,4 @@
-"""What every PDE offers, the loop that steps it, and the check of its step."""
+"""The protocol of a PDE, the loop over its steps, and checks of its coefficients and step size."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ class PDE(Protocol):
 
     @property
     def linear(self) -> bool:
-        """Whether a step is a matrix applied to the map: then the values can be stepped instead.
+        """Whether a step is a matrix applied to the map, so that the values can be stepped instead.
 
         Such a matrix must be a polynomial in one sum of `laplacian` and `gradient`, so that `evolve`
         over ``line.adjoint`` is its transpose.
@@ -29,29 +29,29 @@ class PDE(Protocol):
 
     @property
     def reach(self) -> int:
-        """How many neighbours away a step looks: 1 for a `laplacian`, 2 for the laplacian of one."""
+        """Number of neighbours on either side that a step uses: 1 for a `laplacian`, 2 for two."""
         ...
 
     def max_dt(self, axis: str = "key") -> float:
-        """The largest stable step."""
+        """Return the largest stable step size."""
         ...
 
     def check(self, dt: float, axis: str = "key") -> None:
-        """Raises a ValueError if a step of that size is unstable."""
+        """Raise a ValueError if a step of that size is unstable."""
         ...
 
     def step(
         self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float
     ) -> tuple[Tensor, Tensor | None]:
-        """u and its velocity after one step; PDEs of first order in time pass the velocity on."""
+        """Return u and its velocity after one step; PDEs of first order in time pass the velocity on."""
         ...
 
 
 def evolve(pde: PDE, u: Tensor, line: Neighbourhood, steps: int, dt: float) -> Tensor:
-    """The map u after that many steps, starting at rest.
+    """Return the map u after that many steps, starting at rest.
 
     A PDE may have a method ``start(u, time)``, which changes the map entry by entry before the first
-    step; time is the whole pseudo-time to come.
+    step; `time` is the pseudo-time of all steps.
     """
     if steps and hasattr(pde, "start"):
         u = pde.start(u, steps * dt)
@@ -59,7 +59,7 @@ def evolve(pde: PDE, u: Tensor, line: Neighbourhood, steps: int, dt: float) -> T
 
 
 def take_steps(pde: PDE, u: Tensor, line: Neighbourhood, steps: int, dt: float) -> Tensor:
-    """The map, or the values, after that many steps, without what comes before the first."""
+    """Return a map or values after that many steps, without the PDE's ``start``."""
     check_tensor("u", u, "[..., positions]")
     if isinstance(pde, type) or not hasattr(pde, "step"):
         raise ValueError(f"pde {pde!r} is not an equation; give one such as pdes.Diffusion(alpha=0.1)")
@@ -72,7 +72,7 @@ def take_steps(pde: PDE, u: Tensor, line: Neighbourhood, steps: int, dt: float) 
 
 
 def plus(u: Tensor, factor: float | Tensor, change: Tensor) -> Tensor:
-    """``u + factor * change``, in one pass over memory."""
+    """Return ``u + factor * change``, in one pass over memory."""
     if not torch.compiler.is_compiling():
         check_factor(u, factor, change)
     if isinstance(factor, Tensor):
@@ -81,7 +81,7 @@ def plus(u: Tensor, factor: float | Tensor, change: Tensor) -> Tensor:
 
 
 def check_factor(u: Tensor, factor: float | Tensor, change: Tensor) -> None:
-    """Raise unless ``u + factor * change`` can be computed; u may grow heads that the others have."""
+    """Raise unless ``u + factor * change`` can be computed; u may broadcast to the others' heads."""
     check_tensor("u", u, "[..., positions]")
     check_beside("velocity", change, "u", u)
     for name, shape in (("a velocity", change.shape), ("coefficients", getattr(factor, "shape", ()))):
@@ -98,14 +98,14 @@ def check_factor(u: Tensor, factor: float | Tensor, change: Tensor) -> None:
 
 
 def dimensions(axis: str) -> int:
-    """How many dimensions an axis has: both is two."""
+    """Return the number of dimensions of an axis: 2 for "both"."""
     if axis not in AXES:
         raise ValueError(f"axis {axis!r} is not one of {', '.join(AXES)}")
     return 2 if axis == "both" else 1
 
 
 def each_head(*coefficients: float | Tensor) -> list[tuple[float, ...]]:
-    """The coefficients' numbers, head by head."""
+    """Return the values of the coefficients, one tuple per head."""
     if not any(isinstance(c, Tensor) for c in coefficients):
         return [tuple(float(c) for c in coefficients)]
     tensors = [torch.as_tensor(c).detach().cpu().double() for c in coefficients]
@@ -113,12 +113,12 @@ def each_head(*coefficients: float | Tensor) -> list[tuple[float, ...]]:
 
 
 def over(a: float, b: float) -> float:
-    """a / b for numbers that are not negative; nothing limits a step whose limit is a / 0."""
+    """Return a / b of non-negative numbers, infinity for b = 0: the limit of a step without a limit."""
     return a / b if b > 0 else math.inf
 
 
 def check_dt(pde: Any, dt: float, axis: str, formula: str) -> None:
-    """Raises if dt is above the limit. Not for tensors: learnt ones are stable by construction."""
+    """Raise if dt is above the limit. Tensors are not checked; learnt ones are always stable."""
     if any(isinstance(getattr(pde, field.name), Tensor) for field in fields(pde)):
         return
     check_number("dt", dt)
@@ -143,7 +143,7 @@ def check_step_size(dt: Any) -> None:
 
 
 def check_coefficient(pde: Any, name: str, signed: bool = False) -> None:
-    """Raises if a coefficient given as a number is not one."""
+    """Raise if a coefficient is neither a tensor nor an allowed number."""
     value = getattr(pde, name)
     if isinstance(value, Tensor):
         return
@@ -173,7 +173,7 @@ def check_heads(pde: Any, shape: Sequence[int]) -> None:
 
 
 def with_coefficients(pde: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The equation with each of its coefficients that is a tensor changed; as it is if none is."""
+    """Return the equation with a function applied to each coefficient that is a tensor."""
     changed = {}
     for field in fields(pde) if is_dataclass(pde) else ():
         given = getattr(pde, field.name)
@@ -184,7 +184,7 @@ def with_coefficients(pde: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def for_maps(pde: Any, shape: Sequence[int]) -> Any:
-    """The equation with coefficients of no more dimensions than maps have.
+    """Return the equation with coefficients of no more dimensions than maps have.
 
     Args:
         pde: the equation; its coefficients suit `shape`, as `check_heads` says.
@@ -195,7 +195,7 @@ def for_maps(pde: Any, shape: Sequence[int]) -> Any:
 
 
 def for_heads(pde: Any, shape: Sequence[int]) -> Any:
-    """The equation for maps ``[batch, heads, queries, keys]``, to which engines flatten all others.
+    """Return the equation for maps ``[batch, heads, queries, keys]``, to which engines flatten others.
 
     Args:
         pde, shape: as in `for_maps`, of the maps before they are flattened.
@@ -209,7 +209,7 @@ def for_heads(pde: Any, shape: Sequence[int]) -> Any:
 
 
 def same(pde: Any, other: Any) -> bool:
-    """Equality of PDEs: equal numbers, and the very same tensors."""
+    """Return whether two PDEs are equal: equal numbers, and identical tensors."""
     if type(pde) is not type(other):
         return False
     pairs = [(getattr(pde, field.name), getattr(other, field.name)) for field in fields(pde)]

@@ -45,7 +45,7 @@ class ReactionDiffusion:
     __eq__ = same
 
     def max_dt(self, axis: str = "key") -> float:
-        """The largest stable step, ``1 / (2 alpha + |beta|)``; split, ``1 / (2 alpha)``.
+        """Return the largest stable step size, ``1 / (2 alpha + |beta|)``; split, ``1 / (2 alpha)``.
 
         On both axes alpha counts twice.
         """
@@ -53,12 +53,12 @@ class ReactionDiffusion:
         return min(over(1, 2 * d * a + reacts * abs(b)) for a, b in each_head(self.alpha, self.beta))
 
     def check(self, dt: float, axis: str = "key") -> None:
-        """Raises if dt is unstable."""
+        """Raise if dt is unstable."""
         spread = "4 alpha" if axis == "both" else "2 alpha"
         check_dt(self, dt, axis, f"1 / ({spread})" if self.split else f"1 / ({spread} + |beta|)")
 
     def interval(self, name: str, dt: float, axis: str = "key") -> tuple[float | Tensor, float | Tensor]:
-        """The lowest and the highest value of a coefficient for such steps: what `LearnedPDE` keeps to.
+        """Return the lowest and the highest value of a coefficient for steps of size dt.
 
         Split, any beta is stable; it may grow e-fold in a step.
         """
@@ -72,7 +72,7 @@ class ReactionDiffusion:
         return -most, most
 
     def start(self, u: Tensor, time: float) -> Tensor:
-        """u before its first step: split, the reaction over all of the pseudo-time."""
+        """Return u before its first step: if split, after the reaction over the whole pseudo-time."""
         if not self.split:
             return u
         check_tensor("u", u, "[..., positions]")
@@ -91,7 +91,7 @@ class ReactionDiffusion:
     def step(
         self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float
     ) -> tuple[Tensor, Tensor | None]:
-        """u after one step."""
+        """Return u after one step, and the velocity as it is."""
         if self.split:
             return plus(u, dt * self.alpha, line.laplacian(u)), velocity
         spread = plus(u, dt * self.alpha, line.laplacian(u))
@@ -99,6 +99,6 @@ class ReactionDiffusion:
 
 
 def logistic(u: Tensor, time: float | Tensor) -> Tensor:
-    """The solution of ``du/dt = u (1 - u)`` after that time, for u in [0, 1]."""
+    """Return the solution of ``du/dt = u (1 - u)`` after that time, for u in [0, 1]."""
     functions: Any = torch if isinstance(time, Tensor) else math
     return u * functions.exp(time) / (1 + u * functions.expm1(time))

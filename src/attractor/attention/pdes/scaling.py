@@ -13,26 +13,29 @@ POWERS = {"alpha": -2.0, "beta": -2.0}
 def for_length(
     pde: str | PDE, tokens: int, *, reference: int = 512, dt: float = 1.0, gamma: float = 0.0
 ) -> tuple[Any, float]:
-    """A PDE that suits texts of `reference` tokens, made to suit texts of `tokens`, and its step.
+    """Return a PDE for texts of `tokens` tokens, given one for texts of `reference`, and its step size.
 
     alpha and beta are multiplied by ``(reference / tokens) ** 2``, dt by ``reference / tokens``, a
     wave's c by ``(tokens / reference) ** gamma``.
 
-    What that means: in a fixed number of steps a peak spreads over ``sqrt(2 alpha steps dt)`` tokens
+    Consequence: in a fixed number of steps a peak spreads over ``sqrt(2 alpha steps dt)`` tokens
     (a wave: ``c steps dt``), so this width shrinks like ``T ** -1.5`` (a wave: like ``T ** (gamma -
     1)``), both in tokens and against the length of the text. Long texts are left almost as softmax
     made them; for the same width at every length, keep alpha and dt as they are. A wave with gamma up
     to 1 stays within its limit if it is within it at `reference`.
 
     Args:
-        pde: an equation with numbers for coefficients, or the name of one.
-        tokens: the length it is for.
-        reference: the length at which `pde` and `dt` are right as they are.
-        dt: the step there.
-        gamma: how a wave's speed grows with length.
+        pde: An equation whose coefficients are numbers, or the name of one.
+        tokens: Number of tokens that the result is for.
+        reference: Number of tokens that `pde` and `dt` are for.
+        dt: Step size at `reference` tokens.
+        gamma: Power of the length with which a wave's speed grows.
 
     Returns:
-        the PDE and its dt. Raises if they are not stable.
+        The PDE and its step size.
+
+    Raises:
+        ValueError: They are not stable, or the paper has no rule for a coefficient.
 
     >>> for_length("diffusion", 1024, reference=512)
     (Diffusion(alpha=0.025), 0.5)

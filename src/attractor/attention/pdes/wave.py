@@ -38,22 +38,22 @@ class Wave:
     __eq__ = same
 
     def max_dt(self, axis: str = "key") -> float:
-        """The largest stable step, ``1 / c``; 1 / sqrt 2 of it on both axes."""
+        """Return the largest stable step size, ``1 / c``; 1 / sqrt 2 of it on both axes."""
         return min(over(1, abs(c)) for (c,) in each_head(self.c)) / dimensions(axis) ** 0.5
 
     def check(self, dt: float, axis: str = "key") -> None:
-        """Raises if dt is unstable."""
+        """Raise if dt is unstable."""
         check_dt(self, dt, axis, "1 / (c sqrt 2)" if axis == "both" else "1 / c")
 
     def interval(self, name: str, dt: float, axis: str = "key") -> tuple[float | Tensor, float | Tensor]:
-        """The lowest and the highest c that is stable for such steps: what `LearnedPDE` keeps to."""
+        """Return the lowest and the highest c that is stable for steps of size dt."""
         check_step_size(dt)
         return 0.0, 1 / (dt * dimensions(axis) ** 0.5)
 
     def step(
         self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float
     ) -> tuple[Tensor, Tensor | None]:
-        """u and its velocity after one step."""
+        """Return u and its velocity after one step."""
         speed = dt * self.c**2
         force = line.laplacian(u)
         if not torch.compiler.is_compiling():
