@@ -52,6 +52,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("pde", ["diffusion", "wave", "reaction_diffusion"])
 @pytest.mark.parametrize("method", ["auto", "dense", "stepped", "tiled", "fused"])
 @pytest.mark.parametrize("name", CALLS)
