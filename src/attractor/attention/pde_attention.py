@@ -143,14 +143,14 @@ def run(call: Call, plan: Plan) -> Tensor:
     if plan.method == "dense":
         return _dense(call)[0]
     query, key, value, scale, evolution = call.flattened()
-    if plan.operator is not None:
+    if plan.method == "fused":
+        output = kernels.attend(
+            query, key, value, call.is_causal, scale, evolution, plan.documents, plan.operator
+        )
+    elif plan.operator is not None:
         dtype = torch.promote_types(query.dtype, torch.float32)
         stencil = Stencil.of(evolution, dtype, query.device)
         output = boundary.causal(query, key, value, stencil, plan.operator, scale)
-    elif plan.method == "fused":
-        output = kernels.attend(
-            query, key, value, call.is_causal, scale, evolution, documents=plan.documents
-        )
     else:
         scope = call.scope() if plan.scope is None else plan.scope
         where = query, key, value, scope, scale, evolution

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from attractor.attention import kernels
-from attractor.attention.call import Call
+from attractor.attention.call import Call, four_dimensions
 from attractor.attention.engines.backends import CPU_CAUSAL, Operator
 from attractor.attention.engines.bands import BLOCK
 from attractor.attention.engines.boundary import bands_of
@@ -44,7 +45,7 @@ class Plan:
         rejected: Why other engines cannot compute the call, by name, as far as that was looked at.
         scope: Which keys a query may attend to, if the choice depended on it.
         documents: Packed documents as the kernels take them, or None.
-        operator: The operator for the far keys of a causal call, if `boundary.causal` computes it.
+        operator: The operator for the far keys of a causal call without other masks, or None.
     """
 
     method: str
@@ -137,17 +138,23 @@ def _fused(call: Call, documents: Any) -> Plan:
     name = type(call.pde).__name__
     known = name if call.documents is None else f"{name} within documents"
     reason = "asked for" if call.method == "fused" else f"there are kernels for {known}"
-    backend, walls = "Triton kernels", "none: no wall moves with the row"
+    backend, walls, operator = "Triton kernels", "none: no wall moves with the row", None
     if call.evolution.linear:
-        far = max(call.query.shape[-2] - call.evolution.reach, 1)
+        far = call.query.shape[-2] - call.evolution.reach
         backend = "scaled_dot_product_attention"
         if documents is not None:
             backend = documents.operator.name
-        elif call.is_causal:
-            backend = choose_square_causal(call.query, call.value, far).name
+        elif call.is_causal and far > 0:
+            operator = choose_square_causal(_query(call), call.value, far)
+            backend = operator.name
     if call.is_causal:
-        walls = "the last keys of a row, by Triton kernels"
-    return Plan("fused", reason, backend, walls, {}, None, documents)
+        walls = "the last keys of a row take the steps, by Triton kernels"
+    return Plan("fused", reason, backend, walls, {}, None, documents, operator)
+
+
+def _query(call: Call) -> Tensor:
+    """Return the query as ``[batch, heads, tokens, dim]``, whose shape decides on an operator."""
+    return four_dimensions(call.query, call.query, call.query)[0]
 
 
 def _stepped(call: Call, reason: str, rejected: Mapping[str, str], scope: Scope | None) -> Plan:
@@ -161,7 +168,7 @@ def _stepped(call: Call, reason: str, rejected: Mapping[str, str], scope: Scope 
         if exported or tokens >= 2 * max(BLOCK, 2 * reach):
             operator = CPU_CAUSAL
             if call.query.device.type != "cpu":
-                operator = choose_square_causal(call.query, call.value, tokens - reach)
+                operator = choose_square_causal(_query(call), call.value, tokens - reach)
             if operator.strip is not None:
                 walls = f"the last {reach} keys of a row take the steps, as one function"
                 return Plan("stepped", reason, operator.name, walls, rejected, operator=operator)
@@ -173,9 +180,9 @@ def _stepped(call: Call, reason: str, rejected: Mapping[str, str], scope: Scope 
         shared = scope.documents is None and not scope.banded
         backend = "scaled_dot_product_attention"
         if not shared:
-            backend = choose(call.query, call.key, call.value, scope).name
+            backend = choose(_query(call), call.key, call.value, scope).name
         return Plan("stepped", reason, backend, rejected=rejected, scope=scope)
-    backend = choose(call.query, call.key, call.value, scope.narrowed(reach)).name
+    backend = choose(_query(call), call.key, call.value, scope.narrowed(reach)).name
     walls = f"the {' and '.join(str(band.width) for band in near)} keys near a wall take the steps"
     return Plan("stepped", reason, backend, walls, rejected, scope)
 

@@ -23,6 +23,7 @@ from attractor.attention.pdes import ReactionDiffusion
 from attractor.attention.pdes.evolution import Evolution
 
 if TYPE_CHECKING:
+    from attractor.attention.engines.backends import Operator
     from attractor.attention.kernels.near import Packed
 
 REACH = 8  # the furthest that kernels look: their sums over neighbours are unrolled
@@ -94,6 +95,7 @@ def attend(
     scale: float,
     evolution: Evolution,
     documents: "Packed | None" = None,
+    operator: "Operator | None" = None,
 ) -> Tensor:
     """Return the output ``[batch, heads, queries, value dim]`` of a PDE on the key axis.
 
@@ -103,6 +105,7 @@ def attend(
         query, key, value: ``[batch, heads, tokens, dim]``, with equal numbers of heads, and of tokens if
             causal.
         documents: Documents that `packed` has returned.
+        operator: For the far keys of a causal call without documents. None: it is chosen later.
     """
     from attractor.attention.kernels import near, reaction, values
 
@@ -113,7 +116,7 @@ def attend(
         )
     taps = values.taps(pde, steps, dt, value)
     if is_causal:
-        return near.causal(query, key, value, taps, scale, documents)
+        return near.causal(query, key, value, taps, scale, documents, operator)
     return scaled_dot_product_attention(query, key, values.step(value, taps, None), scale=scale)
 
 

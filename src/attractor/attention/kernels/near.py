@@ -69,16 +69,24 @@ def packed(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, reach: 
 
 
 def causal(
-    query: Tensor, key: Tensor, value: Tensor, taps: Tensor, scale: float, within: Packed | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    taps: Tensor,
+    scale: float,
+    within: Packed | None = None,
+    operator: Operator | None = None,
 ) -> Tensor:
-    """The output ``[batch, heads, tokens, value dim]``, for any number of tokens.
+    """Return the output ``[batch, heads, tokens, value dim]``, for any number of tokens.
 
     Args:
-        query, key, value: ``[batch, heads, tokens, dim]``, as many heads and tokens each.
-        taps: of the PDE and its steps, as `values.taps` makes them.
-        within: documents that do not see each other, made by `packed` for tensors like these.
+        query, key, value: ``[batch, heads, tokens, dim]``, with equal numbers of heads and tokens.
+        taps: Of the PDE and its steps, as `values.taps` returns them.
+        within: Documents that do not see each other, which `packed` has returned for such tensors.
+        operator: Computes the softmax over the far keys, a square causal problem, unless there are
+            documents. None: it is chosen here.
     """
-    return _Causal.apply(query, key, value, taps, scale, within)
+    return _Causal.apply(query, key, value, taps, scale, within, operator)
 
 
 class _Causal(torch.autograd.Function):
@@ -91,11 +99,12 @@ class _Causal(torch.autograd.Function):
         taps: Tensor,
         scale: float,
         within: Packed | None,
+        operator: Operator | None,
     ) -> Tensor:
         query, key, value = by_rows(query), by_rows(key), by_rows(value)
         stepped = step(value, taps, None if within is None else within.open)
-        out, lse = forward(query, key, value, stepped, taps, scale, within)
-        ctx.scale, ctx.within = scale, within
+        out, lse = forward(query, key, value, stepped, taps, scale, within, operator)
+        ctx.scale, ctx.within, ctx.operator = scale, within, operator
         ctx.save_for_backward(query, key, value, stepped, taps, out, lse)
         return out
 
@@ -104,12 +113,13 @@ class _Causal(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         query, key, value, stepped, taps, out, lse = ctx.saved_tensors
         given = by_rows(grad), query, key, value, stepped, taps, out, lse
-        return *backward(*given, ctx.scale, ctx.needs_input_grad[3], ctx.within), None, None
+        grads = backward(*given, ctx.scale, ctx.needs_input_grad[3], ctx.within, ctx.operator)
+        return *grads, None, None, None
 
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, stepped: Tensor, taps: Tensor, scale: float,
-    within: Packed | None = None,
+    within: Packed | None = None, operator: Operator | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Outputs and their log-sum-exp ``[batch, heads, tokens]``; every row of the given in one piece.
 
@@ -117,17 +127,18 @@ def forward(
         stepped: value after all steps; of more tokens after these ones it may be a part.
     """
     open = None if within is None else within.open
-    far, far_lse = _attend_far(query, key, stepped, taps, scale, within)
+    far, far_lse = _attend_far(query, key, stepped, taps, scale, within, operator)
     return merge_near(query, key, value, far, far_lse, taps, scale, open)
 
 
 def backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, stepped: Tensor, taps: Tensor, out: Tensor,
     lse: Tensor, scale: float, of_taps: bool, within: Packed | None = None,
+    operator: Operator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """The gradients of query, key, value, and of taps if they are wanted."""
     open = None if within is None else within.open
-    far = _attend_far_backward(grad, query, key, stepped, out, lse, taps, scale, within)
+    far = _attend_far_backward(grad, query, key, stepped, out, lse, taps, scale, within, operator)
     of_query, handed, sums, firsts = near_rows(
         grad, query, key, value, out, lse, taps, far[0], scale, of_taps, open
     )
@@ -138,8 +149,9 @@ def backward(
 
 
 def _attend_far(
-    query: Tensor, key: Tensor, stepped: Tensor, taps: Tensor, scale: float, within: Packed | None
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, stepped: Tensor, taps: Tensor, scale: float, within: Packed | None,
+    planned: Operator | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Keys up to i - reach for row i are an ordinary causal problem, of fewer rows and keys.
 
     Rows that have none in their document get anything: `merge_near` does not look at it.
@@ -156,12 +168,14 @@ def _attend_far(
         query, key, stepped = (in_rows(x) for x in (query, key, stepped))
         return operator.forward(*operator.strip.cut(query, key, stepped), operator.strip, scale)
     cut = query[..., reach:, :], key[..., :size, :], stepped[..., :size, :]
+    if planned is not None and planned.strip is not None:
+        return planned.forward(*(in_rows(x) for x in cut), planned.strip, scale)
     return softmax.attend(*cut, Scope(size, size, right=0), scale)
 
 
 def _attend_far_backward(
     grad: Tensor, query: Tensor, key: Tensor, stepped: Tensor, out: Tensor, lse: Tensor, taps: Tensor,
-    scale: float, within: Packed | None,
+    scale: float, within: Packed | None, planned: Operator | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of all but the first queries, and of all but the last keys and stepped values."""
     reach = taps.shape[-1] // 2
@@ -178,10 +192,11 @@ def _attend_far_backward(
         cut = operator.strip.cut(query, key, stepped)
         return operator.backward(grad, out, *cut, lse[..., reach:], operator.strip, scale)
     cut = query[..., reach:, :], key[..., :size, :], stepped[..., :size, :]
-    return softmax.attend_backward(
-        grad[..., reach:, :], *cut, out[..., reach:, :], lse[..., reach:],
-        Scope(size, size, right=0), scale,
-    )  # fmt: skip
+    grad, out, lse = grad[..., reach:, :], out[..., reach:, :], lse[..., reach:]
+    if planned is not None and planned.strip is not None:
+        rows = [in_rows(x) for x in (grad, out, *cut)]
+        return planned.backward(*rows, lse, planned.strip, scale)
+    return softmax.attend_backward(grad, *cut, out, lse, Scope(size, size, right=0), scale)
 
 
 def _merged(
