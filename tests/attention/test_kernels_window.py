@@ -13,6 +13,7 @@ from attractor.attention import kernels, pde_attention, pdes, window_attention, 
 from attractor.attention.engines import softmax  # noqa: E402
 from attractor.attention.kernels import values  # noqa: E402
 from attractor.attention.kernels import window as window_kernels  # noqa: E402
+from attractor.attention.pdes.evolution import Evolution  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -52,9 +53,9 @@ def dense(q, k, v, window, count, causal, pde, steps, scale=None):
 
 def by_kernels(q, k, v, window, count, causal, pde, steps, scale=None):
     """`window_attention`, which must not go another way."""
-    common = {"pde": pde or pdes.Diffusion(), "steps": steps if pde else 0, "dt": 1.0}
+    evolution = Evolution.of(pde or pdes.Diffusion(), steps if pde else 0, 1.0)
     sides = window[0], 0 if causal else window[1]
-    assert not windows._why_no_kernels(q, v, sides, count, common)
+    assert not windows._why_no_kernels(q, v, sides, count, evolution)
     return window_attention(
         q, k, v, window=window, global_tokens=count, is_causal=causal, scale=scale, enable_gqa=True,
         pde=pde, steps=steps,
@@ -285,9 +286,9 @@ def test_what_the_kernels_do_not_take():
     assert "limit" in window_kernels.why_not((8, -1), 4, 1000, 4)
     assert "global" in window_kernels.why_not((256, 0), window_kernels.GLOBALS + 1, 1000, 4)
     assert "whole" in window_kernels.why_not((20, 3), 2, 26, 2)
-    common = {"pde": pdes.ReactionDiffusion(), "steps": 2, "dt": 1.0}
+    evolution = Evolution.of(pdes.ReactionDiffusion(), 2, 1.0)
     q = torch.empty(1, 1, 40, 16, device=DEVICE)
-    assert "linear" in windows._why_no_kernels(q, q, (10, 0), 2, common)
+    assert "linear" in windows._why_no_kernels(q, q, (10, 0), 2, evolution)
 
 
 def test_what_is_wrong_is_said_before_any_kernel():

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from attractor.attention import LanguageModel, PDEAttention, pde_attention, pdes
-from attractor.attention.context_parallel import context_parallel_attention
-from attractor.attention.parts import Parts
+from attractor.attention.context_parallel import Parts, context_parallel_attention
 from tests.distributed.launching import write_result
 
 PDES = {"diffusion": pdes.Diffusion, "wave": pdes.Wave, "advection_diffusion": pdes.AdvectionDiffusion}

@@ -47,20 +47,26 @@ def test_all_processes_are_told_what_is_wrong(found):
         "reaction": "ReactionDiffusion is not linear",
         "unstable": "dt = 1 is unstable for Diffusion",
         "cross": "query has 3 tokens and key 6",
-        "heads": "processes differ in rows of all heads: [1, 2, 1, 2]; only tokens may differ",
-        "nothing": "processes hold [0, 3, 6, 6] tokens; each needs one at least: use fewer processes",
-        "processes": "parts are for 5 processes, and the group has 4",
+        "heads": "The ranks differ in batch size times heads: [1, 2, 1, 2]; only the number of tokens may differ.",
+        "nothing": "The ranks hold [0, 3, 6, 6] tokens, but each needs at least one; use fewer processes.",
+        "processes": "parts is for 5 processes, but the group has 4",
         "twice": "has no second derivatives",
     }
     for rank, result in enumerate(found):
         told = result["refusals"]
         for name, start in said.items():
             assert start in told[name]
-        assert told["parts"] == f"process {rank} has 6 tokens, and 7 by parts"
+        assert (
+            told["parts"]
+            == f"query has 6 tokens on rank {rank}, but parts assigns 7 tokens to this rank"
+        )
         if rank % 2:
             assert "the last dimension of query and key must be the same" in told["one"]
         else:
-            assert told["one"] == "processes [1, 3] were given what they cannot use; they say why"
+            assert (
+                told["one"]
+                == "Ranks [1, 3] rejected their arguments; see the error on each of those ranks."
+            )
         assert ("outside" in told) == (rank > 1)
 
 
@@ -86,11 +92,11 @@ def test_parts_are_checked():
     with pytest.raises(ValueError, match="7 tokens cannot be split into 8 runs for 4 processes"):
         Parts.split(7, 4, zigzag=True)
     for runs in ((((0, 3),), ((4, 6),)), (((0, 3),), ((2, 6),)), (((0, 3), (3, 3)), ((3, 6),))):
-        with pytest.raises(ValueError, match="must be the whole sequence, each token once"):
+        with pytest.raises(ValueError, match="must cover the whole sequence, each token once"):
             Parts(runs)
-    with pytest.raises(ValueError, match="every process needs one at least, and them in order"):
+    with pytest.raises(ValueError, match="at least one run per process, in ascending order"):
         Parts((((3, 6), (0, 3)),))
-    with pytest.raises(ValueError, match="has not 10 tokens along dim"):
+    with pytest.raises(ValueError, match="must have 10 tokens along dim"):
         Parts.split(10, 2).take(torch.zeros(9, 4), 0)
 
 

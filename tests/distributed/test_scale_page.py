@@ -3,8 +3,8 @@
 import pytest
 
 from attractor.attention import Parts
-from attractor.attention.context_parallel import _overlaps, _to_the_left
-from attractor.attention.parts import count
+from attractor.attention.context_parallel.exchange import overlaps
+from attractor.attention.context_parallel.parts import count_tokens, extend_runs
 from benchmarks import scale
 
 
@@ -19,10 +19,10 @@ def test_computed_exchanges_are_what_is_fetched(processes):
     runs = Parts.split(tokens, processes).runs
     sent = 0
     for reach in (steps, 2 * steps):  # of keys, of values
-        wanted = _to_the_left(runs, reach, 0)
+        halo = extend_runs(runs, reach, 0, tokens)
         sent += sum(
-            n for peer in range(processes) if peer != 1 for _, _, n in _overlaps(runs[1], wanted[peer])
+            n for peer in range(processes) if peer != 1 for _, _, n in overlaps(runs[1], halo[peer])
         )
     found = scale.exchanged(tokens, processes, causal=True)
     assert found["halo"] == 2 * sent * token * 4  # forward, and gradients back
-    assert found["ring"] == (processes - 1) * count(runs[1]) * 2 * token * 12
+    assert found["ring"] == (processes - 1) * count_tokens(runs[1]) * 2 * token * 12

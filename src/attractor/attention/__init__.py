@@ -17,9 +17,8 @@ torch.Size([2, 8, 16, 64])
 from attractor.attention import pdes
 from attractor.attention.cache import PDECache
 from attractor.attention.causality import CausalityError, assert_causal
-from attractor.attention.context_parallel import context_parallel_attention
+from attractor.attention.context_parallel import Parts, context_parallel_attention
 from attractor.attention.diagnostics import PDETrace, coefficients, hybrid_errors, trace
-from attractor.attention.parts import Parts
 from attractor.attention.pde_attention import explain, pde_attention
 from attractor.attention.performer import (
     PerformerAttention,

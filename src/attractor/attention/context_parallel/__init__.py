@@ -1,0 +1,312 @@
+"""Attention over sequences longer than one device: each process of a group holds some of the tokens.
+
+A linear PDE on the key axis steps the values (see `engines.stepped`). A stepped value depends only on
+values within its reach, the number of steps times the reach of one step. Each process fetches a halo of
+this width from its neighbours and steps its own values; only the ends of the whole sequence are walls.
+What remains is ordinary attention to the keys of all processes (`ring`): keys and stepped values pass
+around a ring, and the partial softmaxes of a row are merged by their log-sum-exp. Memory per process is
+O(tokens / processes).
+
+Causal attention has a wall behind the own key of every row. As in `engines.stepped`, the weights of the
+last `reach` keys of a row take the steps themselves, with a halo to the left only; all earlier keys are
+far. Row i attends to the far keys up to ``i - reach``. Shifted by `reach`, this is an ordinary causal
+mask, so that each block of the ring is complete, causal or empty. Nothing is fetched from the right, and
+blocks of later keys are not computed: causality is exact.
+
+PyTorch's own ring attention (`torch.distributed.tensor.experimental.context_parallel`) replaces whole
+calls of SDPA on CUDA, requires parts of equal length, and does not return the log-sum-exp that is needed
+to add the keys near the wall. This package therefore implements its own ring with the same operators.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attractor.attention.call import Call, autocast_as_sdpa
+from attractor.attention.context_parallel.exchange import Processes, fetch
+from attractor.attention.context_parallel.parts import Parts, Runs, count_tokens, extend_runs, split_runs
+from attractor.attention.context_parallel.ring import Ring, ring_softmax
+from attractor.attention.engines import boundary
+from attractor.attention.engines.bands import band_scores, band_values
+from attractor.attention.engines.values import step_values
+from attractor.attention.pdes import PDE, Diffusion
+from attractor.attention.pdes.evolution import Evolution
+from attractor.attention.precision import wide
+
+__all__ = ["Parts", "context_parallel_attention"]
+
+
+@autocast_as_sdpa
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pde: PDE | str | None = None,
+    *,
+    steps: int = 4,
+    dt: float = 1.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    parts: Parts | None = None,
+    group: Any = None,
+) -> Tensor:
+    """Compute `pde_attention` of a linear PDE over a sequence that a group of processes holds.
+
+    Every process of the group calls this function with its own tokens. Outputs and gradients equal those
+    of one process with the whole sequence, up to rounding. Each process gets the gradients of its own
+    tokens. For the PDE's coefficients, and for all weights that processes have in common, it gets its
+    own contribution to the gradient. The gradient is the sum of these over the group, which
+    `torch.distributed.all_reduce` computes; DistributedDataParallel computes their mean.
+
+    Args:
+        query, key: The tokens of this process, ``[*batch, heads, own tokens, dim]``.
+        value: ``[*batch, heads, own tokens, value dim]``.
+        pde: A linear equation of `attractor.pdes`, a user-defined one, or a name such as
+            ``"diffusion"``. None, like ``steps=0``, is standard attention.
+        steps: Number of steps of the attention map.
+        dt: Size of a step in pseudo-time.
+        is_causal: Whether a query attends only to keys up to its own position in the whole sequence.
+        scale: Scale of the scores; ``dim ** -0.5`` if None.
+        enable_gqa: Whether query may have a multiple of the number of heads of key and value.
+        parts: The tokens of each process. Runs may be shorter than the PDE's reach; halos then come from
+            processes further away than the neighbours. If None, the tokens of rank n directly precede
+            those of rank n + 1; the processes exchange their lengths in every call, which synchronizes
+            with the GPU. With `parts`, nothing is exchanged before the computation, so that an invalid
+            argument in one process leaves the others waiting.
+        group: A process group of `torch.distributed`; None for all processes. If `torch.distributed` is
+            not initialized, this process holds the whole sequence.
+
+    Returns:
+        ``[*batch, heads, own tokens, value dim]``, in the dtype of query.
+
+    Raises:
+        TypeError, ValueError: An argument is invalid, such as a PDE that is not linear. All processes
+            raise if `parts` is None.
+
+    With ``attention=context_parallel_attention``, a `PDEAttention` or a whole `Stack` is context
+    parallel; see examples/context_parallel.py.
+
+    >>> query, key, value = torch.randn(3, 1, 8, 100, 64)
+    >>> context_parallel_attention(query, key, value, "diffusion", is_causal=True).shape
+    torch.Size([1, 8, 100, 64])
+    """
+    steps, pde = (0, Diffusion()) if pde is None else (steps, pde)
+    processes, call, error = Processes.of(group), None, None
+    try:
+        call = Call.of(
+            query, key, value, None, 0.0, is_causal, scale, enable_gqa, pde=pde, steps=steps, dt=dt
+        )
+        _check_call(call)
+    except (TypeError, ValueError) as invalid:
+        error = invalid
+    if parts is None:
+        parts = _gather_parts(processes, query, call, error)
+    if error:
+        raise error
+    assert call is not None
+    _check_parts(parts, processes, call.query)
+    shape = *call.query.shape[:-1], value.shape[-1]
+    if call.empty:
+        return query.new_zeros(shape)
+    query, key, value, scale, evolution = call.flattened()
+    attention = _causal_attention if is_causal else _full_attention
+    out = attention(query, key, value, processes, parts, evolution, scale)
+    return out.to(value.dtype).reshape(shape)
+
+
+def _full_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    processes: Processes,
+    parts: Parts,
+    evolution: Evolution,
+    scale: float,
+) -> Tensor:
+    """Return attention of every row to all keys: a halo of values on both sides, and the ring."""
+    rank, reach = processes.rank, evolution.reach
+    halo = extend_runs(parts.runs, reach, reach, parts.tokens)
+    value = fetch(value, processes, parts.runs, halo)
+    stepped = _step_runs(value, halo[rank], parts.runs[rank], evolution)
+    ring = Ring(processes, parts.runs, parts.runs, None)
+    out, _ = ring_softmax(query, key, stepped, _no_scores(query), ring, scale)
+    return out
+
+
+def _causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    processes: Processes,
+    parts: Parts,
+    evolution: Evolution,
+    scale: float,
+) -> Tensor:
+    """Return causal attention: far keys by the ring, and the last `reach` keys of each row here."""
+    rank, reach, dtype = processes.rank, evolution.reach, wide(query.dtype)
+    key_halo = extend_runs(parts.runs, reach, 0, parts.tokens)
+    value_halo = extend_runs(parts.runs, 2 * reach, 0, parts.tokens)
+    far = extend_runs(parts.runs, reach, -reach, parts.tokens)
+    rows, key_runs, value_runs, far_runs = (x[rank] for x in (parts.runs, key_halo, value_halo, far))
+    key = fetch(key, processes, parts.runs, key_halo)
+    value = fetch(value, processes, parts.runs, value_halo)
+    stepped = _step_runs(value, value_runs, far_runs, evolution)
+    keys = split_runs(key, key_runs)
+    far_key = torch.cat([k[..., : stop - start, :] for k, (start, stop) in zip(keys, far_runs)], -2)
+    scores = _no_scores(query)
+    if reach:
+        scores = torch.cat(
+            [
+                _boundary_scores(q.to(dtype), k.to(dtype), reach, start, key_start, scale)
+                for q, k, (start, _), (key_start, _) in zip(
+                    split_runs(query, rows), keys, rows, key_runs
+                )
+            ],
+            -2,
+        )
+    ring = Ring(processes, parts.runs, far, reach)
+    out, weights = ring_softmax(query, far_key, stepped, scores, ring, scale)
+    if not reach:
+        return out
+    band = boundary.before_wall(0, reach)
+    sums = [
+        band_values(
+            boundary.spread(w, band, evolution, row=start),
+            v.to(dtype),
+            start + band.patch - value_start,
+        )
+        for w, v, (start, _), (value_start, _) in zip(
+            split_runs(weights, rows), split_runs(value, value_runs), rows, value_runs
+        )
+    ]
+    return out + torch.cat(sums, -2)
+
+
+def _no_scores(query: Tensor) -> Tensor:
+    """Return scores ``[batch, heads, rows, 0]`` of no keys."""
+    return query.new_empty(*query.shape[:-1], 0, dtype=wide(query.dtype))
+
+
+def _step_runs(value: Tensor, source: Runs, target: Runs, evolution: Evolution) -> Tensor:
+    """Return the values of the target runs after all steps.
+
+    Args:
+        value: The values of the source runs, ``[batch, heads, tokens, value dim]``.
+        source: For each target run, a run that contains it and all tokens within reach of it.
+        target: The runs whose stepped values are returned.
+        evolution: The steps.
+    """
+    if not evolution.steps:
+        return value
+    runs = []
+    for v, (source_start, _), (start, stop) in zip(split_runs(value, source), source, target):
+        stepped = step_values(evolution, v.to(wide(v.dtype)), None)
+        runs.append(stepped[..., start - source_start : stop - source_start, :].to(v.dtype))
+    return torch.cat(runs, -2)
+
+
+def _boundary_scores(
+    query: Tensor, key: Tensor, reach: int, start: int, key_start: int, scale: float
+) -> Tensor:
+    """Return the scores ``[batch, heads, rows, reach]`` of each row with the last keys up to its own.
+
+    The score is -inf before the first key of the sequence.
+
+    Args:
+        query: A run of queries ``[batch, heads, rows, dim]`` that starts at position `start`.
+        key: A run of keys ``[batch, heads, keys, dim]`` that starts at position `key_start`.
+        reach: Number of keys per row.
+        start, key_start: Positions in the whole sequence.
+        scale: Scale of the scores.
+    """
+    scores = scale * band_scores(query, key, start - reach + 1 - key_start, reach)
+    row = torch.arange(start, start + query.shape[-2], device=query.device)[:, None]
+    missing = row + torch.arange(1 - reach, 1, device=query.device) < 0
+    return scores.masked_fill(missing, -torch.inf)
+
+
+def _check_call(call: Call) -> None:
+    """Raise unless processes can share the computation of a call."""
+    queries, keys, pde = call.query.shape[-2], call.key.shape[-2], call.pde
+    if queries != keys:
+        raise ValueError(
+            f"query has {queries} tokens and key {keys}; each process must pass queries, keys and "
+            "values of the same tokens"
+        )
+    if call.steps and not pde.linear:
+        raise ValueError(
+            f"{type(pde).__name__} is not linear, so that its map has to be computed and a halo of "
+            "values does not suffice; use a linear PDE (diffusion, wave, advection_diffusion), or "
+            "pde_attention with all tokens in one process, which needs O(tokens) memory "
+            "(method='tiled' or 'fused')"
+        )
+    if call.steps and not hasattr(pde, "reach"):
+        raise ValueError(
+            f"{type(pde).__name__} has no attribute reach, the number of neighbours on either side that "
+            "a step depends on, which determines the width of a halo; add it to the class"
+        )
+
+
+def _gather_parts(
+    processes: Processes, query: Tensor, call: Call | None, error: ValueError | TypeError | None
+) -> Parts:
+    """Return one run per process in the order of their ranks, with the lengths that they report.
+
+    Args:
+        processes: The group; all of its processes call this function.
+        query: The queries of this process, as the user passed them.
+        call: The arguments of this process, or None if they are invalid.
+        error: The reason why the arguments of this process are invalid, or None.
+
+    Raises:
+        TypeError, ValueError: The arguments of a process are invalid, or do not agree with those of the
+            others. Either all processes raise or none.
+    """
+    names = (
+        "invalid arguments", "tokens", "batch size times heads", "dim", "value dim",
+        "bytes per element", "steps", "is_causal",
+    )  # fmt: skip
+    numbers = [1] + [0] * (len(names) - 1)
+    if call is not None and not error:
+        q, v = call.query, call.value
+        numbers = [
+            0, q.shape[-2], q.shape[:-2].numel(), q.shape[-1], v.shape[-1], q.element_size(),
+            call.steps, int(call.is_causal),
+        ]  # fmt: skip
+    device = query.device if isinstance(query, Tensor) else None
+    invalid, lengths, *columns = zip(*processes.all_gather(numbers, device))
+    if error:
+        raise error
+    if any(invalid):
+        ranks = [rank for rank, flag in enumerate(invalid) if flag]
+        raise ValueError(
+            f"Ranks {ranks} rejected their arguments; see the error on each of those ranks."
+        )
+    if min(lengths) < 1:
+        raise ValueError(
+            f"The ranks hold {list(lengths)} tokens, but each needs at least one; use fewer processes."
+        )
+    for name, column in zip(names[2:], columns):
+        if len(set(column)) > 1:
+            raise ValueError(
+                f"The ranks differ in {name}: {list(column)}; only the number of tokens may differ."
+            )
+    ends = [sum(lengths[:rank]) for rank in range(len(lengths) + 1)]
+    return Parts(tuple((run,) for run in pairwise(ends)))
+
+
+def _check_parts(parts: Any, processes: Processes, query: Tensor) -> None:
+    """Raise unless parts agree with the group and with the number of tokens of this process."""
+    if not isinstance(parts, Parts):
+        raise TypeError(f"parts is a {type(parts).__name__}; pass Parts, such as Parts.split(...)")
+    if len(parts.runs) != processes.size:
+        raise ValueError(f"parts is for {len(parts.runs)} processes, but the group has {processes.size}")
+    expected = count_tokens(parts.runs[processes.rank])
+    if query.shape[-2] != expected:
+        raise ValueError(
+            f"query has {query.shape[-2]} tokens on rank {processes.rank}, but parts assigns {expected} "
+            "tokens to this rank"
+        )
