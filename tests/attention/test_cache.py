@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from attractor.attention import cache as module
 from attractor.attention import pde_attention, pdes
 from attractor.attention.cache import PDECache
-from attractor.attention.transformer import LanguageModel
+from attractor.attention.models import LanguageModel
 
 PDES = {
     "diffusion": pdes.Diffusion(0.2),

@@ -177,7 +177,7 @@ def performer_attention(
 class PerformerAttention(nn.Module):
     """`performer_attention` with its own features, for `PDEAttention` and models as ``attention=``.
 
-    >>> from attractor.attention.transformer import LanguageModel
+    >>> from attractor.attention.models import LanguageModel
     >>> performer = PerformerAttention(dim=16, count=64)      # 64 / 4 heads
     >>> model = LanguageModel(100, dim=64, heads=4, layers=2, attention=performer, pde="diffusion")
 
