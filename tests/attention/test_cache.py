@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from attractor.attention import cache as module
 from attractor.attention import pde_attention, pdes
 from attractor.attention.cache import PDECache
-from attractor.attention.transformer import LanguageModel
+from attractor.attention.models import LanguageModel
 
 PDES = {
     "diffusion": pdes.Diffusion(0.2),
@@ -267,7 +267,7 @@ def test_keys_are_scored_in_float32():
     q = 8 * q[:, :, 199:]
     cache.attend(q, k[:, :, 199:], v[:, :, 199:])
     truth = (q.double() @ k.double().mT / 128**0.5).softmax(-1)
-    assert (cache._map(q, 199)[0] - truth).abs().max() < 1e-5
+    assert (cache._attention_map(q, 199)[0] - truth).abs().max() < 1e-5
 
 
 COPIES = {
@@ -323,14 +323,14 @@ def test_keys_and_values_are_freed_without_the_garbage_collector():
 
 def state(cache):
     tensors = {n: x[:, :, : len(cache)].clone() for n, x in vars(cache).items() if torch.is_tensor(x)}
-    return (cache._length, cache._final, cache._clear), tensors
+    return (cache._length, cache._final_length, cache._padding_end), tensors
 
 
 @pytest.mark.sampled(40)
 @every_pde
 @pytest.mark.parametrize("before", [0, 1, 15])
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("place", ["_append", "_finish", "_rows", "pde_attention", "product"])
+@pytest.mark.parametrize("place", ["_append", "_finalise", "_attend_rows", "pde_attention", "product"])
 def test_what_raises_leaves_the_cache_as_it_was(pde, before, padded, place, monkeypatch):
     """Wherever it raises: memory may run out, and anybody may press Ctrl-C."""
     q, k, v = qkv()
@@ -350,7 +350,7 @@ def test_what_raises_leaves_the_cache_as_it_was(pde, before, padded, place, monk
             after = lambda *args: (found(*args), fail())
             patch.setattr(PDECache, place, after)
         else:
-            patch.setattr(module, {"product": "_product"}.get(place, place), fail)
+            patch.setattr(module, {"product": "_grouped_matmul"}.get(place, place), fail)
         try:
             cache.attend(
                 *(x[:, :, before : before + 9] for x in (q, k, v)), real[:, before : before + 9]
@@ -430,13 +430,13 @@ def test_a_pde_without_reach_takes_whole_rows():
 def test_errors_teach():
     q, k, v = qkv()
     for wrong, message in {
-        "query": "a cache does not have those to come; use axis='key'",
+        "query": "a cache does not have the rows of later tokens; use axis='key'",
         "both": "use axis='key'",
     }.items():
         with pytest.raises(ValueError, match=message):
             PDECache("diffusion", axis=wrong)
     for wrong in ("sequence", "periodic"):
-        with pytest.raises(ValueError, match="a cache does not have those yet; use walls='mask'"):
+        with pytest.raises(ValueError, match="a cache does not have these keys yet; use walls='mask'"):
             PDECache("diffusion", walls=wrong)
     with pytest.raises(ValueError, match="dt = 9 is unstable"):
         PDECache("diffusion", dt=9.0)
@@ -444,7 +444,7 @@ def test_errors_teach():
         PDECache("diffusion", -1)
     cache = PDECache("diffusion")
     cache.attend(q, k, v)
-    with pytest.raises(ValueError, match=r"does not go with the cache's \[2, 2, 40, 4\]"):
+    with pytest.raises(ValueError, match=r"does not match the cache's \[2, 2, 40, 4\]"):
         cache.attend(q[:1], k[:1], v[:1])
     with pytest.raises(ValueError, match="every new token needs a query, a key and a value"):
         cache.attend(q[:, :, :1], k, v)

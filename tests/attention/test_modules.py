@@ -33,8 +33,8 @@ from attractor.attention import (
     performer_attention,
     window_attention,
 )
+from attractor.attention.models import Embedding, Layer, Residual
 from attractor.attention.pdes import LearnedPDE
-from attractor.attention.transformer import Embedding, Layer, Residual
 
 SIZE = {"dim": 16, "heads": 2, "layers": 2, "hidden": 16}
 LONGFORMER = {"attention": window_attention, "window": 3, "global_tokens": 1}

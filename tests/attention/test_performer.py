@@ -7,13 +7,13 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from attractor.attention import assert_causal, pdes
+from attractor.attention.models import LanguageModel
 from attractor.attention.performer import (
     PerformerAttention,
     RandomFeatures,
     performer_attention,
     performer_dense,
 )
-from attractor.attention.transformer import LanguageModel
 
 LINEAR = {
     "plain": None,

@@ -19,6 +19,7 @@ from attractor.attention.cache import PDECache
 from attractor.attention.causality import CausalityError, assert_causal
 from attractor.attention.context_parallel import Parts, context_parallel_attention
 from attractor.attention.diagnostics import PDETrace, coefficients, hybrid_errors, trace
+from attractor.attention.models import Classifier, LanguageModel, PDEAttention, Stack
 from attractor.attention.pde_attention import explain, pde_attention
 from attractor.attention.performer import (
     PerformerAttention,
@@ -27,7 +28,6 @@ from attractor.attention.performer import (
     performer_dense,
 )
 from attractor.attention.plan import Choice, Plan
-from attractor.attention.transformer import Classifier, LanguageModel, PDEAttention, Stack
 from attractor.attention.windows import window_attention
 
 __all__ = [

@@ -1,10 +1,11 @@
-"""Decoding with PDE attention: a cache of keys and values, and of the values after their steps.
+"""Decoding with PDE attention: a cache of keys, values and stepped values.
 
-A new token's row of the map ends at the token itself, its wall. Keys further from it than the reach R,
-steps times the PDE's reach, multiply stepped values, and a stepped value is final as soon as R tokens
-follow it: one becomes final with each token, and is kept. The last R weights take the steps themselves,
-within 2 R keys. So a token costs ordinary cached attention and O(R) more. Under a PDE that is not
-linear the whole row takes the steps, steps / dim of the attention's cost.
+The row of a new token in the attention map ends at the token itself, which is a wall. Let R be the reach
+of all steps together, the number of steps times the reach of the PDE. The weights of keys that are at
+least R tokens before the new one multiply stepped values. A stepped value is final once R tokens follow
+it, so each new token makes one more final, and the cache stores it. The last R weights of the row take
+the steps themselves, within 2 R keys. A token therefore costs ordinary cached attention plus O(R).
+For a nonlinear PDE the entire row takes the steps, which costs steps / dim of the attention.
 """
 
 import copy
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attractor.attention import masks
+from attractor.attention.cache_checks import check_new_tokens
 from attractor.attention.call import autocast_as_sdpa
 from attractor.attention.engines import boundary
 from attractor.attention.engines.values import step_values
@@ -25,29 +27,22 @@ from attractor.attention.pdes import PDE, Line
 from attractor.attention.pdes.evolution import Evolution
 from attractor.attention.pdes.pde import check_heads, with_coefficients
 from attractor.attention.precision import for_scores, wide
-from attractor.core.checks import (
-    as_int,
-    check_beside,
-    check_number,
-    check_tensor,
-    check_values,
-    check_whole,
-)
+from attractor.core.checks import as_int, check_number, check_tensor, check_values, check_whole
 
-ROWS = 128  # of the map that are held at once when many tokens come together
+BLOCK_ROWS = 128  # Rows of the attention map in memory at once when many tokens are appended.
 
 
 class PDECache:
-    """Keys and values of the tokens so far, for causal PDE attention a few tokens at a time.
+    """Keys and values of previous tokens, for causal PDE attention in several calls.
 
-    However the tokens are cut into calls, the outputs are those of one call of ``pde_attention(...,
-    is_causal=True)`` on all of them. For inference: nothing here carries gradients, and the PDE's
-    coefficients are those of the moment when the cache is made, whatever happens to the parameters they
-    come from. Where heads share keys and values but have coefficients of their own, stepped values are
-    kept for every head of the queries.
+    The outputs do not depend on how the tokens are divided into calls: they equal those of one call of
+    ``pde_attention(..., is_causal=True)`` on all tokens. The cache is for inference: no output has a
+    gradient, and the coefficients of the PDE are copied when the cache is created, so later changes of
+    parameters have no effect. If heads share keys and values but not coefficients, the cache stores
+    stepped values for every query head.
 
-    A copy, shallow or deep, is a cache of its own, and a cache can be pickled if its PDE can. A method
-    that raises leaves the cache as it was.
+    Shallow and deep copies are independent caches. A cache can be pickled if its PDE can. A method that
+    raises an exception leaves the cache unchanged.
 
     >>> import torch
     >>> from attractor.attention import pdes
@@ -57,11 +52,13 @@ class PDECache:
     (torch.Size([2, 8, 10, 64]), torch.Size([2, 8, 1, 64]), 11)
 
     Args:
-        pde: an equation or its name.
-        steps, dt: how many steps a map takes, and their size; no steps are ordinary attention.
-        scale: of the scores, ``dim ** -0.5`` if None.
-        axis, walls: as in `pde_attention`; only ``"key"`` and ``"mask"`` are possible.
-        capacity: tokens to make room for at once; it grows by itself.
+        pde: An equation, or the name of one.
+        steps: Number of steps that a map takes. 0 is ordinary attention.
+        dt: Size of a step in pseudo-time.
+        scale: Factor of the scores, ``dim ** -0.5`` if None.
+        axis: As in `pde_attention`; only ``"key"`` is supported.
+        walls: As in `pde_attention`; only ``"mask"`` is supported.
+        capacity: Number of tokens to allocate memory for. It is doubled when the cache is full.
     """
 
     def __init__(
@@ -77,13 +74,13 @@ class PDECache:
     ) -> None:
         if axis != "key":
             raise ValueError(
-                f"axis {axis!r} mixes the rows of a map, and a cache does not have those to come; "
-                "use axis='key'"
+                f"axis={axis!r} mixes the rows of a map, but a cache does not have the rows of later "
+                "tokens; use axis='key'"
             )
         if walls != "mask":
             raise ValueError(
-                f"walls={walls!r} lets a row flow to keys after it, and a cache does not have those "
-                "yet; use walls='mask'"
+                f"walls={walls!r} moves weight to later keys, but a cache does not have these keys yet; "
+                "use walls='mask'"
             )
         evolution = Evolution.of(pde, steps, dt)
         self.pde: PDE = with_coefficients(evolution.pde, lambda x: x.detach().clone())
@@ -91,16 +88,17 @@ class PDECache:
             check_number("scale", scale)
         check_whole("capacity", capacity, 1)
         self.steps, self.dt, self.scale = evolution.steps, dt, scale
-        self._by_rows = not self.pde.linear or not hasattr(self.pde, "reach")
-        self._reach = 0 if self._by_rows else self._evolution.reach
+        self._steps_entire_rows = not self.pde.linear or not hasattr(self.pde, "reach")
+        self._reach = 0 if self._steps_entire_rows else self._evolution.reach
         self._capacity = capacity
-        self._length = self._final = 0  # tokens, and those of them whose stepped values are final
-        self._clear = 0  # no wall between keys from here on
+        self._length = 0
+        self._final_length = 0  # Number of tokens whose stepped values are final.
+        self._padding_end = 0  # No padding, and so no wall between keys, from this position on.
         self._key: Tensor | None = None
         self._value: Tensor | None = None
         self._stepped: Tensor | None = None
-        self._real: Tensor | None = None
-        self._matrices: tuple[Tensor, Tensor] | None = None
+        self._valid_keys: Tensor | None = None
+        self._stencils: tuple[Tensor, Tensor] | None = None
 
     @property
     def _evolution(self) -> Evolution:
@@ -110,24 +108,25 @@ class PDECache:
         return self._length
 
     def __copy__(self) -> "PDECache":
-        return copy.deepcopy(self)  # two caches that write into one buffer would be of no use
+        return copy.deepcopy(self)  # Two caches must not write into the same buffers.
 
     @property
     def real_tokens(self) -> Tensor | None:
-        """How many tokens of each text are real, ``[batch, 1]``; None if no text has padding."""
-        return None if self._real is None else self._real[:, 0, : self._length].sum(1)
+        """Number of valid tokens per text, ``[batch, 1]``, or None if no text has padding."""
+        return None if self._valid_keys is None else self._valid_keys[:, 0, : self._length].sum(1)
 
     @torch.no_grad()
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding: Tensor | None = None
     ) -> Tensor:
-        """Takes in new tokens, one or several, and attends from each to all up to it.
+        """Append one or more tokens, and attend from each of them to all tokens up to it.
 
         Args:
             query: ``[batch, heads, new, dim]``.
-            key: ``[batch, key heads, new, dim]``; key heads divide heads.
+            key: ``[batch, key heads, new, dim]``; the number of key heads divides that of heads.
             value: ``[batch, key heads, new, value dim]``.
-            key_padding: ``[batch, new]`` bool, True = a real token; for prompts padded on the left.
+            key_padding: Bool ``[batch, new]``, True for valid tokens; for prompts with padding on the
+                left.
 
         Returns:
             ``[batch, heads, new, value dim]``.
@@ -135,260 +134,236 @@ class PDECache:
         with unchanged_on_error(self):
             return _attend(query, key, value, cache=self, key_padding=key_padding)
 
-    def _take_in(self, query: Tensor, key: Tensor, value: Tensor, key_padding: Tensor | None) -> Tensor:
-        self._check(query, key, value, key_padding)
+    def _append_and_attend(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding: Tensor | None
+    ) -> Tensor:
         first = self._length
+        check_new_tokens(query, key, value, key_padding, self._key, self._value, first)
+        check_heads(self.pde, query.shape[:2])
         self._append(key, value, key_padding)
         if self._reach:
-            self._finish(query.shape[1])
+            self._finalise(query.shape[1])
         if first == 0 and query.shape[2] > 1:
             return pde_attention(
                 query, key, value, is_causal=True, scale=self.scale, enable_gqa=True, pde=self.pde,
                 steps=self.steps, dt=self.dt, key_padding=key_padding,
             )  # fmt: skip
-        parts = query.split(ROWS, 2)
-        return torch.cat([self._rows(part, first + i * ROWS) for i, part in enumerate(parts)], 2)
+        blocks = query.split(BLOCK_ROWS, 2)
+        outputs = [self._attend_rows(block, first + i * BLOCK_ROWS) for i, block in enumerate(blocks)]
+        return torch.cat(outputs, 2)
 
     def reorder(self, indices: Tensor) -> None:
-        """Takes these texts of the batch, in this order, some twice and others not: beam search."""
+        """Replace the texts by those at `indices` of the batch, as beam search does.
+
+        Args:
+            indices: Integers ``[new batch]``. An index may occur several times or not at all.
+        """
         check_tensor("indices", indices, "of texts [batch]", floating=False)
-        texts = 0 if self._key is None else len(self._key)
+        batch = 0 if self._key is None else len(self._key)
         if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"indices {list(indices.shape)} of {indices.dtype} must be integers [batch]"
             )
         check_values("indices", indices)
-        if (
-            texts
-            and indices.device.type == "cpu"
-            and not bool(((indices >= 0) & (indices < texts)).all())
-        ):
-            raise ValueError(f"indices {indices.tolist()} must be from 0 to {texts - 1}")
-        chosen: dict[str, Any] = {}
-        for name in ("_key", "_value", "_stepped", "_real"):
-            held = getattr(self, name)
-            if held is not None:
-                chosen[name] = held.index_select(0, indices.to(held.device))
-        if texts > 1:
-            chosen["pde"] = with_coefficients(self.pde, lambda x: _of_texts(x, indices))
-            chosen["_matrices"] = None
-        for name, value in chosen.items():
+        if batch and indices.device.type == "cpu" and not ((indices >= 0) & (indices < batch)).all():
+            raise ValueError(f"indices {indices.tolist()} must be from 0 to {batch - 1}")
+        attributes: dict[str, Any] = {}
+        for name in ("_key", "_value", "_stepped", "_valid_keys"):
+            buffer = getattr(self, name)
+            if buffer is not None:
+                attributes[name] = buffer.index_select(0, indices.to(buffer.device))
+        if batch > 1:
+            attributes["pde"] = with_coefficients(self.pde, lambda x: _select_texts(x, indices))
+            attributes["_stencils"] = None
+        for name, value in attributes.items():
             setattr(self, name, value)
 
     def crop(self, tokens: int) -> None:
-        """Keeps the first tokens, or, if negative, drops so many at the end: speculative decoding."""
+        """Remove tokens at the end, as speculative decoding does.
+
+        Args:
+            tokens: Number of tokens to keep, or, if negative, minus the number of tokens to remove.
+        """
         tokens = as_int(tokens)
         if not isinstance(tokens, int):
-            raise TypeError(f"crop({tokens!r}): give a number of tokens")
-        kept = tokens if tokens >= 0 else self._length + tokens
-        if not 0 <= kept <= self._length:
+            raise TypeError(f"tokens is a {type(tokens).__name__}; pass a number of tokens")
+        length = tokens if tokens >= 0 else self._length + tokens
+        if not 0 <= length <= self._length:
             raise ValueError(f"crop({tokens}) is not possible: the cache holds {self._length} tokens")
-        self._length = kept
-        self._clear = min(self._clear, kept)
-        self._final = min(self._final, max(kept - self._reach, 0))
-
-    def _check(self, query: Tensor, key: Tensor, value: Tensor, key_padding: Tensor | None) -> None:
-        for name, x in (("query", query), ("key", key), ("value", value), ("key_padding", key_padding)):
-            if x is not None or name != "key_padding":
-                check_tensor(name, x, "[batch, heads, new tokens, dim]", floating=name != "key_padding")
-                check_beside(name, x, "query", query)
-        own = query if self._key is None else self._key
-        check_beside("query", query, "what the cache holds", own)
-        if not query.dtype == key.dtype == value.dtype == own.dtype:
-            raise ValueError(
-                f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; they must "
-                f"be of one type, that of the tokens before: {own.dtype}"
-            )
-        shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
-        if not query.ndim == key.ndim == value.ndim == 4:
-            raise ValueError(f"{shapes}: all three must be [batch, heads, new tokens, dim]")
-        if not query.shape[2] == key.shape[2] == value.shape[2] >= 1:
-            raise ValueError(f"{shapes}: every new token needs a query, a key and a value")
-        if (
-            query.shape[0] != key.shape[0]
-            or key.shape[0] != value.shape[0]
-            or query.shape[3] != key.shape[3]
-        ):
-            raise ValueError(f"{shapes}: all have one batch, query and key the same last dimension")
-        if key.shape[1] != value.shape[1] or query.shape[1] % max(key.shape[1], 1):
-            raise ValueError(f"{shapes}: key and value must have as many heads, a divisor of query's")
-        check_heads(self.pde, query.shape[:2])
-        for name, new, held in (("key", key, self._key), ("value", value, self._value)):
-            if held is not None and (new.shape[:2], new.shape[3]) != (held.shape[:2], held.shape[3]):
-                raise ValueError(
-                    f"{name} {list(new.shape)} does not go with the cache's "
-                    f"{[*held.shape[:2], self._length, held.shape[3]]}; use one cache for each layer"
-                )
-        if key_padding is not None and (
-            key_padding.dtype != torch.bool or tuple(key_padding.shape) != (key.shape[0], key.shape[2])
-        ):
-            raise ValueError(
-                f"key_padding {list(key_padding.shape)} of {key_padding.dtype} must be bool "
-                f"{[key.shape[0], key.shape[2]]}, True = a real token"
-            )
+        self._length = length
+        self._padding_end = min(self._padding_end, length)
+        self._final_length = min(self._final_length, max(length - self._reach, 0))
 
     def _append(self, key: Tensor, value: Tensor, key_padding: Tensor | None) -> None:
-        first, last = self._length, self._length + key.shape[2]
-        self._key = self._put(self._key, key, first)
-        self._value = self._put(self._value, value, first)
-        if key_padding is not None and self._real is None:
-            self._real = key_padding.new_ones(key.shape[0], 1, self._key.shape[2], 1)
-        if self._real is not None:
-            real = (
-                self._real.new_ones(key.shape[0], key.shape[2]) if key_padding is None else key_padding
-            )
-            self._real = self._put(self._real, real[:, None, :, None], first)
+        first, (batch, _, tokens, _) = self._length, key.shape
+        self._key = self._write(self._key, key, first)
+        self._value = self._write(self._value, value, first)
+        if key_padding is not None and self._valid_keys is None:
+            self._valid_keys = key_padding.new_ones(batch, 1, self._key.shape[2], 1)
+        if self._valid_keys is not None:
+            valid = self._valid_keys.new_ones(batch, tokens) if key_padding is None else key_padding
+            self._valid_keys = self._write(self._valid_keys, valid[:, None, :, None], first)
         if key_padding is not None:
             padded = (~key_padding).any(0).nonzero()
             if len(padded):
-                self._clear = first + int(padded[-1]) + 1
-        self._length = last
+                self._padding_end = first + int(padded[-1]) + 1
+        self._length = first + tokens
 
-    def _put(self, held: Tensor | None, new: Tensor, first: int) -> Tensor:
-        """New tokens into a buffer ``[batch, heads, capacity, n]``, a longer one where it is full."""
+    def _write(self, buffer: Tensor | None, new: Tensor, first: int) -> Tensor:
+        """Write tokens from position `first` on into a buffer ``[batch, heads, capacity, n]``.
+
+        Returns:
+            The buffer, or a larger copy if it was full.
+        """
         last = first + new.shape[2]
-        if held is None or last > held.shape[2]:
-            room = max(self._capacity, last, 0 if held is None else 2 * held.shape[2])
-            longer = new.new_zeros(new.shape[0], new.shape[1], room, new.shape[3])
-            if held is not None:
-                longer[:, :, :first] = held[:, :, :first]
-            held = longer
-        held[:, :, first:last] = new
-        return held
+        if buffer is None or last > buffer.shape[2]:
+            capacity = max(self._capacity, last, 0 if buffer is None else 2 * buffer.shape[2])
+            larger = new.new_zeros(new.shape[0], new.shape[1], capacity, new.shape[3])
+            if buffer is not None:
+                larger[:, :, :first] = buffer[:, :, :first]
+            buffer = larger
+        buffer[:, :, first:last] = new
+        return buffer
 
-    def _finish(self, heads: int) -> None:
-        """Stepped values of the keys that the new tokens make final."""
+    def _finalise(self, heads: int) -> None:
+        """Store the stepped values that are final now."""
         assert self._value is not None
-        reach, first, last = self._reach, self._final, self._length - self._reach
+        reach, first, last = self._reach, self._final_length, self._length - self._reach
         if last <= first:
             return
         low = max(first - reach, 0)
         value = self._value[:, :, low : self._length].to(wide(self._value.dtype))
-        taps, _ = self._patterns(value)
-        if taps.ndim > 2 and taps.shape[-3] > 1 and value.shape[1] != heads:
-            # Heads share values, but not coefficients.
+        stencil, _ = self._stencils_like(value)
+        if stencil.ndim > 2 and stencil.shape[-3] > 1 and value.shape[1] != heads:
+            # Heads share values but not coefficients.
             value = value.repeat_interleave(heads // value.shape[1], 1)
-        if last - first == 1 and low >= self._clear and low + 2 * reach + 1 == self._length:
-            stepped = taps @ value
+        if last - first == 1 and low >= self._padding_end and low + 2 * reach + 1 == self._length:
+            stepped = stencil @ value
         else:
-            open = None
-            if self._real is not None:
-                open = masks.open_faces(self._real[:, :, low : self._length].mT)
-            stepped = step_values(self._evolution, value, open)
+            stepped = step_values(self._evolution, value, self._open_faces(low, self._length))
             stepped = stepped[:, :, first - low : last - low]
-        self._stepped = self._put(self._stepped, stepped.to(self._value.dtype), first)
-        self._final = last
+        self._stepped = self._write(self._stepped, stepped.to(self._value.dtype), first)
+        self._final_length = last
 
-    def _rows(self, query: Tensor, first: int) -> Tensor:
-        """Output of the queries at positions from first on."""
+    def _attend_rows(self, query: Tensor, first: int) -> Tensor:
+        """Return the outputs of the queries at positions from `first` on."""
         assert self._key is not None
         assert self._value is not None
         reach, rows = self._reach, query.shape[2]
         stop = first + rows
-        A, allowed = self._map(query, first)
-        if self._by_rows:
+        A, allowed = self._attention_map(query, first)
+        if self._steps_entire_rows:
             line = Line(-1, None if allowed is None else masks.open_faces(allowed))
             A = self._evolution.of_map(A, line)
         if not reach:
-            return _product(A.to(query.dtype), self._value[:, :, :stop])
+            return _grouped_matmul(A.to(query.dtype), self._value[:, :, :stop])
 
-        far, out = max(stop - reach, 0), None
+        far, far_output = max(stop - reach, 0), None
         if self._stepped is not None and far:
             weights = A[..., :far] if rows == 1 else A[..., :far].tril(first - reach)
-            out = _product(weights.to(query.dtype), self._stepped[:, :, :far])
-        near = _upright(pad(A[..., max(first - reach + 1, 0) :], (max(reach - 1 - first, 0), 0)), reach)
+            far_output = _grouped_matmul(weights.to(query.dtype), self._stepped[:, :, :far])
+        last_keys = pad(A[..., max(first - reach + 1, 0) :], (max(reach - 1 - first, 0), 0))
+        weights = _to_band(last_keys, reach)
         low = first - 2 * reach + 1
-        if low >= self._clear:
-            patch = near @ self._patterns(near)[1]
+        if low >= self._padding_end:
+            patch = weights @ self._stencils_like(weights)[1]
         else:
-            band = boundary.before_wall(0, reach)
-            patch = boundary.spread(near, band, self._evolution, row=first, open=self._open(stop))
+            band, open = boundary.before_wall(0, reach), self._open_faces(0, stop)
+            patch = boundary.spread(weights, band, self._evolution, row=first, open=open)
         value = pad(self._value[:, :, max(low, 0) : stop], (0, 0, max(-low, 0), 0))
-        at_wall = _product(_slanted(patch).to(query.dtype), value)
-        return at_wall if out is None else (out.to(A.dtype) + at_wall.to(A.dtype)).to(query.dtype)
+        output = _grouped_matmul(_from_band(patch).to(query.dtype), value)
+        if far_output is None:
+            return output
+        return (far_output.to(A.dtype) + output.to(A.dtype)).to(query.dtype)
 
-    def _open(self, stop: int) -> Tensor | None:
-        """Return the faces ``[batch, 1, 1, stop - 1]`` through which weight flows; None: through all."""
-        return None if self._real is None else masks.open_faces(self._real[:, :, :stop].mT)
+    def _open_faces(self, start: int, stop: int) -> Tensor | None:
+        """Return the open faces ``[batch, 1, 1, stop - start - 1]`` of these keys, or None for all."""
+        if self._valid_keys is None:
+            return None
+        return masks.open_faces(self._valid_keys[:, :, start:stop].mT)
 
-    def _map(self, query: Tensor, first: int) -> tuple[Tensor, Tensor | None]:
-        """A(0) ``[batch, heads, rows, keys]`` of rows from first on, and what they may attend to."""
+    def _attention_map(self, query: Tensor, first: int) -> tuple[Tensor, Tensor | None]:
+        """Return A(0) ``[batch, heads, rows, keys]`` of the rows from `first` on, and their mask."""
         assert self._key is not None
         rows, stop = query.shape[2], first + query.shape[2]
         scale = query.shape[3] ** -0.5 if self.scale is None else self.scale
-        own, keys = for_scores(query, self._key[:, :, :stop])
-        scores = _product(own * scale, keys.mT)
+        query, keys = for_scores(query, self._key[:, :, :stop])
+        scores = _grouped_matmul(query * scale, keys.mT)
         scores = scores.to(wide(scores.dtype))
         allowed = None
         if rows > 1:
             allowed = torch.ones(rows, stop, dtype=torch.bool, device=query.device).tril(first)
-        if self._real is not None:
-            real = self._real[:, :, :stop].mT
-            allowed = real if allowed is None else allowed & real
+        if self._valid_keys is not None:
+            valid = self._valid_keys[:, :, :stop].mT
+            allowed = valid if allowed is None else allowed & valid
         if allowed is None:
             return scores.softmax(-1), None
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
         return scores.softmax(-1).masked_fill(~allowed, 0.0), allowed
 
-    def _patterns(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """What a stepped value is of its neighbours ``[..., 1, 2 R + 1]``, and what the last R weights
-        before a wall become ``[..., R, 2 R]``: both away from any other wall."""
-        if self._matrices is None or self._matrices[0].device != like.device:
-            reach, unit = self._reach, torch.eye(self._reach, dtype=like.dtype, device=like.device)
+    def _stencils_like(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the matrices of all steps away from padding, with the device and dtype of `x`.
+
+        Returns:
+            The coefficients ``[..., 1, 2 R + 1]`` of a stepped value, and the matrix ``[..., R, 2 R]``
+            that maps the last R weights before a wall to their patch.
+        """
+        if self._stencils is None or self._stencils[0].device != x.device:
+            reach, unit = self._reach, torch.eye(self._reach, dtype=x.dtype, device=x.device)
             row = pad(unit[:1, :1], (reach, reach))
-            taps = self._evolution.of_linear(row, Line(-1))
+            stencil = self._evolution.of_linear(row, Line(-1))
             wall = self._evolution.of_linear(pad(unit, (reach, 0)), Line(-1))
-            self._matrices = taps.to(like.dtype), wall.to(like.dtype)
-        return self._matrices
+            self._stencils = stencil.to(x.dtype), wall.to(x.dtype)
+        return self._stencils
 
 
 @autocast_as_sdpa
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, *, cache: PDECache, key_padding: Tensor | None
 ) -> Tensor:
-    return cache._take_in(query, key, value, key_padding)
+    return cache._append_and_attend(query, key, value, key_padding)
 
 
 @contextmanager
 def unchanged_on_error(*caches: PDECache | None) -> Iterator[None]:
-    """Give caches back what they held, should the body raise.
+    """Restore the caches if the body raises an exception.
 
-    Buffers are only ever written beyond the tokens that a cache holds, so its attributes are enough.
+    Buffers are written only beyond the tokens that a cache holds, so restoring attributes suffices.
     """
-    before = [(cache, dict(vars(cache))) for cache in caches if cache is not None]
+    previous = [(cache, dict(vars(cache))) for cache in caches if cache is not None]
     try:
         yield
     except BaseException:
-        for cache, attributes in before:
+        for cache, attributes in previous:
             vars(cache).update(attributes)
         raise
 
 
-def _of_texts(coefficient: Tensor, indices: Tensor) -> Tensor:
-    """Coefficients ``[batch, heads, 1, 1]`` of other texts; those that all texts share as they are."""
+def _select_texts(coefficient: Tensor, indices: Tensor) -> Tensor:
+    """Return coefficients ``[batch, heads, 1, 1]`` of other texts; shared ones are returned as is."""
     if coefficient.ndim < 4 or coefficient.shape[-4] == 1:
         return coefficient
     return coefficient.index_select(-4, indices.to(coefficient.device))
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` for ``[batch, heads, rows, n]`` and ``[batch, fewer heads, n, k]``."""
+def _grouped_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a @ b`` for ``[batch, heads, rows, n]`` and ``[batch, key heads, n, k]``."""
     if a.shape[1] == b.shape[1]:
         return a @ b
-    shared = a.reshape(a.shape[0], b.shape[1], -1, a.shape[3])  # the rows of heads that share a b
-    return (shared @ b).reshape(*a.shape[:3], b.shape[3])
+    groups = a.reshape(a.shape[0], b.shape[1], -1, a.shape[3])  # rows of the heads that share a key head
+    return (groups @ b).reshape(*a.shape[:3], b.shape[3])
 
 
-def _upright(slab: Tensor, width: int) -> Tensor:
-    """Of each row i of ``[..., rows, rows + width - 1]`` the entries i to i + width - 1."""
-    rows = slab.shape[-2]
+def _to_band(x: Tensor, width: int) -> Tensor:
+    """Return entries i to i + width - 1 of each row i of x ``[..., rows, rows + width - 1]``."""
+    rows = x.shape[-2]
     if rows == 1:
-        return slab
-    return pad(slab.flatten(-2), (0, rows)).unflatten(-1, (rows, rows + width))[..., :width]
+        return x
+    return pad(x.flatten(-2), (0, rows)).unflatten(-1, (rows, rows + width))[..., :width]
 
 
-def _slanted(band: Tensor) -> Tensor:
-    """The reverse of `_upright`, zeros elsewhere."""
+def _from_band(band: Tensor) -> Tensor:
+    """Return the inverse of `_to_band`, with zeros elsewhere."""
     rows, width = band.shape[-2:]
     if rows == 1:
         return band

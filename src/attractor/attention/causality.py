@@ -1,4 +1,4 @@
-"""A test that a causal model is causal: no output may depend on a later token."""
+"""A test of causality: no output of a causal model may depend on a later token."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -9,16 +9,16 @@ from torch import Tensor, nn
 
 from attractor.core.checks import check_number, check_tensor, check_values
 
-SHORT = 64  # up to this many tokens every position is tried
-SPREAD = 16  # of longer inputs, this many
+ALL_POSITIONS = 64  # Inputs with up to this many tokens are tested at every position.
+SAMPLED_POSITIONS = 16  # Longer inputs are tested at this many positions.
 
 
 class CausalityError(AssertionError):
-    """A model whose output sees the future.
+    """An output of a model depends on a later token.
 
     Attributes:
-        position: the first output position found to depend on a later token.
-        size: by how much it changed, or the size of its gradient.
+        position: The first output position that was observed to depend on a later token.
+        size: The change of that output, or the size of its gradient.
     """
 
     def __init__(self, message: str, position: int, size: float) -> None:
@@ -27,22 +27,29 @@ class CausalityError(AssertionError):
 
 
 def assert_causal(model: Callable[[Tensor], Any], inputs: Tensor, tolerance: float = 0.0) -> None:
-    """Raises a CausalityError if an output position depends on a token after it.
+    """Raise a CausalityError if an output position depends on a later token.
 
-    Changes every token after position i and compares the outputs up to i, bit by bit if tolerance is
-    0, for every i of a short input and for some spread over a long one. For float inputs, follows the
-    gradients of output i to later inputs as well: they must vanish. A module is put into eval mode,
-    and back afterwards.
+    The test changes all tokens after position i and compares the outputs up to i, bit by bit if
+    `tolerance` is 0. It does so for every i of a short input, and for evenly spaced positions of a long
+    one. For floating-point inputs, it also verifies that the gradients of output i with respect to later
+    inputs vanish. A module runs in evaluation mode, and its modes are restored afterwards.
+
+    The output of the model may be a tensor, or any nesting of tuples, lists, mappings and dataclasses.
+    The test compares the first floating-point tensor with as many positions as the input, in the same
+    dimension.
 
     Args:
-        model: a module or any function of one tensor. For arguments with names, wrap it:
+        model: A module, or any function of one tensor. Wrap a model that takes keyword arguments:
             ``lambda x: model(inputs_embeds=x).logits``.
-        inputs: token ids ``[tokens]`` or ``[batch, tokens]``, of any integer type, with at least two
-            different ids if possible; or floats ``[..., tokens, dim]``.
-        tolerance: the largest difference, and gradient, that passes.
+        inputs: Token ids ``[tokens]`` or ``[batch, tokens]`` of any integer dtype, preferably with at
+            least two different ids, or floats ``[..., tokens, dim]``.
+        tolerance: The largest difference, and the largest gradient, to accept.
 
-    The output may be a tensor, or any nesting of tuples, mappings and dataclasses: the first floating
-    tensor that has as many positions as the input, in the same dimension, is compared.
+    Raises:
+        CausalityError: An output depends on a later token.
+        TypeError: `model` is not callable, or `inputs` is not a tensor.
+        ValueError: The shape of `inputs` is not supported, the output of the model is random, or it has
+            no tensor with as many positions as `inputs`.
     """
     check_tensor(
         "inputs", inputs, "of ids [batch, tokens], or of floats [..., tokens, dim]", floating=False
@@ -50,73 +57,79 @@ def assert_causal(model: Callable[[Tensor], Any], inputs: Tensor, tolerance: flo
     check_values("inputs", inputs)
     check_number("tolerance", tolerance, 0.0)
     if not callable(model):
-        raise TypeError(f"model is a {type(model).__name__}; give a module or a function of one tensor")
-    ids = not inputs.is_floating_point()
-    if inputs.ndim < (1 if ids else 2) or (ids and inputs.ndim > 2):
+        raise TypeError(f"model is a {type(model).__name__}; pass a module or a function of one tensor")
+    is_ids = not inputs.is_floating_point()
+    if inputs.ndim < (1 if is_ids else 2) or (is_ids and inputs.ndim > 2):
         raise ValueError(
             f"inputs {list(inputs.shape)} of {inputs.dtype} must be ids [tokens] or [batch, tokens], "
             "or floats [..., tokens, dim]"
         )
-    time = inputs.ndim - (1 if ids else 2)
+    token_dim = inputs.ndim - (1 if is_ids else 2)
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     modes = [module.training for module in modules]
     try:
         for module in modules:
             module.training = False
-        _perturb(model, inputs, time, tolerance)
-        if not ids:
-            _follow_gradients(model, inputs, time, tolerance)
+        _check_outputs(model, inputs, token_dim, tolerance)
+        if not is_ids:
+            _check_gradients(model, inputs, token_dim, tolerance)
     finally:
         for module, mode in zip(modules, modes):
             module.training = mode
 
 
 @torch.no_grad()
-def _perturb(model: Callable[[Tensor], Any], inputs: Tensor, time: int, tolerance: float) -> None:
-    n = inputs.shape[time]
-    before = _output(model(inputs), n, time)
-    if (size := _differences(before, _output(model(inputs), n, time), time).max().item()) > tolerance:
-        module = isinstance(model, nn.Module)
-        cure = "fix its seed" if module else "put the modules it uses into eval mode, fix its seed"
+def _check_outputs(
+    model: Callable[[Tensor], Any], inputs: Tensor, token_dim: int, tolerance: float
+) -> None:
+    """Raise if an output changes when only later tokens change."""
+    tokens = inputs.shape[token_dim]
+    output = _output(model(inputs), tokens, token_dim)
+    repeated = _output(model(inputs), tokens, token_dim)
+    if (size := _differences(output, repeated, token_dim).max().item()) > tolerance:
+        is_module = isinstance(model, nn.Module)
+        remedy = "fix its seed" if is_module else "use its modules in evaluation mode, fix its seed"
         raise ValueError(
-            f"the model's output changes by {size:.2g} when nothing changes: it is random"
-            f"{' even in eval mode' if module else ''}, so its causality cannot be tested; {cure}, "
-            "or give a tolerance"
+            f"the output of the model changes by {size:.2g} between two calls with the same inputs: "
+            f"it is random{' even in evaluation mode' if is_module else ''}, so its causality cannot be "
+            f"tested; {remedy}, or pass a tolerance"
         )
-    other = _other(inputs)
+    other = _other_inputs(inputs)
     leaks = []
-    for i in _positions(n):
-        past, future = inputs.narrow(time, 0, i + 1), other.narrow(time, i + 1, n - i - 1)
-        after = _output(model(torch.cat((past, future), time)), n, time)
-        changed = _differences(before, after, time)[: i + 1]
-        leaks += [(int(p), i, changed[p].item()) for p in (changed > tolerance).nonzero()[:1, 0]]
+    for i in _positions(tokens):
+        past = inputs.narrow(token_dim, 0, i + 1)
+        future = other.narrow(token_dim, i + 1, tokens - i - 1)
+        perturbed = _output(model(torch.cat((past, future), token_dim)), tokens, token_dim)
+        changes = _differences(output, perturbed, token_dim)[: i + 1]
+        leaks += [(int(p), i, changes[p].item()) for p in (changes > tolerance).nonzero()[:1, 0]]
     if leaks:
         position, last, size = min(leaks)
         raise CausalityError(
             f"output {position} sees its future: it changes by {size:.2g} when only tokens after {last} "
-            f"change ({len(leaks)} of {len(_positions(n))} changes of the future leak into the past)",
+            f"change ({len(leaks)} of {len(_positions(tokens))} tested positions leak)",
             position,
             size,
         )
 
 
-def _follow_gradients(
-    model: Callable[[Tensor], Any], inputs: Tensor, time: int, tolerance: float
+def _check_gradients(
+    model: Callable[[Tensor], Any], inputs: Tensor, token_dim: int, tolerance: float
 ) -> None:
-    n = inputs.shape[time]
+    """Raise if an output has a gradient with respect to a later input."""
+    tokens = inputs.shape[token_dim]
     with torch.enable_grad():
         leaf = inputs.detach().clone().requires_grad_()
-        output = _output(model(leaf), n, time)
+        output = _output(model(leaf), tokens, token_dim)
         if not output.requires_grad:
             return
-        # A sum would miss what cancels, as it does behind a layer norm.
+        # In an unweighted sum gradients may cancel, for example after a layer norm.
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
-        for i in _positions(n):
-            weighted = (weights * output).select(time, i).sum()
-            (slope,) = torch.autograd.grad(weighted, leaf, retain_graph=True, allow_unused=True)
-            if slope is None:
+        for i in _positions(tokens):
+            weighted_sum = (weights * output).select(token_dim, i).sum()
+            (gradient,) = torch.autograd.grad(weighted_sum, leaf, retain_graph=True, allow_unused=True)
+            if gradient is None:
                 continue
-            sizes = _differences(slope, torch.zeros_like(slope), time)
+            sizes = _differences(gradient, torch.zeros_like(gradient), token_dim)
             sizes[: i + 1] = 0
             if (sizes > tolerance).any():
                 size, j = sizes.max(0)
@@ -128,52 +141,54 @@ def _follow_gradients(
                 )
 
 
-def _positions(n: int) -> list[int]:
-    """Those after which the future is changed; the last has none."""
-    if n <= SHORT:
-        return list(range(n - 1))
-    return sorted({round(p) for p in torch.linspace(0, n - 2, SPREAD).tolist()})
+def _positions(tokens: int) -> list[int]:
+    """Return the positions to test. The last token is excluded because none follows it."""
+    if tokens <= ALL_POSITIONS:
+        return list(range(tokens - 1))
+    return sorted({round(p) for p in torch.linspace(0, tokens - 2, SAMPLED_POSITIONS).tolist()})
 
 
-def _other(inputs: Tensor) -> Tensor:
-    """Inputs of the same kind, different in every position."""
+def _other_inputs(inputs: Tensor) -> Tensor:
+    """Return inputs of the same kind that differ at every position."""
     generator = torch.Generator().manual_seed(0)
     if inputs.is_floating_point():
         noise = torch.randn(inputs.shape, generator=generator).to(inputs)
         return inputs + noise * inputs.abs().max().clamp(min=1)
-    known, index = inputs.unique(return_inverse=True)  # ids that the model is sure to have
-    if len(known) == 1:
+    ids, index = inputs.unique(return_inverse=True)  # The vocabulary certainly contains these ids.
+    if len(ids) == 1:
         return torch.where(inputs > 0, inputs - 1, inputs + 1)
-    shift = torch.randint(1, len(known), inputs.shape, generator=generator).to(index)
-    return known[(index + shift) % len(known)]
+    shift = torch.randint(1, len(ids), inputs.shape, generator=generator).to(index)
+    return ids[(index + shift) % len(ids)]
 
 
-def _differences(a: Tensor, b: Tensor, time: int) -> Tensor:
-    """The largest difference at each position, ``[tokens]``; NaN on one side only is infinite."""
-    a, b = (x.detach().movedim(time, 0).flatten(1).double() for x in (a, b))
+def _differences(a: Tensor, b: Tensor, token_dim: int) -> Tensor:
+    """Return the largest difference per position, ``[tokens]``; infinite where only one is NaN."""
+    a, b = (x.detach().movedim(token_dim, 0).flatten(1).double() for x in (a, b))
     same = (a == b) | (a.isnan() & b.isnan())
     return (a - b).abs().nan_to_num(nan=torch.inf).masked_fill(same, 0.0).amax(1)
 
 
-def _output(result: Any, n: int, time: int) -> Tensor:
+def _output(result: Any, tokens: int, token_dim: int) -> Tensor:
+    """Return the first floating-point tensor in `result` with as many positions as the input."""
     for tensor in _tensors(result):
-        if tensor.is_floating_point() and tensor.ndim > time and tensor.shape[time] == n:
+        if tensor.is_floating_point() and tensor.ndim > token_dim and tensor.shape[token_dim] == tokens:
             return tensor
     raise ValueError(
-        f"no floating tensor with {n} positions in dimension {time} in the model's output "
-        f"({type(result).__name__}); return one, for instance lambda x: model(x).logits"
+        f"there is no floating tensor with {tokens} positions in dimension {token_dim} in the output of "
+        f"the model ({type(result).__name__}); return one, for example with lambda x: model(x).logits"
     )
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:
+    """Iterate over all tensors in nested tuples, lists, mappings and dataclasses."""
     if isinstance(result, Tensor):
         yield result
     elif isinstance(result, Mapping):
-        for part in result.values():
-            yield from _tensors(part)
+        for item in result.values():
+            yield from _tensors(item)
     elif isinstance(result, (tuple, list)):
-        for part in result:
-            yield from _tensors(part)
+        for item in result:
+            yield from _tensors(item)
     elif is_dataclass(result):
         for field in fields(result):
             yield from _tensors(getattr(result, field.name))

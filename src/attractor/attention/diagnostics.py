@@ -1,20 +1,19 @@
-"""What a PDE does to an attention map: the map itself, and measures of it, along pseudo-time.
+"""Attention maps along pseudo-time, and measures of them.
 
-What the paper says of diffusion, and what is so (`tests/attention/test_diagnostics.py` has each as a
-test):
+The paper's claims about diffusion, each of which has a test in `tests/attention/test_diagnostics.py`:
 
-- *Theorem 2.* Smoothness ``|L A|²`` and variance fall with every step within the stable limit: so it is,
-  walls or not. Its third claim, a range that grows linearly, is not of one map: the variance of where
-  a row attends grows linearly, ``2 alpha t`` far from walls, so the range grows like ``sqrt t``, until
-  the walls stop it.
-- *Proposition D.4.* Depth adds pseudo-time: L layers of one step each on a map are one layer of L
-  steps, exactly, and the flow of the continuous equation over L dt up to O(dt).
-- *Proposition D.5* bounds the distance between a cheap map (windowed, Performer) after its steps and
-  the exact softmax map by the distance at the start, plus what vanishes with dt and time. It does not
-  hold: the proof takes the softmax map to be stationary under diffusion, and it is not. Started from the
-  exact map itself the distance is not near 0 but grows, up to that between the exact map and a flat
-  one. What does hold is that the distance to the exact map *after the same steps* never grows
-  (`hybrid_errors` measures both).
+- *Theorem 2.* Smoothness ``|L A|²`` and variance decrease with every step within the stable limit. This
+  holds with and without walls. The third claim, that the range grows linearly, does not hold for one
+  map: the variance of the keys that a row attends to grows linearly, as ``2 alpha t`` far from walls, so
+  the range grows like ``sqrt(t)`` until the walls limit it.
+- *Proposition D.4.* Depth adds pseudo-time: L layers of one step each on one map equal one layer of L
+  steps exactly, and equal the flow of the continuous equation over L dt up to O(dt).
+- *Proposition D.5* bounds the distance between a cheap map (windowed, Performer) after its steps and the
+  exact softmax map by the initial distance plus terms that vanish with dt and time. It does not hold:
+  the proof assumes that the softmax map is stationary under diffusion, which it is not. Starting from
+  the exact map itself, the distance does not stay near 0. It grows up to the distance between the exact
+  map and a uniform one. The distance to the exact map *after the same steps*, however, never grows.
+  `hybrid_errors` measures both distances.
 """
 
 import math
@@ -31,19 +30,23 @@ from attractor.attention.engines.dense import dense, space
 from attractor.attention.pdes import PDE, LearnedPDE, Neighbourhood
 from attractor.core.checks import check_beside, check_number, check_tensor, check_whole
 
-LIMIT = 2**27  # entries of all maps of a trace: half a gigabyte in float32
+LIMIT = 2**27  # Entries of all maps of a trace: half a gigabyte in float32.
 
 
 @dataclass(frozen=True, eq=False)
 class PDETrace:
-    """An attention map through pseudo-time. Measures are averages over the rows that have keys.
+    """An attention map along pseudo-time.
+
+    Unless stated otherwise, measures are ``[steps + 1, *batch, heads]``, and those of rows are averages
+    over the rows that may attend to a key.
 
     Attributes:
-        maps: ``[steps + 1, *batch, heads, queries, keys]``, the first is A(0).
-        times: pseudo-time of each map, ``[steps + 1]``.
-        allowed: bool, broadcasts against a map: True where a query may attend; None: everywhere.
-        space: where the map flows.
-        pde: the equation.
+        maps: The maps ``[steps + 1, *batch, heads, queries, keys]``, starting with A(0).
+        times: Pseudo-time of each map, ``[steps + 1]``.
+        allowed: Bool mask that broadcasts against a map, True where a query may attend; None if it may
+            attend everywhere.
+        space: The neighbourhood in which the map evolves.
+        pde: The equation.
     """
 
     maps: Tensor
@@ -54,34 +57,36 @@ class PDETrace:
 
     @property
     def smoothness(self) -> Tensor:
-        """``|L A|²``, the paper's S_h; small is smooth. ``[steps + 1, *batch, heads]``, as all below."""
+        """Squared norm of the Laplacian, ``|L A|²``, the paper's S_h; smooth maps have small values."""
         return self.space.laplacian(self.maps).square().sum((-2, -1))
 
     @property
     def variance(self) -> Tensor:
-        """Var(A), the paper's C_h, over all entries of a map."""
+        """Variance of all entries of a map, Var(A), the paper's C_h."""
         return self.maps.var((-2, -1), correction=0)
 
     @property
     def spread(self) -> Tensor:
-        """The effective range: root mean square distance of attention from each row's mean key."""
-        return self._average(_moment(self._shares(), self._keys(), None)).clamp(min=0).sqrt()
+        """Effective range: root mean square distance of attention from the mean key of its row."""
+        moments = _moment(self._normalised_rows(), self._keys(), None)
+        return self._average(moments).clamp(min=0).sqrt()
 
     @property
     def distance(self) -> Tensor:
-        """Root mean square distance of attention from each query's own position."""
-        own = torch.arange(self.maps.shape[-2], device=self.maps.device, dtype=self.maps.dtype)
-        return self._average(_moment(self._shares(), self._keys(), own)).clamp(min=0).sqrt()
+        """Root mean square distance of attention from the position of its query."""
+        positions = torch.arange(self.maps.shape[-2], device=self.maps.device, dtype=self.maps.dtype)
+        moments = _moment(self._normalised_rows(), self._keys(), positions)
+        return self._average(moments).clamp(min=0).sqrt()
 
     @property
     def entropy(self) -> Tensor:
-        """Shannon's, of a row's shares, in nats; entries that are not positive count for nothing."""
-        shares = self._shares().clamp(min=0)
-        return self._average(-torch.special.xlogy(shares, shares).sum(-1))
+        """Shannon entropy of the normalised rows, in nats; negative entries count as 0."""
+        weights = self._normalised_rows().clamp(min=0)
+        return self._average(-torch.special.xlogy(weights, weights).sum(-1))
 
     @property
     def mass(self) -> Tensor:
-        """Mean row sum: 1, and under reaction-diffusion not."""
+        """Mean row sum. On the key axis, all equations but reaction-diffusion conserve it."""
         return self._average(self.row_mass)
 
     @property
@@ -91,35 +96,36 @@ class PDETrace:
 
     @property
     def leaked(self) -> Tensor:
-        """Weight on keys that a query may not attend to, a row's average; 0 if walls are the mask's."""
+        """Mean weight per row on keys outside the mask; 0 with ``walls="mask"``."""
         if self.allowed is None:
             return torch.zeros_like(self.mass)
         return self._average(self.maps.abs().masked_fill(self.allowed, 0.0).sum(-1))
 
     def measures(self) -> dict[str, Tensor]:
-        """All measures by name."""
+        """Return all measures per map, by name."""
         names = ("smoothness", "variance", "spread", "distance", "entropy", "mass", "leaked")
         return {name: getattr(self, name) for name in names}
 
     def _keys(self) -> Tensor:
         return torch.arange(self.maps.shape[-1], device=self.maps.device, dtype=self.maps.dtype)
 
-    def _shares(self) -> Tensor:
+    def _normalised_rows(self) -> Tensor:
         mass = self.row_mass.unsqueeze(-1)
         return self.maps / mass.masked_fill(mass == 0, 1.0)
 
     def _average(self, rows: Tensor) -> Tensor:
+        """Return the mean over rows ``[..., queries]`` that may attend to at least one key."""
         if self.allowed is None:
             return rows.mean(-1)
-        some = self.allowed.any(-1).expand(rows.shape[1:])
-        return (rows * some).sum(-1) / some.sum(-1).clamp(min=1)
+        nonempty = self.allowed.any(-1).expand(rows.shape[1:])
+        return (rows * nonempty).sum(-1) / nonempty.sum(-1).clamp(min=1)
 
 
-def _moment(shares: Tensor, keys: Tensor, around: Tensor | None) -> Tensor:
-    """Second moments of rows ``[..., queries]``, around their means if not around given positions."""
-    if around is None:
-        around = shares @ keys
-    return (shares * (keys - around.unsqueeze(-1)).square()).sum(-1)
+def _moment(weights: Tensor, keys: Tensor, centres: Tensor | None) -> Tensor:
+    """Return the second moments of rows, ``[..., queries]``, about `centres`, or the mean if None."""
+    if centres is None:
+        centres = weights @ keys
+    return (weights * (keys - centres.unsqueeze(-1)).square()).sum(-1)
 
 
 @torch.no_grad()
@@ -144,32 +150,36 @@ def trace(
     method: str = "auto",
     limit: float = LIMIT,
 ) -> PDETrace:
-    """The map of ``pde_attention`` with the same arguments, before and after each step.
+    """Return the attention map of `pde_attention` before the first step and after each step.
 
-    The last map times the values is what `pde_attention` returns, up to rounding.
+    The product of the last map and the values equals the result of `pde_attention` up to rounding. The
+    map is materialised, so this is for short sequences. A split reaction acts before the first step, as
+    in `pde_attention`. Options with which a causal model sees its future are not rejected.
 
     >>> import torch
     >>> from attractor.attention import pdes
     >>> query, key = torch.randn(2, 1, 4, 16, 32)      # 1 text, 4 heads, 16 tokens
-    >>> seen = trace(query, key, is_causal=True, pde=pdes.Diffusion(alpha=0.2), steps=8)
-    >>> seen.maps.shape, seen.entropy.shape
+    >>> result = trace(query, key, is_causal=True, pde=pdes.Diffusion(alpha=0.2), steps=8)
+    >>> result.maps.shape, result.entropy.shape
     (torch.Size([9, 1, 4, 16, 16]), torch.Size([9, 1, 4]))
-    >>> bool((seen.smoothness.diff(dim=0) < 0).all())
+    >>> bool((result.smoothness.diff(dim=0) < 0).all())
     True
 
-    Arguments are those of `pde_attention`, without the values. The map is built, so this is for short
-    sequences. A split reaction acts before the first step, as it does there. Flows that would make a
-    causal model see its future are shown, and not refused.
+    The arguments are those of `pde_attention` without `value`, and `limit`.
 
     Args:
-        dropout_p: probability that an entry of A(0) is dropped; with the same seed those that
-            ``method="dense"`` drops.
-        renormalise: divides every row of the last map by its sum.
-        method: any of `pde_attention`'s; all engines have the same map.
-        limit: the largest number of entries of all maps together.
+        dropout_p: Probability that an entry of A(0) is dropped. With the same seed, the same entries are
+            dropped as with ``method="dense"``.
+        renormalise: Whether to divide every row of the last map by its sum.
+        method: Any method of `pde_attention`; all engines have the same map.
+        limit: Largest number of entries of all maps together.
+
+    Returns:
+        The maps and their measures.
 
     Raises:
-        TypeError, ValueError: as in `pde_attention`, or the maps have more than `limit` entries.
+        TypeError: As in `pde_attention`.
+        ValueError: As in `pde_attention`, or the maps have more than `limit` entries.
     """
     return _trace(
         query, key, key, attn_mask, dropout_p, is_causal, scale, enable_gqa, limit=limit, pde=pde,
@@ -189,8 +199,9 @@ def _trace(
     entries = (steps + 1) * math.prod(shape)
     if entries > limit:
         raise ValueError(
-            f"a trace of {steps} steps holds {steps + 1} maps of {list(shape)}, {entries:.3g} entries, "
-            f"more than limit = {limit:.3g}; give fewer texts, heads or tokens: query[:1, :1, :256]"
+            f"a trace of {steps} steps has {steps + 1} maps of {list(shape)}, {entries:.3g} entries in "
+            f"total, more than limit = {limit:.3g}; pass fewer texts, heads or tokens, for example "
+            "query[:1, :1, :256]"
         )
     _, A = dense(
         call.query, call.key, call.value[..., :0], dropout_p=call.dropout_p, scale=call.scale,
@@ -207,9 +218,10 @@ def _trace(
 
 
 def _stages(pde: Any, u: Tensor, where: Neighbourhood, steps: int, dt: float) -> Iterator[Tensor]:
-    """u and what it is after each step: what `evolve` does, looked at on the way."""
+    """Iterate over u before the first step and after each step of `evolve`."""
     yield u
-    shape = u.shape  # coefficients of heads are [heads, 1, 1]; with one head a map may have none
+    # Coefficients per head are [heads, 1, 1]. With one head, u may have no dimension for heads.
+    shape = u.shape
     if steps and hasattr(pde, "start"):
         u = pde.start(u, steps * dt)
     velocity = None
@@ -221,46 +233,67 @@ def _stages(pde: Any, u: Tensor, where: Neighbourhood, steps: int, dt: float) ->
 def hybrid_errors(
     exact: Tensor, cheap: Tensor, where: Neighbourhood, *, pde: PDE, steps: int, dt: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """How far a cheap map is from the exact one while it takes its steps, ``[steps + 1, ...]`` each.
-
-    Returns:
-        the distance (Frobenius) to the exact map as it was, which Proposition D.5 bounds wrongly; and
-        to the exact map after the same steps, which diffusion never lets grow.
+    """Return the distances between a cheap map and the exact map along pseudo-time.
 
     Args:
-        exact, cheap: maps ``[..., queries, keys]``.
-        where: where they flow, such as ``Line()``.
+        exact: The exact map ``[..., queries, keys]``.
+        cheap: The map that approximates it, of the same shape and dtype.
+        where: The neighbourhood in which the maps evolve, such as ``Line()``.
+        pde: The equation.
+        steps: Number of steps.
+        dt: Size of a step in pseudo-time.
+
+    Returns:
+        Two tensors ``[steps + 1, ...]`` of Frobenius distances from the cheap map after each step. The
+        first are distances to the initial exact map, for which the bound of Proposition D.5 does not
+        hold. The second are distances to the exact map after the same steps, which never grow under
+        diffusion.
+
+    Raises:
+        TypeError: A map is not a tensor of floats, or `where` is not a neighbourhood.
+        ValueError: The maps do not match, or `pde`, `steps` or `dt` is not valid.
     """
     check_tensor("exact", exact, "[..., queries, keys]")
     check_tensor("cheap", cheap, "[..., queries, keys]")
     check_beside("cheap", cheap, "exact", exact)
     if exact.shape != cheap.shape or exact.dim() < 2 or exact.dtype != cheap.dtype:
         raise ValueError(
-            f"exact {list(exact.shape)} and cheap {list(cheap.shape)} must be maps of one shape and type"
+            f"exact {list(exact.shape)} of {exact.dtype} and cheap {list(cheap.shape)} of {cheap.dtype} "
+            "must be maps of one shape and dtype"
         )
     check_whole("steps", steps, 0)
     check_number("dt", dt, 0.0)
     if isinstance(pde, type) or not hasattr(pde, "step"):
-        raise ValueError(f"pde {pde!r} is not an equation; give one such as pdes.Diffusion(alpha=0.1)")
+        raise ValueError(f"pde {pde!r} is not an equation; pass one such as pdes.Diffusion(alpha=0.1)")
     if not hasattr(where, "laplacian"):
-        raise TypeError(f"where is a {type(where).__name__}; give a Line or a Plane")
+        raise TypeError(f"where is a {type(where).__name__}; pass a Line or a Plane")
     norm = lambda u: torch.linalg.vector_norm(u, dim=(-2, -1))
     stages = zip(_stages(pde, exact, where, steps, dt), _stages(pde, cheap, where, steps, dt))
-    errors = [(norm(moved - exact), norm(moved - truth)) for truth, moved in stages]
-    to_start, to_truth = zip(*errors)
-    together = lambda parts: torch.stack(torch.broadcast_tensors(*parts))  # coefficients may bring heads
-    return together(to_start), together(to_truth)
+    distances = [(norm(u - exact), norm(u - exact_u)) for exact_u, u in stages]
+    to_start, to_exact = zip(*distances)
+    # Coefficients per head add a dimension after the first step.
+    stack = lambda tensors: torch.stack(torch.broadcast_tensors(*tensors))
+    return stack(to_start), stack(to_exact)
 
 
 def coefficients(model: nn.Module) -> list[dict[str, Any]]:
-    """The PDEs a model has learnt, layer by layer: one row for each coefficient of each layer.
+    """Return the learned coefficients of the PDEs of a model.
 
-    A row has the ``name`` of the layer's `LearnedPDE`, its ``pde``, the ``coefficient``, over heads its
-    ``heads``, ``mean``, ``deviation``, ``min`` and ``max``, and ``share``, the part of the largest
-    stable step that the layer's dt is (of the head that is closest to its limit).
+    Args:
+        model: A module that contains `LearnedPDE` modules.
+
+    Returns:
+        One dictionary per coefficient of each `LearnedPDE`, in the order of the layers. ``name`` is the
+        path of the module, ``pde`` the class of its equation, and ``coefficient`` the name of the
+        coefficient. ``heads`` is the number of its values, and ``mean``, ``deviation``, ``min`` and
+        ``max`` are statistics over the heads. ``share`` is the ratio of the layer's `dt` to the largest
+        stable step, for the head closest to its limit.
+
+    Raises:
+        TypeError: `model` is not a module.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; give a module")
+        raise TypeError(f"model is a {type(model).__name__}; pass a module")
     rows = []
     for name, module in model.named_modules():
         if not isinstance(module, LearnedPDE):
@@ -268,20 +301,20 @@ def coefficients(model: nn.Module) -> list[dict[str, Any]]:
         with torch.no_grad():
             equation: Any = module()
         for field in fields(equation) if is_dataclass(equation) else ():
-            given = getattr(equation, field.name)
-            if isinstance(given, bool) or not isinstance(given, (float, int, Tensor)):
+            coefficient = getattr(equation, field.name)
+            if isinstance(coefficient, bool) or not isinstance(coefficient, (float, int, Tensor)):
                 continue
-            numbers = torch.as_tensor(given, dtype=torch.float64).flatten()
+            values = torch.as_tensor(coefficient, dtype=torch.float64).flatten()
             rows.append(
                 {
                     "name": name,
                     "pde": type(equation).__name__,
                     "coefficient": field.name,
-                    "heads": numbers.numel(),
-                    "mean": numbers.mean().item(),
-                    "deviation": numbers.std(correction=0).item(),
-                    "min": numbers.min().item(),
-                    "max": numbers.max().item(),
+                    "heads": values.numel(),
+                    "mean": values.mean().item(),
+                    "deviation": values.std(correction=0).item(),
+                    "min": values.min().item(),
+                    "max": values.max().item(),
                     "share": module.dt / equation.max_dt(module.axis),
                 }
             )

@@ -1,7 +1,7 @@
-"""Symbolic traces of torch.fx, in which a tensor has neither a shape nor values to look at.
+"""Symbolic tracing with torch.fx, where a tensor has neither a shape nor values.
 
-What checks shapes, or chooses an engine by them, becomes one node of such a graph: a call of the module,
-as torch.fx does with the modules of torch.nn.
+A module that checks shapes, or chooses an engine according to them, becomes one node of the graph: a
+call of the module, as torch.fx does for the modules of torch.nn.
 """
 
 from typing import Any
@@ -11,22 +11,27 @@ from torch.fx import Proxy
 
 
 def is_symbolic(x: Any) -> bool:
-    """Whether x stands for a tensor in a symbolic trace."""
+    """Return whether x represents a tensor in a symbolic trace."""
     return isinstance(x, Proxy)
 
 
 def as_node(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A call of the module as one node of the graph that its first argument belongs to.
+    """Return a call of the module as one node of the graph that contains its first argument.
+
+    Args:
+        module: The module to call.
+        *args: Arguments of the call. The first one is symbolic.
+        **kwargs: Keyword arguments of the call.
 
     Raises:
-        TypeError: the module is traced by itself, so that there would be nothing else in the graph.
+        TypeError: The module is the root of the trace, so the graph would consist of this node alone.
     """
     tracer: Any = args[0].tracer
     path = tracer.path_of_module(module)
     if not path:
         name = type(module).__name__
         raise TypeError(
-            f"{name} depends on the shapes of tensors, so torch.fx takes it as one node of a graph, and "
-            "it cannot be the whole graph; trace a network that contains it"
+            f"{name} depends on the shapes of tensors, so torch.fx records it as one node of a graph, "
+            "and it cannot be the entire graph; trace a network that contains it"
         )
     return tracer.create_proxy("call_module", path, args, kwargs)

@@ -104,7 +104,7 @@ def performer_attention(
 class PerformerAttention(nn.Module):
     """A module that owns its random features, to be passed to models as ``attention=``.
 
-    >>> from attractor.attention.transformer import LanguageModel
+    >>> from attractor.attention.models import LanguageModel
     >>> performer = PerformerAttention(dim=16, count=64)      # 64 / 4 heads
     >>> model = LanguageModel(100, dim=64, heads=4, layers=2, attention=performer, pde="diffusion")
 

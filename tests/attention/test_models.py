@@ -453,7 +453,7 @@ def test_what_can_have_a_cache():
 def test_caches_of_other_attentions_are_refused():
     layer, x = PDEAttention(16, 2, "wave", 3, causal=True), torch.randn(1, 3, 16)
     for other in (PDECache("diffusion", 3), PDECache("wave", 4), PDECache("wave", 3, dt=0.5)):
-        with pytest.raises(ValueError, match="use one of its new_cache"):
+        with pytest.raises(ValueError, match="make the cache with new_cache"):
             layer(x, cache=other)
     layer(x, cache=PDECache("wave", 3))
     dropping = PDEAttention(16, 2, causal=True, dropout=0.5)
@@ -468,7 +468,7 @@ def test_every_attention_needs_its_cache(place):
     model = language_model(place=place).eval()
     caches = [attention.new_cache() for attention in model.stack.attentions()]
     for wrong in (caches[:1], [*caches, caches[0]]):
-        with pytest.raises(ValueError, match=f"give one for each of {len(caches)} attentions"):
+        with pytest.raises(ValueError, match=f"pass one for each of {len(caches)} attentions"):
             model.states(ids(), caches=wrong)
     caches[-1].attend(*torch.randn(3, 2, 2, 4, 8))
     with pytest.raises(ValueError, match="all must hold the same text"):
@@ -533,7 +533,7 @@ WRONG = {
     "steps = -1 must be a whole number": lambda: PDEAttention(8, 2, steps=-1),
     "dropout = 1 is not a probability below 1": lambda: PDEAttention(8, 2, dropout=1),
     "no PDE is called 'heat'": lambda: PDEAttention(8, 2, "heat"),
-    "is not an equation; give one": lambda: PDEAttention(8, 2, pdes.Diffusion, learn=False),
+    "is not an equation; pass one": lambda: PDEAttention(8, 2, pdes.Diffusion, learn=False),
     "dt = 7 is unstable for Diffusion": lambda: PDEAttention(8, 2, dt=7.0, learn=False),
     "alpha = 0.1 of Diffusion must lie between 0 and": lambda: PDEAttention(8, 2, dt=7.0),
     "norm 'middle' is not one of pre, post": lambda: classifier(norm="middle"),
