@@ -33,7 +33,7 @@ from attractor.attention.engines import backends, boundary, selection, softmax
 from attractor.attention.engines.values import Stencil, step_values, steps_forward
 from attractor.attention.masks import Scope
 from attractor.attention.pdes.evolution import Evolution
-from attractor.attention.precision import wide
+from attractor.attention.precision import accumulate_dtype
 from attractor.bench.attention import documents_for, varlen
 from benchmarks.results import FOLDER, save
 
@@ -137,13 +137,15 @@ def check(what: str, steps: int, dtype: torch.dtype) -> dict[str, list[float]]:
     for kind in ("truth", "torch", "kernels"):
         dtype_ = torch.float64 if kind == "truth" else dtype
         q, k, v, grad = (x.to(dtype_).requires_grad_() for x in drawn)
-        alpha = alphas().detach().to(wide(dtype_)).requires_grad_()
+        alpha = alphas().detach().to(accumulate_dtype(dtype_)).requires_grad_()
         pde = pdes.Diffusion(alpha)
         if what == "values":
             if kind == "kernels":
                 out = values.step(v, values.taps(pde, steps, 1.0, v), None)
             else:
-                out = step_values(Evolution(pde, steps, 1.0), v.to(wide(dtype_)), None).to(dtype_)
+                out = step_values(Evolution(pde, steps, 1.0), v.to(accumulate_dtype(dtype_)), None).to(
+                    dtype_
+                )
             of = [v, alpha]
         else:
             ids, of = documents_for(q) if what == "documents" else None, [q, k, v, alpha]
@@ -160,7 +162,7 @@ def check(what: str, steps: int, dtype: torch.dtype) -> dict[str, list[float]]:
         for kind in ("torch", "kernels")
     }
     print(f"check {what}, {steps} steps, {dtype}: " + json.dumps(found), flush=True)
-    floor = 8 * torch.finfo(wide(dtype)).eps
+    floor = 8 * torch.finfo(accumulate_dtype(dtype)).eps
     for n, (ours, theirs) in enumerate(zip(found["kernels"], found["torch"])):
         few = (
             torch.finfo(dtype).eps if n == len(found["torch"]) - 1 else floor
@@ -192,7 +194,7 @@ def measure_values(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any
     pde = pdes.Diffusion(alphas())
     with torch.no_grad():
         taps = values.taps(pde, steps, 1.0, one)
-        stencil = Stencil.of(Evolution(pde, steps, 1.0), wide(dtype), one.device)
+        stencil = Stencil.of(Evolution(pde, steps, 1.0), accumulate_dtype(dtype), one.device)
     size = one.numel() * one.element_size()
     moved = {
         "copy": 2 * size,
@@ -207,7 +209,7 @@ def measure_values(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any
         "backward, both": lambda n: values.step_backward(grad[n], v[n], taps, None, True),
         "taps alone": lambda n: values.taps(pde, steps, 1.0, one),
         "torch step": lambda n: steps_forward(
-            stencil.matrix, stencil.top, stencil.bottom, v[n].to(wide(dtype))
+            stencil.matrix, stencil.top, stencil.bottom, v[n].to(accumulate_dtype(dtype))
         ).to(dtype),
     }
     label = f"values T={tokens} Nt={steps} {str(dtype)[6:]}"
@@ -381,7 +383,7 @@ def tune(what: str, tokens: int, steps: int, dtype: torch.dtype) -> None:
     scale = DIM**-0.5
     with torch.no_grad():
         taps = values.taps(pdes.Diffusion(alphas()), steps, 1.0, v)
-        far, far_lse = v[..., steps:, :], v[..., steps:, 0].to(wide(dtype))
+        far, far_lse = v[..., steps:, :], v[..., steps:, 0].to(accumulate_dtype(dtype))
         out, lse = near.merge_near(q, k, v, far, far_lse, taps, scale)
         given = grad, q, k, v, out, lse, taps, far, scale, True
         _, handed, *sums = near.near_rows(*given)
@@ -415,7 +417,7 @@ def rounds_for(tokens: int) -> int:
 
 
 def taps_bytes(dtype: torch.dtype) -> int:
-    return torch.empty((), dtype=wide(dtype)).element_size()
+    return torch.empty((), dtype=accumulate_dtype(dtype)).element_size()
 
 
 def against_sdpa(tokens: int, steps: int, dtype: torch.dtype, causal: bool) -> dict[str, Any]:
@@ -434,11 +436,11 @@ def against_sdpa(tokens: int, steps: int, dtype: torch.dtype, causal: bool) -> d
 
     def plain_torch() -> Tensor:
         evolution = Evolution(pdes.Diffusion(alpha), steps, 1.0)
-        stencil = Stencil.of(evolution, wide(dtype), alpha.device)
+        stencil = Stencil.of(evolution, accumulate_dtype(dtype), alpha.device)
         if causal:
             operator = selection.choose_square_causal(qkv[0], qkv[2], tokens - steps)
             return boundary.causal(*qkv, stencil, operator, DIM**-0.5)
-        return sdpa(*qkv[:2], stencil.step(qkv[2].to(wide(dtype))).to(dtype))
+        return sdpa(*qkv[:2], stencil.step(qkv[2].to(accumulate_dtype(dtype))).to(dtype))
 
     ways = {"sdpa": lambda: sdpa(*qkv, is_causal=causal), "kernels": kernels, "torch": plain_torch}
     label = f"{'causal ' if causal else ''}T={tokens} Nt={steps}"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attractor.attention import pde_attention, pdes
-from attractor.attention.precision import wide
+from attractor.attention.precision import accumulate_dtype
 from attractor.bench import attention
 from attractor.ode import HybridSolver, corrections, systems
 from benchmarks.results import save
@@ -40,7 +40,7 @@ def with_gradients(kind: str, tokens: int, device: str, dtype: torch.dtype) -> C
     *qkv, grad = (
         torch.randn(2, 8, tokens, 64, device=device, dtype=dtype).requires_grad_() for _ in range(4)
     )
-    coefficients = attention.learnt(8, wide(dtype), device)
+    coefficients = attention.learnt(8, accumulate_dtype(dtype), device)
     used = coefficients if "reaction" in kind or kind == "split" else coefficients[:1]
     if kind == CAUSAL:
         pde = pdes.ReactionDiffusion(*coefficients)

@@ -26,7 +26,7 @@ from attractor.attention.pde_attention import pde_attention
 from attractor.attention.pdes import PDE, Line
 from attractor.attention.pdes.evolution import Evolution
 from attractor.attention.pdes.pde import check_heads, with_coefficients
-from attractor.attention.precision import for_scores, wide
+from attractor.attention.precision import accumulate_dtype, for_scores
 from attractor.core.checks import as_int, check_number, check_tensor, check_values, check_whole
 
 BLOCK_ROWS = 128  # Rows of the attention map in memory at once when many tokens are appended.
@@ -232,7 +232,7 @@ class PDECache:
         if last <= first:
             return
         low = max(first - reach, 0)
-        value = self._value[:, :, low : self._length].to(wide(self._value.dtype))
+        value = self._value[:, :, low : self._length].to(accumulate_dtype(self._value.dtype))
         stencil, _ = self._stencils_like(value)
         if stencil.ndim > 2 and stencil.shape[-3] > 1 and value.shape[1] != heads:
             # Heads share values but not coefficients.
@@ -289,7 +289,7 @@ class PDECache:
         scale = query.shape[3] ** -0.5 if self.scale is None else self.scale
         query, keys = for_scores(query, self._key[:, :, :stop])
         scores = _grouped_matmul(query * scale, keys.mT)
-        scores = scores.to(wide(scores.dtype))
+        scores = scores.to(accumulate_dtype(scores.dtype))
         allowed = None
         if rows > 1:
             allowed = torch.ones(rows, stop, dtype=torch.bool, device=query.device).tril(first)

@@ -14,7 +14,7 @@ from attractor.attention.engines.stepped import Others
 from attractor.attention.engines.values import step_values
 from attractor.attention.pdes import Line
 from attractor.attention.pdes.evolution import Evolution
-from attractor.attention.precision import first_derivatives_only, wide
+from attractor.attention.precision import accumulate_dtype, first_derivatives_only
 
 SUM_ROWS = 1024  # rows per partial sum of a gradient of global tokens
 
@@ -48,7 +48,7 @@ class GlobalTokens:
         """
         if not self.key.shape[-2]:
             return None
-        key, value = (x.to(wide(x.dtype)) for x in (self.key, self.value))
+        key, value = (x.to(accumulate_dtype(x.dtype)) for x in (self.key, self.value))
         scores = _RowProduct.apply(query, (scale * key).mT)
         open_faces = None
         if self.valid is not None:

@@ -14,9 +14,6 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-wide = accumulate_dtype
-
-
 def for_scores(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """Return query and key in the dtype in which their product is computed.
 

@@ -29,7 +29,7 @@ from attractor.attention.pdes import PDE, Diffusion
 from attractor.attention.pdes.evolution import Evolution
 from attractor.attention.pdes.pde import for_heads
 from attractor.attention.plan import refuse_transforms
-from attractor.attention.precision import first_derivatives_only, wide
+from attractor.attention.precision import accumulate_dtype, first_derivatives_only
 from attractor.core.checks import as_int, is_whole
 
 ROWS = 8192  # separate rows per call of an engine, which limits its temporary memory
@@ -304,7 +304,7 @@ def _attend_by_kernels(query: Tensor, key: Tensor, value: Tensor, options: _Opti
         last_rows = torch.cat(list(outputs), -2)
     _, global_key, global_value = four_dimensions(query, global_key, global_value)
     query, key, value = four_dimensions(query, key, value)
-    global_value = global_value.to(wide(value.dtype))
+    global_value = global_value.to(accumulate_dtype(value.dtype))
     if table is not None and count:
         global_value = values.step(global_value, table, None)
     return window_kernels.attend(

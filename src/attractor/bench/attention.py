@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from attractor.attention import pde_attention, pdes, window_attention
 from attractor.attention.engines import softmax
 from attractor.attention.masks import Scope
-from attractor.attention.precision import first_derivatives_only, wide
+from attractor.attention.precision import accumulate_dtype, first_derivatives_only
 from attractor.bench import timing
 
 KINDS = ("stepped", "causal", "reaction", "split", "window", "documents")
@@ -59,7 +59,7 @@ def measure(
         dense: time the map built whole as well, forward.
     """
     check_kind(kind)
-    coefficients = learnt(heads, wide(dtype), device)
+    coefficients = learnt(heads, accumulate_dtype(dtype), device)
     ours, theirs = contenders(kind, coefficients, steps)
     qkv = [
         torch.randn(batch, heads, tokens, dim, device=device, dtype=dtype, requires_grad=True)
@@ -194,7 +194,7 @@ def errors(
     found = {}
     for name, type_ in (("truth", torch.float64), ("dense", dtype), ("ours", dtype)):
         *qkv, grad = (x.to(device, type_).requires_grad_() for x in drawn)
-        coefficients = learnt(heads, wide(type_), device)
+        coefficients = learnt(heads, accumulate_dtype(type_), device)
         used = coefficients if kind in ("reaction", "split") else coefficients[:1]
         if name == "ours":
             out = contenders(kind, coefficients, steps)[0](*qkv)

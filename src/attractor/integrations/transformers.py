@@ -38,7 +38,7 @@ from torch.nn.functional import pad
 from attractor.attention import masks, pde_attention
 from attractor.attention.pde_attention import attention_and_map
 from attractor.attention.pdes import BY_NAME, PDE, LearnedPDE, get_pde
-from attractor.attention.precision import for_scores, wide
+from attractor.attention.precision import accumulate_dtype, for_scores
 from attractor.integrations.transformers_masks import BypassError, Mask, make_mask
 from attractor.integrations.transformers_modules import (
     UNKNOWN,
@@ -303,7 +303,7 @@ def _capped(query: Tensor, key: Tensor, scale: float | None, softcap: float) -> 
     with torch.autocast(query.device.type, enabled=False):
         query, key = for_scores(query, key)
         scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.mT
-    return softcap * torch.tanh(scores.to(wide(scores.dtype)) / softcap)
+    return softcap * torch.tanh(scores.to(accumulate_dtype(scores.dtype)) / softcap)
 
 
 # Learned coefficients

@@ -33,7 +33,7 @@ from attractor.attention.engines.bands import band_scores, band_values
 from attractor.attention.engines.values import step_values
 from attractor.attention.pdes import PDE, Diffusion
 from attractor.attention.pdes.evolution import Evolution
-from attractor.attention.precision import wide
+from attractor.attention.precision import accumulate_dtype
 
 __all__ = ["Parts", "context_parallel_attention"]
 
@@ -146,7 +146,7 @@ def _causal_attention(
     scale: float,
 ) -> Tensor:
     """Return causal attention: far keys by the ring, and the last `reach` keys of each row here."""
-    rank, reach, dtype = processes.rank, evolution.reach, wide(query.dtype)
+    rank, reach, dtype = processes.rank, evolution.reach, accumulate_dtype(query.dtype)
     key_halo = extend_runs(parts.runs, reach, 0, parts.tokens)
     value_halo = extend_runs(parts.runs, 2 * reach, 0, parts.tokens)
     far = extend_runs(parts.runs, reach, -reach, parts.tokens)
@@ -187,7 +187,7 @@ def _causal_attention(
 
 def _no_scores(query: Tensor) -> Tensor:
     """Return scores ``[batch, heads, rows, 0]`` of no keys."""
-    return query.new_empty(*query.shape[:-1], 0, dtype=wide(query.dtype))
+    return query.new_empty(*query.shape[:-1], 0, dtype=accumulate_dtype(query.dtype))
 
 
 def _step_runs(value: Tensor, source: Runs, target: Runs, evolution: Evolution) -> Tensor:
@@ -203,7 +203,7 @@ def _step_runs(value: Tensor, source: Runs, target: Runs, evolution: Evolution) 
         return value
     runs = []
     for v, (source_start, _), (start, stop) in zip(split_runs(value, source), source, target):
-        stepped = step_values(evolution, v.to(wide(v.dtype)), None)
+        stepped = step_values(evolution, v.to(accumulate_dtype(v.dtype)), None)
         runs.append(stepped[..., start - source_start : stop - source_start, :].to(v.dtype))
     return torch.cat(runs, -2)
 

@@ -28,7 +28,7 @@ from torch.nn import Parameter
 
 from attractor.attention.kernels import INTERPRETED
 from attractor.attention.pdes import PDE, AdvectionDiffusion, Diffusion, Line, Wave, take_steps
-from attractor.attention.precision import first_derivatives_only, wide
+from attractor.attention.precision import accumulate_dtype, first_derivatives_only
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -102,7 +102,9 @@ def taps(pde: PDE, steps: int, dt: float, like: Tensor) -> Tensor:
     elif type(pde) is Wave:
         given = pde.c, 0.0
     else:
-        return taps_of_any(pde, steps, dt, torch.empty((), dtype=wide(like.dtype), device=like.device))
+        return taps_of_any(
+            pde, steps, dt, torch.empty((), dtype=accumulate_dtype(like.dtype), device=like.device)
+        )
     first, second = (x.to(like.device) if isinstance(x, Tensor) else None for x in given)
     numbers = [0.0 if isinstance(x, Tensor) else float(x) for x in given]
     wanted = [isinstance(x, Tensor) and torch.is_grad_enabled() and x.requires_grad for x in given]
@@ -257,7 +259,7 @@ def _made_like(
     steps: int, wave: bool, like: Tensor, of_first: bool, of_second: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     shape = max(_count(first), _count(second)), steps + 1, steps + 1, 2 * steps + 1
-    table = like.new_empty(shape, dtype=wide(like.dtype))
+    table = like.new_empty(shape, dtype=accumulate_dtype(like.dtype))
     return table, table.new_empty(int(of_first) + int(of_second), *shape)
 
 

@@ -31,7 +31,7 @@ from attractor.attention.kernels.taps import (
 )
 from attractor.attention.kernels.values import step, step_backward
 from attractor.attention.masks import Scope
-from attractor.attention.precision import first_derivatives_only, wide
+from attractor.attention.precision import accumulate_dtype, first_derivatives_only
 
 GLOBALS = 8  # the most global keys: a kernel's code grows with them
 # Pieces of a row, the run of a strand, and warps.
@@ -133,7 +133,7 @@ class _Causal(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         query, key, value = by_rows(query), by_rows(key), by_rows(value)
         begin = count + left + 1  # before it are rows whose windows join the global tokens
-        stepped, first_value = value, value[:, :, :count].to(wide(value.dtype))
+        stepped, first_value = value, value[:, :, :count].to(accumulate_dtype(value.dtype))
         if taps is not None:
             stepped = step(value, taps, None)
             first_value = step(first_value, taps, None) if count else first_value
@@ -324,7 +324,7 @@ def _merged_like(
     first_value: Tensor, head: Tensor, tail: Tensor, taps: Tensor | None, left: int, right: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+    lse = query.new_empty(query.shape[:3], dtype=accumulate_dtype(query.dtype))
     return torch.empty_like(by_rows(value)), lse
 
 

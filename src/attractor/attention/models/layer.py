@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from attractor.attention.cache import PDECache, unchanged_on_error
-from attractor.attention.call import METHODS, WALLS
 from attractor.attention.pde_attention import pde_attention
 from attractor.attention.pdes import AXES, PDE, Diffusion, LearnedPDE, get_pde
 from attractor.attention.pdes.pde import dimensions
 from attractor.attention.tracing import as_node, is_symbolic
+from attractor.attention.validation import METHODS, WALLS
 from attractor.core.checks import (
     as_int,
     check_choice,

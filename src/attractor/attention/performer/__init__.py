@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from attractor.attention import masks
-from attractor.attention.call import autocast_as_sdpa, check_flag, check_tensors
+from attractor.attention.call import autocast_as_sdpa
 from attractor.attention.engines.dense import space
 from attractor.attention.engines.values import step_values
 from attractor.attention.pdes import PDE
@@ -27,8 +27,9 @@ from attractor.attention.pdes.pde import check_heads, for_maps
 from attractor.attention.performer.linear_time import causal_attention, full_attention
 from attractor.attention.performer.random_features import RandomFeatures
 from attractor.attention.plan import refuse_transforms
-from attractor.attention.precision import wide
+from attractor.attention.precision import accumulate_dtype
 from attractor.attention.tracing import as_node, is_symbolic
+from attractor.attention.validation import check_flag, check_tensors
 from attractor.core.checks import check_beside, check_number, check_tensor, check_whole
 
 __all__ = ["PerformerAttention", "RandomFeatures", "performer_attention", "performer_dense"]
@@ -280,6 +281,6 @@ def _log_features(
         key, value = key.repeat_interleave(repeats, dim=-3), value.repeat_interleave(repeats, dim=-3)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     root = math.sqrt(abs(scale))
-    dtype = wide(query.dtype)
+    dtype = accumulate_dtype(query.dtype)
     q, k, w = query.to(dtype) * math.copysign(root, scale), key.to(dtype) * root, projection.to(dtype)
     return q @ w, k @ w - 0.5 * k.square().sum(-1, keepdim=True), value.to(dtype)
