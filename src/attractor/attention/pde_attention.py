@@ -14,7 +14,7 @@ from attractor.attention.engines import boundary
 from attractor.attention.engines.dense import dense
 from attractor.attention.engines.stepped import stepped, without_walls
 from attractor.attention.engines.tiled import tiled
-from attractor.attention.engines.values import Stencil
+from attractor.attention.engines.values import Stencil, short_matrix
 from attractor.attention.pdes import PDE
 from attractor.attention.plan import Plan, plan
 
@@ -150,7 +150,8 @@ def run(call: Call, plan: Plan) -> Tensor:
     elif plan.operator is not None:
         dtype = torch.promote_types(query.dtype, torch.float32)
         stencil = Stencil.of(evolution, dtype, query.device)
-        output = boundary.causal(query, key, value, stencil, plan.operator, scale)
+        matrix = short_matrix(evolution, query.shape[-2], dtype, query.device)
+        output = boundary.causal(query, key, value, stencil, plan.operator, scale, matrix)
     else:
         scope = call.scope() if plan.scope is None else plan.scope
         where = query, key, value, scope, scale, evolution

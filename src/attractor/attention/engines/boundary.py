@@ -118,7 +118,13 @@ def spread(
 
 
 def causal(
-    query: Tensor, key: Tensor, value: Tensor, stencil: Stencil, operator: Operator, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    stencil: Stencil,
+    operator: Operator,
+    scale: float,
+    matrix: Tensor | None = None,
 ) -> Tensor:
     """Return attention ``[batch, heads, tokens, value dim]`` under a causal mask and no other.
 
@@ -127,19 +133,20 @@ def causal(
             many tokens as the stencil fits.
         stencil: All steps of the PDE.
         operator: Computes the softmax over the far keys, a square causal problem.
+        matrix: All steps as `values.short_matrix`, or None.
 
     An exported program may get any number of tokens: tokens are appended until the stencil fits, since
     no row sees what follows it.
     """
     matrices = stencil.matrix, stencil.top, stencil.bottom, stencil.first, stencil.before_first
     if not torch.compiler.is_exporting():
-        return _Causal.apply(query, key, value, *matrices, operator, scale)
+        return _Causal.apply(query, key, value, *matrices, matrix, operator, scale)
     tokens, block = query.shape[-2], stencil.matrix.shape[-2]
     if surely(tokens % block == 0) and surely(stencil.fits(tokens)):
-        return _Causal.apply(query, key, value, *matrices, operator, scale)
+        return _Causal.apply(query, key, value, *matrices, None, operator, scale)
     missing = whole_blocks(tokens, block, least=3) - tokens  # two, but for one, is a case of its own
     query, key, value = (pad(x, (0, 0, 0, missing)) for x in (query, key, value))
-    return first_of(_Causal.apply(query, key, value, *matrices, operator, scale), tokens)
+    return first_of(_Causal.apply(query, key, value, *matrices, None, operator, scale), tokens)
 
 
 class _Causal(torch.autograd.Function):
@@ -156,13 +163,15 @@ class _Causal(torch.autograd.Function):
         bottom: Tensor,
         first: Tensor,
         before_first: Tensor,
+        short: Tensor | None,
         operator: Operator,
         scale: float,
     ) -> Tensor:
         dtype, (reach, width) = bottom.dtype, bottom.shape[-2:]
         size = query.shape[-2] - reach
         values = value.to(dtype)
-        stepped = steps_forward(matrix, top, bottom, values).to(value.dtype)
+        stepped = steps_forward(matrix, top, bottom, values) if short is None else short @ values
+        stepped = stepped.to(value.dtype)
         near = bands.causal_scores(query.to(dtype), key.to(dtype), reach) * scale
         near[..., :reach, :] += before_first
         far, far_lse = operator.forward(
@@ -231,4 +240,4 @@ class _Causal(torch.autograd.Function):
                 first.shape
             )
         grads = of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
-        return *grads, of_matrix, of_top, of_bottom, of_first, None, None, None
+        return *grads, of_matrix, of_top, of_bottom, of_first, None, None, None, None

@@ -23,6 +23,8 @@ from attractor.attention.pdes import Line
 from attractor.attention.pdes.evolution import Evolution
 from attractor.attention.precision import first_derivatives_only
 
+SHORT = 96  # keys up to which one matrix for all of them is faster than blocks
+
 
 @dataclass(frozen=True, eq=False)
 class Stencil:
@@ -49,8 +51,7 @@ class Stencil:
     @classmethod
     def of(cls, evolution: Evolution, dtype: torch.dtype, device: torch.device) -> "Stencil":
         """Return the stencil of an evolution; one that has constant coefficients computes it once."""
-        shared = evolution.constant and device.type == "cpu" and not torch.compiler.is_compiling()
-        if not shared:
+        if not _can_share(evolution, device):
             return cls._computed(evolution, dtype, device)
         stencil = evolution.stencils.get(dtype)
         if stencil is None:
@@ -92,6 +93,30 @@ class Stencil:
 def block_of(reach: int) -> int:
     """Return the number of rows of `Stencil.matrix`."""
     return max(BLOCK, 2 * reach)
+
+
+def _can_share(evolution: Evolution, device: torch.device) -> bool:
+    """Return whether matrices of an evolution are computed once."""
+    return evolution.constant and device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def short_matrix(
+    evolution: Evolution, keys: int, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """Return all steps as one matrix ``[keys, keys]``, if there are few keys and it is computed once.
+
+    Multiplying with it takes one call of torch, where products of blocks take a dozen.
+    """
+    if not _can_share(evolution, device) or keys > SHORT:
+        return None
+    matrix = evolution.stencils.get((dtype, keys))
+    if matrix is None:
+        with torch.inference_mode(False), torch.no_grad():
+            unit = torch.eye(keys, dtype=dtype, device=device)
+            matrix = evolution.of_linear(unit, Line(-1))
+        if type(matrix) is Tensor:
+            evolution.stencils[dtype, keys] = matrix
+    return matrix
 
 
 def step_values(evolution: Evolution, value: Tensor, open: Tensor | None) -> Tensor:

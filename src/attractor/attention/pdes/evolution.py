@@ -1,10 +1,9 @@
 """An equation, the number of its steps and their size, checked once."""
 
 import math
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,15 +28,15 @@ class Evolution:
         steps: Number of steps.
         dt: Size of a step.
         constant: Whether all coefficients are numbers. There is one object per PDE, steps and dt then.
-        stencils: Small matrices of all steps together, by dtype, which `boundary.stencil` computes once.
-            It stays empty unless `constant`.
+        stencils: Matrices of all steps together, by dtype and number of keys, which `engines.values`
+            computes once. It stays empty unless `constant`.
     """
 
     pde: PDE
     steps: int
     dt: float
     constant: bool = False
-    stencils: dict[torch.dtype, Any] = field(default_factory=dict)
+    stencils: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, pde: PDE | str, steps: int, dt: float, axis: str = "key") -> "Evolution":
@@ -46,11 +45,13 @@ class Evolution:
         Raises:
             ValueError: There is no such equation, `steps` or `dt` is not allowed, or a step is unstable.
         """
-        if not torch.compiler.is_compiling() and (type(pde) is str or _has_numbers(pde)):
-            try:
-                return _shared(cast(Hashable, pde), steps, dt, axis)
-            except TypeError:  # an argument that cannot be hashed
-                pass
+        if not torch.compiler.is_compiling():
+            values = () if type(pde) is str else _numbers(pde)
+            if values is not None:
+                try:
+                    return _shared(pde if type(pde) is str else type(pde), values, steps, dt, axis)
+                except TypeError:  # an argument that cannot be hashed
+                    pass
         return _checked(pde, steps, dt, axis, constant=False)
 
     @property
@@ -76,15 +77,18 @@ class Evolution:
         return self if pde is self.pde else Evolution(pde, self.steps, self.dt)
 
 
-def _has_numbers(pde: Any) -> bool:
-    """Whether pde is an equation of this library whose coefficients are all numbers."""
+def _numbers(pde: Any) -> tuple[Any, ...] | None:
+    """Return the fields of an equation of this library, None if one of them is a tensor."""
     if type(pde) not in IMMUTABLE:
-        return False
-    return not any(isinstance(value, Tensor) for value in vars(pde).values())
+        return None
+    values = tuple(vars(pde).values())
+    return None if any(isinstance(value, Tensor) for value in values) else values
 
 
 @lru_cache(maxsize=256, typed=True)
-def _shared(pde: Any, steps: int, dt: float, axis: str) -> Evolution:
+def _shared(kind: Any, values: tuple[Any, ...], steps: int, dt: float, axis: str) -> Evolution:
+    """Return the one evolution of an equation, given by its name or by its class and fields."""
+    pde = kind if isinstance(kind, str) else kind(*values)
     return _checked(pde, steps, dt, axis, constant=True)
 
 
