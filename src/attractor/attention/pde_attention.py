@@ -158,7 +158,7 @@ def run(call: Call, plan: Plan) -> Tensor:
         if call.axis != "key" or call.walls != "mask":
             output = without_walls(*where, call.axis, call.walls)
         elif plan.method == "stepped":
-            output = stepped(*where)
+            output = stepped(*where, step=kernels.value_stepper(query, value, evolution))
         else:
             output = tiled(*where, dropout_p=call.dropout_p)
     if call.query.ndim == 4:

@@ -242,7 +242,8 @@ def _attend_separate_rows(
         scope = Scope(q.shape[-2], k.shape[-2], 0, None if right < 0 else left + right, block_valid)
         others = global_tokens.others(q, options.scale)
         if linear:
-            yield stepped(q, k, v, scope, options.scale, evolution, others)
+            step = kernels.value_stepper(q, v, evolution)
+            yield stepped(q, k, v, scope, options.scale, evolution, others, step)
         else:
             yield tiled(q, k, v, scope, options.scale, evolution, dropout_p, others)
 

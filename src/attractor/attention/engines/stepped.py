@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from attractor.attention import kernels
 from attractor.attention.engines import boundary, softmax
 from attractor.attention.engines.bands import band_values
 from attractor.attention.engines.values import Stencil, step_values
@@ -28,6 +27,7 @@ from attractor.attention.pdes import Line
 from attractor.attention.pdes.evolution import Evolution
 
 Others = tuple[Tensor, Callable[[Tensor], Tensor]]
+StepValues = Callable[[Evolution, Tensor, Tensor | None], Tensor]
 
 
 def stepped(
@@ -38,6 +38,7 @@ def stepped(
     scale: float,
     evolution: Evolution,
     others: Others | None = None,
+    step: StepValues | None = None,
 ) -> Tensor:
     """Return the output ``[batch, heads, queries, value dim]`` of a linear PDE on the key axis.
 
@@ -46,18 +47,18 @@ def stepped(
         scope: Which keys a query may attend to, without a mask of its own.
         others: More scores ``[batch, heads, queries, n]`` under the same softmax, and a function that
             maps their weights to what they add to the output.
+        step: A faster function than `values.step_values` for these tensors, or None.
     """
     open = scope.open_faces()
     dtype = torch.promote_types(query.dtype, torch.float32)
     near = boundary.bands_of(scope, evolution.reach)
-    with_kernels = not kernels.why_not(query, value, evolution)
     stencil = None
-    if open is None and evolution.steps and (near or not with_kernels):
+    if open is None and evolution.steps and (near or step is None):
         stencil = Stencil.of(evolution, dtype, value.device)
     if not evolution.steps:
         far_values = value
-    elif with_kernels:
-        far_values = kernels.stepped_values(evolution, value, open)
+    elif step is not None:
+        far_values = step(evolution, value, open)
     elif stencil is not None and surely(stencil.fits(scope.keys)):
         far_values = stencil.step(value.to(dtype)).to(value.dtype)
     else:

@@ -9,6 +9,7 @@ slowly, to be tested there.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -118,6 +119,11 @@ def attend(
     if is_causal:
         return near.causal(query, key, value, taps, scale, documents, operator)
     return scaled_dot_product_attention(query, key, values.step(value, taps, None), scale=scale)
+
+
+def value_stepper(query: Tensor, value: Tensor, evolution: Evolution) -> Callable[..., Tensor] | None:
+    """Return `stepped_values` if kernels can be used for ``[*batch, heads, tokens, dim]``, else None."""
+    return None if why_not(query, value, evolution) else stepped_values
 
 
 def stepped_values(evolution: Evolution, value: Tensor, open: Tensor | None) -> Tensor:
