@@ -6,7 +6,7 @@
 (function () {
   "use strict";
 
-  /* ---- PDE attention: Algorithm 1 with walls, as attractor.attention.dense has it ---- */
+  /* ---- PDE attention: Algorithm 1 with walls, as attractor.attention.engines.dense has it ---- */
 
   const COEFFICIENTS = {
     diffusion: { alpha: 0.1 },

@@ -1,10 +1,12 @@
-"""The transformer's wing: attention maps that move under a PDE before they meet the values.
+"""PDE attention: attention maps that evolve under a PDE before they multiply the values.
 
-The map A(0) is what a softmax gives, ``[..., queries, keys]``. It takes `steps` steps of size `dt`
-in pseudo-time along an axis, its keys unless said otherwise, and multiplies the values. A wall is
-where a mask ends: nothing flows through it, so a causal map stays causal, exactly, and its rows
-still sum to 1. A face, the place between two neighbouring keys, is open if a query may attend to
-both.
+The map A(0) is the output of a softmax, ``[..., queries, keys]``. It takes `steps` steps of size `dt`
+in pseudo-time along an axis, the keys by default, and multiplies the values. A wall is where a mask
+ends: nothing flows through it, so that a causal map stays exactly causal, and its rows still sum to 1.
+A face is the place between two neighbouring keys; it is open if a query may attend to both.
+
+A call has three moments, each in one place: arguments become a `Call` (`call.py`), the call gets a
+`Plan` (`plan.py`), and the plan's engine computes it (`engines/`, or `kernels/` on a GPU).
 
 >>> import torch
 >>> from attractor.attention import assert_causal, pde_attention, pdes

@@ -4,8 +4,9 @@
     stepped   steps the values of a linear PDE, and calls softmax attention.
     tiled     builds, steps and discards the map tile by tile, for any PDE, in O(T) memory.
 
-They share three parts: `bands` and `boundary` (keys within reach of a wall that moves with the row), and
-`softmax` (softmax attention that returns the log-sum-exp, by one of the operators in `backends`).
+They share four parts: `values` (the values of a linear PDE after its steps), `boundary` (keys within
+reach of a wall that moves with the row, by the banded products of `bands`), `softmax` (softmax attention
+that returns the log-sum-exp, by an operator of `backends` that `selection` chooses), and the merge of both.
 
 >>> import torch
 >>> from attractor.attention.engines.dense import dense
