@@ -6,7 +6,8 @@
 
 They share four parts: `values` (the values of a linear PDE after its steps), `boundary` (keys within
 reach of a wall that moves with the row, by the banded products of `bands`), `softmax` (softmax attention
-that returns the log-sum-exp, by an operator of `backends` that `selection` chooses), and the merge of both.
+that returns the log-sum-exp, by an operator of `backends` that `selection` chooses), and the merge of
+both.
 
 >>> import torch
 >>> from attractor.attention.engines.dense import dense

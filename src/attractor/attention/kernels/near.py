@@ -1,10 +1,11 @@
 """Causal attention of a linear PDE: keys near the wall in one kernel, all others in a fused operator.
 
-As in `engines/boundary.py`, the last keys of a row, within reach of the wall behind its own, spread their
-weights over twice the reach; all others go through the operator, with stepped values. Forward is three
-launches: `values.step`, the operator, and `merge_near`, which puts both under one softmax. Backward gives
-the operator the merged output and log-sum-exp, and adds the near share to what it returns: `near_rows`
-what a row needs, `near_keys` what a key gets back, through the steps of its value too.
+As in `engines/boundary.py`, the last keys of a row, within reach of the wall behind its own, spread
+their weights over twice the reach; all others go through the operator, with stepped values. Forward is
+three launches: `values.step`, the operator, and `merge_near`, which puts both under one softmax.
+Backward gives the operator the merged output and log-sum-exp, and adds the near share to what it
+returns: `near_rows` what a row needs, `near_keys` what a key gets back, through the steps of its value
+too.
 
 The share of a row is a few products of vectors, so its kernels (`near_kernels`) are bound by memory, and
 hold the key and value rows of a strand in registers.
