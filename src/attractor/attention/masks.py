@@ -202,6 +202,12 @@ class Scope:
         """Whether walls move with the row."""
         return self.left is not None or self.right is not None
 
+    @property
+    def only_causal(self) -> bool:
+        """Whether a query sees all keys up to its own position, and there is no bias."""
+        others = self.valid_keys, self.documents, self.mask, self.bias, self.left
+        return self.right == 0 and all(x is None for x in others)
+
     def narrowed(self, by: int) -> "Scope":
         """Return the scope without that many keys at each edge of the band."""
         left = None if self.left is None else self.left - by

@@ -147,7 +147,7 @@ def run(call: Call, plan: Plan) -> Tensor:
         output = kernels.attend(
             query, key, value, call.is_causal, scale, evolution, plan.documents, plan.operator
         )
-    elif plan.operator is not None:
+    elif plan.single and plan.operator is not None:
         dtype = torch.promote_types(query.dtype, torch.float32)
         stencil = Stencil.of(evolution, dtype, query.device)
         matrix = short_matrix(evolution, query.shape[-2], dtype, query.device)
@@ -158,7 +158,8 @@ def run(call: Call, plan: Plan) -> Tensor:
         if call.axis != "key" or call.walls != "mask":
             output = without_walls(*where, call.axis, call.walls)
         elif plan.method == "stepped":
-            output = stepped(*where, step=kernels.value_stepper(query, value, evolution))
+            step = kernels.value_stepper(query, value, evolution)
+            output = stepped(*where, step=step, operator=plan.operator)
         else:
             output = tiled(*where, dropout_p=call.dropout_p)
     if call.query.ndim == 4:

@@ -45,7 +45,8 @@ class Plan:
         rejected: Why other engines cannot compute the call, by name, as far as that was looked at.
         scope: Which keys a query may attend to, if the choice depended on it.
         documents: Packed documents as the kernels take them, or None.
-        operator: The operator for the far keys of a causal call without other masks, or None.
+        operator: The operator of torch that computes the softmax, if it was chosen.
+        single: Whether the causal mask is the only one, so that `boundary.causal` computes all of it.
     """
 
     method: str
@@ -56,6 +57,7 @@ class Plan:
     scope: Scope | None = field(default=None, compare=False, repr=False)
     documents: Any = field(default=None, compare=False, repr=False)
     operator: Operator | None = field(default=None, compare=False, repr=False)
+    single: bool = field(default=False, compare=False, repr=False)
 
     def __str__(self) -> str:
         lines = [f"{self.method}: {self.reason}", f"  softmax   {self.backend}"]
@@ -138,7 +140,7 @@ def _fused(call: Call, documents: Any) -> Plan:
     name = type(call.pde).__name__
     known = name if call.documents is None else f"{name} within documents"
     reason = "asked for" if call.method == "fused" else f"there are kernels for {known}"
-    backend, walls, operator = "Triton kernels", "none: no wall moves with the row", None
+    backend, boundary, operator = "Triton kernels", "none: no wall moves with the row", None
     if call.evolution.linear:
         far = call.query.shape[-2] - call.evolution.reach
         backend = "scaled_dot_product_attention"
@@ -148,8 +150,8 @@ def _fused(call: Call, documents: Any) -> Plan:
             operator = choose_square_causal(_query(call), call.value, far)
             backend = operator.name
     if call.is_causal:
-        walls = "the last keys of a row take the steps, by Triton kernels"
-    return Plan("fused", reason, backend, walls, {}, None, documents, operator)
+        boundary = "the last keys of a row take the steps, by Triton kernels"
+    return Plan("fused", reason, backend, boundary, {}, None, documents, operator)
 
 
 def _query(call: Call) -> Tensor:
@@ -159,8 +161,9 @@ def _query(call: Call) -> Tensor:
 
 def _stepped(call: Call, reason: str, rejected: Mapping[str, str], scope: Scope | None) -> Plan:
     if call.axis != "key" or call.walls != "mask":
-        walls = "none: walls ignore the mask" if call.walls != "mask" else "none: rows take the steps"
-        return Plan("stepped", reason, "scaled_dot_product_attention", walls, rejected, scope)
+        ignored = call.walls != "mask"
+        boundary = "none: walls ignore the mask" if ignored else "none: rows take the steps"
+        return Plan("stepped", reason, "scaled_dot_product_attention", boundary, rejected, scope)
     tokens, reach = call.key.shape[-2], call.evolution.reach
     alone = call.is_causal and reach and not call.masked and call.documents is None
     if alone and call.query.shape[-2] == tokens:
@@ -170,26 +173,27 @@ def _stepped(call: Call, reason: str, rejected: Mapping[str, str], scope: Scope 
             if call.query.device.type != "cpu":
                 operator = choose_square_causal(_query(call), call.value, tokens - reach)
             if operator.strip is not None:
-                walls = f"the last {reach} keys of a row take the steps, as one function"
-                return Plan("stepped", reason, operator.name, walls, rejected, operator=operator)
+                boundary = f"the last {reach} keys of a row take the steps, as one function"
+                how = reason, operator.name, boundary, rejected
+                return Plan("stepped", *how, operator=operator, single=True)
     if call.empty:
         return Plan("stepped", reason, "", rejected=rejected, scope=scope)
     scope = call.scope() if scope is None else scope
     near = bands_of(scope, reach)
-    if not near:
-        shared = scope.documents is None and not scope.banded
+    if not near and scope.documents is None and (not scope.banded or scope.only_causal):
         backend = "scaled_dot_product_attention"
-        if not shared:
-            backend = choose(_query(call), call.key, call.value, scope).name
         return Plan("stepped", reason, backend, rejected=rejected, scope=scope)
-    backend = choose(_query(call), call.key, call.value, scope.narrowed(reach)).name
-    walls = f"the {' and '.join(str(band.width) for band in near)} keys near a wall take the steps"
-    return Plan("stepped", reason, backend, walls, rejected, scope)
+    operator = choose(_query(call), call.key, call.value, scope.narrowed(reach) if near else scope)
+    boundary = "none: no wall moves with the row"
+    if near:
+        widths = " and ".join(str(band.width) for band in near)
+        boundary = f"the {widths} keys near a wall take the steps"
+    return Plan("stepped", reason, operator.name, boundary, rejected, scope, operator=operator)
 
 
 def _tiled(reason: str, rejected: Mapping[str, str], scope: Scope | None = None) -> Plan:
-    walls = "tiles of the map take the steps, with its walls"
-    return Plan("tiled", reason, "plain torch, in tiles", walls, rejected, scope)
+    boundary = "tiles of the map take the steps, with its walls"
+    return Plan("tiled", reason, "plain torch, in tiles", boundary, rejected, scope)
 
 
 def _dense(reason: str, rejected: Mapping[str, str]) -> Plan:

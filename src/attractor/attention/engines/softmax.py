@@ -32,6 +32,7 @@ def split_softmax(
     near: Sequence[Tensor],
     scope: Scope | None,
     scale: float,
+    operator: Operator | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return attention under one softmax over the keys of a scope and over further scores per row.
 
@@ -40,6 +41,7 @@ def split_softmax(
         near: The further scores, tensors ``[batch, heads, queries, n]`` of one dtype; -inf for masked
             ones.
         scope: The other keys that the softmax is over. None: there are none.
+        operator: What `selection.choose` returns for the scope. None: it is chosen here.
 
     Returns:
         The sum over the scope's keys of weight times value ``[batch, heads, last queries, value dim]``,
@@ -50,7 +52,7 @@ def split_softmax(
     Requires: The gradients of both outputs come from one sum in which the weights enter linearly. Rows
     whose first gradient is zero have a zero second gradient.
     """
-    out, *weights = _SplitSoftmax.apply(query, key, value, scope, scale, *near)
+    out, *weights = _SplitSoftmax.apply(query, key, value, scope, scale, operator, *near)
     return out, weights
 
 
@@ -68,6 +70,7 @@ class _SplitSoftmax(torch.autograd.Function):
         value: Tensor,
         scope: Scope | None,
         scale: float,
+        operator: Operator | None,
         *near: Tensor,
     ) -> tuple[Tensor, ...]:
         scores = torch.cat(near, -1) if near else None
@@ -76,7 +79,7 @@ class _SplitSoftmax(torch.autograd.Function):
             part, share = value.new_zeros(*query.shape[:-1], value.shape[-1]), scores.new_ones(())
             lse = scores.logsumexp(-1)
         else:
-            part, part_lse = attend(query, key, value, scope, scale)
+            part, part_lse = attend(query, key, value, scope, scale, operator)
             lse = part_lse if scores is None else torch.logaddexp(scores.logsumexp(-1), part_lse)
         lse = lse.masked_fill(lse == -torch.inf, 0.0)
         if scope is not None:
@@ -85,7 +88,7 @@ class _SplitSoftmax(torch.autograd.Function):
         # tensor and a view for the backward pass and declare both free for reuse, and Inductor would
         # overwrite the tensor before the view is read (torch 2.11 and 2.13).
         weights = [(x - lse[..., None]).exp() for x in near]
-        ctx.scope, ctx.scale = scope, scale
+        ctx.scope, ctx.scale, ctx.operator = scope, scale, operator
         # Neither another name for an output nor one changed in place may be saved: torch 2.11 compiles
         # that to a gradient of zero.
         ctx.save_for_backward(query, key, value, part, share, lse, *weights)
@@ -106,15 +109,16 @@ class _SplitSoftmax(torch.autograd.Function):
             return [weight * (of_weight - total) for of_weight, weight in zip(grad_weights, weights)]
 
         if ctx.scope is None:
-            return None, None, None, None, None, *of_near()
+            return None, None, None, None, None, None, *of_near()
         grad = grad_far.to(value.dtype)
         top = total.shape[-2] - part.shape[-2]
         total = total + pad((grad_far * part).sum(-1, keepdim=True) * share, (0, 0, top, 0))
         size = torch.linalg.vector_norm(grad, dim=-1, keepdim=True, dtype=total.dtype)
         per_grad = torch.where(size > 1e-30, total[..., top:, :] / size / size, 0.0)
         out = (grad * per_grad).to(value.dtype)
-        grads = attend_backward(grad, query, key, value, out, lse, ctx.scope, ctx.scale)
-        return *grads, None, None, *of_near()
+        how = ctx.scope, ctx.scale, ctx.operator
+        grads = attend_backward(grad, query, key, value, out, lse, *how)
+        return *grads, None, None, None, *of_near()
 
 
 class _LogSumExp(torch.autograd.Function):
@@ -141,7 +145,12 @@ class _LogSumExp(torch.autograd.Function):
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, scope: Scope, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scope: Scope,
+    scale: float,
+    operator: Operator | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return outputs ``[batch, heads, last queries, value dim]`` and their log-sum-exp.
 
@@ -150,9 +159,11 @@ def attend(
 
     Args:
         query, key, value: ``[batch, heads, tokens, dim]``, with equal numbers of heads.
+        operator: What `selection.choose` returns for the scope. None: it is chosen here.
     """
     query, key, value = (in_rows(x) for x in (query, key, value))
-    operator = choose(query, key, value, scope)
+    if operator is None:
+        operator = choose(query, key, value, scope)
     top = first_row(scope)
     out = lse = None
     for strip in _strips(query, scope, operator):
@@ -185,6 +196,7 @@ def attend_backward(
     lse: Tensor,
     scope: Scope,
     scale: float,
+    operator: Operator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, for any finite log-sum-exp and any output.
 
@@ -193,9 +205,11 @@ def attend_backward(
 
     Args:
         grad, out: Of the last rows, as `attend` returns them.
+        operator: As in `attend`.
     """
     grad, query, key, value, out = (in_rows(x) for x in (grad, query, key, value, out))
-    operator = choose(query, key, value, scope)
+    if operator is None:
+        operator = choose(query, key, value, scope)
     sums = None
     top = first_row(scope)
     for strip in _strips(query, scope, operator):

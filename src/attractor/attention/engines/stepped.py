@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from attractor.attention.engines import boundary, softmax
+from attractor.attention.engines.backends import Operator
 from attractor.attention.engines.bands import band_values
 from attractor.attention.engines.values import Stencil, step_values
 from attractor.attention.lengths import surely
@@ -39,6 +40,7 @@ def stepped(
     evolution: Evolution,
     others: Others | None = None,
     step: StepValues | None = None,
+    operator: Operator | None = None,
 ) -> Tensor:
     """Return the output ``[batch, heads, queries, value dim]`` of a linear PDE on the key axis.
 
@@ -48,6 +50,8 @@ def stepped(
         others: More scores ``[batch, heads, queries, n]`` under the same softmax, and a function that
             maps their weights to what they add to the output.
         step: A faster function than `values.step_values` for these tensors, or None.
+        operator: What `selection.choose` returns for the keys that no moving wall is near to. None: it
+            is chosen later.
     """
     open = scope.open_faces()
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -64,13 +68,15 @@ def stepped(
     else:
         far_values = step_values(evolution, value.to(dtype), open).to(value.dtype)
     if not near and others is None:
-        return softmax_attention(query, key, far_values, scope, scale)
+        return softmax_attention(query, key, far_values, scope, scale, operator)
     scores = [boundary.scores(query, key, scope, scale, band) for band in near]
     if others is not None:
         scores.append(others[0])
     far = scope.narrowed(evolution.reach)
     empty = far.left is not None and far.right is not None and far.left + far.right < 0
-    out, weights = softmax.split_softmax(query, key, far_values, scores, None if empty else far, scale)
+    out, weights = softmax.split_softmax(
+        query, key, far_values, scores, None if empty else far, scale, operator
+    )
     for weight, band in zip(weights, near):
         patch = boundary.spread(weight, band, evolution, keys=scope.keys, open=open, stencil=stencil)
         out = band_values(patch, value.to(dtype), band.patch, onto=out)
@@ -102,14 +108,19 @@ def without_walls(
     return evolution.of_linear(output.to(dtype), Line(-2, faces, periodic)).to(value.dtype)
 
 
-def softmax_attention(query: Tensor, key: Tensor, value: Tensor, scope: Scope, scale: float) -> Tensor:
+def softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scope: Scope,
+    scale: float,
+    operator: Operator | None = None,
+) -> Tensor:
     """Return ordinary attention within a scope, zeros for rows that may attend to no key."""
-    if scope.right == 0 and scope.left is None:
-        plain = scope.valid_keys is None and scope.documents is None and scope.mask is None
-        if plain and scope.bias is None:
-            return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    if scope.only_causal:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     if scope.documents is not None or scope.banded or scope.mask is not None:
-        out, _ = softmax.split_softmax(query, key, value, [], scope, scale)
+        out, _ = softmax.split_softmax(query, key, value, [], scope, scale, operator)
         return _all_rows(out, scope).to(value.dtype)
     bias, valid = scope.bias, scope.valid_keys
     if bias is not None and bias.dtype != query.dtype:
