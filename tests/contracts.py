@@ -401,6 +401,7 @@ def test_every_pde_is_in_a_file_and_has_a_name():
         "line",
         "learned",
         "scaling",
+        "evolution",
     }
     assert (
         files == {cls.__module__.rsplit(".", 1)[1] for cls in pdes.BY_NAME.values()} == set(pdes.BY_NAME)
