@@ -227,7 +227,9 @@ def four_dimensions(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
     """Return all three as ``[batch, heads, tokens, dim]``, with as many heads each as query."""
     while query.ndim < 4:
         query, key, value = query[None], key[None], value[None]
-    if query.ndim > 4:
+    # Compiled code always flattens. Dynamo (torch 2.13) takes an input of torch.func.grad for a tensor
+    # that needs no gradient until an operation returns it, and would leave out an engine's backward.
+    if query.ndim > 4 or torch.compiler.is_compiling():
         query, key, value = query.flatten(0, -4), key.flatten(0, -4), value.flatten(0, -4)
     heads, shared = query.shape[1], key.shape[1]
     if shared not in (0, heads):
