@@ -123,7 +123,8 @@ def padded_dim(query: Tensor, value: Tensor) -> int:
 
 
 def _padded(x: Tensor, dim: int) -> Tensor:
-    return x if x.shape[-1] == dim else pad(x, (0, dim - x.shape[-1]))
+    """Return x with zeros up to that dimension; `pad` may return it in the channels-last layout."""
+    return x if x.shape[-1] == dim else pad(x, (0, dim - x.shape[-1])).contiguous()
 
 
 def _cropped(x: Tensor, dim: int) -> Tensor:

@@ -109,13 +109,13 @@ def short_matrix(
     """
     if not _can_share(evolution, device) or keys > SHORT:
         return None
-    matrix = evolution.stencils.get((dtype, keys))
-    if matrix is None:
+    known, matrix = evolution.stencils.get((dtype, "short"), (0, None))
+    if known != keys:
         with torch.inference_mode(False), torch.no_grad():
             unit = torch.eye(keys, dtype=dtype, device=device)
             matrix = evolution.of_linear(unit, Line(-1))
         if type(matrix) is Tensor:
-            evolution.stencils[dtype, keys] = matrix
+            evolution.stencils[dtype, "short"] = keys, matrix  # the last one only
     return matrix
 
 
