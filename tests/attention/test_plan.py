@@ -145,3 +145,14 @@ def test_a_stencil_of_a_meta_call_is_not_kept():
         output, pde_attention(q, k, v, is_causal=True, pde=pde, method="dense"), atol=1e-12, rtol=0
     )
     assert_causal(lambda x: pde_attention(x, x, x, is_causal=True, pde=pde), v)
+
+
+def test_heads_of_dimension_1_in_any_memory_layout():
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 3, 1, 70, generator=generator).double().mT for _ in range(2))
+    v = torch.randn(2, 3, 70, 7, generator=generator).double()
+    outputs = [
+        pde_attention(q, k, v, is_causal=True, scale=-0.4, pde="wave", method=method)
+        for method in ("stepped", "dense")
+    ]
+    torch.testing.assert_close(*outputs, atol=1e-12, rtol=0)
