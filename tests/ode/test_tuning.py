@@ -1,13 +1,14 @@
 """The fastest way to an error."""
 
 import math
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 
 import attractor as at
-from attractor.ode.search import Candidate, Search
+from attractor.ode.search import WIDTHS, Candidate, Search
 from attractor.ode.tuning import TuningReport
 
 F64 = {"dtype": torch.float64}
@@ -87,6 +88,29 @@ def test_parameters_of_each_trajectory():
     u0, p = states(40, generator), strengths(40, generator)
     truth = at.evolve(spring, u0, [0.0, 3.0], "dop853", rtol=1e-10, atol=1e-12, parameters=p).final
     assert (solver.solve(u0, 3.0, parameters=p).final - truth).square().mean().sqrt() < 5e-3
+
+
+def test_a_rate_that_takes_long_has_wide_corrections_of_schemes_with_few_stages(monkeypatch):
+    def slow(t, u):
+        time.sleep(2e-3)
+        x, v = u.unbind(-1)
+        return torch.stack((v, -x - x**3), -1)
+
+    fits = []
+    monkeypatch.setattr(
+        Search, "hybrid", lambda self, scheme, width, steps: fits.append((scheme, width))
+    )
+    plain = [Candidate("fixed", name, 0.1, rate_calls=n) for name, n in (("dop853", 120), ("rk4", 400))]
+    order = {}
+    for rate, sample in ((slow, states), (at.systems.HarmonicOscillator(), None)):
+        search = Search(
+            None, rate, 1e-4, 10.0, sample, None, 10, 1e3, None, None, 0, lambda message: None
+        )
+        assert search.hybrids(plain) == []
+        order[rate], fits[:] = list(dict.fromkeys(fits)), []
+    costly, quick = order.values()
+    assert costly == [("rk4", 256), ("rk4", 64), ("dop853", 256), ("dop853", 64)]
+    assert quick == [(name, width) for name in ("dop853", "rk4") for width in WIDTHS]
 
 
 def test_large_errors_are_tried_in_float32():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attractor.core import Trajectory, evolve, get_scheme
 from attractor.core.scheme import Rate
+from attractor.core.step import with_parameters
 from attractor.core.tableaus import AnyScheme
 from attractor.ode.solver import HybridSolver
 from attractor.ode.trajectories import Sampler, initial_states, sampled_parameters
@@ -23,6 +24,7 @@ CHECKED = 200  # fresh trajectories on which errors are measured
 FIXED = ("dop853", "tsit5", "rk4")  # in the order in which they are tried
 ADAPTIVE = ("dop853", "tsit5")
 WIDTHS = (0, 16, 64)  # of hybrids, narrow ones first
+WIDE = (256, 64)  # the same for rates that take longer than such a network
 TRAJECTORIES = 200  # that a hybrid learns from
 FITS = 4  # of a hybrid with one scheme and width, in search of its largest step
 CLEAR = 1.1  # a hybrid has so many times fewer steps than the next best one, or is not fitted
@@ -352,15 +354,18 @@ class Search:
         """Hybrids that reach the error with fewer steps than their scheme.
 
         Schemes with the fewest rate calls come first, and narrow corrections first. A wider one begins
-        where the narrower one ended.
+        where the narrower one ended. If the rate takes longer than a network, wide corrections of
+        schemes with few stages come first, because only the number of rate calls counts.
         """
         found: list[Candidate] = []
         calls = min(c.rate_calls for c in plain) if plain else 0
-        for base in sorted(plain, key=lambda c: c.rate_calls):
+        costly = bool(plain) and self.rate_takes_longer_than(WIDE[0])
+        stages = lambda c: get_scheme(c.scheme).rate_calls
+        for base in sorted(plain, key=stages if costly else lambda c: c.rate_calls):
             if base.rate_calls > FEWER * calls:
-                break  # a hybrid does not make up for that
+                continue  # a hybrid does not make up for that
             n = round(self.horizon / base.setting)
-            for width in WIDTHS if widths is None else widths:
+            for width in widths or (WIDE if costly else WIDTHS):
                 best = self.largest_step(base.scheme, width, n)
                 if best is not None:
                     found.append(best)
@@ -370,6 +375,38 @@ class Search:
                     self.notes.append("further hybrids: the budget was spent")
                     return found
         return found
+
+    def rate_takes_longer_than(self, width: int) -> bool:
+        """Whether a call of the rate takes more than twice as long as a network of the stages of rk4.
+
+        Both are measured eagerly and for the batch. Compiled rates take a fraction of that time; a step
+        has at least four.
+        """
+        u, dim = self.timed, self.timed.shape[-1]
+        inputs, hidden, outputs = (
+            torch.rand(shape, dtype=torch.float32, device=u.device)
+            for shape in ((len(u), 5 * dim), (5 * dim, width), (width, dim))
+        )
+        rate = with_parameters(self.rate, self.timed_p)
+        t = torch.zeros((), dtype=u.dtype, device=u.device)
+
+        def network() -> None:
+            x = inputs @ hidden
+            (x * x * (1 + x)) @ outputs
+
+        return self.seconds_of(lambda: rate(t, u)) > 2 * self.seconds_of(network)
+
+    def seconds_of(self, call: Callable[[], Any]) -> float:
+        """The least duration of a few calls, after one that is not counted."""
+        synchronize = torch.cuda.synchronize if self.timed.is_cuda else lambda: None
+        durations = []
+        for _ in range(REPEATS + 1):
+            synchronize()
+            began = time.perf_counter()
+            call()
+            synchronize()
+            durations.append(time.perf_counter() - began)
+        return min(durations[1:])
 
     def largest_step(self, scheme: str, width: int, n: int) -> Candidate | None:
         """The hybrid with the fewest steps that reach the error, fewer than n; None if none do.
