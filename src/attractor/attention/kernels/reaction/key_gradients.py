@@ -78,8 +78,8 @@ def key_gradients_kernel(
     """
     scale = to_float32(scale)
     blocks = tl.cdiv(keys, BLOCK_N)
-    pair, begin = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK_N
-    batch, head = pair // heads, pair % heads
+    pair, begin = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK_N
+    batch, head, pair = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64), pair.to(tl.int64)
     key = begin + tl.arange(0, BLOCK_N)
     q += batch * stride_qb + head * stride_qh
     do += batch * stride_gb + head * stride_gh
@@ -114,7 +114,10 @@ def key_gradients_kernel(
             excess, first_key, last_key, gain, scale, queries, keys, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV,
             CAUSAL, INTERVALS, SPLIT, BOUNDARY, False, PRECISION,
         )  # fmt: skip
-    column, line = tl.arange(0, BLOCK_D)[None, :], pair * keys + key[:, None]
+    column, line = tl.arange(0, BLOCK_D)[None, :], key.to(tl.int64)[:, None]
+    dk += pair * keys * D
+    dv += pair * keys * DV
+    dk_visits += pair * keys * D
     mask = (key < keys)[:, None] & (column < D)
     if VISITS:
         dk_acc += tl.load(dk_visits + line * D + column, mask=mask, other=0.0)

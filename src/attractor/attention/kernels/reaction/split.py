@@ -151,6 +151,7 @@ def split_backward_kernel(
     do = load_rows(do + batch * stride_gb + head * stride_gh, stride_gm, at, valid, DV, BLOCK_DV)
     o = load_rows(o + batch * stride_ob + head * stride_oh, stride_om, at, valid, DV, BLOCK_DV)
     row_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    tl.store(delta + line + row, row_delta, mask=valid)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     row_excess = tl.zeros([BLOCK_M], dtype=tl.float32)
     dbeta = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -177,7 +178,6 @@ def split_backward_kernel(
     mask = valid[:, None] & (column < D)[None, :]
     dq += batch * stride_db + head * stride_dh + row.to(tl.int64)[:, None] * stride_dm + column[None, :]
     tl.store(dq, acc.to(dq.dtype.element_ty), mask=mask)
-    tl.store(delta + line + row, row_delta, mask=valid)
     tl.store(excess + line + row, row_excess, mask=valid)
     if COEFFICIENTS:
         tl.store(dcoefficients + tl.program_id(0), tl.sum(tl.where(valid, dbeta, 0.0), 0))
