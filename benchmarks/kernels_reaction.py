@@ -8,9 +8,10 @@ float64, beside the dense algorithm in the same type, on a length that no block 
 reported, and not timed. `--tune` then tries sizes of blocks for every kernel (or those of `--only`), and
 keeps the quickest of those that give the same result; many processes compile them first. All are timed
 in turn, a round each, by device events, up to 4,096 tokens as replays of captured graphs; times are
-medians, ratios medians of a round's ratios to SDPA. Backward of steps is one walk unless deterministic
-algorithms are asked for; both are checked and tuned. `--repeats 250` asks for them, and counts runs whose
-bits differ from the first. `--out` is written after every part.
+medians, ratios medians of a round's ratios to SDPA. "deterministic" is "steps" under torch's deterministic
+algorithms, whose backward has several launches; both are checked and timed. `--repeats 250` asks for
+deterministic algorithms, and counts runs whose bits differ from the first. `--out` is written after every
+part.
 
 Floors of a forward pass: one product of matrices for the log-sum-exp (two if backward wants the mean key)
 and two for the rest; and in single precision 4 operations a step and about 5 more an entry of the map.
@@ -33,6 +34,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from attractor.attention import pde_attention, pdes
 from attractor.attention.kernels import reaction
+from attractor.attention.kernels.reaction import launch
 
 HEADS, DIM, STEPS = 8, 64, 4
 BATCH = {1_024: 32, 4_096: 8, 16_384: 2, 65_536: 1}
@@ -43,27 +45,23 @@ Call = Callable[[], Any]
 Size = tuple[Any, ...]
 RESULTS = ("output", "query", "key", "value", "alpha", "beta")  # what is compared
 
-# (rows, strands or keys, warps, stages) to try, and for "once" whether products are across. The first is
-# what is checked against float64; the others must agree with it, for assemblers have been seen to get
-# single sizes wrong.
+# `launch.TILES` to try, and for "backward" whether products are by keys. The first is what is checked
+# against float64; the others must agree with it, for assemblers have been seen to get single sizes wrong.
 SIZES: dict[str, list[Size]] = {
-    "lse": [(128, 64, 4, 3), (128, 128, 8, 3), (64, 64, 4, 3)],
+    "log_sum_exp": [(128, 64, 4, 3), (128, 128, 8, 3), (64, 64, 4, 3)],
     "forward": [(64, 32, 4, 2), (128, 32, 8, 2), (64, 16, 4, 2), (128, 16, 8, 2)],
-    "once": [
+    "backward": [
         (64, 32, 4, 1, True),
         (64, 32, 4, 1, False),
         (64, 16, 4, 1, True),
         (64, 16, 4, 1, False),
         (128, 32, 8, 1, True),
     ],
-    "rest": [(64, 128, 8, 3), (64, 128, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3)],
-    "rows": [(64, 16, 4, 2), (64, 16, 4, 1), (64, 16, 4, 3)],
-    "keys": [(64, 16, 4, 2), (64, 16, 4, 1)],
-    "far": [(128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 3)],
-    "far_rows": [(128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 2)],
-    "far_keys": [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2)],
+    "key_gradients": [(64, 128, 8, 3), (64, 128, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3)],
+    "split_forward": [(128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 3)],
+    "split_backward": [(128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 2)],
+    "split_key_gradients": [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2)],
 }
-TURNS = (32, 16, 64)
 
 
 def times(calls: dict[str, Call], graphs: bool, rounds: int = ROUNDS) -> dict[str, list[float]]:
@@ -118,9 +116,9 @@ def fused(q: Tensor, k: Tensor, v: Tensor, pde: Any, causal: bool) -> Tensor:
 def check(split: bool, causal: bool, dtype: torch.dtype) -> dict[str, Any]:
     """Relative errors of output and gradients, and which of ours are more than 2 and 3 times dense's."""
     drawn, results = inputs(2, CHECKED, dtype), {}
-    kinds = ("truth", "dense", "fused", *([] if split else ["in order"]))
+    kinds = ("truth", "dense", "fused", *([] if split else ["deterministic"]))
     for kind in kinds:
-        torch.use_deterministic_algorithms(kind == "in order", warn_only=True)
+        torch.use_deterministic_algorithms(kind == "deterministic", warn_only=True)
         exact = torch.float64 if kind == "truth" else dtype
         q, k, v, grad = (x.detach().to(exact).requires_grad_() for x in drawn)
         pde, leaves = equation(split, torch.float64 if kind == "truth" else torch.float32)
@@ -155,39 +153,39 @@ def kernels(split: bool, tokens: int) -> dict[str, Call]:
     """A call of every kernel, where nothing is masked."""
     q, k, v, grad = (x.detach() for x in inputs(BATCH[tokens], tokens))
     pde, _ = equation(split)
-    spread, growth = (x.detach().flatten().contiguous() for x in (pde.alpha, pde.beta))
-    rest = None, None, False, SCALE
-    lse, mean = reaction.log_sum_exp(q, k, *rest, True)
-    some, found = lse * 0.01, torch.zeros_like(k, dtype=torch.float32)  # of sizes that may be
+    alpha, beta = (x.detach().flatten().contiguous() for x in (pde.alpha, pde.beta))
+    intervals, options = (None, None), (False, SCALE)
+    lse, mean = reaction.row_statistics(q, k, *intervals, *options, True)
+    excess, dk = lse * 0.01, torch.zeros_like(k, dtype=torch.float32)  # of plausible sizes
+    saved = lse, mean, *intervals
     if split:
         return {
-            "far": lambda: reaction.react_split(q, k, v, v, spread, growth, lse, mean, *rest, STEPS),
-            "far_rows": lambda: reaction.far_backward_rows(
-                grad, q, k, v, v, growth, lse, mean, *rest, 0, True
+            "split_forward": lambda: launch.split_reaction(
+                q, k, v, v, alpha, beta, *saved, *options, STEPS
             ),
-            "far_keys": lambda: reaction.far_backward_keys(grad, q, k, v, growth, lse, lse, *rest, 0),
+            "split_backward": lambda: launch.split_backward(
+                grad, q, k, v, v, beta, *saved, *options, 0, True
+            ),
+            "split_key_gradients": lambda: launch.key_gradients(
+                grad, q, k, v, beta, lse, lse, excess, *intervals, None, *options, 0
+            ),
         }
     return {
-        "once": lambda: reaction.backward_once(
-            grad, q, k, v, v, spread, growth, lse, mean, *rest, STEPS, True
+        "backward": lambda: launch.backward(
+            grad, q, k, v, v, alpha, beta, *saved, None, None, *options, STEPS, True, False
         ),
-        "rest": lambda: reaction.backward_rest(q, k, lse, some, found, *rest),
-        "rows": lambda: reaction.backward_rows(
-            grad, q, k, v, v, spread, growth, lse, mean, None, None, None, None, False, SCALE, STEPS,
-            True,
+        "key_gradients": lambda: launch.key_gradients(
+            None, q, k, None, beta, lse, None, excess, *intervals, dk, *options, 0
         ),
-        "keys": lambda: reaction.backward_keys(
-            grad, q, k, v, spread, growth, lse, lse, None, None, None, False, SCALE, STEPS
-        ),
-        "forward": lambda: reaction.react(q, k, v, spread, growth, lse, mean, *rest, STEPS),
-        "lse": lambda: reaction.row_sums(q, k, *rest, True),
-    }  # fmt: skip
+        "forward": lambda: launch.reaction(q, k, v, alpha, beta, *saved, *options, STEPS),
+        "log_sum_exp": lambda: launch.log_sum_exp(q, k, *intervals, *options, True),
+    }
 
 
 def take(name: str, size: Size) -> None:
-    reaction.TILES[name] = size[:4]
-    if name == "once":
-        reaction.ACROSS = size[4]
+    launch.TILES[name] = size[:4]
+    if name == "backward":
+        launch.DIM_BY_KEYS = size[4]
 
 
 def compiled(given: tuple[str, Size, bool, int]) -> str:
@@ -233,21 +231,12 @@ def tune(split: bool, tokens: int, only: list[str]) -> dict[str, dict[str, float
         best = min(SIZES[name], key=lambda size: found[name].get(str(size), float("inf")))
         take(name, best)
         print(f"{name}: {best}", flush=True)
-    if "keys" in calls:
-        found["turns"] = {}
-        for turns in TURNS:
-            reaction.TURNS = turns
-            found["turns"][str(turns)] = statistics.median(
-                times({"keys": calls["keys"]}, False, 5)["keys"]
-            )
-        reaction.TURNS = int(min(found["turns"], key=lambda turns: found["turns"][turns]))
-        print(f"turns: {found['turns']}", flush=True)
-    if "lse" in calls:
+    if "log_sum_exp" in calls:
         q, k, *_ = (x.detach() for x in inputs(BATCH[tokens], tokens))
         both = {}
         for by_operator in (False, True):
             reaction.BY_OPERATOR = by_operator
-            call = partial(reaction.log_sum_exp, q, k, None, None, False, SCALE, True)
+            call = partial(reaction.row_statistics, q, k, None, None, False, SCALE, True)
             both[str(by_operator)] = statistics.median(times({"": call}, False, 5)[""])
         reaction.BY_OPERATOR = both["True"] <= both["False"]
         found["log_sum_exp by operator"] = both
@@ -257,7 +246,7 @@ def tune(split: bool, tokens: int, only: list[str]) -> dict[str, dict[str, float
 
 def max_difference(some: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> float:
     """Of results that should be equal, relative to their norms; NaN is infinite."""
-    pairs = ((a.double(), b.double()) for a, b in zip(some, others))
+    pairs = ((a.double(), b.double()) for a, b in zip(some, others) if a.numel())
     off = [((a - b).norm() / b.norm()).item() for a, b in pairs]
     return max(x if x == x else float("inf") for x in off)
 
@@ -267,6 +256,14 @@ def _call(model: Any, given: list[Tensor], leaves: list[Tensor], grad: Tensor | 
         with torch.no_grad():
             return model(*given)
     return torch.autograd.grad(model(*given), [*given, *leaves], grad)
+
+
+def deterministic(call: Call) -> Any:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return call()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def compare(tokens: int, causal: bool, what: list[str]) -> dict[str, dict[str, float]]:
@@ -286,6 +283,8 @@ def compare(tokens: int, causal: bool, what: list[str]) -> dict[str, dict[str, f
         calls: dict[str, Call] = {}
         for name, (model, leaves) in models.items():
             calls[name] = partial(_call, model, [q, k, v], leaves, grad if backward else None)
+        if backward and "steps" in what:
+            calls["deterministic"] = partial(deterministic, calls["steps"])
         found = times(calls, tokens <= GRAPHS_UP_TO)
         kind = "forward and backward" if backward else "forward"
         for name, ms in found.items():
@@ -357,9 +356,8 @@ def main() -> None:
                 report[f"tune {name}"] = tune(name == "split", min(4_096, max(args.tokens)), args.only)
                 save()
     report["tiles"] = {
-        **reaction.TILES,
-        "turns": reaction.TURNS,
-        "across": reaction.ACROSS,
+        **launch.TILES,
+        "dim by keys": launch.DIM_BY_KEYS,
         "operator": reaction.BY_OPERATOR,
     }
     print(report["tiles"], flush=True)

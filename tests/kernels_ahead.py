@@ -91,7 +91,7 @@ def main(capability: int, steps: int) -> None:
     pde_attention(
         *tensors(), pde=equations[0], documents=ids, method="fused", **common
     ).float().sum().backward()
-    torch.use_deterministic_algorithms(True)  # the other backward of reaction-diffusion
+    torch.use_deterministic_algorithms(True)  # other launches of the backward of reaction-diffusion
     pde_attention(*tensors(), pde=equations[1], method="fused", **common).float().sum().backward()
     torch.use_deterministic_algorithms(False)
     window_attention(

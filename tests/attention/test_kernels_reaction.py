@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from attractor.attention import pde_attention, pdes  # noqa: E402
 from attractor.attention.kernels import reaction  # noqa: E402
+from attractor.attention.kernels.reaction import launch  # noqa: E402
 from attractor.attention.masks import Scope  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -23,12 +24,13 @@ pytestmark = [pytest.mark.gpu] if GPU else []
 def small_tiles(monkeypatch):
     """Several blocks of rows and runs of keys for few tokens; a GPU takes what it always does."""
     if not GPU:
-        monkeypatch.setattr(reaction, "TILES", dict.fromkeys(reaction.TILES, (32, 16, 4, 1)))
+        monkeypatch.setattr(launch, "TILES", dict.fromkeys(launch.TILES, (32, 16, 4, 1)))
+        monkeypatch.setattr(launch, "BUFFERS", 2)
 
 
 @pytest.fixture(params=["once", "in order", "split"])
 def kind(request):
-    """Backward in one walk; in two, as where torch is asked for deterministic algorithms; and split."""
+    """Backward in one launch; in several, under deterministic algorithms; and of the split equation."""
     with deterministic(request.param == "in order"):
         yield request.param
 
@@ -109,7 +111,7 @@ def test_equals_dense(causal, kind):
 )
 @pytest.mark.slow
 def test_runs_of_keys_out_of_reach_of_walls(causal, tokens, steps):
-    """So many keys that some programs of every kernel meet no wall: their walks have no masks."""
+    """Some programs of every kernel have keys that no wall reaches, which they visit without masks."""
     q, k, v = (random(1, 1, tokens, 16) for _ in range(3))
     for wanted in (False, True):
         with deterministic(wanted):
@@ -119,12 +121,13 @@ def test_runs_of_keys_out_of_reach_of_walls(causal, tokens, steps):
 @pytest.mark.parametrize("width", [16, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_any_number_of_steps(width, monkeypatch):
-    """Whatever a walk keeps of earlier turns, more keys than a turn takes or fewer."""
-    monkeypatch.setattr(reaction, "ACROSS", width == 32)
-    monkeypatch.setitem(reaction.TILES, "once", (32 if not GPU else 64, width, 4, 1))
+    """The carry of an iteration is longer or shorter than the keys of an iteration."""
+    monkeypatch.setattr(launch, "DIM_BY_KEYS", width == 32)
+    monkeypatch.setitem(launch.TILES, "backward", (32 if not GPU else 64, width, 4, 1))
     for tokens, steps in {16: ((75, 2), (34, 5), (40, 8)), 32: ((71, 3), (45, 6), (9, 7))}[width]:
         q, k, v = (random(1, 1, tokens, 16) for _ in range(3))
         assert worst(*both(q, k, v, steps, False)) < 1e-5, (tokens, steps)
+        assert worst(*both(q, k, v, steps, True, causal=True)) < 1e-5, (tokens, steps)
 
 
 @pytest.mark.gpu
@@ -227,29 +230,31 @@ def test_no_bit_of_the_past_changes_with_the_future(split):
 @pytest.mark.slow
 def test_the_same_bits_every_time(split):
     """Where they are asked for; without, programs add to the gradients of one key in any order."""
-    q, k, v = (random(1, 1, 34, 16) for _ in range(3))
+    q, k, v = (random(1, 2, 1000 if GPU else 34, 16) for _ in range(3))
     runs = []
     with deterministic(True):
-        for _ in range(2):
-            pde, leaves = equation(1, split)
+        for _ in range(20 if GPU else 2):
+            pde, leaves = equation(2, split)
             out = reaction.attend(q, k, v, 0.3, pde=pde, steps=1, dt=1.0, is_causal=True)
             runs.append(with_gradients(out, [q, k, v, *leaves]))
-    assert all(torch.equal(a, b) for a, b in zip(*runs))
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run))
 
 
-def test_which_way_backward_goes(monkeypatch):
-    """One walk, unless deterministic algorithms are asked for; both find the same."""
-    q, k, v = (random(1, 1, 20, 16) for _ in range(3))
-    found, walks = [], []
-    for name in ("backward_once", "backward_keys"):
-        taken = getattr(reaction, name)
-        monkeypatch.setattr(reaction, name, lambda *x, f=taken, n=name: (walks.append(n), f(*x))[1])
+def test_launches_of_backward(monkeypatch):
+    """One launch has all rows, unless deterministic algorithms are asked for; results are the same."""
+    q, k, v = (random(1, 1, 200 if GPU else 70, 16) for _ in range(3))
+    monkeypatch.setattr(launch, "BUFFERS", 2)
+    kernels, wrap = [], launch.wrap_triton
+    monkeypatch.setattr(launch, "wrap_triton", lambda kernel: (kernels.append(kernel), wrap(kernel))[1])
+    found, counts = [], []
     for wanted in (False, True):
+        kernels.clear()
         with deterministic(wanted):
             pde, leaves = equation(1, False)
             out = reaction.attend(q, k, v, 0.3, pde=pde, steps=2, dt=1.0)
             found.append(with_gradients(out, [q, k, v, *leaves]))
-    assert walks == ["backward_once", "backward_keys"]
+        counts.append(kernels.count(launch.backward_kernel))
+    assert counts == [1, 2]
     assert worst(*found) < 1e-5
 
 
@@ -271,24 +276,26 @@ def test_coefficients_for_all_heads():
 @pytest.mark.slow
 def test_operators_keep_their_promises():
     q, k, v = (random(1, 1, 3, 16) for _ in range(3))
-    spread, growth = (torch.full((1,), x, device=DEVICE, requires_grad=True) for x in (0.2, 0.1))
+    alpha, beta = (torch.full((1,), x, device=DEVICE, requires_grad=True) for x in (0.2, 0.1))
     first, last = (torch.full((1, 3), x, dtype=torch.int32, device=DEVICE) for x in (0, 1))
-    torch.library.opcheck(reaction.row_sums, (q.detach(), k.detach(), first, last, True, 0.3, True))
-    lse, mean = reaction.row_sums(q.detach(), k.detach(), None, None, True, 0.3, True)
+    torch.library.opcheck(launch.log_sum_exp, (q.detach(), k.detach(), first, last, True, 0.3, True))
+    lse, mean = launch.log_sum_exp(q.detach(), k.detach(), None, None, True, 0.3, True)
     rows = lse, mean, None, None, True, 0.3, 1
-    torch.library.opcheck(reaction.react, (q, k, v, spread, growth, *rows))
-    torch.library.opcheck(reaction.react_split, (q, k, v, v.detach(), spread, growth, *rows))
-    q, k, v, spread, growth = (x.detach() for x in (q, k, v, spread, growth))
-    options = None, None, True, 0.3
-    slopes = v, q, k, v, v, spread, growth, lse, mean, None, None
+    torch.library.opcheck(launch.reaction, (q, k, v, alpha, beta, *rows))
+    torch.library.opcheck(launch.split_reaction, (q, k, v, v.detach(), alpha, beta, *rows))
+    q, k, v, alpha, beta = (x.detach() for x in (q, k, v, alpha, beta))
+    intervals, options = (None, None), (True, 0.3, 1)
+    saved = v, q, k, v, v, alpha, beta, lse, mean, *intervals
+    dk = k.float()
     for operator, given in (
-        (reaction.backward_rows, (*slopes, *options, 1, True)),
-        (reaction.backward_keys, (v, q, k, v, spread, growth, lse, lse, None, *options, 1)),
-        (reaction.backward_once, (v, q, k, v, v, spread, growth, lse, mean, *options, 1, True)),
-        (reaction.backward_once, (v, q, k, v, v, spread, growth, lse, mean, *options, 1, False)),
-        (reaction.backward_rest, (q, k, lse, lse, k, *options)),
-        (reaction.far_backward_rows, (v, q, k, v, v, growth, lse, mean, *options, 1, True)),
-        (reaction.far_backward_keys, (v, q, k, v, growth, lse, lse, *options, 1)),
+        (launch.backward, (*saved, None, None, *options, True, False)),
+        (launch.backward, (*saved, None, None, *options, False, False)),
+        (launch.backward, (*saved, None, None, *options, True, True)),
+        (launch.backward, (*saved, q.float(), lse, *options, True, False)),
+        (launch.key_gradients, (None, q, k, None, beta, lse, None, lse, *intervals, dk, True, 0.3, 0)),
+        (launch.key_gradients, (v, q, k, v, beta, lse, lse, lse, *intervals, dk, *options)),
+        (launch.key_gradients, (v, q, k, v, beta, lse, lse, lse, *intervals, None, False, 0.3, 0)),
+        (launch.split_backward, (v, q, k, v, v, beta, lse, mean, *intervals, *options, True)),
     ):
         torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
 
