@@ -21,9 +21,11 @@ from torch import Tensor
 
 from attractor.attention.engines import softmax
 from attractor.attention.kernels import stepped_values
+from attractor.attention.kernels.launch import cdiv as parts_of
+from attractor.attention.kernels.launch import contiguous_rows as by_rows
+from attractor.attention.kernels.launch import power_of_two, strides
+from attractor.attention.kernels.operators import operator, wrap_triton
 from attractor.attention.kernels.reaction import blocks, once, walks
-from attractor.attention.kernels.taps import parts_of, power_of_two, wrap_triton
-from attractor.attention.kernels.values import by_rows, operator, strides
 from attractor.attention.masks import Scope
 from attractor.attention.pdes import Diffusion, ReactionDiffusion
 from attractor.attention.pdes.evolution import Evolution
@@ -121,7 +123,7 @@ def log_sum_exp(
 # Operators. Tensors are ``[batch, heads, tokens, dim]``; lse, mean, first, last as `attend` makes them.
 
 
-@operator("reaction_row_sums", through=True)
+@operator("reaction_row_sums", transparent=True)
 def row_sums(
     query: Tensor, key: Tensor, first: Tensor | None, last: Tensor | None, is_causal: bool,
     scale: float, mean: bool,
@@ -151,7 +153,7 @@ def _row_sums_like(
 row_sums.register_fake(_row_sums_like)
 
 
-@operator("reaction", through=True)
+@operator("reaction", transparent=True)
 def react(
     query: Tensor, key: Tensor, value: Tensor, spread: Tensor, growth: Tensor, lse: Tensor,
     mean: Tensor, first: Tensor | None, last: Tensor | None, is_causal: bool, scale: float, steps: int,
@@ -189,7 +191,7 @@ def _launch_forward(
     )  # fmt: skip
 
 
-@operator("reaction_backward_rows", through=True)
+@operator("reaction_backward_rows", transparent=True)
 def backward_rows(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, spread: Tensor,
     growth: Tensor, lse: Tensor, mean: Tensor, first: Tensor | None, last: Tensor | None,
@@ -229,7 +231,7 @@ def _rows_like(grad: Tensor, query: Tensor, *rest: Any) -> tuple[Tensor, Tensor,
     return of_query, lse, lse.new_empty(query.shape[1] if rest[-1] else 0, 2)
 
 
-@operator("reaction_backward_keys", through=True)
+@operator("reaction_backward_keys", transparent=True)
 def backward_keys(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, spread: Tensor, growth: Tensor,
     lse: Tensor, total: Tensor, first: Tensor | None, last: Tensor | None, onto: Tensor | None,
@@ -267,7 +269,7 @@ def _keys_like(
     return tuple(x.new_empty(x.shape, dtype=torch.float32) for x in (key, value))  # type: ignore[return-value]
 
 
-@operator("reaction_backward_once", through=True)
+@operator("reaction_backward_once", transparent=True)
 def backward_once(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, spread: Tensor,
     growth: Tensor, lse: Tensor, mean: Tensor, first: Tensor | None, last: Tensor | None,
@@ -306,7 +308,7 @@ def _once_like(
     return of_query, lse, *_keys_like(grad, query, key, value), slopes
 
 
-@operator("reaction_backward_rest", through=True)
+@operator("reaction_backward_rest", transparent=True)
 def backward_rest(
     query: Tensor, key: Tensor, lse: Tensor, rest: Tensor, found: Tensor, first: Tensor | None,
     last: Tensor | None, is_causal: bool, scale: float,
@@ -362,7 +364,7 @@ backward_once.register_fake(_once_like)
 backward_rest.register_fake(lambda query, key, *_: key.new_empty(key.shape))
 
 
-@operator("reaction_split", through=True)
+@operator("reaction_split", transparent=True)
 def react_split(
     query: Tensor, key: Tensor, value: Tensor, stepped: Tensor, spread: Tensor, growth: Tensor,
     lse: Tensor, mean: Tensor, first: Tensor | None, last: Tensor | None, is_causal: bool,
@@ -395,7 +397,7 @@ def react_split(
     return out
 
 
-@operator("reaction_far_backward_rows", through=True)
+@operator("reaction_far_backward_rows", transparent=True)
 def far_backward_rows(
     grad: Tensor, query: Tensor, key: Tensor, stepped: Tensor, out: Tensor, growth: Tensor, lse: Tensor,
     mean: Tensor, first: Tensor | None, last: Tensor | None, is_causal: bool, scale: float, near: int,
@@ -429,7 +431,7 @@ def _far_rows_like(grad: Tensor, query: Tensor, *rest: Any) -> tuple[Tensor, Ten
     return of_query, lse, lse.new_empty(query.shape[1] if slopes else 0, 1)
 
 
-@operator("reaction_far_backward_keys", through=True)
+@operator("reaction_far_backward_keys", transparent=True)
 def far_backward_keys(
     grad: Tensor, query: Tensor, key: Tensor, stepped: Tensor, growth: Tensor, lse: Tensor,
     total: Tensor, first: Tensor | None, last: Tensor | None, is_causal: bool, scale: float, near: int,
