@@ -108,6 +108,30 @@ def test_a_table_of_one_head_and_numbers_for_coefficients():
         assert worst(found, truth) < 1e-12
 
 
+def test_a_table_of_numbers_is_computed_once():
+    evolution, value = Evolution.of(pdes.Diffusion(0.123), 2, 0.5), random(1, 1, 30, 16)
+    with torch.inference_mode():
+        table = stencils.stencil_table(evolution, value)
+    assert stencils.stencil_table(evolution, value) is table
+    assert stencils.stencil_table(evolution, value.float()).dtype == torch.float32
+    assert worst([table], [table_of(evolution.pde, 2, 0.5, value)]) < 1e-14
+    values.step(value, table, None).sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_a_captured_graph_computes_its_own_table():
+    evolution, value = Evolution.of(pdes.Diffusion(0.321), 2, 0.5), random(1, 1, 300, 64).detach()
+    truth = kernels.stepped_values(Evolution(pdes.Diffusion(0.321), 2, 0.5), value, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernels.stepped_values(evolution, value, None)
+    assert not evolution.stencils
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, truth)
+
+
 def walls(tokens):
     """Open faces ``[batch or 1, heads or 1, 1, keys - 1]`` of every kind, for a batch of two."""
     real = torch.arange(tokens) < torch.tensor([[tokens], [tokens - tokens // 3]])

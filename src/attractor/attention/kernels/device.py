@@ -146,11 +146,11 @@ def room(open, stride, key, tokens, SPAN: tl.constexpr, FACES: tl.constexpr):
 @triton.jit
 def no_wall(
     open, stride, start, tokens,
-    SPAN: tl.constexpr, ROWS: tl.constexpr, FACES_SEEN: tl.constexpr,
+    BEFORE: tl.constexpr, AFTER: tl.constexpr, ROWS: tl.constexpr, FACES_SEEN: tl.constexpr,
 ):  # fmt: skip
-    """Whether there is no wall within SPAN of these rows but the ends of the sequence."""
-    face = start - SPAN + tl.arange(0, FACES_SEEN)
-    seen = (face >= 0) & (face < tl.minimum(start + ROWS + SPAN, tokens) - 1)
+    """Whether no wall but the ends of the sequence is among these rows, BEFORE and AFTER more keys."""
+    face = start - BEFORE + tl.arange(0, FACES_SEEN)
+    seen = (face >= 0) & (face < tl.minimum(start + ROWS + AFTER, tokens) - 1)
     shut = tl.load(open + face * stride, mask=seen, other=1) == 0
     return tl.max(shut.to(tl.int32), 0) == 0
 

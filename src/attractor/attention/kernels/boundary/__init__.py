@@ -151,11 +151,10 @@ def _backward_rows(
     batch, heads, tokens, dim = q.shape
     reach, window, pairs = reach_of(stencil), left != CAUSAL, batch * heads
     shape, programs = _shape("backward_rows", q, v, left, reach)
-    outputs = _fake_backward_rows(
+    dq, row_weights, dk, dv, sums, edge_sums = _fake_backward_rows(
         do, q, k, v, out, lse, stencil, open, global_k, global_v, far, begin, end, left, right, scale,
         of_stencil,
     )  # fmt: skip
-    dq, row_weights, dk, dv, sums, edge_sums = outputs
     keys, values, count = _globals(global_k, global_v, k, v)
     if open is not None:
         edge_sums.zero_()  # programs that are free do not write theirs
@@ -239,12 +238,10 @@ def _backward_keys(
 
 
 def _fake_backward_keys(
-    do: Tensor, q: Tensor, v: Tensor, row_weights: Tensor, stencil: Tensor, open: Tensor | None,
-    far_dk: Tensor, far_dv: Tensor, sums: Tensor, edge_sums: Tensor, left: int, right: int,
-    of_stencil: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    do: Tensor, q: Tensor, v: Tensor, row_weights: Tensor, stencil: Tensor, *args: object
+) -> tuple[Tensor, Tensor, Tensor]:
     dk, dv = torch.empty_like(contiguous_rows(q)), torch.empty_like(contiguous_rows(v))
-    return dk, dv, stencil.new_empty(stencil.shape if of_stencil else 0)
+    return dk, dv, stencil.new_empty(stencil.shape if args[-1] else 0)
 
 
 forward_operator = operator("boundary_forward")(_forward)

@@ -14,7 +14,6 @@ import triton.language as tl
 from attractor.attention.kernels.boundary.sides import (
     add_band,
     add_row,
-    all_free,
     boundary_stencil,
     inner,
     inner_band,
@@ -31,6 +30,7 @@ from attractor.attention.kernels.device import (
     columns_of,
     from_two,
     load_rows,
+    no_wall,
     store_row,
     upcast,
 )
@@ -174,7 +174,8 @@ def forward(
         begin, end, right, shift, far_rows = 2 * REACH - 1, tokens, 0, REACH, tokens - REACH
     free = True
     if FACES:
-        free = all_free(open, open_t, start, tokens, 2 * REACH - 1, STRANDS * RUN, FACES_SEEN)
+        free = no_wall(open, open_t, start, tokens, 2 * REACH - 1, 0, STRANDS * RUN, FACES_SEEN)
+        free = free & (start >= 2 * REACH - 1)
     elif not WINDOW:
         free = tokens >= 2 * REACH
     if free:

@@ -12,7 +12,7 @@ patches that contain it, plus the far keys' after the transposed steps of all va
 import triton
 import triton.language as tl
 
-from attractor.attention.kernels.boundary.sides import add_band, place_of
+from attractor.attention.kernels.boundary.sides import add_band, add_shares, place_of
 from attractor.attention.kernels.device import (
     SIZES,
     TILE,
@@ -108,7 +108,7 @@ def backward_keys(
     if not WINDOW:  # constants of causal rows
         right, shift, far_rows, enough = 0, 0, tokens - REACH, tokens > 2 * SPAN
     if FACES:
-        free = no_wall(open, open_t, start, tokens, SPAN, ROWS, FACES_SEEN)
+        free = no_wall(open, open_t, start, tokens, SPAN, SPAN, ROWS, FACES_SEEN)
         tiles = tl.where(free, 2, tl.cdiv(ROWS, TILE))
     products = zero_products(STRANDS, DEEP // H, REACH, TYPE)
     if free & enough:
@@ -116,7 +116,8 @@ def backward_keys(
         if not WINDOW:
             begin, end = SPAN, tokens - SPAN
         first = start + tl.arange(0, STRANDS) * RUN
-        # The first rows near whose right wall, left wall, and in whose left patch these keys are.
+        # The first rows that have these keys within reach of their right wall, of their left wall, and
+        # in the patch of their left wall.
         after = first - right
         near_left, patch_left = first + left - (REACH - 1), first + left - (SPAN - 1)
         if WINDOW:
@@ -140,12 +141,12 @@ def backward_keys(
                 sums = sums + (upcast(others[o], TYPE),)
             if WINDOW:
                 sums = add_band(sums, left_scores, left_queries, REACH, RUN, 1)
-            sums = add_band(sums, scores, queries, REACH, RUN, 1)
+                sums = add_band(sums, scores, queries, REACH, RUN, 1)
             for o in tl.static_range(RUN):
-                ok = first + o < end
+                row, ok = sums[o], first + o < end
                 if not WINDOW:
-                    ok = ok & (first + o >= begin)
-                store_piece(dk, dk_t, first + o, sums[o], ok, h, DIM, COLUMNS, H)
+                    row, ok = add_shares(row, scores, queries, o, REACH), ok & (first + o >= begin)
+                store_piece(dk, dk_t, first + o, row, ok, h, DIM, COLUMNS, H)
         if WINDOW:
             left_patch = _entries(
                 row_weights, line, patch_left, tokens, REACH, RUN, SPAN, TYPE, ROW_STRANDS, ROW_RUN
@@ -171,14 +172,14 @@ def backward_keys(
                 sums = sums + (tl.zeros([STRANDS, DEEP // H], dtype=TYPE),)
             if WINDOW:
                 sums = add_band(sums, left_patch, left_grads, SPAN, RUN, 1)
-            sums = add_band(sums, patch, grads, SPAN, RUN, 1)
+                sums = add_band(sums, patch, grads, SPAN, RUN, 1)
             for o in tl.static_range(RUN):
-                value, ok = upcast(values[o], TYPE), first + o < end
+                value, row, ok = upcast(values[o], TYPE), sums[o], first + o < end
                 if not WINDOW:
-                    ok = ok & (first + o >= begin)
+                    row, ok = add_shares(row, patch, grads, o, SPAN), ok & (first + o >= begin)
                     value = tl.where(ok[:, None], value, 0.0)
                 row, products = step_transposed(
-                    sums[o], products, others, weights, value, o, REACH, TYPE, OF_STENCIL
+                    row, products, others, weights, value, o, REACH, TYPE, OF_STENCIL
                 )
                 store_piece(dv, dv_t, first + o, row, ok, h, DEPTH, DEEP, H)
     near = tl.zeros([TILE, WIDTH], dtype=TYPE)

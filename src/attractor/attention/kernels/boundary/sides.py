@@ -7,8 +7,8 @@ weights feel it, take the steps themselves, and spread over a patch of ``2 reach
     right side: boundary key m is i + right - reach + 1 + m, patch key n is i + right - 2 reach + 1 + n
     left side:  boundary key m is i - left + m,              patch key n is i - left + n
 
-All rows whose patches have no second wall are FREE: they have the same stencil, held as numbers. The
-others, at the start of a causal sequence or document, have one entry of the table each.
+All rows whose patches have no second wall are FREE: they have the same stencil, a tuple of numbers.
+The others, at the start of a causal sequence or document, have one entry of the table each.
 """
 
 # Arguments of kernels have no types that mypy could know; tuples of tiles grow, by addition alone.
@@ -19,18 +19,6 @@ import triton
 import triton.language as tl
 
 from attractor.attention.kernels.device import load_masked, room, upcast
-
-
-@triton.jit
-def all_free(
-    open, stride, start, tokens,
-    SPAN: tl.constexpr, ROWS: tl.constexpr, FACES_SEEN: tl.constexpr,
-):  # fmt: skip
-    """Whether each of these rows has SPAN keys before its own without a wall between them."""
-    face = start - SPAN + tl.arange(0, FACES_SEEN)
-    seen = face < tl.minimum(start + ROWS, tokens) - 1
-    shut = tl.load(open + face * stride, mask=seen & (face >= 0), other=0) == 0
-    return tl.max((shut & seen).to(tl.int32), 0) == 0
 
 
 @triton.jit
@@ -180,6 +168,14 @@ def add_band(sums, weights, rows, COUNT: tl.constexpr, RUN: tl.constexpr, H: tl.
             more = more + row
         sums = more
     return sums
+
+
+@triton.jit
+def add_shares(row, weights, rows, o: tl.constexpr, COUNT: tl.constexpr):
+    """`add_band` for one tile, row o: one row after the other needs fewer registers."""
+    for n in tl.static_range(COUNT):
+        row += weights[o * COUNT + n][:, None] * upcast(rows[o + n], row.dtype)
+    return row
 
 
 @triton.jit

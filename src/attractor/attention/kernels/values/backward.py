@@ -49,7 +49,7 @@ def _step_backward(
     stencil += head * stencil_h
     free, tiles = True, 2
     if FACES:
-        free = no_wall(open, open_t, start, tokens, 2 * REACH, ROWS, FACES_SEEN)
+        free = no_wall(open, open_t, start, tokens, 2 * REACH, 2 * REACH, ROWS, FACES_SEEN)
         tiles = tl.where(free, 2, tl.cdiv(ROWS, TILE))
     products = zero_products(STRANDS, COLUMNS, REACH, TYPE)
     if free & (tokens > 4 * REACH):

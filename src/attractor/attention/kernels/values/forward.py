@@ -42,7 +42,7 @@ def _step(
     stencil += head * stencil_h
     free, tiles = True, 2
     if FACES:
-        free = no_wall(open, open_t, start, tokens, REACH, ROWS, FACES_SEEN)
+        free = no_wall(open, open_t, start, tokens, REACH, REACH, ROWS, FACES_SEEN)
         tiles = tl.where(free, 2, tl.cdiv(ROWS, TILE))
     if free & (tokens > 2 * REACH):
         first = start + tl.arange(0, STRANDS) * RUN
