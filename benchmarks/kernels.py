@@ -42,20 +42,15 @@ BATCH = {1_024: 8, 4_096: 8, 16_384: 1, 65_536: 1}
 GRAPHS_UP_TO = 16_384
 CACHE = 256 << 20  # bytes of inputs to go round: several times the cache
 ROUNDS, FEW_ROUNDS, CHECKED = 15, 5, 1_111
-SHAPES = (
-    (1, 4),
-    (2, 4),
-    (4, 4),
-    (8, 4),
-    (2, 2),
-    (2, 8),
-)  # the run of a strand, and warps, that are tried
+# Pieces of a row, the run of a strand, and warps, that are tried.
+SHAPES = ((1, 1, 4), (1, 2, 4), (1, 4, 4), (1, 8, 4), (1, 2, 2), (1, 2, 8))
+ALONE = (None,) * 4  # neither global tokens nor rows that are computed elsewhere
 
 Call = Callable[[int], Any]  # of the number of a set of inputs
 
 
 def use(far: str) -> None:
-    """Let that operator do all but the near keys, whatever SDPA would take."""
+    """Let that operator compute the far keys, whatever SDPA would use."""
     if far != "auto":
         selection.preferred = lambda *_: far
 
@@ -97,7 +92,7 @@ def times(
     return found
 
 
-def table(
+def printed(
     found: dict[str, list[float]], moved: dict[str, int], base: str, label: str
 ) -> dict[str, dict[str, float]]:
     """Medians, ratios to `base`, and the share of the copy's bandwidth where bytes are known."""
@@ -125,13 +120,20 @@ def alphas() -> Tensor:
     return torch.linspace(0.05, 0.3, HEADS, device="cuda").view(HEADS, 1, 1).requires_grad_()
 
 
+def stencil_table(pde: Any, steps: int, like: Tensor) -> Tensor:
+    """The stencil table of so many steps of size 1."""
+    from attractor.attention.kernels import stencils
+
+    return stencils.stencil_table(Evolution(pde, steps, 1.0), like)
+
+
 def error(found: Tensor, truth: Tensor) -> float:
     return ((found.double() - truth.double()).norm() / truth.double().norm()).item()
 
 
 def check(what: str, steps: int, dtype: torch.dtype) -> dict[str, list[float]]:
     """Relative errors against float64 of the kernels and of torch in the same type; raises by our rule."""
-    from attractor.attention.kernels import near, values
+    from attractor.attention.kernels import causal, values
 
     drawn, results = inputs(CHECKED, dtype, 4, batch=2), {}
     for kind in ("truth", "torch", "kernels"):
@@ -141,7 +143,7 @@ def check(what: str, steps: int, dtype: torch.dtype) -> dict[str, list[float]]:
         pde = pdes.Diffusion(alpha)
         if what == "values":
             if kind == "kernels":
-                out = values.step(v, values.taps(pde, steps, 1.0, v), None)
+                out = values.step(v, stencil_table(pde, steps, v), None)
             else:
                 out = step_values(Evolution(pde, steps, 1.0), v.to(accumulate_dtype(dtype_)), None).to(
                     dtype_
@@ -150,8 +152,8 @@ def check(what: str, steps: int, dtype: torch.dtype) -> dict[str, list[float]]:
         else:
             ids, of = documents_for(q) if what == "documents" else None, [q, k, v, alpha]
             if kind == "kernels":
-                within = None if ids is None else near.packed(q, k, v, ids, steps)
-                out = near.causal(q, k, v, values.taps(pde, steps, 1.0, v), DIM**-0.5, within)
+                within = None if ids is None else causal.packed(q, k, v, ids, steps)
+                out = causal.causal(q, k, v, stencil_table(pde, steps, v), DIM**-0.5, within)
             else:
                 out = pde_attention(
                     q, k, v, is_causal=True, pde=pde, steps=steps, documents=ids, method="dense"
@@ -193,7 +195,7 @@ def measure_values(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any
     outs = [torch.empty_like(one) for _ in range(sets)]
     pde = pdes.Diffusion(alphas())
     with torch.no_grad():
-        taps = values.taps(pde, steps, 1.0, one)
+        table = stencil_table(pde, steps, one)
         stencil = Stencil.of(Evolution(pde, steps, 1.0), accumulate_dtype(dtype), one.device)
     size = one.numel() * one.element_size()
     moved = {
@@ -204,10 +206,10 @@ def measure_values(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any
     }
     calls: dict[str, Call] = {
         "copy": lambda n: outs[n].copy_(v[n]),
-        "step": lambda n: values.step(v[n], taps, None),
-        "backward, values": lambda n: values.step_backward(grad[n], v[n], taps, None, False),
-        "backward, both": lambda n: values.step_backward(grad[n], v[n], taps, None, True),
-        "taps alone": lambda n: values.taps(pde, steps, 1.0, one),
+        "step": lambda n: values.step(v[n], table, None),
+        "backward, values": lambda n: values.step_backward(grad[n], v[n], table, None, False),
+        "backward, both": lambda n: values.step_backward(grad[n], v[n], table, None, True),
+        "table alone": lambda n: stencil_table(pde, steps, one),
         "torch step": lambda n: steps_forward(
             stencil.matrix, stencil.top, stencil.bottom, v[n].to(accumulate_dtype(dtype))
         ).to(dtype),
@@ -215,9 +217,9 @@ def measure_values(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any
     label = f"values T={tokens} Nt={steps} {str(dtype)[6:]}"
     with torch.no_grad():
         counted = times(calls, sets, tokens <= GRAPHS_UP_TO, rounds_for(tokens))
-        found = table(counted, moved, "copy", label)
+        found = printed(counted, moved, "copy", label)
         same = the_same(
-            lambda: (values.step(one, taps, None), *values.step_backward(one, v[1], taps, None, True))
+            lambda: (values.step(one, table, None), *values.step_backward(one, v[1], table, None, True))
         )
     return {
         "pieces": found,
@@ -227,50 +229,57 @@ def measure_values(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any
 
 
 def measure_causal(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any]:
-    from attractor.attention.kernels import near, values
+    from attractor.attention.kernels import values
+    from attractor.attention.kernels.boundary import (
+        CAUSAL,
+        boundary_backward_keys,
+        boundary_backward_rows,
+        boundary_forward,
+    )
 
     q, k, v, grad = inputs(tokens, dtype, 4)
     scale, pde = DIM**-0.5, pdes.Diffusion(alphas())
     size = v.numel() * v.element_size()
-    handed_on = v.numel() // DIM * 3 * steps * taps_bytes(dtype)
+    between = v.numel() // DIM * 3 * steps * table_bytes(dtype)
     rows, keys = slice(steps, None), slice(0, tokens - steps)
     scope = Scope(tokens - steps, tokens - steps, right=0)
     with torch.no_grad():
-        taps = values.taps(pde, steps, 1.0, v)
-        stepped = values.step(v, taps, None)
+        table = stencil_table(pde, steps, v)
+        stepped = values.step(v, table, None)
         cut = q[..., rows, :], k[..., keys, :], stepped[..., keys, :]
         far, far_lse = softmax.attend(*cut, scope, scale)
-        out, lse = near.merge_near(q, k, v, far, far_lse, taps, scale)
+        merged = q, k, v, far, far_lse, table, None, *ALONE, CAUSAL, 0, scale
+        out, lse = boundary_forward(*merged)
         later = out[..., rows, :], lse[..., rows], scope, scale
         of_far = softmax.attend_backward(grad[..., rows, :], *cut, *later)
-        of_rows = grad, q, k, v, out, lse, taps, of_far[0], scale
-        _, *handed = near.near_rows(*of_rows, True)
-        of_keys = grad, q, v, handed[0], taps, *of_far[1:], *handed[1:]
+        of_rows = grad, q, k, v, out, lse, table, None, None, None, of_far[0], 0, 0, CAUSAL, 0, scale
+        _, row_weights, _, _, *sums = boundary_backward_rows(*of_rows, True)
+        of_keys = grad, q, v, row_weights, table, None, *of_far[1:], *sums, CAUSAL, 0
     other = torch.empty_like(v)
     calls: dict[str, Call] = {
         "sdpa": lambda _: sdpa(q, k, v, is_causal=True),
         "copy": lambda _: other.copy_(v),
-        "step": lambda _: values.step(v, taps, None),
+        "step": lambda _: values.step(v, table, None),
         "far": lambda _: softmax.attend(*cut, scope, scale),
-        "near": lambda _: near.merge_near(q, k, v, far, far_lse, taps, scale),
+        "boundary": lambda _: boundary_forward(*merged),
         "far backward": lambda _: softmax.attend_backward(grad[..., rows, :], *cut, *later),
-        "near rows": lambda _: near.near_rows(*of_rows, True),
-        "near rows, fixed taps": lambda _: near.near_rows(*of_rows, False),
-        "near keys": lambda _: near.near_keys(*of_keys, True),
-        "near keys, fixed taps": lambda _: near.near_keys(*of_keys, False),
+        "boundary rows": lambda _: boundary_backward_rows(*of_rows, True),
+        "boundary rows, fixed table": lambda _: boundary_backward_rows(*of_rows, False),
+        "boundary keys": lambda _: boundary_backward_keys(*of_keys, True),
+        "boundary keys, fixed table": lambda _: boundary_backward_keys(*of_keys, False),
     }
     moved = {
-        "copy": 2 * size, "step": 2 * size, "near": 5 * size,
-        "near rows": 7 * size + handed_on, "near rows, fixed taps": 7 * size + handed_on,
-        "near keys": 7 * size + handed_on, "near keys, fixed taps": 6 * size + handed_on,
+        "copy": 2 * size, "step": 2 * size, "boundary": 5 * size,
+        "boundary rows": 7 * size + between, "boundary rows, fixed table": 7 * size + between,
+        "boundary keys": 7 * size + between, "boundary keys, fixed table": 6 * size + between,
     }  # fmt: skip
     label = f"causal T={tokens} Nt={steps} {str(dtype)[6:]}"
     with torch.no_grad():
         counted = times(calls, 2, tokens <= GRAPHS_UP_TO, rounds_for(tokens))
-        found = table(counted, moved, "sdpa", label)
+        found = printed(counted, moved, "sdpa", label)
         same = the_same(
-            lambda: (*near.merge_near(q, k, v, far, far_lse, taps, scale),
-                     *near.near_rows(*of_rows, True), *near.near_keys(*of_keys, True))
+            lambda: (*boundary_forward(*merged),
+                     *boundary_backward_rows(*of_rows, True), *boundary_backward_keys(*of_keys, True))
         )  # fmt: skip
     return {
         "pieces": found,
@@ -280,61 +289,68 @@ def measure_causal(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any
 
 
 def measure_documents(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any]:
-    from attractor.attention.kernels import near, values
+    from attractor.attention.kernels import causal, values
+    from attractor.attention.kernels.boundary import (
+        CAUSAL,
+        boundary_backward_keys,
+        boundary_backward_rows,
+        boundary_forward,
+    )
 
     q, k, v, grad = inputs(tokens, dtype, 4)
     scale, pde, ids = DIM**-0.5, pdes.Diffusion(alphas()), documents_for(q)
     size = v.numel() * v.element_size()
-    handed_on = v.numel() // DIM * 3 * steps * taps_bytes(dtype)
-    within, whole = near.packed(q, k, v, ids, steps), whole_documents(q, k, v, ids)
+    between = v.numel() // DIM * 3 * steps * table_bytes(dtype)
+    within, whole = causal.packed(q, k, v, ids, steps), whole_documents(q, k, v, ids)
     assert within is not None
     open, strip = within.open, within.operator.strip
     assert strip is not None
     with torch.no_grad():
-        taps = values.taps(pde, steps, 1.0, v)
-        stepped = values.step(v, taps, open)
+        table = stencil_table(pde, steps, v)
+        stepped = values.step(v, table, open)
         cut = strip.cut(q, k, stepped)
         far, far_lse = within.operator.forward(*cut, strip, scale)
-        out, lse = near.merge_near(q, k, v, far, far_lse, taps, scale, open)
+        merged = q, k, v, far, far_lse, table, open, *ALONE, CAUSAL, 0, scale
+        out, lse = boundary_forward(*merged)
         later = grad[..., steps:, :], out[..., steps:, :], *cut, lse[..., steps:], strip, scale
         of_far = within.operator.backward(*later)
-        of_rows = grad, q, k, v, out, lse, taps, of_far[0], scale
-        _, *handed = near.near_rows(*of_rows, True, open)
-        of_keys = grad, q, v, handed[0], taps, *of_far[1:], *handed[1:]
+        of_rows = grad, q, k, v, out, lse, table, open, None, None, of_far[0], 0, 0, CAUSAL, 0, scale
+        _, row_weights, _, _, *sums = boundary_backward_rows(*of_rows, True)
+        of_keys = grad, q, v, row_weights, table, open, *of_far[1:], *sums, CAUSAL, 0
     other = torch.empty_like(v)
     calls: dict[str, Call] = {
         "varlen": lambda _: whole.forward(q, k, v, whole.strip, scale),
         "copy": lambda _: other.copy_(v),
-        "step": lambda _: values.step(v, taps, open),
-        "step, one document": lambda _: values.step(v, taps, None),
+        "step": lambda _: values.step(v, table, open),
+        "step, one document": lambda _: values.step(v, table, None),
         "far": lambda _: within.operator.forward(*cut, strip, scale),
-        "near": lambda _: near.merge_near(q, k, v, far, far_lse, taps, scale, open),
-        "near, one document": lambda _: near.merge_near(q, k, v, far, far_lse, taps, scale),
+        "boundary": lambda _: boundary_forward(*merged),
+        "boundary, one document": lambda _: boundary_forward(*merged[:6], None, *merged[7:]),
         "far backward": lambda _: within.operator.backward(*later),
-        "near rows": lambda _: near.near_rows(*of_rows, True, open),
-        "near rows, fixed taps": lambda _: near.near_rows(*of_rows, False, open),
-        "near keys": lambda _: near.near_keys(*of_keys, True, open),
-        "near keys, fixed taps": lambda _: near.near_keys(*of_keys, False, open),
+        "boundary rows": lambda _: boundary_backward_rows(*of_rows, True),
+        "boundary rows, fixed table": lambda _: boundary_backward_rows(*of_rows, False),
+        "boundary keys": lambda _: boundary_backward_keys(*of_keys, True),
+        "boundary keys, fixed table": lambda _: boundary_backward_keys(*of_keys, False),
     }
     moved = {
-        "copy": 2 * size, "step": 2 * size, "step, one document": 2 * size, "near": 5 * size,
-        "near, one document": 5 * size, "near rows": 7 * size + handed_on,
-        "near rows, fixed taps": 7 * size + handed_on, "near keys": 7 * size + handed_on,
-        "near keys, fixed taps": 6 * size + handed_on,
+        "copy": 2 * size, "step": 2 * size, "step, one document": 2 * size, "boundary": 5 * size,
+        "boundary, one document": 5 * size, "boundary rows": 7 * size + between,
+        "boundary rows, fixed table": 7 * size + between, "boundary keys": 7 * size + between,
+        "boundary keys, fixed table": 6 * size + between,
     }  # fmt: skip
     label = f"documents T={tokens} Nt={steps} {str(dtype)[6:]}"
     with torch.no_grad():
         counted = times(calls, 2, tokens <= GRAPHS_UP_TO, rounds_for(tokens))
-        found = table(counted, moved, "varlen", label)
+        found = printed(counted, moved, "varlen", label)
         same = the_same(
-            lambda: (*near.merge_near(q, k, v, far, far_lse, taps, scale, open),
-                     *near.near_rows(*of_rows, True, open), *near.near_keys(*of_keys, True, open))
+            lambda: (*boundary_forward(*merged),
+                     *boundary_backward_rows(*of_rows, True), *boundary_backward_keys(*of_keys, True))
         )  # fmt: skip
     alpha, qkv = alphas(), [x.requires_grad_() for x in (q, k, v)]
     prepared = {
         "varlen": lambda: _Known.apply(*qkv, whole, scale),
-        "kernels": lambda: near.causal(
-            *qkv, values.taps(pdes.Diffusion(alpha), steps, 1.0, v), scale, within
+        "kernels": lambda: causal.causal(
+            *qkv, stencil_table(pdes.Diffusion(alpha), steps, v), scale, within
         ),
     }
     common: dict[str, Any] = {"is_causal": True, "steps": steps, "documents": ids}
@@ -377,37 +393,46 @@ class _Known(torch.autograd.Function):
 
 def tune(what: str, tokens: int, steps: int, dtype: torch.dtype) -> None:
     """Every kernel with other runs and warps, beside its default."""
-    from attractor.attention.kernels import near, rows, values
+    from attractor.attention.kernels import launch, values
+    from attractor.attention.kernels.boundary import (
+        CAUSAL,
+        boundary_backward_keys,
+        boundary_backward_rows,
+        boundary_forward,
+    )
 
     q, k, v, grad = inputs(tokens, dtype, 4)
     scale = DIM**-0.5
     with torch.no_grad():
-        taps = values.taps(pdes.Diffusion(alphas()), steps, 1.0, v)
+        table = stencil_table(pdes.Diffusion(alphas()), steps, v)
         far, far_lse = v[..., steps:, :], v[..., steps:, 0].to(accumulate_dtype(dtype))
-        out, lse = near.merge_near(q, k, v, far, far_lse, taps, scale)
-        given = grad, q, k, v, out, lse, taps, far, scale, True
-        _, handed, *sums = near.near_rows(*given)
+        sides = CAUSAL, 0
+        merged = q, k, v, far, far_lse, table, None, *ALONE, *sides, scale
+        out, lse = boundary_forward(*merged)
+        of_rows = grad, q, k, v, out, lse, table, None, None, None, far, 0, 0, *sides, scale, True
+        _, row_weights, _, _, *sums = boundary_backward_rows(*of_rows)
+        of_keys = grad, q, v, row_weights, table, None, far, far, *sums, *sides, True
     kernels: dict[str, Callable[[], Any]] = {
-        "step": lambda: values.step(v, taps, None),
-        "step_backward": lambda: values.step_backward(grad, v, taps, None, True),
+        "step": lambda: values.step(v, table, None),
+        "step_backward": lambda: values.step_backward(grad, v, table, None, True),
     }
     if what == "causal":
         kernels = {
-            "near": lambda: near.merge_near(q, k, v, far, far_lse, taps, scale),
-            "near_rows": lambda: near.near_rows(*given),
-            "near_keys": lambda: near.near_keys(grad, q, v, handed, taps, far, far, *sums, True),
+            "causal_forward": lambda: boundary_forward(*merged),
+            "causal_backward_rows": lambda: boundary_backward_rows(*of_rows),
+            "causal_backward_keys": lambda: boundary_backward_keys(*of_keys),
         }
     for name, run in kernels.items():
-        default = rows.TILES[name]
+        default = launch.TILES[name]
 
-        def call(shape: tuple[int, int], name: str = name, run: Callable[[], Any] = run) -> Any:
-            rows.TILES[name] = shape
+        def call(shape: tuple[int, int, int], name: str = name, run: Callable[[], Any] = run) -> Any:
+            launch.TILES[name] = shape
             return run()
 
         calls: dict[str, Call] = {str(shape): lambda _, shape=shape: call(shape) for shape in SHAPES}
         with torch.no_grad():
-            found = table(times(calls, 2, True), {}, str(default), f"{name} T={tokens} Nt={steps}")
-        rows.TILES[name] = default
+            found = printed(times(calls, 2, True), {}, str(default), f"{name} T={tokens} Nt={steps}")
+        launch.TILES[name] = default
         best = min(found, key=lambda shape: found[shape]["ms"])
         print(f"best for {name}, {tokens} tokens: {best} (default {default})", flush=True)
 
@@ -416,23 +441,24 @@ def rounds_for(tokens: int) -> int:
     return ROUNDS if tokens <= 4_096 else FEW_ROUNDS
 
 
-def taps_bytes(dtype: torch.dtype) -> int:
+def table_bytes(dtype: torch.dtype) -> int:
     return torch.empty((), dtype=accumulate_dtype(dtype)).element_size()
 
 
 def against_sdpa(tokens: int, steps: int, dtype: torch.dtype, causal: bool) -> dict[str, Any]:
-    """Whole calls, taps made anew each time: forward, and forward with backward, and peak memory."""
-    from attractor.attention.kernels import near, values
+    """Whole calls with a new stencil table: forward, forward with backward, and peak memory."""
+    from attractor.attention.kernels import causal as causal_kernels
+    from attractor.attention.kernels import values
 
     alpha, grad = alphas(), inputs(tokens, dtype, 1)[0]
     qkv = [x.requires_grad_() for x in inputs(tokens, dtype, 3)]
 
     def kernels() -> Tensor:
         pde = pdes.Diffusion(alpha)
-        taps = values.taps(pde, steps, 1.0, qkv[2])
+        table = stencil_table(pde, steps, qkv[2])
         if causal:
-            return near.causal(*qkv, taps, DIM**-0.5)
-        return sdpa(*qkv[:2], values.step(qkv[2], taps, None))
+            return causal_kernels.causal(*qkv, table, DIM**-0.5)
+        return sdpa(*qkv[:2], values.step(qkv[2], table, None))
 
     def plain_torch() -> Tensor:
         evolution = Evolution(pdes.Diffusion(alpha), steps, 1.0)
@@ -479,7 +505,7 @@ def beside(
             mode = ", eager" if n else ""
             sets = 2 if tokens <= 4_096 else 1
             counted = times(calls, sets, graphs, rounds_for(tokens))
-            rows = table(counted, {}, base, f"{label} {kind}{mode}")
+            rows = printed(counted, {}, base, f"{label} {kind}{mode}")
             for name, row in rows.items():
                 row["peak MiB"] = memory[name]
             found[kind + mode] = rows

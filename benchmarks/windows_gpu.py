@@ -27,14 +27,15 @@ from torch import Tensor
 from attractor.attention import pde_attention, pdes, window_attention
 from attractor.attention.engines import softmax
 from attractor.attention.masks import Scope
+from attractor.attention.pdes.evolution import Evolution
 
 HEADS, DIM, WINDOW, GLOBAL, STEPS = 8, 64, 256, 4, 4
 TOKENS = (1 << 16, 1 << 18, 1 << 20)
 CHECKED, ROUNDS = 1_111, 7
 SHAPES = {  # pieces of a row, the run of a strand, and warps, that are tried
-    "merge_window": ((2, 2, 4), (2, 4, 4), (1, 4, 4), (2, 2, 8), (2, 1, 4)),
-    "window_rows": ((2, 2, 4), (2, 1, 4), (1, 2, 4), (1, 4, 4), (2, 2, 2)),
-    "window_keys": ((2, 2, 4), (1, 4, 4), (2, 4, 4), (1, 2, 4), (2, 2, 2)),
+    "window_forward": ((2, 2, 4), (2, 4, 4), (1, 4, 4), (2, 2, 8), (2, 1, 4)),
+    "window_backward_rows": ((2, 2, 4), (2, 1, 4), (1, 2, 4), (1, 4, 4), (2, 2, 2)),
+    "window_backward_keys": ((2, 2, 4), (1, 4, 4), (2, 4, 4), (1, 2, 4), (2, 2, 2)),
 }
 
 
@@ -175,44 +176,47 @@ Launch = tuple[Callable[[], tuple[Tensor, ...]], list[Tensor]]
 
 def launched(tokens: int, with_pde: bool) -> dict[str, Launch]:
     """Every launch by itself: how to call it, and all that it has to read and write."""
-    from attractor.attention.kernels import values, window
+    from attractor.attention.kernels import boundary, stencils, values, window
 
     q, k, v = (x.detach() for x in inputs(tokens))
     grad, scale, sides = torch.randn_like(q), DIM**-0.5, (WINDOW, 0)
-    table = values.taps(pdes.Diffusion(alphas()), STEPS, 1.0, v).detach() if with_pde else None
+    table = None
+    if with_pde:
+        evolution = Evolution(pdes.Diffusion(alphas()), STEPS, 1.0)
+        table = stencils.stencil_table(evolution, v).detach()
     globals_ = k[..., :GLOBAL, :], v[..., :GLOBAL, :].float()
     head, tail = q[..., : GLOBAL + WINDOW + 1, :], q[..., :0, :]
     near = [k, v] if with_pde else []
     stepped = v if table is None else values.step(v, table, None)
     ahead = q, k, stepped, table, sides, scale
-    far = window._attend_far(*ahead)
-    merged = q, k, v, *far, *globals_, head, tail, table, *sides, scale
-    out, lse = window.merge_window(*merged)
+    far = window._far_forward(*ahead)
+    merged = q, k, v, *far, table, None, *globals_, head, tail, *sides, scale
+    out, lse = boundary.boundary_forward(*merged)
     behind = grad, q, k, stepped, out, lse, table, sides, scale
-    back = window._attend_far_backward(*behind)
+    back = window._far_backward(*behind)
     begin = head.shape[-2]
     by_rows = (
-        grad, q, k, v, out, lse, *globals_, table, back[0], begin, tokens, *sides, scale, with_pde
+        grad, q, k, v, out, lse, table, None, *globals_, back[0], begin, tokens, *sides, scale, with_pde
     )  # fmt: skip
-    of_query, handed, *of_globals, sums = window.window_rows(*by_rows)
+    dq, row_weights, *of_globals, sums, edge_sums = boundary.boundary_backward_rows(*by_rows)
     found: dict[str, Launch] = {
-        "operator": (lambda: window._attend_far(*ahead), [q, k, stepped, far[0]]),
-        "merge_window": (lambda: window.merge_window(*merged)[:1], [q, *far, *near, out, lse]),
+        "operator": (lambda: window._far_forward(*ahead), [q, k, stepped, far[0]]),
+        "window_forward": (lambda: boundary.boundary_forward(*merged)[:1], [q, *far, *near, out, lse]),
         "operator back": (
-            lambda: window._attend_far_backward(*behind),
+            lambda: window._far_backward(*behind),
             [grad, q, k, stepped, out, lse, *back],
         ),
-        "window_rows": (
-            lambda: window.window_rows(*by_rows)[0:4:2],
-            [grad, q, *near, out, lse, back[0], of_query, handed, *of_globals, sums],
+        "window_backward_rows": (
+            lambda: boundary.boundary_backward_rows(*by_rows)[0:4:2],
+            [grad, q, *near, out, lse, back[0], dq, row_weights, *of_globals, sums],
         ),
     }
     if table is not None:
-        by_keys = grad, q, v, handed, table, *back[1:], sums, *sides, True
+        by_keys = grad, q, v, row_weights, table, None, *back[1:], sums, edge_sums, *sides, True
         found["step"] = lambda: (values.step(v, table, None),), [v, stepped]
-        found["window_keys"] = (
-            lambda: window.window_keys(*by_keys),
-            [grad, q, v, handed, *back[1:], k, v],  # and as much as keys and values
+        found["window_backward_keys"] = (
+            lambda: boundary.boundary_backward_keys(*by_keys),
+            [grad, q, v, row_weights, *back[1:], k, v],  # and as much as keys and values
         )
     return found
 
@@ -225,7 +229,7 @@ def away(found: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> float:
 
 def pieces(tokens: int, tune: bool) -> dict[str, Any]:
     """Milliseconds of every launch, and its share of the bandwidth of a copy in the same run."""
-    from attractor.attention.kernels import window
+    from attractor.attention.kernels import launch
 
     x = torch.empty(HEADS, tokens, DIM, device="cuda", dtype=torch.bfloat16)
     y = torch.empty_like(x)
@@ -235,11 +239,11 @@ def pieces(tokens: int, tune: bool) -> dict[str, Any]:
     results: dict[str, Any] = {"copy GB/s": bandwidth / 1e6}
     for with_pde in (False, True):
         for name, (call, moved) in launched(tokens, with_pde).items():
-            kept = window.TILES.get(name)
+            kept = launch.TILES.get(name)
             truth = call()
             for shape in SHAPES[name] if tune and kept is not None else (kept,):
                 if shape is not None:
-                    window.TILES[name] = shape
+                    launch.TILES[name] = shape
                 try:
                     off = away(call(), truth)
                     ms = statistics.median(times({name: call})[name])
@@ -251,7 +255,7 @@ def pieces(tokens: int, tune: bool) -> dict[str, Any]:
                 results[label] = {"ms": ms, "of copy": share, "off": off}
                 print(f"{label:<45} {ms:7.3f} ms {100 * share:4.0f}% of copy  {off:.0e}", flush=True)
             if kept is not None:
-                window.TILES[name] = kept
+                launch.TILES[name] = kept
         torch.cuda.empty_cache()
     return results
 

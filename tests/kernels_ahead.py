@@ -67,7 +67,7 @@ def main(capability: int, steps: int) -> None:
     from attractor.ode import fused as networks
 
     # Before kernels are said to be interpreted: that is asked for when they are imported.
-    for name in ("near", "parts", "reaction", "values", "window"):
+    for name in ("boundary", "causal", "reaction", "stencils", "values", "window"):
         import_module(f"attractor.attention.kernels.{name}")
     for name in ("gradients", "perceptron", "steps"):
         import_module(f"attractor.ode.fused.{name}")

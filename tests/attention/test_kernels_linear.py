@@ -12,7 +12,9 @@ pytest.importorskip("triton")
 from attractor.attention import kernels, pde_attention, pdes  # noqa: E402
 from attractor.attention.engines import backends, boundary, selection  # noqa: E402
 from attractor.attention.engines.values import Stencil, step_values  # noqa: E402
-from attractor.attention.kernels import near, values  # noqa: E402
+from attractor.attention.kernels import boundary as boundary_kernels  # noqa: E402
+from attractor.attention.kernels import causal, stencils, values  # noqa: E402
+from attractor.attention.kernels.boundary import CAUSAL  # noqa: E402
 from attractor.attention.pdes import Line, take_steps  # noqa: E402
 from attractor.attention.pdes.evolution import Evolution  # noqa: E402
 from tests.attention.test_backends import StandIns  # noqa: E402
@@ -40,6 +42,25 @@ def worst(found, truth):
     return max(((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in pairs)
 
 
+def stencil_of(pde, steps, dt, like):
+    return stencils.stencil_table(Evolution(pde, steps, dt), like)
+
+
+def table_of(pde, steps, dt, like):
+    return stencils.table_by_steps(Evolution(pde, steps, dt), like.dtype, like.device)
+
+
+def merge_operands(q, k, v, far, far_lse, table, scale, open=None):
+    """Arguments of `boundary_forward` for causal rows."""
+    none = (None,) * 4  # neither global tokens nor rows that are computed elsewhere
+    return q, k, v, far, far_lse, table, open, *none, CAUSAL, 0, scale
+
+
+def row_operands(do, q, k, v, out, lse, table, far, scale, of_stencil, open=None):
+    """Arguments of `boundary_backward_rows` for causal rows."""
+    return do, q, k, v, out, lse, table, open, None, None, far, 0, 0, CAUSAL, 0, scale, of_stencil
+
+
 def with_gradients(out, inputs):
     torch.manual_seed(1)
     return out, *torch.autograd.grad(out, inputs, torch.randn(out.shape).to(out))
@@ -47,24 +68,24 @@ def with_gradients(out, inputs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LINEAR)
-def test_taps_are_what_steps_make_of_a_unit(name):
+def test_a_stencil_table_is_what_steps_make_of_a_unit(name):
     for steps, heads in ((1, 3), (4, 1), (8, 1))[: 3 if name == "advection_diffusion" else 2]:
         pde, leaves = equation(name, heads)
         like = torch.empty(1, dtype=torch.float64, device=DEVICE)
-        found = [make(pde, steps, 0.7, like) for make in (values.taps, values.taps_of_any)]
+        found = [make(pde, steps, 0.7, like) for make in (stencil_of, table_of)]
         assert found[0].shape == (heads, steps + 1, steps + 1, 2 * steps + 1)
         grad = torch.randn_like(found[0])
         found = [(x, *torch.autograd.grad(x, leaves, grad)) for x in found]
         assert worst(*found) < 1e-13
 
 
-def test_taps_hold_the_matrices_of_a_stencil():
+def test_a_stencil_table_contains_the_matrices_of_a_stencil():
     reach = 3
     pde, _ = equation("advection_diffusion", 2)
     like = torch.empty(1, dtype=torch.float64, device=DEVICE)
     stencil, table = (
         Stencil.of(Evolution(pde, reach, 1.0), like.dtype, like.device),
-        values.taps(pde, reach, 1.0, like),
+        stencil_of(pde, reach, 1.0, like),
     )
     torch.testing.assert_close(table[:, -1, -1], stencil.matrix[:, 0, : 2 * reach + 1])
     for k in range(reach):
@@ -81,10 +102,34 @@ def test_a_table_of_one_head_and_numbers_for_coefficients():
         pdes.Wave(0.5),
         pdes.AdvectionDiffusion(0.2, torch.tensor(0.1, device=DEVICE)),
     ):
-        assert values.taps(pde, 2, 1.0, value).shape == (1, 3, 3, 5)
+        assert stencil_of(pde, 2, 1.0, value).shape == (1, 3, 3, 5)
         found = with_gradients(kernels.stepped_values(Evolution(pde, 2, 1.0), value, None), [value])
         truth = with_gradients(step_values(Evolution(pde, 2, 1.0), value, None), [value])
         assert worst(found, truth) < 1e-12
+
+
+def test_a_table_of_numbers_is_computed_once():
+    evolution, value = Evolution.of(pdes.Diffusion(0.123), 2, 0.5), random(1, 1, 30, 16)
+    with torch.inference_mode():
+        table = stencils.stencil_table(evolution, value)
+    assert stencils.stencil_table(evolution, value) is table
+    assert stencils.stencil_table(evolution, value.float()).dtype == torch.float32
+    assert worst([table], [table_of(evolution.pde, 2, 0.5, value)]) < 1e-14
+    values.step(value, table, None).sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_a_captured_graph_computes_its_own_table():
+    evolution, value = Evolution.of(pdes.Diffusion(0.321), 2, 0.5), random(1, 1, 300, 64).detach()
+    truth = kernels.stepped_values(Evolution(pdes.Diffusion(0.321), 2, 0.5), value, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernels.stepped_values(evolution, value, None)
+    assert not evolution.stencils
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, truth)
 
 
 def walls(tokens):
@@ -113,7 +158,7 @@ def test_stepped_values_equal_steps(kind):
             heads, tokens, steps = 2, min(tokens, 33), min(steps, 2)
         pde, leaves = equation("advection_diffusion", heads)
         value, open = random(2, heads, tokens, dim), walls(tokens)[kind]
-        table = values.taps_of_any(pde, steps, 0.9, value)
+        table = table_of(pde, steps, 0.9, value)
         line = Line(-2, None if open is None else open.mT).adjoint
         truth = take_steps(pde, value, line, steps, 0.9)
         found, truth = (
@@ -179,7 +224,7 @@ def test_nothing_behind_a_wall_is_read():
 def test_causal_equals_dense(tokens, steps, dim, heads, name):
     pde, leaves = equation(name, heads)
     q, k, v = (random(1 + (tokens == 17), heads, tokens, dim) for _ in range(3))
-    found = near.causal(q, k, v, values.taps_of_any(pde, steps, 1.0, v), 0.3)
+    found = causal.causal(q, k, v, table_of(pde, steps, 1.0, v), 0.3)
     truth = pde_attention(q, k, v, is_causal=True, scale=0.3, pde=pde, steps=steps, method="dense")
     found, truth = (with_gradients(x, [q, k, v, *leaves]) for x in (found, truth))
     assert worst(found, truth) < 1e-12
@@ -189,7 +234,7 @@ def test_causal_equals_dense(tokens, steps, dim, heads, name):
 def test_causal_equals_the_operator_without_kernels():
     pde, leaves = equation("advection_diffusion", 2)
     q, k, v = (random(1, 2, 70, 16) for _ in range(3))
-    found = near.causal(q, k, v, values.taps_of_any(pde, 3, 1.0, v), 0.3)
+    found = causal.causal(q, k, v, table_of(pde, 3, 1.0, v), 0.3)
     operator = selection.choose_square_causal(q, v, 67)
     truth = boundary.causal(
         q, k, v, Stencil.of(Evolution(pde, 3, 1.0), v.dtype, v.device), operator, 0.3
@@ -210,7 +255,7 @@ def test_lower_precision_is_as_exact_as_torch(dtype):
         if method == "dense":
             out = pde_attention(q, k, v, is_causal=True, pde=pde, steps=4, method="dense")
         else:
-            out = near.causal(q, k, v, values.taps_of_any(pde, 4, 1.0, v.to(wide)), 32**-0.5)
+            out = causal.causal(q, k, v, table_of(pde, 4, 1.0, v.to(wide)), 32**-0.5)
             assert out.dtype == dtype
         found.append(with_gradients(out, [q, k, v, *leaves]))
     if dtype == torch.float32:
@@ -225,7 +270,7 @@ def test_value_dim_and_strides_of_one_s_own():
     pde = pdes.AdvectionDiffusion(0.2, 0.1)
     q, k = (random(1, 40, 2, 24).transpose(1, 2) for _ in range(2))
     v = random(1, 2, 8, 40).mT
-    found = near.causal(q, k, v, values.taps_of_any(pde, 3, 1.0, v), 0.25)
+    found = causal.causal(q, k, v, table_of(pde, 3, 1.0, v), 0.25)
     truth = pde_attention(q, k, v, is_causal=True, scale=0.25, pde=pde, steps=3, method="dense")
     found, truth = (with_gradients(x, [q, k, v]) for x in (found, truth))
     assert worst(found, truth) < 1e-12
@@ -233,25 +278,26 @@ def test_value_dim_and_strides_of_one_s_own():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_bit_of_the_past_changes_with_the_future(dtype):
-    table = values.taps_of_any(pdes.AdvectionDiffusion(0.2, 0.1), 3, 1.0, torch.empty(1, device=DEVICE))
+    table = table_of(pdes.AdvectionDiffusion(0.2, 0.1), 3, 1.0, torch.empty(1, device=DEVICE))
     x = random(1, 1, 40, 16, dtype=dtype).detach()
-    out = near.causal(x, x.flip(-1), x * 0.5, table, 0.3)
+    out = causal.causal(x, x.flip(-1), x * 0.5, table, 0.3)
     for cut in (1, 4, 31, 39):
         other = x.clone()
         other[..., cut:, :] = random(1, 1, 40 - cut, 16, dtype=dtype).detach()
-        changed = near.causal(other, other.flip(-1), other * 0.5, table, 0.3)
+        changed = causal.causal(other, other.flip(-1), other * 0.5, table, 0.3)
         assert torch.equal(out[..., :cut, :], changed[..., :cut, :])
         assert not torch.equal(out[..., cut, :], changed[..., cut, :])
 
 
-def test_the_near_share_reads_no_later_key():
-    table = values.taps_of_any(pdes.Diffusion(0.2), 2, 1.0, torch.empty(1, device=DEVICE))
+def test_boundary_keys_read_no_later_key():
+    table = table_of(pdes.Diffusion(0.2), 2, 1.0, torch.empty(1, device=DEVICE))
     q, k, v = (random(1, 1, 40, 16, dtype=torch.float32).detach() for _ in range(3))
     far, far_lse = v[..., 2:, :].clone(), v[..., 2:, 0].clone()
-    found = near.merge_near(q, k, v, far, far_lse, table, 0.3)
+    given = merge_operands(q, k, v, far, far_lse, table, 0.3)
+    found = boundary_kernels.boundary_forward(*given)
     for x in (q, k, v, far, far_lse):
         x[:, :, 30 - (x is far or x is far_lse) * 2 :] = torch.nan
-    for a, b in zip(found, near.merge_near(q, k, v, far, far_lse, table, 0.3)):
+    for a, b in zip(found, boundary_kernels.boundary_forward(*given)):
         assert torch.equal(a[:, :, :30], b[:, :, :30])
 
 
@@ -261,8 +307,8 @@ def test_the_same_bits_every_time():
     q, k, v = (random(1, 1, 70, 16, dtype=torch.float32) for _ in range(3))
     runs = []
     for _ in range(2):
-        table = values.taps_of_any(pde, 2, 1.0, v)
-        out = near.causal(q, k, v, table, 0.25)
+        table = table_of(pde, 2, 1.0, v)
+        out = causal.causal(q, k, v, table, 0.25)
         runs.append(with_gradients(out, [q, k, v, *leaves]))
     if not GPU:  # the operators of torch for CUDA are not all deterministic
         assert all(torch.equal(a, b) for a, b in zip(*runs))
@@ -278,8 +324,8 @@ def ids(*rows):
 
 
 def packed_attention(q, k, v, documents, table, scale=0.3):
-    within = near.packed(q, k, v, documents, table.shape[-1] // 2)
-    return near.causal(q, k, v, table, scale, within)
+    within = causal.packed(q, k, v, documents, table.shape[-1] // 2)
+    return causal.causal(q, k, v, table, scale, within)
 
 
 PACKED = {
@@ -301,7 +347,7 @@ def test_documents_equal_dense(case):
     documents = ids(*lengths)
     pde, leaves = equation(name, 1)
     q, k, v = (random(*documents.shape[:1], 1, documents.shape[1], 16) for _ in range(3))
-    found = packed_attention(q, k, v, documents, values.taps_of_any(pde, steps, 1.0, v))
+    found = packed_attention(q, k, v, documents, table_of(pde, steps, 1.0, v))
     truth = pde_attention(
         q, k, v, is_causal=True, scale=0.3, pde=pde, steps=steps, documents=documents, method="dense"
     )
@@ -317,7 +363,7 @@ def test_random_documents_in_heads_of_their_own():
     pde, leaves = equation("advection_diffusion", 2)
     q, k = (random(2, 54, 2, 24).transpose(1, 2) for _ in range(2))
     v = random(2, 2, 8, 54).mT
-    found = packed_attention(q, k, v, documents, values.taps_of_any(pde, 2, 1.0, v), 0.25)
+    found = packed_attention(q, k, v, documents, table_of(pde, 2, 1.0, v), 0.25)
     truth = pde_attention(
         q, k, v, is_causal=True, scale=0.25, pde=pde, steps=2, documents=documents, method="dense"
     )
@@ -331,18 +377,18 @@ def test_documents_through_the_operator_for_packed_ones(monkeypatch):
     monkeypatch.setattr(backends, "_aten", stand_ins)
     monkeypatch.setattr(selection, "HALF", (torch.float64,))
     monkeypatch.setattr(selection, "flash_works", lambda _: True)
-    monkeypatch.setattr(near, "choose", selection.choose_on_cuda)
+    monkeypatch.setattr(causal, "choose", selection.choose_on_cuda)
     documents = ids([1, 2, 5, 25, 7], [3, 37])
     pde, leaves = equation("advection_diffusion", 1)
     q, k, v = (random(2, 1, 40, 16) for _ in range(3))
-    found = packed_attention(q, k, v, documents, values.taps_of_any(pde, 2, 1.0, v))
+    found = packed_attention(q, k, v, documents, table_of(pde, 2, 1.0, v))
     truth = pde_attention(
         q, k, v, is_causal=True, scale=0.3, pde=pde, steps=2, documents=documents, method="dense"
     )
     found, truth = (with_gradients(x, [q, k, v, *leaves]) for x in (found, truth))
     assert worst(found, truth) < 1e-12
     assert stand_ins.calls == ["packed", "packed backward"]
-    assert near.packed(q, k, v, documents % 2, 2) is None
+    assert causal.packed(q, k, v, documents % 2, 2) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -359,7 +405,7 @@ def test_documents_in_lower_precision(dtype):
                 q, k, v, is_causal=True, pde=pde, steps=3, documents=documents, method="dense"
             )
         else:
-            table = values.taps_of_any(pde, 3, 1.0, v.to(wide))
+            table = table_of(pde, 3, 1.0, v.to(wide))
             out = packed_attention(q, k, v, documents, table, 32**-0.5)
             assert out.dtype == dtype
         found.append(with_gradients(out, [q, k, v, *leaves]))
@@ -377,7 +423,7 @@ def test_no_bit_of_a_document_changes_with_another_or_with_its_future():
     documents, own = ids([9, 3, 40, 8]), slice(12, 52)
     x = random(3, 1, 1, 60, 16, dtype=torch.float32).detach()
     grad = torch.randn_like(x[0])
-    table = values.taps_of_any(pde, 3, 1.0, x)
+    table = table_of(pde, 3, 1.0, x)
 
     def run(x, grad):
         q, k, v = (part.clone().requires_grad_() for part in x)
@@ -399,7 +445,7 @@ def test_no_bit_of_a_document_changes_with_another_or_with_its_future():
 
 
 def test_nothing_of_another_document_is_used_near_a_wall():
-    table = values.taps_of_any(pdes.AdvectionDiffusion(0.2, 0.1), 2, 1.0, torch.empty(1, device=DEVICE))
+    table = table_of(pdes.AdvectionDiffusion(0.2, 0.1), 2, 1.0, torch.empty(1, device=DEVICE))
     documents, own = ids([40, 30, 3, 7]), slice(40, 70)
     x = random(6, 1, 1, 80, 16, dtype=torch.float32).detach()
     broken = x.clone()
@@ -407,15 +453,17 @@ def test_nothing_of_another_document_is_used_near_a_wall():
     results = []
     for q, k, v, far, of_far, grad in (x, broken):
         open = (documents[:, 1:] == documents[:, :-1])[:, None, None]
-        out, lse = near.merge_near(q, k, v, far[..., 2:, :], far[..., 2:, 0], table, 0.3, open)
-        rows = grad, q, k, v, out, lse, table, of_far[..., 2:, :], 0.3, False, open
-        of_query, handed, sums, firsts = near.near_rows(*rows)
+        given = merge_operands(q, k, v, far[..., 2:, :], far[..., 2:, 0], table, 0.3, open)
+        out, lse = boundary_kernels.boundary_forward(*given)
+        rows = row_operands(grad, q, k, v, out, lse, table, of_far[..., 2:, :], 0.3, False, open)
+        dq, row_weights, _, _, *sums = boundary_kernels.boundary_backward_rows(*rows)
         # Operators leave zeros for keys that nobody meets; these are not of another document.
         later = of_far.clone()
         later[..., 68:70, :] = 0.0
         cut = later[..., :78, :]
-        keys = grad, q, v, handed, table, cut, cut, sums, firsts, False, open
-        results.append((out, lse[..., None], of_query, *near.near_keys(*keys)[:2]))
+        keys = grad, q, v, row_weights, table, open, cut, cut, *sums, CAUSAL, 0, False
+        dk, dv, _ = boundary_kernels.boundary_backward_keys(*keys)
+        results.append((out, lse[..., None], dq, dk, dv))
     for a, b in zip(*results):
         assert not a.isnan().any()
         assert torch.equal(a[..., own, :], b[..., own, :])
@@ -426,7 +474,7 @@ def test_documents_give_the_same_bits_whatever_was_in_memory():
     pde, _ = equation("advection_diffusion", 1, torch.float32)
     q, k, v = (random(1, 1, 80, 16, dtype=torch.float32) for _ in range(3))
     documents, runs = ids([1, 6, 65, 8]), []
-    table = values.taps_of_any(pde, 2, 1.0, v).detach().requires_grad_()
+    table = table_of(pde, 2, 1.0, v).detach().requires_grad_()
     for poisoned in (False, True):
         torch.use_deterministic_algorithms(poisoned, warn_only=True)
         try:
@@ -442,38 +490,35 @@ def test_documents_that_are_torn_are_seen():
     x = torch.empty(1, 1, 6, 16, device=DEVICE)
     for line, whole in (([5, 5, 1, 1, 1, 0], True), ([5, 5, 1, 1, 5, 0], False), ([4] * 6, True)):
         documents = torch.tensor([line], device=DEVICE)
-        assert (near.packed(x, x, x, documents, 2) is not None) == whole
-        assert (near.packed(x, x, x, documents, 6) is not None) == whole  # without far keys
+        assert (causal.packed(x, x, x, documents, 2) is not None) == whole
+        assert (causal.packed(x, x, x, documents, 6) is not None) == whole  # without far keys
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("walled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_operators_keep_their_promises(walled):
-    table = values.taps(pdes.AdvectionDiffusion(0.2, 0.1), 2, 1.0, torch.empty(1, device=DEVICE))
+    table = stencil_of(pdes.AdvectionDiffusion(0.2, 0.1), 2, 1.0, torch.empty(1, device=DEVICE))
     table = table.detach().requires_grad_()
     q, k, v = (random(1, 1, 20, 16, dtype=torch.float32) for _ in range(3))
     faces = walls(20)["documents"] if walled else None
     spread, drift = (torch.rand(n, device=DEVICE, requires_grad=True) for n in (2, 1))
-    given = (spread, drift, 0.0, 0.0) if walled else (None, None, 0.1, 0.2)
-    learn = (walled, walled)
-    torch.library.opcheck(values.make_taps, (*given, 0.7, 1, False, v.detach(), *learn))
-    torch.library.opcheck(values.step_values, (v, table, faces))
+    given = (spread, drift if walled else None)
+    torch.library.opcheck(stencils.make_table_operator, (*given, 0.7, 1, False, v.detach()))
+    torch.library.opcheck(values.step_operator, (v, table, faces))
     q, k, v, table = (x.detach() for x in (q, k, v, table))
     far, far_lse = v[..., 2:, :].contiguous(), v[..., 2:, 0].contiguous()
     some = {
         "test_utils": ("test_schema", "test_faketensor")
     }  # without a derivative there is no more to ask
-    torch.library.opcheck(values.step_values_backward, (v, v, table, faces, True), **some)
-    torch.library.opcheck(values.taps_backward, (table, table[None], 1, 0), **some)
-    end = (faces,) if walled else ()
-    given = q, k, v, far, far_lse, table, 0.25, *end
-    torch.library.opcheck(near.merge_near_operator, given, **some)
-    out, lse = near.merge_near(*given)
-    given = v, q, k, v, out, lse, table, far, 0.25, True, *end
-    torch.library.opcheck(near.near_rows_operator, given, **some)
-    _, handed, sums, firsts = near.near_rows(*given)
-    given = v, q, v, handed, table, far, far, sums, firsts, True, *end
-    torch.library.opcheck(near.near_keys_operator, given, **some)
+    torch.library.opcheck(values.step_backward_operator, (v, v, table, faces, True), **some)
+    given = merge_operands(q, k, v, far, far_lse, table, 0.25, faces)
+    torch.library.opcheck(boundary_kernels.forward_operator, given, **some)
+    out, lse = boundary_kernels.boundary_forward(*given)
+    given = row_operands(v, q, k, v, out, lse, table, far, 0.25, True, faces)
+    torch.library.opcheck(boundary_kernels.backward_rows_operator, given, **some)
+    _, row_weights, _, _, *sums = boundary_kernels.boundary_backward_rows(*given)
+    given = v, q, v, row_weights, table, faces, far, far, *sums, CAUSAL, 0, True
+    torch.library.opcheck(boundary_kernels.backward_keys_operator, given, **some)
 
 
 @pytest.mark.slow
@@ -481,23 +526,23 @@ def test_operators_do_what_is_done_without_them():
     pde, leaves = equation("advection_diffusion", 2)
     value, open = random(2, 2, 33, 16), walls(33)["both"]
     alpha, beta = leaves
-    table = values.make_taps(alpha, beta, 0.0, 0.0, 0.7, 3, False, value.detach(), True, True)[0]
-    by_operators = values.step_values(value, table, open)
-    directly = values.step(value, values.taps(pde, 3, 0.7, value), open)
+    table = stencils.make_table_operator(alpha, beta, 0.7, 3, False, value.detach())[0]
+    by_operators = values.step_operator(value, table, open)
+    directly = values.step(value, stencil_of(pde, 3, 0.7, value), open)
     found, truth = (with_gradients(x, [value, *leaves]) for x in (by_operators, directly))
     assert all(torch.equal(a, b) for a, b in zip(found, truth))
 
 
 @pytest.mark.slow
 def test_gradcheck():
-    table = values.taps_of_any(pdes.AdvectionDiffusion(0.2, 0.1), 1, 1.0, random(1)).detach()
+    table = table_of(pdes.AdvectionDiffusion(0.2, 0.1), 1, 1.0, random(1)).detach()
     faces = walls(6)["documents"]
     step = lambda v, table: values.step(v, table, faces)
     assert torch.autograd.gradcheck(step, (random(1, 1, 6, 2), table.requires_grad_()))
     like, alpha, beta = random(1), random(2, 1, 1), random(1)
-    made = lambda a, b: values.taps(pdes.AdvectionDiffusion(a, b), 1, 0.7, like)
+    made = lambda a, b: stencil_of(pdes.AdvectionDiffusion(a, b), 1, 0.7, like)
     assert torch.autograd.gradcheck(made, (alpha, beta))
-    wave = lambda c: values.taps(pdes.Wave(c), 2, 0.7, like)[:, 1, 2]
+    wave = lambda c: stencil_of(pdes.Wave(c), 2, 0.7, like)[:, 1, 2]
     assert torch.autograd.gradcheck(wave, (random(1),))
     with pytest.raises(RuntimeError, match="second derivatives"):
         torch.autograd.grad(made(alpha, beta).sum(), alpha, create_graph=True)
@@ -507,7 +552,7 @@ def test_gradcheck():
 def test_compiled_in_one_graph():
     def both(q, k, v, alpha):
         pde = pdes.Diffusion(alpha)
-        return near.causal(q, k, v, values.taps(pde, 2, 1.0, v), 0.25) + kernels.stepped_values(
+        return causal.causal(q, k, v, stencil_of(pde, 2, 1.0, v), 0.25) + kernels.stepped_values(
             Evolution(pde, 2, 1.0), v, None
         )
 

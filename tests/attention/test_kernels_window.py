@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from attractor.attention import kernels, pde_attention, pdes, window_attention, windows  # noqa: E402
 from attractor.attention.engines import softmax  # noqa: E402
-from attractor.attention.kernels import values  # noqa: E402
+from attractor.attention.kernels import boundary, stencils  # noqa: E402
 from attractor.attention.kernels import window as window_kernels  # noqa: E402
 from attractor.attention.pdes.evolution import Evolution  # noqa: E402
 
@@ -178,23 +178,24 @@ def test_no_bit_of_the_past_changes_with_the_future(pde):
             assert not torch.equal(out[..., cut, :], changed[..., cut, :])
 
 
-def operands(dtype=torch.float32, taps=True):
-    """What the operators take: (of `merge_window`, and more of `window_rows`)."""
-    table = values.taps(pdes.AdvectionDiffusion(0.2, 0.1), 2, 1.0, torch.empty(1, device=DEVICE))
-    table = table.detach() if taps else None
+def operands(dtype=torch.float32, with_pde=True):
+    """Arguments of `boundary_forward`."""
+    evolution = Evolution(pdes.AdvectionDiffusion(0.2, 0.1), 2, 1.0)
+    table = stencils.stencil_table(evolution, torch.empty(1, device=DEVICE))
+    table = table.detach() if with_pde else None
     q, k, v = (random(1, 2, 40, 16, dtype=dtype).detach() for _ in range(3))
     first = k[:, :, :2].contiguous(), v[:, :, :2].to(torch.float32)
     ends = v[:, :, :13].contiguous(), v[:, :, :0]
-    far, far_lse = window_kernels._attend_far(q, k, v, table, (10, 0), 0.25)
-    return (q, k, v, far, far_lse, *first, *ends, table, 10, 0, 0.25)
+    far, far_lse = window_kernels._far_forward(q, k, v, table, (10, 0), 0.25)
+    return (q, k, v, far, far_lse, table, None, *first, *ends, 10, 0, 0.25)
 
 
 def test_no_key_is_read_but_those_near_a_wall():
     q, k, v, *given = operands()
-    found = window_kernels.merge_window(q, k, v, *given)
+    found = boundary.boundary_forward(q, k, v, *given)
     for x in (k, v):
         x[..., 20, :] = torch.nan
-    changed = window_kernels.merge_window(q, k, v, *given)
+    changed = boundary.boundary_forward(q, k, v, *given)
     for n, reach in enumerate((4, 2)):  # outputs meet what near keys spread to, sums of weights not
         hit = [
             row for row in range(13, 40) if row - 10 <= 20 < row - 10 + reach or row - reach < 20 <= row
@@ -220,21 +221,24 @@ def test_the_same_bits_every_time():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("taps", [True, False])
-def test_operators_keep_their_promises(taps):
+@pytest.mark.parametrize("with_pde", [True, False])
+def test_operators_keep_their_promises(with_pde):
     some = {"test_utils": ("test_schema", "test_faketensor")}  # there is no derivative to ask about
-    given = operands(taps=taps)
-    torch.library.opcheck(window_kernels.merge_window_operator, given, **some)
-    out, lse = window_kernels.merge_window(*given)
-    q, k, v, _, _, first_key, first_value, _, _, table, *_ = given
+    given = operands(with_pde=with_pde)
+    torch.library.opcheck(boundary.forward_operator, given, **some)
+    out, lse = boundary.boundary_forward(*given)
+    q, k, v, _, _, table, _, *global_tokens = given[:9]
     grad = torch.randn_like(out)
-    far = window_kernels._attend_far_backward(grad, q, k, v, out, lse, table, (10, 0), 0.25)
-    given = grad, q, k, v, out, lse, first_key, first_value, table, far[0], 13, 40, 10, 0, 0.25, taps
-    torch.library.opcheck(window_kernels.window_rows_operator, given, **some)
-    if taps:
-        _, handed, _, _, sums = window_kernels.window_rows(*given)
-        given = grad, q, v, handed, table, far[1], far[2], sums, 10, 0, True
-        torch.library.opcheck(window_kernels.window_keys_operator, given, **some)
+    far = window_kernels._far_backward(grad, q, k, v, out, lse, table, (10, 0), 0.25)
+    sides = 10, 0
+    given = (
+        grad, q, k, v, out, lse, table, None, *global_tokens, far[0], 13, 40, *sides, 0.25, with_pde
+    )  # fmt: skip
+    torch.library.opcheck(boundary.backward_rows_operator, given, **some)
+    if with_pde:
+        _, row_weights, _, _, *sums = boundary.boundary_backward_rows(*given)
+        given = grad, q, v, row_weights, table, None, *far[1:], *sums, *sides, True
+        torch.library.opcheck(boundary.backward_keys_operator, given, **some)
 
 
 @pytest.mark.slow
@@ -319,7 +323,7 @@ def test_what_they_do_not_take_goes_another_way():
 
 def test_far_rows_of_all_heads_in_one_line_or_not():
     q, k, v = (random(2, 3, 50, 16).detach() for _ in range(3))
-    lined, lse = window_kernels._attend_far(q, k, v, None, (7, 2), 0.3)
+    lined, lse = window_kernels._far_forward(q, k, v, None, (7, 2), 0.3)
     assert lined.shape == (1, 1, 300, 16)
     plain, plain_lse = softmax.attend(q, k, v, window_kernels.Scope(50, 50, 7, 2), 0.3)
     whole = slice(7, 48)

@@ -277,17 +277,16 @@ def _attend_by_kernels(query: Tensor, key: Tensor, value: Tensor, options: _Opti
     Joint rows, and the last rows, whose windows end behind the last key, are computed without kernels
     unless attention is causal.
     """
-    from attractor.attention.kernels import values
     from attractor.attention.kernels import window as window_kernels
+    from attractor.attention.kernels.stencils import stencil_table
+    from attractor.attention.kernels.values import step
 
     (left, right), tokens, evolution = options.window, query.shape[-2], options.evolution
     count, scale = options.global_tokens, options.scale
     if not count and not evolution.steps:
         query, key, value = four_dimensions(query, key, value)
         return _Band.apply(query, key, value, left, right, scale)
-    table = None
-    if evolution.steps:
-        table = values.taps(pde=evolution.pde, steps=evolution.steps, dt=evolution.dt, like=value)
+    table = stencil_table(evolution, value) if evolution.steps else None
     if right == 0 and (options.is_causal or not count):
         query, key, value = four_dimensions(query, key, value)
         return window_kernels.causal(query, key, value, count, table, left, scale)
@@ -307,7 +306,7 @@ def _attend_by_kernels(query: Tensor, key: Tensor, value: Tensor, options: _Opti
     query, key, value = four_dimensions(query, key, value)
     global_value = global_value.to(accumulate_dtype(value.dtype))
     if table is not None and count:
-        global_value = values.step(global_value, table, None)
+        global_value = step(global_value, table, None)
     return window_kernels.attend(
         query, key, value, global_key, global_value, (first_rows, last_rows), table, (left, right), scale
     )

@@ -1,11 +1,12 @@
-"""Whole attention by Triton kernels, forward and backward, where nothing but causality is masked.
+"""Attention by Triton kernels, forward and backward: which calls have kernels, and their dispatch.
 
-Linear PDEs: stepped values (`values`) for a fused operator, and the keys near a causal wall (`near`),
-within packed documents too.
-Reaction-diffusion, as it is and split: `reaction`. Never required: without Triton, or on another device,
-plain torch does the same, and `why_not` says why. These modules need Triton to be imported, so ask
-first. With ``TRITON_INTERPRET=1`` in the environment before the first import the kernels run on a CPU,
-slowly, to be tested there.
+Linear PDEs take stepped values (`values`) for a fused operator and boundary keys (`boundary`) near walls
+that move with the row: causal attention, within packed documents too (`causal`), and sliding windows
+(`window`). Reaction-diffusion, exact and split, has kernels of its own (`reaction`).
+
+Kernels are never required: without Triton, or on another device, plain torch computes the same, and
+`why_not` says why. All modules of this folder import Triton, so ask first. With ``TRITON_INTERPRET=1``
+in the environment before the first import, kernels run on a CPU, slowly, for tests.
 """
 
 import os
@@ -25,19 +26,19 @@ from attractor.attention.pdes.evolution import Evolution
 
 if TYPE_CHECKING:
     from attractor.attention.engines.backends import Operator
-    from attractor.attention.kernels.near import Packed
+    from attractor.attention.kernels.causal import Documents
 
-REACH = 8  # the furthest that kernels look: their sums over neighbours are unrolled
-DIM = 256  # the deepest head: a row is held whole
+REACH = 8  # the largest reach of all steps: sums over neighbours are unrolled
+DIM = 256  # the largest head dimension: a program holds complete rows
 TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-DEVICES = ("cuda",)  # where they are quick
+DEVICES = ("cuda",)  # where kernels are faster than torch
 
 TRITON = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def why_not(query: Tensor, value: Tensor, evolution: Evolution) -> str:
-    """Return why kernels cannot be used for ``[*batch, heads, tokens, dim]``; empty if they can."""
+    """Return why kernels cannot compute ``[*batch, heads, tokens, dim]``; empty if they can."""
     pde = evolution.pde
     if query.device.type not in DEVICES:
         return f"kernels are for {' and '.join(DEVICES)}, not {query.device.type}"
@@ -49,7 +50,7 @@ def why_not(query: Tensor, value: Tensor, evolution: Evolution) -> str:
     heads = query.shape[-3] if query.ndim > 2 else 1
     if not is_dataclass(pde) or not (pde.linear or type(pde) is ReactionDiffusion):
         return f"there is no kernel for {type(pde).__name__}"
-    if not all(_one_a_head(getattr(pde, field.name), heads) for field in fields(pde)):
+    if not all(_one_per_head(getattr(pde, field.name), heads) for field in fields(pde)):
         return "kernels take coefficients for all heads or one for each"
     if not query.numel() or not value.numel():
         return "there is nothing to do"
@@ -65,24 +66,24 @@ def why_not(query: Tensor, value: Tensor, evolution: Evolution) -> str:
 
 def packed(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor, evolution: Evolution
-) -> tuple["Packed | None", str]:
-    """Documents ``[batch, tokens]`` as causal kernels of a linear PDE take them, or why they do not."""
+) -> tuple["Documents | None", str]:
+    """Return documents ``[batch, tokens]`` as `attend` accepts them, or why causal kernels cannot."""
     if not may_sync(documents.device):
         return None, "kernels have to look at documents, which compiled or captured code cannot"
-    from attractor.attention.kernels import near
+    from attractor.attention.kernels import causal
 
-    found = near.packed(query, key, value, documents, evolution.reach)
-    return found, "" if found is not None else "kernels want every document to be one run of tokens"
+    runs = causal.packed(query, key, value, documents, evolution.reach)
+    return runs, "" if runs is not None else "kernels want every document to be one run of tokens"
 
 
-def _one_a_head(coefficient: Any, heads: int) -> bool:
+def _one_per_head(coefficient: Any, heads: int) -> bool:
     if not isinstance(coefficient, Tensor) or coefficient.numel() == 1:
         return True
     return coefficient.numel() == heads and coefficient.shape[-3:] == (heads, 1, 1)
 
 
 def usable(x: Tensor, reach: int) -> bool:
-    """Whether the kernels take values, queries or keys like x, for steps of that reach in all."""
+    """Return whether kernels accept values, queries or keys like x, for steps of that reach in all."""
     if not TRITON or not 1 <= reach <= REACH or x.shape[-1] > DIM or x.dtype not in TYPES:
         return False
     return x.device.type == "cuda" or (INTERPRETED and x.device.type == "cpu")
@@ -95,7 +96,7 @@ def attend(
     is_causal: bool,
     scale: float,
     evolution: Evolution,
-    documents: "Packed | None" = None,
+    documents: "Documents | None" = None,
     operator: "Operator | None" = None,
 ) -> Tensor:
     """Return the output ``[batch, heads, queries, value dim]`` of a PDE on the key axis.
@@ -108,26 +109,28 @@ def attend(
         documents: Documents that `packed` has returned.
         operator: For the far keys of a causal call without documents. None: it is chosen later.
     """
-    from attractor.attention.kernels import near, reaction, values
+    from attractor.attention.kernels import causal, reaction
+    from attractor.attention.kernels.stencils import stencil_table
+    from attractor.attention.kernels.values import step
 
     pde, steps, dt = evolution.pde, evolution.steps, evolution.dt
     if isinstance(pde, ReactionDiffusion):
         return reaction.attend(
             query, key, value, scale, pde=pde, steps=steps, dt=dt, is_causal=is_causal
         )
-    taps = values.taps(pde, steps, dt, value)
+    stencil = stencil_table(evolution, value)
     if is_causal:
-        return near.causal(query, key, value, taps, scale, documents, operator)
-    return scaled_dot_product_attention(query, key, values.step(value, taps, None), scale=scale)
+        return causal.causal(query, key, value, stencil, scale, documents, operator)
+    return scaled_dot_product_attention(query, key, step(value, stencil, None), scale=scale)
 
 
 def value_stepper(query: Tensor, value: Tensor, evolution: Evolution) -> Callable[..., Tensor] | None:
-    """Return `stepped_values` if kernels can be used for ``[*batch, heads, tokens, dim]``, else None."""
+    """Return `stepped_values` if kernels can compute ``[*batch, heads, tokens, dim]``, else None."""
     return None if why_not(query, value, evolution) else stepped_values
 
 
 def stepped_values(evolution: Evolution, value: Tensor, open: Tensor | None) -> Tensor:
-    """Return what `engines.values.step_values` does, by one kernel where it can be used.
+    """Return what `engines.values.step_values` returns, by a kernel where there is one.
 
     Args:
         value: ``[batch, heads, keys, dim]``.
@@ -136,7 +139,7 @@ def stepped_values(evolution: Evolution, value: Tensor, open: Tensor | None) -> 
     """
     if not usable(value, evolution.reach):
         return step_values(evolution, value, open)
-    from attractor.attention.kernels import values
+    from attractor.attention.kernels.stencils import stencil_table
+    from attractor.attention.kernels.values import step
 
-    taps = values.taps(evolution.pde, evolution.steps, evolution.dt, value)
-    return values.step(value, taps, open)
+    return step(value, stencil_table(evolution, value), open)

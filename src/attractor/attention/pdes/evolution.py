@@ -28,8 +28,8 @@ class Evolution:
         steps: Number of steps.
         dt: Size of a step.
         constant: Whether all coefficients are numbers. There is one object per PDE, steps and dt then.
-        stencils: Matrices of all steps together, by dtype and number of keys, which `engines.values`
-            computes once. It stays empty unless `constant`.
+        stencils: Matrices of all steps together, which `engines.values` and `kernels.stencils` compute
+            once per dtype. It stays empty unless `constant`.
     """
 
     pde: PDE

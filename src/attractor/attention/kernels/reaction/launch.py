@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attractor.attention.kernels.launch import cdiv, contiguous_rows, power_of_two, strides
+from attractor.attention.kernels.operators import operator, wrap_triton
 from attractor.attention.kernels.reaction.backward import backward_kernel
 from attractor.attention.kernels.reaction.forward import forward_kernel
 from attractor.attention.kernels.reaction.key_gradients import key_gradients_kernel
 from attractor.attention.kernels.reaction.log_sum_exp import log_sum_exp_kernel
 from attractor.attention.kernels.reaction.split import split_backward_kernel, split_forward_kernel
-from attractor.attention.kernels.taps import parts_of, power_of_two, wrap_triton
-from attractor.attention.kernels.values import by_rows, operator, strides
 
 # BLOCK_M, BLOCK_N, warps and stages of each kernel. "forward" has BLOCK_N segments, "backward" four. The
 # latter has one stage: with more, Triton 3.6 loses what the iterations before the first hand on.
@@ -54,7 +54,7 @@ def _columns(x: Tensor) -> int:
 
 
 def _row_grid(q: Tensor, options: dict[str, Any]) -> tuple[int]:
-    return (q.shape[0] * q.shape[1] * parts_of(q.shape[2], options["BLOCK_M"]),)
+    return (q.shape[0] * q.shape[1] * cdiv(q.shape[2], options["BLOCK_M"]),)
 
 
 def _sizes(q: Tensor, k: Tensor) -> tuple[int, int, int]:
@@ -85,13 +85,13 @@ def _output(q: Tensor, v: Tensor) -> Tensor:
     return v.new_empty(*q.shape[:-1], v.shape[-1])
 
 
-@operator("reaction_log_sum_exp", through=True)
+@operator("reaction_log_sum_exp", transparent=True)
 def log_sum_exp(
     q: Tensor, k: Tensor, first_key: Tensor | None, last_key: Tensor | None, is_causal: bool,
     scale: float, mean: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the log-sum-exp of the scores of each row, and mean keys, which are empty unless `mean`."""
-    q, k = by_rows(q), by_rows(k)
+    q, k = contiguous_rows(q), contiguous_rows(k)
     lse, k_mean = _log_sum_exp_like(q, k, first_key, last_key, is_causal, scale, mean)
     options, means = _options("log_sum_exp", q, None, first_key, is_causal), k_mean if mean else q
     wrap_triton(log_sum_exp_kernel)[_row_grid(q, options)](
@@ -108,7 +108,7 @@ def _log_sum_exp_like(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 log_sum_exp.register_fake(_log_sum_exp_like)
 
 
-@operator("reaction", through=True)
+@operator("reaction", transparent=True)
 def reaction(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, lse: Tensor, k_mean: Tensor,
     first_key: Tensor | None, last_key: Tensor | None, is_causal: bool, scale: float, steps: int,
@@ -124,7 +124,7 @@ def _forward(
     last_key: Tensor | None, o_interior: Tensor, o: Tensor, is_causal: bool, scale: float, steps: int,
     boundary: int,
 ) -> None:  # fmt: skip
-    q, k, v = by_rows(q), by_rows(k), by_rows(v)
+    q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     options = _options("forward", q, v, first_key, is_causal)
     wrap_triton(forward_kernel)[_row_grid(q, options)](
         q, k, v, lse, alpha.contiguous(), beta.contiguous(), *_pointers(lse, first_key, last_key),
@@ -133,7 +133,7 @@ def _forward(
     )  # fmt: skip
 
 
-@operator("reaction_backward", through=True)
+@operator("reaction_backward", transparent=True)
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, alpha: Tensor, beta: Tensor, lse: Tensor,
     k_mean: Tensor, first_key: Tensor | None, last_key: Tensor | None, dq_interior: Tensor | None,
@@ -148,16 +148,16 @@ def backward(
         coefficients: Whether to compute dalpha and dbeta ``[heads, 2]``.
         deterministic: Whether to add to dk and dv, which are float32, in the same order every time.
     """
-    do, q, k, v, o, k_mean = map(by_rows, (do, q, k, v, o, k_mean))
+    do, q, k, v, o, k_mean = map(contiguous_rows, (do, q, k, v, o, k_mean))
     options = _options("backward", q, v, first_key, is_causal)
     if q.dtype == torch.float32 or max(q.shape[-1], v.shape[-1]) > 64 or steps > 4:
         options["BLOCK_N"] = 16  # these need more registers and shared memory
-    pairs, blocks = q.shape[0] * q.shape[1], parts_of(q.shape[2], options["BLOCK_M"])
+    pairs, blocks = q.shape[0] * q.shape[1], cdiv(q.shape[2], options["BLOCK_M"])
     launches, launch_blocks = 1, blocks
     buffers: tuple[int, ...] = ()
     if deterministic:
         launch_blocks = max(1, min(BUFFERS, PROGRAMS // pairs))
-        launches, buffers = parts_of(blocks, launch_blocks), (launch_blocks,)
+        launches, buffers = cdiv(blocks, launch_blocks), (launch_blocks,)
     dk, dv = (
         torch.zeros((*x.shape[:2], *buffers, *x.shape[2:]), dtype=torch.float32, device=x.device)
         for x in (k, v)
@@ -187,7 +187,7 @@ def _backward_like(
     return _empty(q), _row_numbers(q), dk, dv, dcoefficients
 
 
-@operator("reaction_key_gradients", through=True)
+@operator("reaction_key_gradients", transparent=True)
 def key_gradients(
     do: Tensor | None, q: Tensor, k: Tensor, v: Tensor | None, beta: Tensor, lse: Tensor,
     delta: Tensor | None, excess: Tensor, first_key: Tensor | None, last_key: Tensor | None,
@@ -200,13 +200,13 @@ def key_gradients(
         dk_visits: Result of `backward`, if it was called.
         boundary: Number of keys before a causal wall that were visited, if the equation is split.
     """
-    q, k = by_rows(q), by_rows(k)
+    q, k = contiguous_rows(q), contiguous_rows(k)
     split = do is not None and v is not None
-    do, v = (by_rows(do), by_rows(v)) if do is not None and v is not None else (q, k)
+    do, v = (contiguous_rows(do), contiguous_rows(v)) if do is not None and v is not None else (q, k)
     dk, dv = _empty(k), _empty(v) if split else v.new_empty(0)
     name = "split_key_gradients" if split else "key_gradients"
     options = _options(name, q, v, first_key, is_causal)
-    grid = (q.shape[0] * q.shape[1] * parts_of(k.shape[2], options["BLOCK_N"]),)
+    grid = (q.shape[0] * q.shape[1] * cdiv(k.shape[2], options["BLOCK_N"]),)
     wrap_triton(key_gradients_kernel)[grid](
         do, q, k, v, lse, *_pointers(lse, delta), excess, beta.contiguous(),
         *_pointers(lse, first_key, last_key, dk_visits), dk, dv, scale, *_sizes(q, k), *strides(do),
@@ -247,7 +247,7 @@ backward.register_fake(_backward_like)
 key_gradients.register_fake(_key_gradients_like)
 
 
-@operator("split_reaction", through=True)
+@operator("split_reaction", transparent=True)
 def split_reaction(
     q: Tensor, k: Tensor, v: Tensor, v_stepped: Tensor, alpha: Tensor, beta: Tensor, lse: Tensor,
     k_mean: Tensor, first_key: Tensor | None, last_key: Tensor | None, is_causal: bool, scale: float,
@@ -261,7 +261,7 @@ def split_reaction(
         alpha: Multiplied by dt.
         beta: Multiplied by dt and the number of steps.
     """
-    q, k, v_stepped = by_rows(q), by_rows(k), by_rows(v_stepped)
+    q, k, v_stepped = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v_stepped)
     boundary, o = steps if is_causal else 0, _output(q, v)
     o_interior = torch.empty_like(o, dtype=torch.float32) if boundary else o
     options = _options("split_forward", q, v, first_key, is_causal)
@@ -278,7 +278,7 @@ def split_reaction(
     return o
 
 
-@operator("split_reaction_backward", through=True)
+@operator("split_reaction_backward", transparent=True)
 def split_backward(
     do: Tensor, q: Tensor, k: Tensor, v_stepped: Tensor, o: Tensor, beta: Tensor, lse: Tensor,
     k_mean: Tensor, first_key: Tensor | None, last_key: Tensor | None, is_causal: bool, scale: float,
@@ -288,7 +288,7 @@ def split_backward(
 
     If `boundary` is not 0, `backward` must complete dq, which is then float32, and excess.
     """
-    do, q, k, v_stepped, o, k_mean = map(by_rows, (do, q, k, v_stepped, o, k_mean))
+    do, q, k, v_stepped, o, k_mean = map(contiguous_rows, (do, q, k, v_stepped, o, k_mean))
     dq = _empty(q, torch.float32 if boundary else q.dtype)
     delta, excess = _row_numbers(q), _row_numbers(q)
     options = _options("split_backward", q, v_stepped, first_key, is_causal)

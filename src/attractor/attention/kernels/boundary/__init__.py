@@ -1,0 +1,256 @@
+"""Boundary keys of causal rows and of windows, and global keys: the launches of three kernels.
+
+`engines.boundary` is the twin in torch. A call has a Band: where its walls are, and which rows are
+computed. The far keys, which are out of reach of both walls, are the caller's: it passes what a fused
+operator has made of them with stepped values, for rows and keys that are shifted against each other by
+the Band, and gives the operator the merged output and log-sum-exp for backward.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attractor.attention.kernels import launch
+from attractor.attention.kernels.boundary import forward as forward_kernel
+from attractor.attention.kernels.boundary import keys as keys_kernel
+from attractor.attention.kernels.boundary import rows as rows_kernel
+from attractor.attention.kernels.launch import (
+    Shape,
+    cdiv,
+    contiguous_rows,
+    faces_of,
+    power_of_two,
+    strides,
+    table_stride,
+    two_floats,
+)
+from attractor.attention.kernels.operators import operator, operator_or_launch, wrap_triton
+from attractor.attention.kernels.values.stencil_gradient import BoundarySums, stencil_gradient
+from attractor.attention.precision import accumulate_dtype
+
+CAUSAL = -1  # as the left side of a band: it never ends
+
+
+class Band(NamedTuple):
+    """How rows and far keys are shifted against each other.
+
+    Attributes:
+        rows: The first row that has a far key.
+        keys: The first key that is far from a wall of some row.
+        size: The number of rows, and of keys, with which the far keys are computed.
+    """
+
+    rows: int
+    keys: int
+    size: int
+
+
+def band_of(tokens: int, reach: int, left: int, right: int) -> Band:
+    """Return the band of a window, or of causal rows."""
+    rows = max(reach - right, 0)
+    keys = 0 if left == CAUSAL else max(reach - left, 0)
+    return Band(rows, keys, tokens - rows - keys)
+
+
+def reach_of(stencil: Tensor | None) -> int:
+    """Return the reach of a stencil table; 0 without a PDE."""
+    return 0 if stencil is None else int(stencil.shape[-1]) // 2
+
+
+def _shape(name: str, q: Tensor, v: Tensor, left: int, reach: int) -> tuple[Shape, int]:
+    """Return the shape of programs of a kernel, and how many there are."""
+    tile = launch.TILES[f"{'causal' if left == CAUSAL else 'window'}_{name}"]
+    shape = launch.shape_of(tile, int(q.shape[-1]), int(v.shape[-1]), q.dtype, reach)
+    return shape, q.shape[0] * q.shape[1] * cdiv(q.shape[2], shape.rows)
+
+
+def _strides_like(x: Tensor, q: Tensor) -> tuple[int, int, int]:
+    """Return the strides of x, which may hold all heads as one sequence ``[1, 1, tokens, dim]``."""
+    if x.shape[:2] == q.shape[:2]:
+        return strides(x)
+    heads, tokens = q.shape[1:3]
+    return heads * tokens * x.stride(2), tokens * x.stride(2), x.stride(2)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, far: Tensor, far_lse: Tensor, stencil: Tensor | None,
+    open: Tensor | None, global_k: Tensor | None, global_v: Tensor | None, first_rows: Tensor | None,
+    last_rows: Tensor | None, left: int, right: int, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return outputs ``[batch, heads, tokens, value dim]`` and their log-sum-exp.
+
+    Args:
+        far: Output of the far keys for the rows of the band, ``[batch, heads, size, value dim]``; or for
+            all heads as one sequence, ``[1, 1, size, value dim]``.
+        far_lse: Its log-sum-exp. Both may be anything for rows that have no far keys in their document.
+        stencil: The table of `stencils`; None without a PDE, in windows.
+        open: bool ``[batch, 1, 1, tokens - 1]``, False between two documents; only of causal rows.
+        global_k, global_v: Keys and stepped values of the global tokens, in windows.
+        first_rows, last_rows: In windows, outputs of the rows that are not computed here. Their
+            log-sum-exp is infinite: they have no weights.
+        left, right: Of the window; (CAUSAL, 0) for causal rows.
+    """
+    q, k, v, far = map(contiguous_rows, (q, k, v, far))
+    out, lse = _fake_forward(q, k, v, far)
+    (_, heads, tokens, dim), reach, window = q.shape, reach_of(stencil), left != CAUSAL
+    shape, programs = _shape("forward", q, v, left, reach)
+    band, begin, end = band_of(tokens, reach, left, right), 0, tokens
+    if first_rows is not None and last_rows is not None:
+        begin, end = first_rows.shape[2], tokens - last_rows.shape[2]
+    table = lse if stencil is None else stencil.contiguous()
+    global_k, global_v, count = _globals(global_k, global_v, k, v)
+    faces, face_strides = faces_of(open, v)
+    wrap_triton(forward_kernel.forward)[(programs,)](
+        q, k, v, far, far_lse.contiguous(), global_k, global_v, table, faces, out, lse,
+        *two_floats(scale), tokens, heads, begin, end, left, right, band.rows, band.size,
+        band.size if far.shape[:2] == q.shape[:2] else tokens, *strides(q), *strides(k), *strides(v),
+        *_strides_like(far, q), *strides(global_k), *strides(global_v), *strides(out), *face_strides,
+        0 if stencil is None else table_stride(table), reach, count, int(dim), int(v.shape[-1]),
+        shape.columns, shape.value_columns, shape.strands, shape.run, shape.pieces,
+        power_of_two(shape.rows + 2 * reach), window, open is not None, num_warps=shape.warps,
+    )  # fmt: skip
+    if first_rows is not None and last_rows is not None:
+        out[:, :, :begin] = first_rows
+        if end < tokens:
+            out[:, :, end:] = last_rows
+    return out, lse
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:3], dtype=accumulate_dtype(q.dtype))
+    return torch.empty_like(contiguous_rows(v)), lse
+
+
+def _globals(
+    global_k: Tensor | None, global_v: Tensor | None, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, int]:
+    """Return keys and values of the global tokens, or others to point to, and their number."""
+    if global_k is None or global_v is None:
+        return k, v, 0
+    return contiguous_rows(global_k), contiguous_rows(global_v), int(global_k.shape[2])
+
+
+def _backward_rows(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, stencil: Tensor | None,
+    open: Tensor | None, global_k: Tensor | None, global_v: Tensor | None, far: Tensor, begin: int,
+    end: int, left: int, right: int, scale: float, of_stencil: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q and of the global keys and values, and what `backward_keys` needs.
+
+    Args:
+        far: The far keys' share of the gradient of q, for the rows of the band, as in forward.
+        begin, end: In windows, the rows that are computed.
+
+    Returns:
+        The gradient of q; the gradients of the boundary scores and the patch weights ``[batch * heads,
+        3 reach per side, tokens]``, laid out as `boundary.sides.place_of` says; the gradients of global
+        keys and values; and the fields of `BoundarySums`, without entries unless `of_stencil`.
+    """
+    do, q, k, v, out, far = map(contiguous_rows, (do, q, k, v, out, far))
+    batch, heads, tokens, dim = q.shape
+    reach, window, pairs = reach_of(stencil), left != CAUSAL, batch * heads
+    shape, programs = _shape("backward_rows", q, v, left, reach)
+    dq, row_weights, dk, dv, sums, edge_sums = _fake_backward_rows(
+        do, q, k, v, out, lse, stencil, open, global_k, global_v, far, begin, end, left, right, scale,
+        of_stencil,
+    )  # fmt: skip
+    keys, values, count = _globals(global_k, global_v, k, v)
+    if open is not None:
+        edge_sums.zero_()  # programs that are free do not write theirs
+    program_dk = lse.new_empty(programs if count else 0, count, dim)
+    program_dv = lse.new_empty(programs if count else 0, count, v.shape[-1])
+    table, band = lse if stencil is None else stencil.contiguous(), band_of(tokens, reach, left, right)
+    columns = min(shape.columns, shape.value_columns) // shape.pieces
+    dots = window and lse.dtype == torch.float32 and shape.strands >= 16 and columns >= 16
+    faces, face_strides = faces_of(open, v)
+    wrap_triton(rows_kernel.backward_rows)[(programs,)](
+        do, q, k, v, out, lse.contiguous(), keys, values, table, faces, far, dq, row_weights, program_dk,
+        program_dv, sums, edge_sums, *two_floats(scale), tokens, heads, begin, end, left, right,
+        band.rows, band.size, *strides(do), *strides(q), *strides(k), *strides(v), *strides(out),
+        *strides(keys), *strides(values), *_strides_like(far, q), *strides(dq), *face_strides,
+        0 if stencil is None else table_stride(table), reach, count, int(dim), int(v.shape[-1]),
+        shape.columns, shape.value_columns, shape.strands, shape.run, shape.pieces,
+        power_of_two(shape.rows + 2 * reach), power_of_two(3 * reach * shape.run),
+        power_of_two(3 * reach), power_of_two(2 * reach**2), power_of_two(reach), dots, of_stencil,
+        window, open is not None, num_warps=shape.warps,
+    )  # fmt: skip
+    if count:
+        dk, dv = (
+            x.view(pairs, programs // pairs, *x.shape[1:]).sum(1).view(like.shape).to(like.dtype)
+            for x, like in ((program_dk, keys), (program_dv, values))
+        )
+    return dq, row_weights, dk, dv, sums, edge_sums
+
+
+def _fake_backward_rows(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, stencil: Tensor | None,
+    open: Tensor | None, global_k: Tensor | None, global_v: Tensor | None, far: Tensor, begin: int,
+    end: int, left: int, right: int, scale: float, of_stencil: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    reach, window, pairs = reach_of(stencil), left != CAUSAL, q.shape[0] * q.shape[1]
+    shape, programs = _shape("backward_rows", q, v, left, reach)
+    like, sides = (q, 2) if window else (lse, 1)
+    edges = 0 if window or not of_stencil else pairs if open is None else programs
+    return (
+        torch.empty_like(contiguous_rows(q)),
+        like.new_empty(pairs, sides * 3 * reach, cdiv(q.shape[2], shape.rows) * shape.rows),
+        q.new_empty(0) if global_k is None else global_k.new_empty(global_k.shape),
+        q.new_empty(0) if global_v is None else global_v.new_empty(global_v.shape),
+        lse.new_empty(programs if of_stencil else 0, sides, reach, 2 * reach),
+        lse.new_empty(edges, reach, reach, 2 * reach),
+    )
+
+
+def _backward_keys(
+    do: Tensor, q: Tensor, v: Tensor, row_weights: Tensor, stencil: Tensor, open: Tensor | None,
+    far_dk: Tensor, far_dv: Tensor, sums: Tensor, edge_sums: Tensor, left: int, right: int,
+    of_stencil: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of k, v and the table; the last has no entries unless `of_stencil`.
+
+    Args:
+        row_weights, sums, edge_sums: Of `backward_rows`.
+        far_dk, far_dv: The far keys' shares of the gradients of keys and stepped values, for the keys of
+            the band.
+    """
+    do, q, v, far_dk, far_dv = map(contiguous_rows, (do, q, v, far_dk, far_dv))
+    stencil, (_, heads, tokens, dim), reach = stencil.contiguous(), q.shape, reach_of(stencil)
+    dk, dv = torch.empty_like(q), torch.empty_like(v)
+    shape, programs = _shape("backward_keys", q, v, left, reach)
+    rows, _ = _shape("backward_rows", q, v, left, reach)
+    free_sums = stencil.new_empty(programs if of_stencil else 0, stencil.shape[-1])
+    faces, face_strides = faces_of(open, v)
+    band = band_of(tokens, reach, left, right)
+    wrap_triton(keys_kernel.backward_keys)[(programs,)](
+        do, q, v, row_weights, stencil, faces, far_dk, far_dv, dk, dv, free_sums, tokens, heads, left,
+        right, band.keys, band.size, *strides(do), *strides(q), *strides(v), *_strides_like(far_dk, q),
+        *_strides_like(far_dv, q), *strides(dk), *strides(dv), *face_strides, table_stride(stencil),
+        reach, int(dim), int(v.shape[-1]), shape.columns, shape.value_columns, shape.strands, shape.run,
+        shape.pieces, rows.strands, rows.run, power_of_two(2 * reach + 1),
+        power_of_two(shape.rows + 4 * reach), of_stencil, left != CAUSAL, open is not None,
+        num_warps=shape.warps,
+    )  # fmt: skip
+    if not of_stencil:
+        return dk, dv, free_sums.view(0)
+    boundary = BoundarySums(sums, edge_sums)
+    return dk, dv, stencil_gradient(far_dv, v, open, stencil, free_sums, boundary)
+
+
+def _fake_backward_keys(
+    do: Tensor, q: Tensor, v: Tensor, row_weights: Tensor, stencil: Tensor, *args: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    dk, dv = torch.empty_like(contiguous_rows(q)), torch.empty_like(contiguous_rows(v))
+    return dk, dv, stencil.new_empty(stencil.shape if args[-1] else 0)
+
+
+forward_operator = operator("boundary_forward")(_forward)
+forward_operator.register_fake(_fake_forward)
+backward_rows_operator = operator("boundary_backward_rows")(_backward_rows)
+backward_rows_operator.register_fake(_fake_backward_rows)
+backward_keys_operator = operator("boundary_backward_keys")(_backward_keys)
+backward_keys_operator.register_fake(_fake_backward_keys)
+
+boundary_forward = operator_or_launch(forward_operator, _forward)
+boundary_backward_rows = operator_or_launch(backward_rows_operator, _backward_rows)
+boundary_backward_keys = operator_or_launch(backward_keys_operator, _backward_keys)

@@ -1,0 +1,113 @@
+"""Custom operators that contain kernels, and calls that skip the operator where nothing is traced."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch._library.triton import is_wrap_triton_enabled, set_wrap_triton_enabled
+from torch.library import custom_op, triton_op
+from torch.nn import Parameter
+
+from attractor.attention.kernels import INTERPRETED
+from attractor.attention.precision import first_derivatives_only
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Compilers of older versions of torch mistake tensors that these kernels read for tensors they write.
+TRANSPARENT = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
+
+
+def operator(name: str, transparent: bool = TRANSPARENT) -> Callable[..., Any]:
+    """Return a decorator that registers an operator ``attractor::name``.
+
+    Args:
+        name: Without the namespace.
+        transparent: Whether compilers see the kernels inside. In the interpreter they never do.
+    """
+    if transparent and not INTERPRETED:
+        return triton_op(f"attractor::{name}", mutates_args=())
+    return lambda launch: custom_op(f"attractor::{name}", directly(launch), mutates_args=())
+
+
+def traced(*inputs: Any) -> bool:
+    """Return whether a call must use the operator, since it is compiled or has special tensors."""
+    return torch.compiler.is_compiling() or any(
+        isinstance(x, Tensor) and type(x) not in (Tensor, Parameter) for x in inputs
+    )
+
+
+def operator_or_launch(op: Any, launch: Function) -> Function:
+    """Return a function that calls the operator if its first argument is traced, else `launch`."""
+    direct = directly(launch)
+
+    @wraps(launch)
+    def call(x: Tensor, *rest: Any) -> Any:
+        return (op if traced(x) else direct)(x, *rest)
+
+    return cast(Function, call)
+
+
+def differentiable(
+    name: str,
+    launch: Function,
+    fake: Callable[..., Any],
+    save: Callable[..., None],
+    backward: Callable[..., Any],
+) -> tuple[Any, Function]:
+    """Register an operator that has a gradient.
+
+    Args:
+        name: Of the operator.
+        launch: Computes it with kernels.
+        fake: Returns empty tensors like its outputs.
+        save: ``save(ctx, inputs, output)`` keeps what backward needs.
+        backward: ``backward(ctx, *grads)`` returns the gradients of all inputs.
+
+    Returns:
+        The operator, and a function that computes the same without it wherever nothing is traced.
+    """
+    op = operator(name)(launch)
+    op.register_fake(fake)
+    op.register_autograd(backward, setup_context=save)
+    direct = directly(launch)
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = direct(*inputs)
+        save(ctx, inputs, output)
+        return output
+
+    methods = {
+        "forward": staticmethod(forward), "backward": staticmethod(first_derivatives_only(backward))
+    }  # fmt: skip
+    function: Any = type(name, (torch.autograd.Function,), methods)
+
+    @wraps(launch)
+    def call(*inputs: Any) -> Any:
+        if traced(*inputs):
+            return op(*inputs)
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+            return function.apply(*inputs)
+        return direct(*inputs)
+
+    return op, cast(Function, call)
+
+
+def directly(launch: Function) -> Function:
+    """Return a function whose kernels are launched without torch's wrapper, which takes 1 ms each."""
+
+    @wraps(launch)
+    def call(*args: Any) -> Any:
+        with set_wrap_triton_enabled(False):
+            return launch(*args)
+
+    return cast(Function, call)
+
+
+def wrap_triton(kernel: Any) -> Any:
+    """Return `torch.library.wrap_triton` of a kernel, or the kernel itself within `directly`.
+
+    torch looks for a function of this name in the source of transparent operators.
+    """
+    return torch.library.wrap_triton(kernel) if is_wrap_triton_enabled() else kernel
