@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attractor.attention.lengths import larger, smaller, surely
+from attractor.attention.lengths import surely
 
 Window = int | tuple[int, int]
 WALL = -8192.0  # an entry of an additive mask from here on down forbids its key; see `walls_of_bias`
@@ -309,10 +309,10 @@ class Scope:
         """Return the keys that the band allows for some of the rows; possibly none."""
         start, stop = 0, self.keys
         if self.left is not None:
-            start = smaller(larger(rows.start - self.left, 0), self.keys)
+            start = min(max(rows.start - self.left, 0), self.keys)
         if self.right is not None:
-            stop = smaller(larger(rows.stop + self.right, 0), self.keys)
-        return slice(start, larger(start, stop))
+            stop = min(max(rows.stop + self.right, 0), self.keys)
+        return slice(start, max(start, stop))
 
     def document_ranges(self) -> tuple[Tensor, Tensor] | None:
         """Return the first key of each row's document, and one past the last, ``[batch, tokens]``."""
@@ -331,9 +331,9 @@ def along(x: Tensor, first: int, width: int, rows: int) -> Tensor:
 
 def entries(x: Tensor, first: int, count: int, dim: int) -> Tensor:
     """Return `count` entries along dim (-1 or -2) from `first` on, 0 beyond the ends."""
-    before, size = smaller(larger(-first, 0), count), x.shape[dim]
-    start = smaller(larger(first, 0), size)
-    x = x.narrow(dim, start, smaller(size - start, count - before))
+    before, size = min(max(-first, 0), count), x.shape[dim]
+    start = min(max(first, 0), size)
+    x = x.narrow(dim, start, min(size - start, count - before))
     sides = before, count - before - x.shape[dim]
     return pad(x, sides if dim == -1 else (0, 0, *sides))
 

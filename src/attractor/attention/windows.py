@@ -284,7 +284,7 @@ def _attend_by_kernels(query: Tensor, key: Tensor, value: Tensor, options: _Opti
     count, scale = options.global_tokens, options.scale
     if not count and not evolution.steps:
         query, key, value = four_dimensions(query, key, value)
-        return _Band.apply(query, key, value, left, right, scale)
+        return softmax.attention(query, key, value, Scope(tokens, tokens, left, right), scale)
     table = None
     if evolution.steps:
         table = values.taps(pde=evolution.pde, steps=evolution.steps, dt=evolution.dt, like=value)
@@ -311,26 +311,6 @@ def _attend_by_kernels(query: Tensor, key: Tensor, value: Tensor, options: _Opti
     return window_kernels.attend(
         query, key, value, global_key, global_value, (first_rows, last_rows), table, (left, right), scale
     )
-
-
-class _Band(torch.autograd.Function):
-    """Attention within a window, without global tokens and a PDE, by a single operator."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, left: int, right: int, scale: float
-    ) -> Tensor:
-        ctx.scope, ctx.scale = Scope(query.shape[-2], key.shape[-2], left, right), scale
-        out, lse = softmax.attend(query, key, value, ctx.scope, scale)
-        ctx.save_for_backward(query, key, value, out, lse)
-        return out
-
-    @staticmethod
-    @first_derivatives_only
-    def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
-        grads = softmax.attend_backward(do, query, key, value, out, lse, ctx.scope, ctx.scale)
-        return *grads, None, None, None
 
 
 def _slices(x: Tensor, *ranges: tuple[int, int]) -> tuple[Tensor, ...]:

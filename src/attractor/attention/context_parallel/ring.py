@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attractor.attention.context_parallel.exchange import GRADIENTS, TOKENS, Processes, wait
 from attractor.attention.context_parallel.parts import Layout, count_tokens
-from attractor.attention.engines.softmax import attend, attend_backward
+from attractor.attention.engines.softmax import attend, attend_backward, output_with_product
 from attractor.attention.masks import Scope
 from attractor.attention.precision import first_derivatives_only
 
@@ -148,13 +148,9 @@ class _RingSoftmax(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor, grad_weights: Tensor) -> tuple[Any, ...]:
         query, key, value, out, weights, lse = ctx.saved_tensors
         ring, dim = ctx.ring, key.shape[-1]
-        # `attend_backward` subtracts <do, out> from the gradient of every score. For one softmax over
-        # all keys, this has to be the sum over the ring and the additional scores: it gets the multiple
-        # of `do` that has this inner product with `do`, as in `engines.softmax.split_softmax`.
         total = (grad_weights * weights).sum(-1, keepdim=True) + (do * out).sum(-1, keepdim=True)
-        norm = torch.linalg.vector_norm(do, dim=-1, keepdim=True)
-        effective_out = torch.where(norm > 1e-30, do * (total / norm / norm), 0.0).to(value.dtype)
         do = do.to(value.dtype)
+        effective_out = output_with_product(do, total)
         dq = torch.zeros_like(query, dtype=out.dtype)
         own_gradient = incoming = dq.new_zeros(())
         requests: list[Any] = []

@@ -95,9 +95,9 @@ def first_rows(x: Tensor, rows: int) -> Tensor:
 
 def _beside(x: Tensor, first: int, width: int, block: int, rows: int) -> tuple[Tensor, int]:
     """Return keys in blocks at the positions of the rows, and `first` relative to these blocks."""
-    whole = whole_blocks(rows, block)
+    whole = -(-rows // block) * block
     shift = 0 if first <= 0 <= first + width - 1 else first
-    if shift or not surely(x.shape[-2] == whole):
+    if shift or x.shape[-2] != whole:
         x = entries(x, shift, whole + width, -2)
     return in_blocks(x, block), first - shift
 

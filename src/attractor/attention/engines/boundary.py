@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from attractor.attention.engines import bands
 from attractor.attention.engines.backends import Operator, in_rows
 from attractor.attention.engines.values import Stencil, steps_backward, steps_forward
-from attractor.attention.lengths import first_of, larger, smaller, surely, whole_blocks
+from attractor.attention.lengths import first_of, surely, whole_blocks
 from attractor.attention.masks import Scope, along
 from attractor.attention.pdes import Line
 from attractor.attention.pdes.evolution import Evolution
@@ -104,8 +104,8 @@ def spread(
 
     if open is not None:
         return step(0, rows)
-    top = smaller(larger(-first, 0), rows)
-    bottom = rows if keys is None else larger(smaller(keys - first - width + 1, rows), top)
+    top = min(max(-first, 0), rows)
+    bottom = rows if keys is None else max(min(keys - first - width + 1, rows), top)
     if top >= bottom:
         return step(0, rows)
     if stencil is not None and width > band.width:

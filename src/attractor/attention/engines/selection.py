@@ -28,7 +28,6 @@ from attractor.attention.engines.backends import (
     Strip,
     padded_dim,
 )
-from attractor.attention.lengths import larger, smaller
 from attractor.attention.masks import Scope
 
 HALF = (torch.float16, torch.bfloat16)
@@ -159,7 +158,7 @@ def may_sync(device: torch.device) -> bool:
 
 def first_row(scope: Scope) -> int:
     """Return the first row to which the band gives a key."""
-    return 0 if scope.right is None else smaller(larger(-scope.right, 0), scope.queries)
+    return 0 if scope.right is None else min(max(-scope.right, 0), scope.queries)
 
 
 def _one_corner(scope: Scope) -> bool:

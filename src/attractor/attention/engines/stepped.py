@@ -120,8 +120,7 @@ def softmax_attention(
     if scope.only_causal:
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     if scope.documents is not None or scope.banded or scope.mask is not None:
-        out, _ = softmax.split_softmax(query, key, value, [], scope, scale, operator)
-        return _all_rows(out, scope).to(value.dtype)
+        return _all_rows(softmax.attention(query, key, value, scope, scale, operator), scope)
     bias, valid = scope.bias, scope.valid_keys
     if bias is not None and bias.dtype != query.dtype:
         # What is rounded is the distance from the largest, which is small where weights are large.

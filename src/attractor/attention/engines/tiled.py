@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from attractor.attention.engines import softmax
 from attractor.attention.engines.stepped import Others
 from attractor.attention.engines.values import step_values
-from attractor.attention.lengths import larger, strips
+from attractor.attention.lengths import strips
 from attractor.attention.masks import Scope, open_faces
 from attractor.attention.pdes import PDE, Line, take_steps
 from attractor.attention.pdes.evolution import Evolution
@@ -226,7 +226,9 @@ class _Tiled(torch.autograd.Function):
 def _compiled(query: Tensor, key: Tensor, value: Tensor, lse: Tensor, job: _Job) -> Tensor:
     """Return the output for `torch.compile`, which fuses operations itself: strips of whole rows."""
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
-    height = larger(16, 16 * ENTRIES // (query.shape[0] * query.shape[1] * job.scope.keys))
+    height = job.scope.queries
+    if not torch.compiler.is_exporting():
+        height = max(16, 16 * ENTRIES // (query.shape[0] * query.shape[1] * job.scope.keys))
     parts = []
     for start, stop in strips(0, job.scope.queries, height):
         rows = slice(start, stop)
