@@ -305,7 +305,7 @@ def test_tokens_without_heads_are_one_head(heads, causal):
 
 
 def test_errors_teach():
-    q, k, v = qkv(key_heads=1)
+    q, _, v = qkv(key_heads=1)
     for attend in (performer_attention, performer_dense):
         with pytest.raises(TypeError, match=r"is_causal = 0.5 must be True or False"):
             attend(q, q, q, features=torch.randn(4, 8), is_causal=0.5)

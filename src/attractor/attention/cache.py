@@ -1,11 +1,9 @@
 """Decoding with PDE attention: a cache of keys, values and stepped values.
 
-The row of a new token in the attention map ends at the token itself, which is a wall. Let R be the reach
-of all steps together, the number of steps times the reach of the PDE. The weights of keys that are at
-least R tokens before the new one multiply stepped values. A stepped value is final once R tokens follow
-it, so each new token makes one more final, and the cache stores it. The last R weights of the row take
-the steps themselves, within 2 R keys. A token therefore costs ordinary cached attention plus O(R).
-For a nonlinear PDE the entire row takes the steps, which costs steps / dim of the attention.
+The row of a new token ends at the token itself, which is a wall. Let R be the reach of all steps. A
+stepped value is final once R tokens follow it; the cache stores it then. The last R weights of a row
+take the steps themselves, within 2 R keys, so a token costs ordinary cached attention plus O(R). For a
+nonlinear PDE the entire row takes the steps, which costs steps / dim of the attention.
 """
 
 import copy
@@ -18,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attractor.attention import masks
-from attractor.attention.cache_checks import check_new_tokens
 from attractor.attention.call import autocast_as_sdpa
 from attractor.attention.engines import boundary
 from attractor.attention.engines.values import step_values
@@ -27,7 +24,15 @@ from attractor.attention.pdes import PDE, Line
 from attractor.attention.pdes.evolution import Evolution
 from attractor.attention.pdes.pde import check_heads, with_coefficients
 from attractor.attention.precision import accumulate_dtype, for_scores
-from attractor.core.checks import as_int, check_number, check_tensor, check_values, check_whole
+from attractor.attention.validation import check_masks, check_tensors, for_every_text
+from attractor.core.checks import (
+    as_int,
+    check_beside,
+    check_number,
+    check_tensor,
+    check_values,
+    check_whole,
+)
 
 BLOCK_ROWS = 128  # Rows of the attention map in memory at once when many tokens are appended.
 
@@ -138,8 +143,8 @@ class PDECache:
         self, query: Tensor, key: Tensor, value: Tensor, key_padding: Tensor | None
     ) -> Tensor:
         first = self._length
-        check_new_tokens(query, key, value, key_padding, self._key, self._value, first)
-        check_heads(self.pde, query.shape[:2])
+        self._check_new_tokens(query, key, value, key_padding)
+        key_padding = for_every_text(key_padding, query)
         self._append(key, value, key_padding)
         if self._reach:
             self._finalise(query.shape[1])
@@ -151,6 +156,29 @@ class PDECache:
         blocks = query.split(BLOCK_ROWS, 2)
         outputs = [self._attend_rows(block, first + i * BLOCK_ROWS) for i, block in enumerate(blocks)]
         return torch.cat(outputs, 2)
+
+    def _check_new_tokens(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding: Tensor | None
+    ) -> None:
+        """Raise unless new tokens match each other, those in the cache, and the PDE."""
+        check_tensors(query, key, value, enable_gqa=True)
+        check_masks(query, key, None, key_padding, None, None)
+        if query.ndim != 4 or query.shape[2] != key.shape[2] or not key.shape[2]:
+            raise ValueError(
+                f"query {list(query.shape)} and key {list(key.shape)} must be [batch, heads, new tokens, "
+                "dim]; every new token needs a query, a key and a value"
+            )
+        check_heads(self.pde, query.shape[:2])
+        for name, x, buffer in (("key", key, self._key), ("value", value, self._value)):
+            if buffer is None:
+                continue
+            check_beside(name, x, "the cache", buffer)
+            if (x.shape[:2], x.shape[3], x.dtype) != (buffer.shape[:2], buffer.shape[3], buffer.dtype):
+                raise ValueError(
+                    f"{name} {list(x.shape)} of {x.dtype} does not match the cache's "
+                    f"{[*buffer.shape[:2], self._length, buffer.shape[3]]} of {buffer.dtype}; use one "
+                    "cache per layer"
+                )
 
     def reorder(self, indices: Tensor) -> None:
         """Replace the texts by those at `indices` of the batch, as beam search does.
@@ -210,11 +238,7 @@ class PDECache:
         self._length = first + tokens
 
     def _write(self, buffer: Tensor | None, new: Tensor, first: int) -> Tensor:
-        """Write tokens from position `first` on into a buffer ``[batch, heads, capacity, n]``.
-
-        Returns:
-            The buffer, or a larger copy if it was full.
-        """
+        """Return the buffer ``[batch, heads, capacity, n]``, larger if full, with new tokens."""
         last = first + new.shape[2]
         if buffer is None or last > buffer.shape[2]:
             capacity = max(self._capacity, last, 0 if buffer is None else 2 * buffer.shape[2])
@@ -302,11 +326,9 @@ class PDECache:
         return scores.softmax(-1).masked_fill(~allowed, 0.0), allowed
 
     def _stencils_like(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the matrices of all steps away from padding, with the device and dtype of `x`.
+        """Return the coefficients of a stepped value, and the matrix from near weights to their patch.
 
-        Returns:
-            The coefficients ``[..., 1, 2 R + 1]`` of a stepped value, and the matrix ``[..., R, 2 R]``
-            that maps the last R weights before a wall to their patch.
+        They are ``[..., 1, 2 R + 1]`` and ``[..., R, 2 R]``, for tokens away from padding.
         """
         if self._stencils is None or self._stencils[0].device != x.device:
             reach, unit = self._reach, torch.eye(self._reach, dtype=x.dtype, device=x.device)
