@@ -165,8 +165,8 @@ class PDECache:
         check_masks(query, key, None, key_padding, None, None)
         if query.ndim != 4 or query.shape[2] != key.shape[2] or not key.shape[2]:
             raise ValueError(
-                f"query {list(query.shape)} and key {list(key.shape)} must be [batch, heads, new tokens, "
-                "dim]; every new token needs a query, a key and a value"
+                f"query {list(query.shape)} and key {list(key.shape)} must be [batch, heads, new "
+                "tokens, dim]; every new token needs a query, a key and a value"
             )
         check_heads(self.pde, query.shape[:2])
         for name, x, buffer in (("key", key, self._key), ("value", value, self._value)):

@@ -192,7 +192,7 @@ def trace(
 def _trace(
     query: Tensor, key: Tensor, value: Tensor, *arguments: Any, limit: float, **options: Any
 ) -> PDETrace:
-    call = Call.of(query, key, value, *arguments, **options)
+    call = Call(query, key, value, *arguments, **options)
     check_number("limit", limit, 0.0)
     steps, dt = call.steps, call.dt
     shape = (*call.query.shape[:-1], call.key.shape[-2])

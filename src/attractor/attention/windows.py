@@ -74,7 +74,7 @@ def window_attention(
     """
     refuse_transforms("window_attention", "pde_attention with window= and method='dense'")
     steps, pde = (0, "diffusion") if pde is None else (steps, pde)
-    call = Call.of(
+    call = Call(
         query, key, value, None, dropout_p, is_causal, scale, enable_gqa, pde=pde, steps=steps, dt=dt,
         key_padding=key_padding, window=window,
     )  # fmt: skip

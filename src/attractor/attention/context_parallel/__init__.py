@@ -96,7 +96,7 @@ def context_parallel_attention(
     steps, pde = (0, Diffusion()) if pde is None else (steps, pde)
     processes, call, error = Processes.of(group), None, None
     try:
-        call = Call.of(
+        call = Call(
             query, key, value, None, 0.0, is_causal, scale, enable_gqa, pde=pde, steps=steps, dt=dt
         )
         _check_call(call)

@@ -206,7 +206,7 @@ def _log_features(
     that do not depend on the key are left out, because they cancel.
     """
     steps, pde = (0, "diffusion") if pde is None else (steps, pde)
-    call = Call.of(
+    call = Call(
         query, key, value, None, 0.0, is_causal, scale, enable_gqa, pde=pde, steps=steps, dt=dt,
         key_padding=key_padding,
     )  # fmt: skip
