@@ -110,9 +110,9 @@ class Call:
         for name in ("is_causal", "enable_gqa", "renormalise"):
             if not isinstance(getattr(self, name), (bool, np.bool_)):
                 raise TypeError(f"{name} = {getattr(self, name)!r} must be True or False")
-        if type(self.dropout_p) is not float or not 0 <= self.dropout_p <= 1:
-            if not is_number(self.dropout_p) or not 0 <= self.dropout_p <= 1:
-                raise ValueError(f"dropout_p = {self.dropout_p} is not a probability")
+        p = self.dropout_p
+        if (type(p) is not float and not is_number(p)) or not 0 <= p <= 1:
+            raise ValueError(f"dropout_p = {p} is not a probability")
         if self.scale is not None and not torch.compiler.is_compiling():
             check_number("scale", self.scale)
         self.evolution = Evolution.of(self.pde, self.steps, self.dt, self.axis)

@@ -36,15 +36,10 @@ class GlobalTokens:
     evolution: Evolution
 
     def others(self, query: Tensor, scale: float) -> Others | None:
-        """Return the scores of queries and a function of their weights, as `engines.stepped` takes them.
+        """Return the scores ``[batch, heads, rows, global tokens]`` and a function of their weights.
 
-        Args:
-            query: ``[batch, heads, rows, dim]``.
-            scale: Scale of the scores.
-
-        Returns:
-            The scores ``[batch, heads, rows, global tokens]``, and a function that maps weights of this
-            shape to their share of the output; None if there are no global tokens.
+        The function maps weights to their share of the output; see `engines.stepped`. None if there
+        are no global tokens.
         """
         if not self.key.shape[-2]:
             return None

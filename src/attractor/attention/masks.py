@@ -1,12 +1,8 @@
 """Which keys a query may attend to: as one boolean matrix, or, to avoid T x T entries, as a `Scope`.
 
-Matrices here are ``[..., queries, keys]``, True where a query may attend, and broadcast: a dimension
-that does not matter has size 1. Positions of queries and keys are both counted from 0 (top left), as
-`torch.nn.functional.scaled_dot_product_attention` does.
-
-An additive mask forbids a key where its entry is at most `WALL`; every other entry is a bias. Softmax
-does not distinguish an entry of -1e4 from -inf, and neither does anything here: `walls_of_bias` is the
-only place that decides.
+Matrices are ``[..., queries, keys]``, True where a query may attend, and broadcast. Positions of queries
+and keys are both counted from 0, as in `torch.nn.functional.scaled_dot_product_attention`. An additive
+mask forbids a key where its entry is at most `WALL` (see `walls_of_bias`); other entries are a bias.
 """
 
 from dataclasses import dataclass, replace

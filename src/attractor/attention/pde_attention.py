@@ -184,6 +184,7 @@ def attention_and_map(
 
 def _dense(call: Call) -> tuple[Tensor, Tensor]:
     return dense(
-        call.query, call.key, call.value, dropout_p=call.dropout_p, scale=call.scale, pde=call.pde,
+        call.query, call.key, call.value, dropout_p=call.dropout_p, scale=call.scale,
+        pde=call.evolution.pde,
         steps=call.steps, dt=call.dt, axis=call.axis, walls=call.walls, **call.masks,
     )  # fmt: skip

@@ -1,11 +1,10 @@
 """Which engine computes a call, and why: the one place where that is decided.
 
-Engines that can compute the call are tried in this order, unless `method` names one:
+The first engine of this list that can compute the call does, unless `method` names one:
 
-    fused      Triton kernels for causal or unmasked attention on a GPU
-    dense      where a map has no more rows than values have dimensions
-    stepped    linear PDEs, where no single weight is needed
-    tiled      linear PDEs, where dropout or walls anywhere need single weights
+    fused      causal or unmasked attention on a GPU, by Triton kernels
+    dense      maps with no more rows than values have dimensions
+    stepped    linear PDEs; tiled if dropout or walls anywhere need single weights
     dense      small maps
     tiled      everything else on the key axis
     dense      everything

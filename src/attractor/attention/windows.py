@@ -1,11 +1,10 @@
 """Sliding windows with global tokens, as in Longformer (Beltagy et al., 2020), refined by a PDE.
 
-A query attends to its window and to the global tokens, the first few of the sequence; global tokens
-attend to all tokens. Time and memory are O(T) for every PDE. Rows are computed in two groups:
+Time and memory are O(T) for every PDE. Rows are computed in two groups:
 
     joint rows      the first ones, whose windows adjoin the global tokens: ordinary PDE attention
-    separate rows   all later ones, with a gap between the global tokens and the window, whose ends are
-                    walls: the engines for windows, with global tokens as additional scores
+    separate rows   all later ones, with walls between the global tokens and the window: the engines for
+                    windows, with global tokens as additional scores
 
 On a GPU, linear PDEs, and attention without a PDE, use the kernels in `kernels/window.py`.
 """
@@ -131,14 +130,8 @@ def window_attention(
 class _Options:
     """The validated arguments of `window_attention` that all rows have in common.
 
-    Attributes:
-        window: (left, right), -1 for no limit; right is 0 if attention is causal.
-        global_tokens: At most the number of tokens.
-        key_padding: ``[batch, tokens]`` bool, or None.
-        scale: Greater than 0.
-        evolution: The PDE, with coefficients for maps of four dimensions, and its steps.
-
-    All other attributes are as in `window_attention`.
+    `window` is (left, right), -1 for no limit; `scale` is greater than 0, and the evolution has
+    coefficients for maps of four dimensions.
     """
 
     window: tuple[int, int]
@@ -171,13 +164,7 @@ class _Options:
 
 
 def _attend_joint_rows(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> list[Tensor]:
-    """Return the output of the joint rows, in one or two tensors to concatenate.
-
-    Args:
-        query: Of the joint rows, which include the global tokens.
-        key, value: Of all keys that these rows attend to.
-        options: The arguments in common.
-    """
+    """Return the output of the joint rows, given all keys that they attend to, in one or two tensors."""
     rows, keys, padding = query.shape[-2], key.shape[-2], options.key_padding
 
     def attend(stop: int, right: int, start: int = 0) -> Tensor:
@@ -208,11 +195,7 @@ def _attend_separate_rows(
 ) -> Iterator[Tensor]:
     """Yield the output of the separate rows, block by block.
 
-    Args:
-        query: Of the separate rows.
-        key, value: From the first key in the window of the first separate row to the last key.
-        global_key, global_value: Of the global tokens.
-        options: The arguments in common.
+    Keys and values are those from the first one in the window of the first separate row to the last.
     """
     (left, right), evolution, dropout_p = options.window, options.evolution, options.dropout_p
     _, global_key, global_value = four_dimensions(query, global_key, global_value)
@@ -274,8 +257,8 @@ def _why_no_kernels(
 def _attend_by_kernels(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> Tensor:
     """Return the output of all rows by kernels, without padding and dropout.
 
-    Joint rows, and the last rows, whose windows end behind the last key, are computed without kernels
-    unless attention is causal.
+    Unless attention is causal, joint rows and the last rows, whose windows end behind the last key, are
+    computed without kernels.
     """
     from attractor.attention.kernels import values
     from attractor.attention.kernels import window as window_kernels

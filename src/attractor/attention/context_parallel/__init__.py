@@ -1,21 +1,15 @@
 """Attention over sequences longer than one device: each process of a group holds some of the tokens.
 
-A linear PDE on the key axis steps the values (see `engines.stepped`). A stepped value depends only on
-values within its reach, the number of steps times the reach of one step. Each process fetches a halo of
-this width from its neighbours and steps its own values; only the ends of the whole sequence are walls.
-What remains is ordinary attention to the keys of all processes (`ring`): keys and stepped values pass
-around a ring, and the partial softmaxes of a row are merged by their log-sum-exp. Memory per process is
-O(tokens / processes).
+A stepped value depends only on values within its reach, so each process fetches a halo of this width and
+steps its own values; only the ends of the whole sequence are walls. What remains is ordinary attention
+to the keys of all processes (`ring`), merged by log-sum-exp, in O(tokens / processes) memory.
 
-Causal attention has a wall behind the own key of every row. As in `engines.stepped`, the weights of the
-last `reach` keys of a row take the steps themselves, with a halo to the left only; all earlier keys are
-far. Row i attends to the far keys up to ``i - reach``. Shifted by `reach`, this is an ordinary causal
-mask, so that each block of the ring is complete, causal or empty. Nothing is fetched from the right, and
-blocks of later keys are not computed: causality is exact.
-
-PyTorch's own ring attention (`torch.distributed.tensor.experimental.context_parallel`) replaces whole
-calls of SDPA on CUDA, requires parts of equal length, and does not return the log-sum-exp that is needed
-to add the keys near the wall. This package therefore implements its own ring with the same operators.
+Under a causal mask, the last `reach` keys of a row take the steps themselves, as in `engines.stepped`.
+Row i attends to the far keys up to ``i - reach``. Shifted by `reach`, this is an ordinary causal mask,
+so each block of the ring is complete, causal or empty. Nothing is fetched from the right, and blocks
+of later keys are not computed: causality is exact. PyTorch's own ring attention
+(`torch.distributed.tensor.experimental.context_parallel`) does not return the log-sum-exp that this
+needs.
 """
 
 from itertools import pairwise
@@ -193,11 +187,7 @@ def _no_scores(query: Tensor) -> Tensor:
 def _step_runs(value: Tensor, source: Runs, target: Runs, evolution: Evolution) -> Tensor:
     """Return the values of the target runs after all steps.
 
-    Args:
-        value: The values of the source runs, ``[batch, heads, tokens, value dim]``.
-        source: For each target run, a run that contains it and all tokens within reach of it.
-        target: The runs whose stepped values are returned.
-        evolution: The steps.
+    Each source run contains its target run and all tokens within reach of it.
     """
     if not evolution.steps:
         return value
@@ -213,14 +203,7 @@ def _boundary_scores(
 ) -> Tensor:
     """Return the scores ``[batch, heads, rows, reach]`` of each row with the last keys up to its own.
 
-    The score is -inf before the first key of the sequence.
-
-    Args:
-        query: A run of queries ``[batch, heads, rows, dim]`` that starts at position `start`.
-        key: A run of keys ``[batch, heads, keys, dim]`` that starts at position `key_start`.
-        reach: Number of keys per row.
-        start, key_start: Positions in the whole sequence.
-        scale: Scale of the scores.
+    Queries begin at position `start`, keys at `key_start`. Before the first key, scores are -inf.
     """
     scores = scale * band_scores(query, key, start - reach + 1 - key_start, reach)
     row = torch.arange(start, start + query.shape[-2], device=query.device)[:, None]
@@ -230,7 +213,7 @@ def _boundary_scores(
 
 def _check_call(call: Call) -> None:
     """Raise unless processes can share the computation of a call."""
-    queries, keys, pde = call.query.shape[-2], call.key.shape[-2], call.pde
+    queries, keys, pde = call.query.shape[-2], call.key.shape[-2], call.evolution.pde
     if queries != keys:
         raise ValueError(
             f"query has {queries} tokens and key {keys}; each process must pass queries, keys and "
@@ -255,15 +238,8 @@ def _gather_parts(
 ) -> Parts:
     """Return one run per process in the order of their ranks, with the lengths that they report.
 
-    Args:
-        processes: The group; all of its processes call this function.
-        query: The queries of this process, as the user passed them.
-        call: The arguments of this process, or None if they are invalid.
-        error: The reason why the arguments of this process are invalid, or None.
-
-    Raises:
-        TypeError, ValueError: The arguments of a process are invalid, or do not agree with those of the
-            others. Either all processes raise or none.
+    `call` is None and `error` says why if the arguments of this process are invalid. Either all
+    processes raise or none.
     """
     names = (
         "invalid arguments", "tokens", "batch size times heads", "dim", "value dim",

@@ -1,13 +1,12 @@
 """Torch's fused attention operators, called so that they take and return the log-sum-exp.
 
-An operator is a pair of functions for a part of the map that a `Strip` describes:
+An operator is a pair of functions for the part of a map that a `Strip` describes:
 
     forward   (query, key, value, strip, scale) -> output, log-sum-exp [batch, heads, rows]
     backward  (grad, output, query, key, value, log-sum-exp, strip, scale) -> the three gradients
 
-The backward of each computes the weights ``exp(score - log-sum-exp)`` and subtracts ``<grad, output>``.
-So it serves a part of a softmax as well, if it is given the output and log-sum-exp of the whole.
-`selection` chooses an operator.
+A backward computes weights ``exp(score - log-sum-exp)`` and subtracts ``<grad, output>``, so it serves a
+part of a softmax too, given the output and log-sum-exp of the whole. `selection` chooses an operator.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,8 @@
 """A few diagonals of an attention map, computed by products of small matrices.
 
 Entry m of row i of a band belongs to key ``i + first + m``. Rows are taken in blocks. The keys of a
-block of rows are a slab: the end of the previous block of keys, the block at the same position, and the
-start of the next block. So a band costs a few products of small matrices, whatever its width. Keys
-beyond the ends of the sequence count as zeros.
+block are a slab: the end of the previous block of keys, its own block, and the start of the next one.
+Keys beyond the ends of the sequence count as zeros.
 """
 
 from collections.abc import Iterator

@@ -101,10 +101,8 @@ def choose_on_cuda(query: Tensor, key: Tensor, value: Tensor, scope: Scope) -> O
 def preferred(device: int, dtype: torch.dtype, dim: int) -> str:
     """Return what SDPA takes for an ordinary problem: "cudnn", "flash", "efficient" or "plain".
 
-    Torch is asked, so that the enabled backends, their order, the driver and the setting of
-    deterministic algorithms count as they do there, once for each combination of settings. It is asked
-    about a small problem, because compiled code has no tensors yet; `choose` handles what depends on
-    sizes.
+    Torch is asked about a small problem, once per combination of the settings that count, because
+    compiled code has no tensors yet; `choose` handles what depends on sizes.
     """
     backends = torch.backends.cuda
     settings = (
@@ -187,8 +185,8 @@ def _corner(scope: Scope) -> Strip:
 def _band(scope: Scope) -> Strip | None:
     """Return the rows and keys of a band as FlashAttention takes it, or None if it cannot.
 
-    The operator counts from the last row and the last key, and needs at least as many keys as rows and
-    both sides of the band at least 0. So rows without keys are cut off, and keys without rows.
+    The operator counts from the last row and key, and needs at least as many keys as rows and sides of
+    at least 0. So rows without keys are cut off, and keys without rows.
     """
     left, right = scope.left, scope.right
     if left is not None and right is not None and left + right < 0:
@@ -217,12 +215,8 @@ def _packed(scope: Scope) -> Strip | None:
     """Return a band within documents of consecutive tokens; None if they are not, or cannot be read.
 
     Their number decides on the launch, so the device is waited for: once for a tensor, which all layers
-    of a model may share, until something is written to it. Where that is not possible, in a captured
-    graph or in compiled code, rows go in strips: T documents, the most there could be, would be T
-    sequences to launch.
-
-    A band that lies to one side of the diagonal is moved onto it: row ``i + shift`` beside key i. Such
-    a pair of two documents is a row without keys.
+    of a model may share, until something is written to it. A band to one side of the diagonal is moved
+    onto it: row ``i + shift`` beside key i. Such a pair of two documents is a row without keys.
     """
     documents = scope.documents
     if documents is None or not scope.queries == scope.keys == documents.shape[-1]:

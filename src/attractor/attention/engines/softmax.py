@@ -191,11 +191,8 @@ def attend(
     """Return outputs ``[batch, heads, last queries, value dim]`` and their log-sum-exp.
 
     The log-sum-exp ``[batch, heads, queries]`` has at least float32. Rows that may attend to no key have
-    zeros and -inf; if the first rows are such, the output begins after them.
-
-    Args:
-        query, key, value: ``[batch, heads, tokens, dim]``, with equal numbers of heads.
-        operator: What `selection.choose` returns for the scope. None: it is chosen here.
+    zeros and -inf; if the first rows are such, the output begins after them. `operator` is what
+    `selection.choose` returns for the scope; None: it is chosen here.
     """
     query, key, value = (in_rows(x) for x in (query, key, value))
     if operator is None:
@@ -237,11 +234,7 @@ def attend_backward(
     """Return the gradients of query, key and value, for any finite log-sum-exp and any output.
 
     With weights ``exp(score - lse)`` the gradient of a score is ``weight * (<grad, value> - <grad,
-    out>)``.
-
-    Args:
-        grad, out: Of the last rows, as `attend` returns them.
-        operator: As in `attend`.
+    out>)``. `grad` and `out` are of the last rows, as `attend` returns them.
     """
     grad, query, key, value, out = (in_rows(x) for x in (grad, query, key, value, out))
     if operator is None:

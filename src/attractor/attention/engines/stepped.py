@@ -1,15 +1,10 @@
 """Linear PDEs on the values: the map is never built.
 
 On the key axis a step multiplies the map from the right, so that ``A(Nt) V = A(0) W``, where W are the
-values after the transposed steps. Walls that are the same for every row (padding, ends of documents)
-are walls for the values. Walls that move with the row (causal masks, windows) are felt only within
-reach, so that the keys of a row are divided:
-
-    far from its moving walls    weight times stepped value, by a fused operator
-    near one                     the weights take the steps and multiply the values (`boundary`)
-
-Both parts are under one softmax. No stepped value of a far key has seen beyond the wall, and no patch
-reaches beyond it: causality is exact, not up to rounding.
+values after the transposed steps. Walls that all rows share (padding, ends of documents) are walls for
+the values. Near walls that move with the row (causal masks, windows) the weights take the steps
+instead (`boundary`), under the same softmax. No stepped value of a far key has seen beyond the wall,
+and no patch reaches beyond it: causality is exact, not up to rounding.
 """
 
 from collections.abc import Callable

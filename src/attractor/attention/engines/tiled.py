@@ -1,13 +1,12 @@
 """Any PDE in O(T) memory: the map is computed, stepped and discarded tile by tile.
 
-Backward computes it again. A tile is some rows by some keys. The log-sum-exp of the rows is computed
-first, so that a tile holds weights, not scores; dropout acts on these before they are stepped. Tiles
-divide the map in one of two ways:
+Backward computes it again. The log-sum-exp of the rows comes first, so that a tile holds weights, which
+dropout acts on before they are stepped. Tiles divide the map in one of two ways:
 
-    by destination   the weights of a tile and of a halo on either side, as wide as the steps reach, are
-                     stepped; those that arrive within the tile meet its values. For any PDE.
-    by source        the tile's own weights are stepped, out into the halo, and meet the values there.
-                     For linear steps; and far from moving walls, stepped values do as well.
+    by destination   a tile and a halo on either side are stepped; what arrives within the tile
+                     multiplies its values. For any PDE.
+    by source        the tile's own weights are stepped, out into the halo, and multiply the values
+                     there. For linear steps; far from moving walls, stepped values do as well.
 """
 
 from collections.abc import Iterator

@@ -94,16 +94,16 @@ def performer_attention(
 class PerformerAttention(nn.Module):
     """A module that owns its random features, to be passed to models as ``attention=``.
 
-    >>> from attractor.attention.models import LanguageModel
-    >>> performer = PerformerAttention(dim=16, count=64)      # 64 / 4 heads
-    >>> model = LanguageModel(100, dim=64, heads=4, layers=2, attention=performer, pde="diffusion")
+    The map is never built, so that it has no dropout: `PDEAttention` raises if `dropout` is not 0.
 
     Args:
         dim: Dimension of the queries and keys of a head.
         count, heads, orthogonal, generator: As in `RandomFeatures`.
         chunk: As in `performer_attention`.
 
-    The map is never built, so that it has no dropout: `PDEAttention` raises if `dropout` is not 0.
+    >>> from attractor.attention.models import LanguageModel
+    >>> performer = PerformerAttention(dim=16, count=64)      # 64 / 4 heads
+    >>> model = LanguageModel(100, dim=64, heads=4, layers=2, attention=performer, pde="diffusion")
     """
 
     def __init__(
