@@ -5,7 +5,9 @@ and keys are both counted from 0, as in `torch.nn.functional.scaled_dot_product_
 mask forbids a key where its entry is at most `WALL` (see `walls_of_bias`); other entries are a bias.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -58,10 +60,12 @@ def allowed(
         parts.append(key_padding[:, None, None, :])
     if documents is not None:
         parts.append((documents[:, :, None] == documents[:, None, :])[:, None])
-    together = None
-    for part in parts:
-        together = part if together is None else together & part
-    return together
+    return all_of(parts)
+
+
+def all_of(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return the conjunction of masks that broadcast, or None if there are none."""
+    return reduce(torch.logical_and, parts) if parts else None
 
 
 def sides(window: Window | None) -> tuple[int, int]:
@@ -97,16 +101,12 @@ def row_offset(bias: Tensor, allowed: Tensor | None) -> Tensor:
     """
     bias = bias.detach()
     largest = (bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)).amax(-1, True)
-    return _if_far(largest)
+    return torch.where((largest.abs() > FAR) & (largest != -torch.inf), largest, 0.0)
 
 
 def without_offset(bias: Tensor, offset: Tensor) -> Tensor:
     """Return a bias minus the offset of its rows, at most 0 where an offset was subtracted."""
     return torch.where(offset == 0, bias, (bias - offset).clamp(max=0.0))
-
-
-def _if_far(largest: Tensor) -> Tensor:
-    return torch.where((largest.abs() > FAR) & (largest != -torch.inf), largest, 0.0)
 
 
 def open_faces(allowed: Tensor, dim: int = -1) -> Tensor:
@@ -220,18 +220,16 @@ class Scope:
             parts.append(self.valid_keys[..., 1:] & self.valid_keys[..., :-1])
         if self.documents is not None:
             parts.append((self.documents[:, 1:] == self.documents[:, :-1])[:, None, None, :])
-        return parts[0] & parts[1] if len(parts) == 2 else parts[0] if parts else None
+        return all_of(parts)
 
     def tile(self, rows: slice, columns: slice, device: torch.device) -> Tensor | None:
         """Return bool ``[batch or 1, heads or 1, rows, columns]``, or None if every key is allowed."""
         parts = []
         (i, end_i), (j, end_j) = (rows.start, rows.stop), (columns.start, columns.stop)
-        if (self.left is not None and j < end_i - 1 - self.left) or (
-            self.right is not None and end_j - 1 > i + self.right
-        ):
-            ahead = (
-                torch.arange(j, end_j, device=device) - torch.arange(i, end_i, device=device)[:, None]
-            )
+        cut_left = self.left is not None and j < end_i - 1 - self.left
+        if cut_left or (self.right is not None and end_j - 1 > i + self.right):
+            row = torch.arange(i, end_i, device=device)[:, None]
+            ahead = torch.arange(j, end_j, device=device) - row
             if self.right is not None:
                 parts.append(ahead <= self.right)
             if self.left is not None:
@@ -243,10 +241,7 @@ class Scope:
             parts.append(own[:, None])
         if self.mask is not None:
             parts.append(part_of(self.mask, rows, columns))
-        together = None
-        for part in parts:
-            together = part if together is None else together & part
-        return together
+        return all_of(parts)
 
     def diagonals(self, first: int, width: int, device: torch.device) -> Tensor:
         """Return bool ``[..., queries, width]``, whether row i may attend to key i + first + m."""
@@ -287,9 +282,8 @@ class Scope:
         assert self.bias is not None
         rows = slice(rows.start, min(rows.stop, self.queries))
         columns = slice(0, self.keys)
-        offset = row_offset(
-            part_of(self.bias, rows, columns), self.tile(rows, columns, self.bias.device)
-        )
+        allowed = self.tile(rows, columns, self.bias.device)
+        offset = row_offset(part_of(self.bias, rows, columns), allowed)
         return offset.expand(*offset.shape[:-2], rows.stop - rows.start, 1)
 
     def bias_diagonals(self, first: int, width: int) -> Tensor | None:
