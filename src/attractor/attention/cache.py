@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from attractor.attention import masks
 from attractor.attention.call import autocast_as_sdpa
 from attractor.attention.engines import boundary
+from attractor.attention.engines.bands import diagonals, from_diagonals
 from attractor.attention.engines.values import step_values
 from attractor.attention.pde_attention import pde_attention
 from attractor.attention.pdes import PDE, Line
@@ -287,7 +288,7 @@ class PDECache:
             weights = A[..., :far] if rows == 1 else A[..., :far].tril(first - reach)
             far_output = _grouped_matmul(weights.to(query.dtype), self._stepped[:, :, :far])
         last_keys = pad(A[..., max(first - reach + 1, 0) :], (max(reach - 1 - first, 0), 0))
-        weights = _to_band(last_keys, reach)
+        weights = diagonals(last_keys, reach)
         low = first - 2 * reach + 1
         if low >= self._padding_end:
             patch = weights @ self._stencils_like(weights)[1]
@@ -295,7 +296,7 @@ class PDECache:
             band, open = boundary.before_wall(0, reach), self._open_faces(0, stop)
             patch = boundary.spread(weights, band, self._evolution, row=first, open=open)
         value = pad(self._value[:, :, max(low, 0) : stop], (0, 0, max(-low, 0), 0))
-        output = _grouped_matmul(_from_band(patch).to(query.dtype), value)
+        output = _grouped_matmul(from_diagonals(patch).to(query.dtype), value)
         if far_output is None:
             return output
         return (far_output.to(A.dtype) + output.to(A.dtype)).to(query.dtype)
@@ -374,20 +375,3 @@ def _grouped_matmul(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
     groups = a.reshape(a.shape[0], b.shape[1], -1, a.shape[3])  # rows of the heads that share a key head
     return (groups @ b).reshape(*a.shape[:3], b.shape[3])
-
-
-def _to_band(x: Tensor, width: int) -> Tensor:
-    """Return entries i to i + width - 1 of each row i of x ``[..., rows, rows + width - 1]``."""
-    rows = x.shape[-2]
-    if rows == 1:
-        return x
-    return pad(x.flatten(-2), (0, rows)).unflatten(-1, (rows, rows + width))[..., :width]
-
-
-def _from_band(band: Tensor) -> Tensor:
-    """Return the inverse of `_to_band`, with zeros elsewhere."""
-    rows, width = band.shape[-2:]
-    if rows == 1:
-        return band
-    flat = pad(band, (0, rows)).flatten(-2)[..., : rows * (rows + width - 1)]
-    return flat.unflatten(-1, (rows, rows + width - 1))

@@ -106,12 +106,11 @@ def context_parallel_attention(
     if call.empty:
         return query.new_zeros(shape)
     query, key, value, scale, evolution = call.flattened()
-    attention = _causal_attention if is_causal else _full_attention
-    out = attention(query, key, value, processes, parts, evolution, scale)
+    out = _attend(query, key, value, processes, parts, evolution, scale, is_causal)
     return out.to(value.dtype).reshape(shape)
 
 
-def _full_attention(
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -119,69 +118,44 @@ def _full_attention(
     parts: Parts,
     evolution: Evolution,
     scale: float,
+    is_causal: bool,
 ) -> Tensor:
-    """Return attention of every row to all keys: a halo of values on both sides, and the ring."""
-    rank, reach = processes.rank, evolution.reach
-    halo = extend_runs(parts.runs, reach, reach, parts.tokens)
-    value = fetch(value, processes, parts.runs, halo)
-    stepped = _step_runs(value, halo[rank], parts.runs[rank], evolution)
-    ring = Ring(processes, parts.runs, parts.runs, None)
-    out, _ = ring_softmax(query, key, stepped, _no_scores(query), ring, scale)
-    return out
+    """Return attention to far keys by the ring, and to the keys near a causal wall by this process."""
+    runs, rank, reach = parts.runs, processes.rank, evolution.reach
+    near = reach if is_causal else 0  # number of keys per row whose weights take the steps
+    left, right = (2 * reach, 0) if is_causal else (reach, reach)
+    key_halo = extend_runs(runs, near, 0, parts.tokens)
+    value_halo = extend_runs(runs, left, right, parts.tokens)
+    far = extend_runs(runs, near, -near, parts.tokens)
+    value = fetch(value, processes, runs, value_halo)
+    stepped = _step_runs(value, value_halo[rank], far[rank], evolution)
+    ring = Ring(processes, runs, far, reach if is_causal else None)
+    dtype = accumulate_dtype(query.dtype)
+    if not near:
+        no_scores = query.new_empty(*query.shape[:-1], 0, dtype=dtype)
+        return ring_softmax(query, key, stepped, no_scores, ring, scale)[0]
 
-
-def _causal_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    processes: Processes,
-    parts: Parts,
-    evolution: Evolution,
-    scale: float,
-) -> Tensor:
-    """Return causal attention: far keys by the ring, and the last `reach` keys of each row here."""
-    rank, reach, dtype = processes.rank, evolution.reach, accumulate_dtype(query.dtype)
-    key_halo = extend_runs(parts.runs, reach, 0, parts.tokens)
-    value_halo = extend_runs(parts.runs, 2 * reach, 0, parts.tokens)
-    far = extend_runs(parts.runs, reach, -reach, parts.tokens)
-    rows, key_runs, value_runs, far_runs = (x[rank] for x in (parts.runs, key_halo, value_halo, far))
-    key = fetch(key, processes, parts.runs, key_halo)
-    value = fetch(value, processes, parts.runs, value_halo)
-    stepped = _step_runs(value, value_runs, far_runs, evolution)
-    keys = split_runs(key, key_runs)
-    far_key = torch.cat([k[..., : stop - start, :] for k, (start, stop) in zip(keys, far_runs)], -2)
-    scores = _no_scores(query)
-    if reach:
-        scores = torch.cat(
-            [
-                _boundary_scores(q.to(dtype), k.to(dtype), reach, start, key_start, scale)
-                for q, k, (start, _), (key_start, _) in zip(
-                    split_runs(query, rows), keys, rows, key_runs
-                )
-            ],
-            -2,
-        )
-    ring = Ring(processes, parts.runs, far, reach)
-    out, weights = ring_softmax(query, far_key, stepped, scores, ring, scale)
-    if not reach:
-        return out
+    starts, key_starts, value_starts = (
+        [start for start, _ in x[rank]] for x in (runs, key_halo, value_halo)
+    )
+    keys = split_runs(fetch(key, processes, runs, key_halo), key_halo[rank])
+    far_key = torch.cat([k[..., : stop - start, :] for k, (start, stop) in zip(keys, far[rank])], -2)
+    scores = [
+        _boundary_scores(q.to(dtype), k.to(dtype), reach, start, key_start, scale)
+        for q, k, start, key_start in zip(split_runs(query, runs[rank]), keys, starts, key_starts)
+    ]
+    out, weights = ring_softmax(query, far_key, stepped, torch.cat(scores, -2), ring, scale)
     band = boundary.before_wall(0, reach)
+    patches = [
+        boundary.spread(w, band, evolution, row=start)
+        for w, start in zip(split_runs(weights, runs[rank]), starts)
+    ]
+    values = split_runs(value.to(dtype), value_halo[rank])
     sums = [
-        band_values(
-            boundary.spread(w, band, evolution, row=start),
-            v.to(dtype),
-            start + band.patch - value_start,
-        )
-        for w, v, (start, _), (value_start, _) in zip(
-            split_runs(weights, rows), split_runs(value, value_runs), rows, value_runs
-        )
+        band_values(patch, v, start + band.patch - value_start)
+        for patch, v, start, value_start in zip(patches, values, starts, value_starts)
     ]
     return out + torch.cat(sums, -2)
-
-
-def _no_scores(query: Tensor) -> Tensor:
-    """Return scores ``[batch, heads, rows, 0]`` of no keys."""
-    return query.new_empty(*query.shape[:-1], 0, dtype=accumulate_dtype(query.dtype))
 
 
 def _step_runs(value: Tensor, source: Runs, target: Runs, evolution: Evolution) -> Tensor:

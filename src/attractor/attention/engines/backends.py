@@ -9,7 +9,7 @@ A backward computes weights ``exp(score - log-sum-exp)`` and subtracts ``<grad, 
 part of a softmax too, given the output and log-sum-exp of the whole. `selection` chooses an operator.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -136,7 +136,7 @@ def _cropped_grads(grads: Iterable[Tensor], *inputs: Tensor) -> tuple[Any, ...]:
 
 def cpu(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
     """Run the operator for CPUs, which takes every strip without a band and packed documents."""
-    tensors = (q, k, v)
+    tensors: Sequence[Tensor] = (q, k, v)
     if q.shape[-1] != v.shape[-1]:
         tensors = _padded(max(q.shape[-1], v.shape[-1]), q, k, v)
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -268,8 +268,8 @@ class _FlashLayout(NamedTuple):
         if strip.packed is not None:
             cu_seqlens, longest = strip.packed.cu_seqlens, strip.packed.max_seqlen
             joined = [x.transpose(1, 2).flatten(0, 1) for x in tensors]
-            sequences = cu_seqlens, cu_seqlens, longest, longest
-            return cls(joined, sequences, lambda x: x.unflatten(0, (batch, -1)).transpose(1, 2))
+            bounds = cu_seqlens, cu_seqlens, longest, longest
+            return cls(joined, bounds, lambda x: x.unflatten(0, (batch, -1)).transpose(1, 2))
         sequences = None, None, tensors[0].shape[-2], tensors[-2].shape[-2]
         in_order = (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in tensors)
         if batch * heads > GRID or not all(in_order):
