@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attractor.attention import kernels, masks
-from attractor.attention.call import Call, autocast_as_sdpa, four_dimensions, with_positive_scale
+from attractor.attention.call import Call, autocast_as_sdpa
 from attractor.attention.engines import softmax
 from attractor.attention.engines.stepped import stepped
 from attractor.attention.engines.tiled import tiled
@@ -26,7 +26,6 @@ from attractor.attention.masks import Scope
 from attractor.attention.pde_attention import pde_attention
 from attractor.attention.pdes import PDE, Diffusion
 from attractor.attention.pdes.evolution import Evolution
-from attractor.attention.pdes.pde import for_heads
 from attractor.attention.plan import refuse_transforms
 from attractor.attention.precision import accumulate_dtype, first_derivatives_only
 from attractor.core.checks import as_int, is_whole
@@ -89,7 +88,7 @@ def window_attention(
         raise ValueError(f"query {list(query.shape)} must be [batch, heads, tokens, dim]")
     if call.empty:
         return query.new_zeros(*query.shape[:-1], value.shape[-1])
-    query, scale = with_positive_scale(query, scale)
+    query, key, value, scale, evolution = call.flattened()
     left, right = masks.sides(call.window)
     right = 0 if is_causal else right
     if left < 0 <= right and global_tokens and not is_causal:
@@ -100,16 +99,13 @@ def window_attention(
         is_causal,
         call.key_padding,
         dropout_p,
-        query.shape[-1] ** -0.5 if scale is None else scale,
-        enable_gqa,
-        call.evolution.with_pde(for_heads(call.pde, query.shape[:-2])),
+        scale,
+        evolution,
     )
     if left < 0:
         return options.attend(query, key, value, key_padding=call.key_padding, window=(left, right))
     unmasked = not dropout_p and call.key_padding is None
-    if unmasked and not _why_no_kernels(
-        query, value, options.window, options.global_tokens, options.evolution
-    ):
+    if unmasked and not _why_no_kernels(query, value, (left, right), options.global_tokens, evolution):
         return _attend_by_kernels(query, key, value, options)
     joint_rows = min(tokens, options.joint_rows)
     joint, separate = (0, options.joint_keys(tokens)), (joint_rows - left, tokens)
@@ -140,7 +136,6 @@ class _Options:
     key_padding: Tensor | None
     dropout_p: float
     scale: float
-    enable_gqa: bool
     evolution: Evolution
 
     @property
@@ -158,8 +153,8 @@ class _Options:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
         """Return `pde_attention` with these options, and with masks as further arguments."""
         return pde_attention(
-            query, key, value, dropout_p=self.dropout_p, scale=self.scale, enable_gqa=self.enable_gqa,
-            pde=self.evolution.pde, steps=self.evolution.steps, dt=self.evolution.dt, **kwargs,
+            query, key, value, dropout_p=self.dropout_p, scale=self.scale, pde=self.evolution.pde,
+            steps=self.evolution.steps, dt=self.evolution.dt, **kwargs,
         )  # fmt: skip
 
 
@@ -198,8 +193,6 @@ def _attend_separate_rows(
     Keys and values are those from the first one in the window of the first separate row to the last.
     """
     (left, right), evolution, dropout_p = options.window, options.evolution, options.dropout_p
-    _, global_key, global_value = four_dimensions(query, global_key, global_value)
-    query, key, value = four_dimensions(query, key, value)
     rows, keys, count = query.shape[-2], key.shape[-2], options.global_tokens
     valid = valid_global = None
     if options.key_padding is not None:
@@ -266,13 +259,11 @@ def _attend_by_kernels(query: Tensor, key: Tensor, value: Tensor, options: _Opti
     (left, right), tokens, evolution = options.window, query.shape[-2], options.evolution
     count, scale = options.global_tokens, options.scale
     if not count and not evolution.steps:
-        query, key, value = four_dimensions(query, key, value)
         return softmax.attention(query, key, value, Scope(tokens, tokens, left, right), scale)
     table = None
     if evolution.steps:
         table = values.taps(pde=evolution.pde, steps=evolution.steps, dt=evolution.dt, like=value)
     if right == 0 and (options.is_causal or not count):
-        query, key, value = four_dimensions(query, key, value)
         return window_kernels.causal(query, key, value, count, table, left, scale)
     start, stop = options.joint_rows, tokens - right  # of the rows that kernels compute
     ranges = (0, tokens), (0, options.joint_keys(tokens)), (stop - left, tokens), (0, count)
@@ -286,8 +277,6 @@ def _attend_by_kernels(query: Tensor, key: Tensor, value: Tensor, options: _Opti
             last_query, last_key, last_value, global_key, global_value, options
         )
         last_rows = torch.cat(list(outputs), -2)
-    _, global_key, global_value = four_dimensions(query, global_key, global_value)
-    query, key, value = four_dimensions(query, key, value)
     global_value = global_value.to(accumulate_dtype(value.dtype))
     if table is not None and count:
         global_value = values.step(global_value, table, None)
