@@ -19,7 +19,7 @@ from attractor.attention import masks
 from attractor.attention.call import autocast_as_sdpa
 from attractor.attention.engines import boundary
 from attractor.attention.engines.bands import diagonals, from_diagonals
-from attractor.attention.engines.values import step_values
+from attractor.attention.engines.values import Stencil, step_values
 from attractor.attention.pde_attention import pde_attention
 from attractor.attention.pdes import PDE, Line
 from attractor.attention.pdes.evolution import Evolution
@@ -104,7 +104,7 @@ class PDECache:
         self._value: Tensor | None = None
         self._stepped: Tensor | None = None
         self._valid_keys: Tensor | None = None
-        self._stencils: tuple[Tensor, Tensor] | None = None
+        self._stencil: Stencil | None = None
 
     @property
     def _evolution(self) -> Evolution:
@@ -203,7 +203,7 @@ class PDECache:
                 attributes[name] = buffer.index_select(0, indices.to(buffer.device))
         if batch > 1:
             attributes["pde"] = with_coefficients(self.pde, lambda x: _select_texts(x, indices))
-            attributes["_stencils"] = None
+            attributes["_stencil"] = None
         for name, value in attributes.items():
             setattr(self, name, value)
 
@@ -258,12 +258,12 @@ class PDECache:
             return
         low = max(first - reach, 0)
         value = self._value[:, :, low : self._length].to(accumulate_dtype(self._value.dtype))
-        stencil, _ = self._stencils_like(value)
-        if stencil.ndim > 2 and stencil.shape[-3] > 1 and value.shape[1] != heads:
+        row = self._stencil_like(value).matrix[..., :1, : 2 * reach + 1]
+        if row.ndim > 2 and row.shape[-3] > 1 and value.shape[1] != heads:
             # Heads share values but not coefficients.
             value = value.repeat_interleave(heads // value.shape[1], 1)
         if last - first == 1 and low >= self._padding_end and low + 2 * reach + 1 == self._length:
-            stepped = stencil @ value
+            stepped = row @ value
         else:
             stepped = step_values(self._evolution, value, self._open_faces(low, self._length))
             stepped = stepped[:, :, first - low : last - low]
@@ -291,7 +291,7 @@ class PDECache:
         weights = diagonals(last_keys, reach)
         low = first - 2 * reach + 1
         if low >= self._padding_end:
-            patch = weights @ self._stencils_like(weights)[1]
+            patch = weights @ self._stencil_like(weights).bottom
         else:
             band, open = boundary.before_wall(0, reach), self._open_faces(0, stop)
             patch = boundary.spread(weights, band, self._evolution, row=first, open=open)
@@ -326,18 +326,11 @@ class PDECache:
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
         return scores.softmax(-1).masked_fill(~allowed, 0.0), allowed
 
-    def _stencils_like(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the coefficients of a stepped value, and the matrix from near weights to their patch.
-
-        They are ``[..., 1, 2 R + 1]`` and ``[..., R, 2 R]``, for tokens away from padding.
-        """
-        if self._stencils is None or self._stencils[0].device != x.device:
-            reach, unit = self._reach, torch.eye(self._reach, dtype=x.dtype, device=x.device)
-            row = pad(unit[:1, :1], (reach, reach))
-            stencil = self._evolution.of_linear(row, Line(-1))
-            wall = self._evolution.of_linear(pad(unit, (reach, 0)), Line(-1))
-            self._stencils = stencil.to(x.dtype), wall.to(x.dtype)
-        return self._stencils
+    def _stencil_like(self, x: Tensor) -> Stencil:
+        """Return the matrices of all steps away from padding, with the device and dtype of `x`."""
+        if self._stencil is None or self._stencil.matrix.device != x.device:
+            self._stencil = Stencil.of(self._evolution, x.dtype, x.device)
+        return self._stencil
 
 
 @autocast_as_sdpa

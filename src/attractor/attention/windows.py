@@ -21,7 +21,7 @@ from attractor.attention.call import Call, autocast_as_sdpa
 from attractor.attention.engines import softmax
 from attractor.attention.engines.stepped import stepped
 from attractor.attention.engines.tiled import tiled
-from attractor.attention.global_tokens import GlobalTokens
+from attractor.attention.global_tokens import global_scores
 from attractor.attention.masks import Scope
 from attractor.attention.pde_attention import pde_attention
 from attractor.attention.pdes import PDE, Diffusion
@@ -198,7 +198,7 @@ def _attend_separate_rows(
     if options.key_padding is not None:
         valid = options.key_padding[:, None, None, :]
         valid, valid_global = valid[..., valid.shape[-1] - keys :], valid[..., :count]
-    global_tokens = GlobalTokens(global_key, global_value, valid_global, evolution)
+    of_global_tokens = global_key, global_value, valid_global, evolution, options.scale
 
     # A row depends only on the keys in its window, so that blocks of rows are independent. On a GPU,
     # where the number of launches matters, linear PDEs take all rows as one block; for gradients all
@@ -216,7 +216,7 @@ def _attend_separate_rows(
         block_valid = None if valid is None else valid[..., start : start + k.shape[-2]]
         # Row i of a block attends to its keys i to i + left + right.
         scope = Scope(q.shape[-2], k.shape[-2], 0, None if right < 0 else left + right, block_valid)
-        others = global_tokens.others(q, options.scale)
+        others = global_scores(q, *of_global_tokens)
         if linear:
             step = kernels.value_stepper(q, v, evolution)
             yield stepped(q, k, v, scope, options.scale, evolution, others, step)
