@@ -104,9 +104,9 @@ class Call:
         lead, keys = self.query.shape[:-2], self.key.shape[-2]
         if self.masked or self.documents is not None:
             self._normalise_masks()
-        for name, known in (("axis", AXES), ("walls", WALLS), ("method", METHODS)):
-            if getattr(self, name) not in known:
-                check_choice(name, getattr(self, name), known)
+        for name, choices in (("axis", AXES), ("walls", WALLS), ("method", METHODS)):
+            if getattr(self, name) not in choices:
+                check_choice(name, getattr(self, name), choices)
         for name in ("is_causal", "enable_gqa", "renormalise"):
             if not isinstance(getattr(self, name), (bool, np.bool_)):
                 raise TypeError(f"{name} = {getattr(self, name)!r} must be True or False")

@@ -18,6 +18,7 @@ from attractor.attention import masks
 from attractor.attention.call import Call, autocast_as_sdpa
 from attractor.attention.engines.dense import dense, space
 from attractor.attention.pdes import PDE, LearnedPDE, Neighbourhood
+from attractor.attention.pdes.pde import as_equation
 from attractor.core.checks import check_beside, check_number, check_tensor, check_whole
 
 LIMIT = 2**27  # Entries of all maps of a trace: half a gigabyte in float32.
@@ -253,8 +254,7 @@ def hybrid_errors(
         )
     check_whole("steps", steps, 0)
     check_number("dt", dt, 0.0)
-    if isinstance(pde, type) or not hasattr(pde, "step"):
-        raise ValueError(f"pde {pde!r} is not an equation; pass one such as pdes.Diffusion(alpha=0.1)")
+    pde = as_equation(pde)
     if not hasattr(where, "laplacian"):
         raise TypeError(f"where is a {type(where).__name__}; pass a Line or a Plane")
     norm = lambda u: torch.linalg.vector_norm(u, dim=(-2, -1))

@@ -137,8 +137,8 @@ def _quickest(call: Call, rejected: dict[str, str]) -> Plan:
 
 def _fused(call: Call, documents: Any) -> Plan:
     name = type(call.pde).__name__
-    known = name if call.documents is None else f"{name} within documents"
-    reason = "asked for" if call.method == "fused" else f"there are kernels for {known}"
+    problem = name if call.documents is None else f"{name} within documents"
+    reason = "asked for" if call.method == "fused" else f"there are kernels for {problem}"
     backend, boundary, operator = "Triton kernels", "none: no wall moves with the row", None
     if call.evolution.linear:
         far = call.query.shape[-2] - call.evolution.reach

@@ -111,11 +111,11 @@ def preferred(device: int, dtype: torch.dtype, dim: int) -> str:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )  # fmt: skip
-    return _asked(device, dtype, dim, settings)
+    return _sdpa_choice(device, dtype, dim, settings)
 
 
 @cache
-def _asked(device: int, dtype: torch.dtype, dim: int, settings: tuple[int, ...]) -> str:
+def _sdpa_choice(device: int, dtype: torch.dtype, dim: int, settings: tuple[int, ...]) -> str:
     where = torch.device("cuda", device)
     with torch.enable_grad():
         like = torch.empty(1, 1, 128, dim, dtype=dtype, device=where, requires_grad=True)

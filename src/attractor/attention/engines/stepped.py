@@ -94,8 +94,8 @@ def without_walls(
     periodic = walls == "periodic"
     if axis == "key":
         line = Line(-2, periodic=periodic).adjoint
-        moved = evolution.of_linear(value.to(dtype), line).to(value.dtype)
-        return softmax_attention(query, key, moved, scope, scale)
+        far_values = evolution.of_linear(value.to(dtype), line).to(value.dtype)
+        return softmax_attention(query, key, far_values, scope, scale)
     output = softmax_attention(query, key, value, scope, scale)
     faces = None
     if walls == "mask" and scope.documents is not None:
@@ -119,8 +119,8 @@ def softmax_attention(
     bias, valid = scope.bias, scope.valid_keys
     if bias is not None and bias.dtype != query.dtype:
         # What is rounded is the distance from the largest, which is small where weights are large.
-        seen = bias if valid is None else bias.masked_fill(~valid, -torch.inf)
-        largest = seen.amax(-1, keepdim=True)
+        visible = bias if valid is None else bias.masked_fill(~valid, -torch.inf)
+        largest = visible.amax(-1, keepdim=True)
         bias = (bias - largest.masked_fill(largest == -torch.inf, 0.0)).clamp(max=0.0)
     if valid is None:
         mask = None if bias is None else bias.to(query.dtype)

@@ -111,7 +111,7 @@ class _Job:
         for start in range(0, scope.queries, height):
             rows = slice(start, min(start + height, scope.queries))
             columns = scope.columns(rows)
-            kept = self._kept(query, rows, columns)
+            drawn = self._dropout_mask(query, rows, columns)
             for first in range(columns.start, columns.stop, COLUMNS):
                 inner = slice(first, min(first + COLUMNS, columns.stop))
                 outer = slice(
@@ -121,8 +121,8 @@ class _Job:
                 keys, values = (inner, outer) if by_source else (outer, inner)
                 far = by_source and self._far(rows, inner)
                 keep = None
-                if kept is not None:
-                    keep = kept[..., keys.start - columns.start : keys.stop - columns.start]
+                if drawn is not None:
+                    keep = drawn[..., keys.start - columns.start : keys.stop - columns.start]
                 yield _Tile(rows, keys, inner if far else values, by_source, far, keep)
 
     def _far(self, rows: slice, columns: slice) -> bool:
@@ -130,7 +130,7 @@ class _Job:
         clear_left = left is None or columns.start >= rows.stop - 1 - left + self.reach
         return clear_left and (right is None or columns.stop - 1 <= rows.start + right - self.reach)
 
-    def _kept(self, query: Tensor, rows: slice, columns: slice) -> Tensor | None:
+    def _dropout_mask(self, query: Tensor, rows: slice, columns: slice) -> Tensor | None:
         """Return what dropout keeps of some rows, the same for each call."""
         if not self.dropout_p:
             return None
@@ -151,8 +151,8 @@ class _Job:
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -torch.inf)
         A = (scores - lse[..., None]).exp()
-        if tile.kept is not None:
-            A = torch.where(tile.kept, A / max(1 - self.dropout_p, 1e-9), 0.0)
+        if tile.keep is not None:
+            A = torch.where(tile.keep, A / max(1 - self.dropout_p, 1e-9), 0.0)
         elif self.dropout_p:
             A = dropout(A, self.dropout_p)
         if hasattr(pde, "start"):
@@ -176,7 +176,7 @@ class _Tile:
     values: slice  # which the stepped weights meet
     by_source: bool
     far: bool  # from all moving walls: stepped values serve
-    kept: Tensor | None
+    keep: Tensor | None
 
 
 class _Tiled(torch.autograd.Function):
@@ -214,9 +214,9 @@ class _Tiled(torch.autograd.Function):
                 for part in parts:
                     part.requires_grad_()
                 out = job.output(tile, *parts)
-            found = torch.autograd.grad(out, parts, grad[..., tile.rows, :], allow_unused=True)
+            gradients = torch.autograd.grad(out, parts, grad[..., tile.rows, :], allow_unused=True)
             dq, dk, dv, dlse = _cut(tile, *total)
-            for sum_, part in zip((dq, dk, dv, dlse, *slopes), found):
+            for sum_, part in zip((dq, dk, dv, dlse, *slopes), gradients):
                 if part is not None:
                     sum_ += part
         return *total, None, *slopes
