@@ -176,11 +176,13 @@ class Call:
         positive.
         """
         query, key, value = four_dimensions(self.query, self.key, self.value)
-        query, scale = with_positive_scale(query, self.scale)
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        if scale <= 0:  # operators multiply masked scores of -inf by the scale
+            query, scale = (-query, -scale) if scale < 0 else (query * 0.0, 1.0)
         evolution = self.evolution
         if not evolution.constant:
             evolution = evolution.with_pde(for_heads(evolution.pde, self.query.shape[:-2]))
-        return query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, evolution
+        return query, key, value, scale, evolution
 
 
 def _alike(query: Any, key: Any, value: Any) -> bool:
@@ -212,16 +214,6 @@ def four_dimensions(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
         key = key.repeat_interleave(heads // shared, dim=1)
         value = value.repeat_interleave(heads // shared, dim=1)
     return query, key, value
-
-
-def with_positive_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
-    """Return query and scale with the same scores and a positive scale.
-
-    Operators multiply masked scores of -inf by the scale.
-    """
-    if scale is None or scale > 0:
-        return query, scale
-    return (-query, -scale) if scale < 0 else (query * 0.0, 1.0)
 
 
 def check_causality(call: Call) -> None:

@@ -60,7 +60,8 @@ def tiled(
         lse = torch.logaddexp(lse.masked_fill(nothing, 0.0), more.masked_fill(nothing, 0.0))
         lse = lse.masked_fill(nothing, -torch.inf)
     stepped = value[..., :0, :]
-    if linear_steps(pde) and scope.mask is None and not torch.compiler.is_compiling():
+    linear_steps = pde.linear or getattr(pde, "split", False)  # a split reaction comes before them
+    if linear_steps and scope.mask is None and not torch.compiler.is_compiling():
         stepped = step_values(evolution, value, scope.open_faces())
     compiling = torch.compiler.is_compiling()
     seed = int(torch.randint(1 << 62, ())) if dropout_p and not compiling else 0
@@ -75,11 +76,6 @@ def tiled(
         return out.to(dtype)
     weights = (others[0] - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
     return (out + others[1](dropout(weights, dropout_p))).to(dtype)
-
-
-def linear_steps(pde: PDE) -> bool:
-    """Return whether the steps are linear, whatever happens to the map before the first."""
-    return pde.linear or bool(getattr(pde, "split", False))
 
 
 def coefficients(pde: PDE) -> list[str]:

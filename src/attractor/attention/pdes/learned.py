@@ -74,8 +74,8 @@ class LearnedPDE(nn.Module):
             place = (place - margin) / (1 - MARGIN - margin)
             if not ((place > 0) & (place < 1)).all():
                 raise ValueError(
-                    f"{name} = {_numbers(value)} of {self.kind.__name__} must lie between {_numbers(low)} "
-                    f"and {_numbers(high)}, ends excluded, to be learnt with dt = {dt:g} on axis {axis!r}; "
+                    f"{name} = {_text(value)} of {self.kind.__name__} must lie between {_text(low)} "
+                    f"and {_text(high)}, ends excluded, to be learnt with dt = {dt:g} on axis {axis!r}; "
                     "start elsewhere, or take other steps"
                 )
             values[name], self.start[name] = value, place.logit().flatten().tolist()
@@ -148,6 +148,6 @@ def _each(pde: Any, name: str, heads: int | None) -> Tensor:
     return value.reshape(-1, 1, 1).expand(heads or 1, 1, 1)
 
 
-def _numbers(value: float | Tensor) -> str:
+def _text(value: float | Tensor) -> str:
     numbers = sorted(set(torch.as_tensor(value, device="cpu").flatten().tolist()))
     return ", ".join(f"{x:g}" for x in numbers)

@@ -189,20 +189,17 @@ def with_coefficients(pde: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return replace(pde, **others) if others else pde
 
 
-def for_maps(pde: Any, shape: Sequence[int]) -> Any:
-    """Return the equation with coefficients of no more dimensions than maps ``[*batch, heads]``."""
-    most = len(shape) + 2
-    return with_coefficients(pde, lambda x: x.reshape(x.shape[-most:]) if x.ndim > most else x)
-
-
 def for_heads(pde: Any, shape: Sequence[int]) -> Any:
     """Return the equation for maps of this shape, ``[*batch, heads]``, flattened to four dimensions."""
+    most = max(len(shape), 2) + 2
 
-    def flat(x: Tensor) -> Tensor:
-        return x.expand(*shape[:-1], *x.shape[-3:]).flatten(0, -4) if x.ndim > 3 else x
+    def reshape(x: Tensor) -> Tensor:
+        x = x.reshape(x.shape[-most:]) if x.ndim > most else x
+        if len(shape) > 2 and x.ndim > 3:
+            x = x.expand(*shape[:-1], *x.shape[-3:]).flatten(0, -4)
+        return x
 
-    pde = for_maps(pde, shape if len(shape) > 2 else (1, 1))
-    return with_coefficients(pde, flat) if len(shape) > 2 else pde
+    return with_coefficients(pde, reshape)
 
 
 def same(pde: Any, other: Any) -> bool:
