@@ -409,7 +409,7 @@ def test_linear_pdes_may_step_the_values_instead(pde):
 
 WRONG = {
     "no PDE is called 'heat'": {"pde": "heat"},
-    "is not an equation; give one such as": {"pde": pdes.Diffusion},
+    "is not an equation; pass one such as": {"pde": pdes.Diffusion},
     "dt = 7 is unstable": {"dt": 7.0},
     "dt = -1 must be": {"dt": -1},
     "steps = -1 must be a whole number": {"steps": -1},

@@ -171,7 +171,7 @@ WRONG = {
     r"alpha = 0.3 .* between 0 and 0.25, .* with dt = 1 on axis 'both'": (Diffusion(0.3), {"axis": "both"}),
     r"beta = 0.3 of AdvectionDiffusion must lie between -0.2 and 0.2": (AdvectionDiffusion(0.1, 0.3), {}),
     "no PDE is called 'heat'": ("heat", {}),
-    "is not an equation; give one such as": (Diffusion, {}),
+    "is not an equation; pass one such as": (Diffusion, {}),
     "dt = 0 must be more than 0": ("wave", {"dt": 0}),
     r"nobody knows where kappa of Unbounded may go: give it a method interval\(name, dt, axis\)": (Unbounded(), {}),
     "axis 'keys' is not one of key": ("wave", {"axis": "keys"}),

@@ -305,17 +305,15 @@ def test_tokens_without_heads_are_one_head(heads, causal):
 
 
 def test_errors_teach():
-    q, k, v = qkv(key_heads=1)
+    q, _, v = qkv(key_heads=1)
     for attend in (performer_attention, performer_dense):
         with pytest.raises(TypeError, match=r"is_causal = 0.5 must be True or False"):
             attend(q, q, q, features=torch.randn(4, 8), is_causal=0.5)
     with pytest.raises(ValueError, match=r"features \[3, 8\] must be \[4, count\]"):
         performer_attention(q, q, v, features=torch.randn(3, 8))
     with pytest.raises(ValueError, match="pass enable_gqa=True"):
-        performer_attention(q, k, v, features=torch.randn(4, 8))
-    with pytest.raises(
-        ValueError, match=r"key_padding \[2, 3\] of torch.bool must be bool \[batch, keys\]"
-    ):
+        performer_attention(*qkv(heads=4, key_heads=2), features=torch.randn(4, 8))
+    with pytest.raises(ValueError, match=r"key_padding \[2, 3\] must be \[2, 40\]"):
         performer_attention(q, q, q, features=torch.randn(4, 8), key_padding=torch.ones(2, 3).bool())
     with pytest.raises(ValueError, match="dt = 7 is unstable"):
         performer_attention(q, q, q, features=torch.randn(4, 8), pde="diffusion", dt=7.0)

@@ -1,12 +1,8 @@
 """PDE attention: attention maps that evolve under a PDE before they multiply the values.
 
-The map A(0) is the output of a softmax, ``[..., queries, keys]``. It takes `steps` steps of size `dt`
-in pseudo-time along an axis, the keys by default, and multiplies the values. A wall is where a mask
-ends: nothing flows through it, so that a causal map stays exactly causal, and its rows still sum to 1.
-A face is the place between two neighbouring keys; it is open if a query may attend to both.
-
-A call has three moments, each in one place: arguments become a `Call` (`call.py`), the call gets a
-`Plan` (`plan.py`), and the plan's engine computes it (`engines/`, or `kernels/` on a GPU).
+Arguments become a `Call` (`call.py`), the call gets a `Plan` (`plan.py`), and the plan's engine computes
+it (`engines/`, or `kernels/` on a GPU). A wall is where a mask ends: nothing flows through it, so that a
+causal map stays exactly causal. A face is the place between two neighbouring keys.
 
 >>> import torch
 >>> from attractor.attention import assert_causal, pde_attention, pdes

@@ -1,11 +1,9 @@
 """Decoding with PDE attention: a cache of keys, values and stepped values.
 
-The row of a new token in the attention map ends at the token itself, which is a wall. Let R be the reach
-of all steps together, the number of steps times the reach of the PDE. The weights of keys that are at
-least R tokens before the new one multiply stepped values. A stepped value is final once R tokens follow
-it, so each new token makes one more final, and the cache stores it. The last R weights of the row take
-the steps themselves, within 2 R keys. A token therefore costs ordinary cached attention plus O(R).
-For a nonlinear PDE the entire row takes the steps, which costs steps / dim of the attention.
+The row of a new token ends at the token itself, which is a wall. Let R be the reach of all steps. A
+stepped value is final once R tokens follow it; the cache stores it then. The last R weights of a row
+take the steps themselves, within 2 R keys, so a token costs ordinary cached attention plus O(R). For a
+nonlinear PDE the entire row takes the steps, which costs steps / dim of the attention.
 """
 
 import copy
@@ -18,16 +16,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attractor.attention import masks
-from attractor.attention.cache_checks import check_new_tokens
 from attractor.attention.call import autocast_as_sdpa
 from attractor.attention.engines import boundary
-from attractor.attention.engines.values import step_values
+from attractor.attention.engines.bands import diagonals, from_diagonals
+from attractor.attention.engines.values import Stencil, step_values
 from attractor.attention.pde_attention import pde_attention
 from attractor.attention.pdes import PDE, Line
 from attractor.attention.pdes.evolution import Evolution
 from attractor.attention.pdes.pde import check_heads, with_coefficients
 from attractor.attention.precision import accumulate_dtype, for_scores
-from attractor.core.checks import as_int, check_number, check_tensor, check_values, check_whole
+from attractor.attention.validation import check_masks, check_tensors, for_every_text
+from attractor.core.checks import (
+    as_int,
+    check_beside,
+    check_number,
+    check_tensor,
+    check_values,
+    check_whole,
+)
 
 BLOCK_ROWS = 128  # Rows of the attention map in memory at once when many tokens are appended.
 
@@ -98,7 +104,7 @@ class PDECache:
         self._value: Tensor | None = None
         self._stepped: Tensor | None = None
         self._valid_keys: Tensor | None = None
-        self._stencils: tuple[Tensor, Tensor] | None = None
+        self._stencil: Stencil | None = None
 
     @property
     def _evolution(self) -> Evolution:
@@ -138,8 +144,8 @@ class PDECache:
         self, query: Tensor, key: Tensor, value: Tensor, key_padding: Tensor | None
     ) -> Tensor:
         first = self._length
-        check_new_tokens(query, key, value, key_padding, self._key, self._value, first)
-        check_heads(self.pde, query.shape[:2])
+        self._check_new_tokens(query, key, value, key_padding)
+        key_padding = for_every_text(key_padding, query)
         self._append(key, value, key_padding)
         if self._reach:
             self._finalise(query.shape[1])
@@ -151,6 +157,29 @@ class PDECache:
         blocks = query.split(BLOCK_ROWS, 2)
         outputs = [self._attend_rows(block, first + i * BLOCK_ROWS) for i, block in enumerate(blocks)]
         return torch.cat(outputs, 2)
+
+    def _check_new_tokens(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding: Tensor | None
+    ) -> None:
+        """Raise unless new tokens match each other, those in the cache, and the PDE."""
+        check_tensors(query, key, value, enable_gqa=True)
+        check_masks(query, key, None, key_padding, None, None)
+        if query.ndim != 4 or query.shape[2] != key.shape[2] or not key.shape[2]:
+            raise ValueError(
+                f"query {list(query.shape)} and key {list(key.shape)} must be [batch, heads, new "
+                "tokens, dim]; every new token needs a query, a key and a value"
+            )
+        check_heads(self.pde, query.shape[:2])
+        for name, x, buffer in (("key", key, self._key), ("value", value, self._value)):
+            if buffer is None:
+                continue
+            check_beside(name, x, "the cache", buffer)
+            if (x.shape[:2], x.shape[3], x.dtype) != (buffer.shape[:2], buffer.shape[3], buffer.dtype):
+                raise ValueError(
+                    f"{name} {list(x.shape)} of {x.dtype} does not match the cache's "
+                    f"{[*buffer.shape[:2], self._length, buffer.shape[3]]} of {buffer.dtype}; use one "
+                    "cache per layer"
+                )
 
     def reorder(self, indices: Tensor) -> None:
         """Replace the texts by those at `indices` of the batch, as beam search does.
@@ -174,7 +203,7 @@ class PDECache:
                 attributes[name] = buffer.index_select(0, indices.to(buffer.device))
         if batch > 1:
             attributes["pde"] = with_coefficients(self.pde, lambda x: _select_texts(x, indices))
-            attributes["_stencils"] = None
+            attributes["_stencil"] = None
         for name, value in attributes.items():
             setattr(self, name, value)
 
@@ -210,11 +239,7 @@ class PDECache:
         self._length = first + tokens
 
     def _write(self, buffer: Tensor | None, new: Tensor, first: int) -> Tensor:
-        """Write tokens from position `first` on into a buffer ``[batch, heads, capacity, n]``.
-
-        Returns:
-            The buffer, or a larger copy if it was full.
-        """
+        """Return the buffer ``[batch, heads, capacity, n]``, larger if full, with new tokens."""
         last = first + new.shape[2]
         if buffer is None or last > buffer.shape[2]:
             capacity = max(self._capacity, last, 0 if buffer is None else 2 * buffer.shape[2])
@@ -233,12 +258,12 @@ class PDECache:
             return
         low = max(first - reach, 0)
         value = self._value[:, :, low : self._length].to(accumulate_dtype(self._value.dtype))
-        stencil, _ = self._stencils_like(value)
-        if stencil.ndim > 2 and stencil.shape[-3] > 1 and value.shape[1] != heads:
+        row = self._stencil_like(value).matrix[..., :1, : 2 * reach + 1]
+        if row.ndim > 2 and row.shape[-3] > 1 and value.shape[1] != heads:
             # Heads share values but not coefficients.
             value = value.repeat_interleave(heads // value.shape[1], 1)
         if last - first == 1 and low >= self._padding_end and low + 2 * reach + 1 == self._length:
-            stepped = stencil @ value
+            stepped = row @ value
         else:
             stepped = step_values(self._evolution, value, self._open_faces(low, self._length))
             stepped = stepped[:, :, first - low : last - low]
@@ -263,15 +288,15 @@ class PDECache:
             weights = A[..., :far] if rows == 1 else A[..., :far].tril(first - reach)
             far_output = _grouped_matmul(weights.to(query.dtype), self._stepped[:, :, :far])
         last_keys = pad(A[..., max(first - reach + 1, 0) :], (max(reach - 1 - first, 0), 0))
-        weights = _to_band(last_keys, reach)
+        weights = diagonals(last_keys, reach)
         low = first - 2 * reach + 1
         if low >= self._padding_end:
-            patch = weights @ self._stencils_like(weights)[1]
+            patch = weights @ self._stencil_like(weights).bottom
         else:
             band, open = boundary.before_wall(0, reach), self._open_faces(0, stop)
             patch = boundary.spread(weights, band, self._evolution, row=first, open=open)
         value = pad(self._value[:, :, max(low, 0) : stop], (0, 0, max(-low, 0), 0))
-        output = _grouped_matmul(_from_band(patch).to(query.dtype), value)
+        output = _grouped_matmul(from_diagonals(patch).to(query.dtype), value)
         if far_output is None:
             return output
         return (far_output.to(A.dtype) + output.to(A.dtype)).to(query.dtype)
@@ -301,20 +326,11 @@ class PDECache:
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
         return scores.softmax(-1).masked_fill(~allowed, 0.0), allowed
 
-    def _stencils_like(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the matrices of all steps away from padding, with the device and dtype of `x`.
-
-        Returns:
-            The coefficients ``[..., 1, 2 R + 1]`` of a stepped value, and the matrix ``[..., R, 2 R]``
-            that maps the last R weights before a wall to their patch.
-        """
-        if self._stencils is None or self._stencils[0].device != x.device:
-            reach, unit = self._reach, torch.eye(self._reach, dtype=x.dtype, device=x.device)
-            row = pad(unit[:1, :1], (reach, reach))
-            stencil = self._evolution.of_linear(row, Line(-1))
-            wall = self._evolution.of_linear(pad(unit, (reach, 0)), Line(-1))
-            self._stencils = stencil.to(x.dtype), wall.to(x.dtype)
-        return self._stencils
+    def _stencil_like(self, x: Tensor) -> Stencil:
+        """Return the matrices of all steps away from padding, with the device and dtype of `x`."""
+        if self._stencil is None or self._stencil.matrix.device != x.device:
+            self._stencil = Stencil.of(self._evolution, x.dtype, x.device)
+        return self._stencil
 
 
 @autocast_as_sdpa
@@ -352,20 +368,3 @@ def _grouped_matmul(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
     groups = a.reshape(a.shape[0], b.shape[1], -1, a.shape[3])  # rows of the heads that share a key head
     return (groups @ b).reshape(*a.shape[:3], b.shape[3])
-
-
-def _to_band(x: Tensor, width: int) -> Tensor:
-    """Return entries i to i + width - 1 of each row i of x ``[..., rows, rows + width - 1]``."""
-    rows = x.shape[-2]
-    if rows == 1:
-        return x
-    return pad(x.flatten(-2), (0, rows)).unflatten(-1, (rows, rows + width))[..., :width]
-
-
-def _from_band(band: Tensor) -> Tensor:
-    """Return the inverse of `_to_band`, with zeros elsewhere."""
-    rows, width = band.shape[-2:]
-    if rows == 1:
-        return band
-    flat = pad(band, (0, rows)).flatten(-2)[..., : rows * (rows + width - 1)]
-    return flat.unflatten(-1, (rows, rows + width - 1))

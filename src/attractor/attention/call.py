@@ -1,14 +1,15 @@
 """The arguments of PDE attention, validated and brought into one form.
 
-`Call.of` is the only place that checks them: plans and engines rely on what it returns.
+`Call` is the only place that checks them: plans and engines rely on it.
 """
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import wraps
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,16 +23,11 @@ from attractor.attention.validation import (
     METHODS,
     WALLS,
     broadcast,
-    check_choices,
-    check_flag,
     check_masks,
-    check_probability,
     check_tensors,
     for_every_text,
-    whole_window,
-    with_rows,
 )
-from attractor.core.checks import check_number
+from attractor.core.checks import as_int, check_choice, check_number, is_number
 
 _warned: set[str] = set()
 
@@ -56,13 +52,15 @@ def autocast_as_sdpa(attention: Attention) -> Attention:
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
-    """Return floats in another dtype, and anything else as it is, to be refused by `Call.of`."""
+    """Return floats in another dtype, and anything else as it is, to be refused by `Call`."""
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Call:
-    """The arguments of `pde_attention` in the form that plans and engines take; `Call.of` makes one.
+    """The arguments of `pde_attention`, validated, in the form that plans and engines take.
+
+    They are passed as to `pde_attention`, and nothing changes them after `__post_init__`.
 
     Attributes:
         query, key, value: Tensors with equal dimensions before their tokens, except that key and value
@@ -73,94 +71,72 @@ class Call:
         documents: ``[batch, tokens]`` ids, or None. On other axes than the keys, padding is a document
             of its own, because its rows must not flow into those of valid tokens.
 
-    All other attributes are as in `pde_attention`.
+    Raises:
+        TypeError, ValueError: The arguments do not fit together.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    attn_mask: Tensor | None
-    dropout_p: float
-    is_causal: bool
-    scale: float | None
-    evolution: Evolution
-    axis: str
-    walls: str
-    key_padding: Tensor | None
-    documents: Tensor | None
-    window: masks.Window | None
-    renormalise: bool
-    method: str
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    _: KW_ONLY
+    pde: PDE | str
+    steps: int = 4
+    dt: float = 1.0
+    axis: str = "key"
+    walls: str = "mask"
+    key_padding: Tensor | None = None
+    documents: Tensor | None = None
+    window: masks.Window | None = None
+    renormalise: bool = False
+    method: str = "auto"
+    evolution: Evolution = field(init=False)
 
-    @classmethod
-    def of(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        *,
-        pde: PDE | str,
-        steps: int = 4,
-        dt: float = 1.0,
-        axis: str = "key",
-        walls: str = "mask",
-        key_padding: Tensor | None = None,
-        documents: Tensor | None = None,
-        window: masks.Window | None = None,
-        renormalise: bool = False,
-        method: str = "auto",
-    ) -> "Call":
-        """Return the call with these arguments of `pde_attention`; raise unless they fit together."""
-        if not _alike(query, key, value):
-            query, key, value = broadcast(query, key, value, enable_gqa)
-            check_tensors(query, key, value, enable_gqa)
-        if not (attn_mask is None and key_padding is None and documents is None and window is None):
-            window = whole_window(window)
-            check_masks(query, key, attn_mask, key_padding, documents, window)
-            attn_mask = with_rows(attn_mask)
-            if attn_mask is not None and attn_mask.is_floating_point():
-                attn_mask = attn_mask.to(accumulate_dtype(query.dtype))
-            key_padding = for_every_text(key_padding, query)
-            documents = for_every_text(documents, query)
-        if not (axis in AXES and walls in WALLS and method in METHODS):
-            check_choices(axis, walls, method)
-        if not (type(is_causal) is bool and type(enable_gqa) is bool and type(renormalise) is bool):
-            for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa),
-                               ("renormalise", renormalise)):  # fmt: skip
-                check_flag(name, flag)
-        if type(dropout_p) is not float or not 0 <= dropout_p <= 1:
-            check_probability(dropout_p)
-        if scale is not None and not torch.compiler.is_compiling():
-            check_number("scale", scale)
-        evolution = Evolution.of(pde, steps, dt, axis)
-        if not evolution.constant:
-            check_heads(evolution.pde, query.shape[:-2])
-        if axis != "key" and key_padding is not None and query.shape[-2] == key.shape[-2]:
-            documents = key_padding.long() if documents is None else 2 * documents.long() + key_padding
-        return cls(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, evolution, axis, walls,
-            key_padding, documents, window, renormalise, method,
-        )  # fmt: skip
+    def __post_init__(self) -> None:
+        if not _alike(self.query, self.key, self.value):
+            tensors = broadcast(self.query, self.key, self.value, self.enable_gqa)
+            check_tensors(*tensors, self.enable_gqa)
+            self.query, self.key, self.value = tensors
+        lead, keys = self.query.shape[:-2], self.key.shape[-2]
+        if self.masked or self.documents is not None:
+            self._normalise_masks()
+        for name, choices in (("axis", AXES), ("walls", WALLS), ("method", METHODS)):
+            if getattr(self, name) not in choices:
+                check_choice(name, getattr(self, name), choices)
+        for name in ("is_causal", "enable_gqa", "renormalise"):
+            if not isinstance(getattr(self, name), (bool, np.bool_)):
+                raise TypeError(f"{name} = {getattr(self, name)!r} must be True or False")
+        p = self.dropout_p
+        if (type(p) is not float and not is_number(p)) or not 0 <= p <= 1:
+            raise ValueError(f"dropout_p = {p} is not a probability")
+        if self.scale is not None and not torch.compiler.is_compiling():
+            check_number("scale", self.scale)
+        self.evolution = Evolution.of(self.pde, self.steps, self.dt, self.axis)
+        self.pde, self.steps, self.dt = self.evolution.pde, self.evolution.steps, self.evolution.dt
+        if not self.evolution.constant:
+            check_heads(self.pde, lead)
+        padding = self.key_padding
+        if self.axis != "key" and padding is not None and self.query.shape[-2] == keys:
+            ids = self.documents
+            self.documents = padding.long() if ids is None else 2 * ids.long() + padding
 
-    @property
-    def pde(self) -> PDE:
-        """The equation."""
-        return self.evolution.pde
-
-    @property
-    def steps(self) -> int:
-        """The number of steps."""
-        return self.evolution.steps
-
-    @property
-    def dt(self) -> float:
-        """The size of a step."""
-        return self.evolution.dt
+    def _normalise_masks(self) -> None:
+        """Check all masks; a mask has rows, a bias is precise, ids have one row per text."""
+        window = self.window
+        self.window = tuple(map(as_int, window)) if isinstance(window, tuple | list) else as_int(window)
+        mask, query = self.attn_mask, self.query
+        check_masks(query, self.key, mask, self.key_padding, self.documents, self.window)
+        if mask is not None and mask.ndim < 2:
+            mask = mask.reshape(1, -1)
+        if mask is not None and mask.is_floating_point():
+            mask = mask.to(accumulate_dtype(query.dtype))
+        self.attn_mask = mask
+        self.key_padding = for_every_text(self.key_padding, query)
+        self.documents = for_every_text(self.documents, query)
 
     @property
     def masks(self) -> dict[str, Any]:
@@ -200,11 +176,13 @@ class Call:
         positive.
         """
         query, key, value = four_dimensions(self.query, self.key, self.value)
-        query, scale = with_positive_scale(query, self.scale)
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        if scale <= 0:  # operators multiply masked scores of -inf by the scale
+            query, scale = (-query, -scale) if scale < 0 else (query * 0.0, 1.0)
         evolution = self.evolution
         if not evolution.constant:
             evolution = evolution.with_pde(for_heads(evolution.pde, self.query.shape[:-2]))
-        return query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, evolution
+        return query, key, value, scale, evolution
 
 
 def _alike(query: Any, key: Any, value: Any) -> bool:
@@ -236,16 +214,6 @@ def four_dimensions(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
         key = key.repeat_interleave(heads // shared, dim=1)
         value = value.repeat_interleave(heads // shared, dim=1)
     return query, key, value
-
-
-def with_positive_scale(query: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
-    """Return query and scale with the same scores and a positive scale.
-
-    Operators multiply masked scores of -inf by the scale.
-    """
-    if scale is None or scale > 0:
-        return query, scale
-    return (-query, -scale) if scale < 0 else (query * 0.0, 1.0)
 
 
 def check_causality(call: Call) -> None:

@@ -1,19 +1,9 @@
 """Attention maps along pseudo-time, and measures of them.
 
-The paper's claims about diffusion, each of which has a test in `tests/attention/test_diagnostics.py`:
-
-- *Theorem 2.* Smoothness ``|L A|²`` and variance decrease with every step within the stable limit. This
-  holds with and without walls. The third claim, that the range grows linearly, does not hold for one
-  map: the variance of the keys that a row attends to grows linearly, as ``2 alpha t`` far from walls, so
-  the range grows like ``sqrt(t)`` until the walls limit it.
-- *Proposition D.4.* Depth adds pseudo-time: L layers of one step each on one map equal one layer of L
-  steps exactly, and equal the flow of the continuous equation over L dt up to O(dt).
-- *Proposition D.5* bounds the distance between a cheap map (windowed, Performer) after its steps and the
-  exact softmax map by the initial distance plus terms that vanish with dt and time. It does not hold:
-  the proof assumes that the softmax map is stationary under diffusion, which it is not. Starting from
-  the exact map itself, the distance does not stay near 0. It grows up to the distance between the exact
-  map and a uniform one. The distance to the exact map *after the same steps*, however, never grows.
-  `hybrid_errors` measures both distances.
+Under diffusion, smoothness ``|L A|²`` and variance decrease with every step within the stable limit,
+with and without walls (Theorem 2). The distance between a cheap map and the exact map after the same
+steps never grows. The bound of Proposition D.5 on the distance to the initial exact map does not hold,
+because a softmax map is not stationary under diffusion; `hybrid_errors` measures both distances.
 """
 
 import math
@@ -28,6 +18,7 @@ from attractor.attention import masks
 from attractor.attention.call import Call, autocast_as_sdpa
 from attractor.attention.engines.dense import dense, space
 from attractor.attention.pdes import PDE, LearnedPDE, Neighbourhood
+from attractor.attention.pdes.pde import as_equation
 from attractor.core.checks import check_beside, check_number, check_tensor, check_whole
 
 LIMIT = 2**27  # Entries of all maps of a trace: half a gigabyte in float32.
@@ -192,9 +183,9 @@ def trace(
 def _trace(
     query: Tensor, key: Tensor, value: Tensor, *arguments: Any, limit: float, **options: Any
 ) -> PDETrace:
-    call = Call.of(query, key, value, *arguments, **options)
+    call = Call(query, key, value, *arguments, **options)
     check_number("limit", limit, 0.0)
-    steps, dt = call.steps, call.dt
+    pde, steps, dt = call.evolution.pde, call.steps, call.dt
     shape = (*call.query.shape[:-1], call.key.shape[-2])
     entries = (steps + 1) * math.prod(shape)
     if entries > limit:
@@ -205,16 +196,16 @@ def _trace(
         )
     _, A = dense(
         call.query, call.key, call.value[..., :0], dropout_p=call.dropout_p, scale=call.scale,
-        pde=call.pde, steps=0, dt=dt, **call.masks,
+        pde=pde, steps=0, dt=dt, **call.masks,
     )  # fmt: skip
     allowed = masks.allowed(shape[-2], shape[-1], call.query.device, **call.masks)
     where = space(allowed, call.axis, call.walls)
-    maps = [A] * (steps + 1) if call.empty else list(_stages(call.pde, A, where, steps, dt))
+    maps = [A] * (steps + 1) if call.empty else list(_stages(pde, A, where, steps, dt))
     if call.renormalise:
         mass = maps[-1].sum(-1, keepdim=True)
         maps[-1] = maps[-1] / mass.masked_fill(mass == 0, 1.0)
     times = dt * torch.arange(steps + 1, dtype=A.dtype, device=A.device)
-    return PDETrace(torch.stack(maps), times, allowed, where, call.pde)
+    return PDETrace(torch.stack(maps), times, allowed, where, pde)
 
 
 def _stages(pde: Any, u: Tensor, where: Neighbourhood, steps: int, dt: float) -> Iterator[Tensor]:
@@ -263,8 +254,7 @@ def hybrid_errors(
         )
     check_whole("steps", steps, 0)
     check_number("dt", dt, 0.0)
-    if isinstance(pde, type) or not hasattr(pde, "step"):
-        raise ValueError(f"pde {pde!r} is not an equation; pass one such as pdes.Diffusion(alpha=0.1)")
+    pde = as_equation(pde)
     if not hasattr(where, "laplacian"):
         raise TypeError(f"where is a {type(where).__name__}; pass a Line or a Plane")
     norm = lambda u: torch.linalg.vector_norm(u, dim=(-2, -1))

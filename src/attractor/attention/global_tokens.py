@@ -4,7 +4,6 @@ Between the global tokens and such a window is a gap, so that the PDE acts on th
 tokens alone, between walls of their own. Their scores are under the same softmax as those of the window.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,51 +18,41 @@ from attractor.attention.precision import accumulate_dtype, first_derivatives_on
 SUM_ROWS = 1024  # rows per partial sum of a gradient of global tokens
 
 
-@dataclass(frozen=True, eq=False)
-class GlobalTokens:
-    """The global tokens, and the steps that their weights take.
+def global_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    valid: Tensor | None,
+    evolution: Evolution,
+    scale: float,
+) -> Others | None:
+    """Return the scores of queries with global tokens, and a function of their weights.
 
-    Attributes:
-        key: ``[batch, heads, global tokens, dim]``.
-        value: ``[batch, heads, global tokens, value dim]``.
+    Args:
+        query: ``[batch, heads, rows, dim]``.
+        key, value: Of the global tokens, ``[batch, heads, global tokens, dim or value dim]``.
         valid: bool ``[batch or 1, 1, 1, global tokens]``, or None if all of them are valid.
         evolution: The PDE and its steps.
+        scale: Scale of the scores.
+
+    Returns:
+        The scores ``[batch, heads, rows, global tokens]``, and a function that maps weights of this
+        shape to their share of the output, as `engines.stepped` takes them; None if there are no global
+        tokens.
     """
-
-    key: Tensor
-    value: Tensor
-    valid: Tensor | None
-    evolution: Evolution
-
-    def others(self, query: Tensor, scale: float) -> Others | None:
-        """Return the scores of queries and a function of their weights, as `engines.stepped` takes them.
-
-        Args:
-            query: ``[batch, heads, rows, dim]``.
-            scale: Scale of the scores.
-
-        Returns:
-            The scores ``[batch, heads, rows, global tokens]``, and a function that maps weights of this
-            shape to their share of the output; None if there are no global tokens.
-        """
-        if not self.key.shape[-2]:
-            return None
-        key, value = (x.to(accumulate_dtype(x.dtype)) for x in (self.key, self.value))
-        scores = _RowProduct.apply(query, (scale * key).mT)
-        open_faces = None
-        if self.valid is not None:
-            scores = scores.masked_fill(~self.valid, -torch.inf)
-            open_faces = self.valid[..., 1:] & self.valid[..., :-1]
-        if (
-            self.evolution.linear
-        ):  # stepping a few values is cheaper than stepping the weights of all rows
-            value = step_values(self.evolution, value, open_faces)
-            return scores, lambda weights: _RowProduct.apply(weights, value)
-
-        def output(weights: Tensor) -> Tensor:
-            return _RowProduct.apply(self.evolution.of_map(weights, Line(-1, open_faces)), value)
-
-        return scores, output
+    if not key.shape[-2]:
+        return None
+    key, value = (x.to(accumulate_dtype(x.dtype)) for x in (key, value))
+    scores = _RowProduct.apply(query, (scale * key).mT)
+    open_faces = None
+    if valid is not None:
+        scores = scores.masked_fill(~valid, -torch.inf)
+        open_faces = valid[..., 1:] & valid[..., :-1]
+    if evolution.linear:  # stepping a few values is cheaper than stepping the weights of all rows
+        stepped = step_values(evolution, value, open_faces)
+        return scores, lambda weights: _RowProduct.apply(weights, stepped)
+    line = Line(-1, open_faces)
+    return scores, lambda weights: _RowProduct.apply(evolution.of_map(weights, line), value)
 
 
 class _RowProduct(torch.autograd.Function):

@@ -1,21 +1,19 @@
 """Which keys a query may attend to: as one boolean matrix, or, to avoid T x T entries, as a `Scope`.
 
-Matrices here are ``[..., queries, keys]``, True where a query may attend, and broadcast: a dimension
-that does not matter has size 1. Positions of queries and keys are both counted from 0 (top left), as
-`torch.nn.functional.scaled_dot_product_attention` does.
-
-An additive mask forbids a key where its entry is at most `WALL`; every other entry is a bias. Softmax
-does not distinguish an entry of -1e4 from -inf, and neither does anything here: `walls_of_bias` is the
-only place that decides.
+Matrices are ``[..., queries, keys]``, True where a query may attend, and broadcast. Positions of queries
+and keys are both counted from 0, as in `torch.nn.functional.scaled_dot_product_attention`. An additive
+mask forbids a key where its entry is at most `WALL` (see `walls_of_bias`); other entries are a bias.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attractor.attention.lengths import larger, smaller, surely
+from attractor.attention.lengths import surely
 
 Window = int | tuple[int, int]
 WALL = -8192.0  # an entry of an additive mask from here on down forbids its key; see `walls_of_bias`
@@ -62,10 +60,12 @@ def allowed(
         parts.append(key_padding[:, None, None, :])
     if documents is not None:
         parts.append((documents[:, :, None] == documents[:, None, :])[:, None])
-    together = None
-    for part in parts:
-        together = part if together is None else together & part
-    return together
+    return all_of(parts)
+
+
+def all_of(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return the conjunction of masks that broadcast, or None if there are none."""
+    return reduce(torch.logical_and, parts) if parts else None
 
 
 def sides(window: Window | None) -> tuple[int, int]:
@@ -101,16 +101,12 @@ def row_offset(bias: Tensor, allowed: Tensor | None) -> Tensor:
     """
     bias = bias.detach()
     largest = (bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)).amax(-1, True)
-    return _if_far(largest)
+    return torch.where((largest.abs() > FAR) & (largest != -torch.inf), largest, 0.0)
 
 
 def without_offset(bias: Tensor, offset: Tensor) -> Tensor:
     """Return a bias minus the offset of its rows, at most 0 where an offset was subtracted."""
     return torch.where(offset == 0, bias, (bias - offset).clamp(max=0.0))
-
-
-def _if_far(largest: Tensor) -> Tensor:
-    return torch.where((largest.abs() > FAR) & (largest != -torch.inf), largest, 0.0)
 
 
 def open_faces(allowed: Tensor, dim: int = -1) -> Tensor:
@@ -224,18 +220,16 @@ class Scope:
             parts.append(self.valid_keys[..., 1:] & self.valid_keys[..., :-1])
         if self.documents is not None:
             parts.append((self.documents[:, 1:] == self.documents[:, :-1])[:, None, None, :])
-        return parts[0] & parts[1] if len(parts) == 2 else parts[0] if parts else None
+        return all_of(parts)
 
     def tile(self, rows: slice, columns: slice, device: torch.device) -> Tensor | None:
         """Return bool ``[batch or 1, heads or 1, rows, columns]``, or None if every key is allowed."""
         parts = []
         (i, end_i), (j, end_j) = (rows.start, rows.stop), (columns.start, columns.stop)
-        if (self.left is not None and j < end_i - 1 - self.left) or (
-            self.right is not None and end_j - 1 > i + self.right
-        ):
-            ahead = (
-                torch.arange(j, end_j, device=device) - torch.arange(i, end_i, device=device)[:, None]
-            )
+        cut_left = self.left is not None and j < end_i - 1 - self.left
+        if cut_left or (self.right is not None and end_j - 1 > i + self.right):
+            row = torch.arange(i, end_i, device=device)[:, None]
+            ahead = torch.arange(j, end_j, device=device) - row
             if self.right is not None:
                 parts.append(ahead <= self.right)
             if self.left is not None:
@@ -247,10 +241,7 @@ class Scope:
             parts.append(own[:, None])
         if self.mask is not None:
             parts.append(part_of(self.mask, rows, columns))
-        together = None
-        for part in parts:
-            together = part if together is None else together & part
-        return together
+        return all_of(parts)
 
     def diagonals(self, first: int, width: int, device: torch.device) -> Tensor:
         """Return bool ``[..., queries, width]``, whether row i may attend to key i + first + m."""
@@ -291,9 +282,8 @@ class Scope:
         assert self.bias is not None
         rows = slice(rows.start, min(rows.stop, self.queries))
         columns = slice(0, self.keys)
-        offset = row_offset(
-            part_of(self.bias, rows, columns), self.tile(rows, columns, self.bias.device)
-        )
+        allowed = self.tile(rows, columns, self.bias.device)
+        offset = row_offset(part_of(self.bias, rows, columns), allowed)
         return offset.expand(*offset.shape[:-2], rows.stop - rows.start, 1)
 
     def bias_diagonals(self, first: int, width: int) -> Tensor | None:
@@ -309,10 +299,10 @@ class Scope:
         """Return the keys that the band allows for some of the rows; possibly none."""
         start, stop = 0, self.keys
         if self.left is not None:
-            start = smaller(larger(rows.start - self.left, 0), self.keys)
+            start = min(max(rows.start - self.left, 0), self.keys)
         if self.right is not None:
-            stop = smaller(larger(rows.stop + self.right, 0), self.keys)
-        return slice(start, larger(start, stop))
+            stop = min(max(rows.stop + self.right, 0), self.keys)
+        return slice(start, max(start, stop))
 
     def document_ranges(self) -> tuple[Tensor, Tensor] | None:
         """Return the first key of each row's document, and one past the last, ``[batch, tokens]``."""
@@ -331,9 +321,9 @@ def along(x: Tensor, first: int, width: int, rows: int) -> Tensor:
 
 def entries(x: Tensor, first: int, count: int, dim: int) -> Tensor:
     """Return `count` entries along dim (-1 or -2) from `first` on, 0 beyond the ends."""
-    before, size = smaller(larger(-first, 0), count), x.shape[dim]
-    start = smaller(larger(first, 0), size)
-    x = x.narrow(dim, start, smaller(size - start, count - before))
+    before, size = min(max(-first, 0), count), x.shape[dim]
+    start = min(max(first, 0), size)
+    x = x.narrow(dim, start, min(size - start, count - before))
     sides = before, count - before - x.shape[dim]
     return pad(x, sides if dim == -1 else (0, 0, *sides))
 

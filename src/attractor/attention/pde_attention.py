@@ -87,7 +87,7 @@ def pde_attention(
         TypeError, ValueError: an argument is not what it must be, a step is unstable, or `method` names
             an engine that cannot do this; no other engine takes its place.
     """
-    call = Call.of(
+    call = Call(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pde=pde, steps=steps,
         dt=dt, axis=axis, walls=walls, key_padding=key_padding, documents=documents, window=window,
         renormalise=renormalise, method=method,
@@ -131,7 +131,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
       boundary  the last 4 keys of a row take the steps, as one function
       not fused: kernels are for cuda, not cpu
     """
-    call = Call.of(query, key, value, *args, **kwargs)
+    call = Call(query, key, value, *args, **kwargs)
     check_causality(call)
     if call.renormalise:
         call = replace(call, value=torch.cat((call.value, call.value[..., :1]), -1))
@@ -177,13 +177,14 @@ def attention_and_map(
         query, key, value: As in `pde_attention`, as are all other arguments, except `renormalise` and
             `method`, which are not taken. There is at least one query and one key.
     """
-    call = Call.of(query, key, value, *args, **kwargs, renormalise=False, method="dense")
+    call = Call(query, key, value, *args, **kwargs, renormalise=False, method="dense")
     check_causality(call)
     return _dense(call)
 
 
 def _dense(call: Call) -> tuple[Tensor, Tensor]:
     return dense(
-        call.query, call.key, call.value, dropout_p=call.dropout_p, scale=call.scale, pde=call.pde,
+        call.query, call.key, call.value, dropout_p=call.dropout_p, scale=call.scale,
+        pde=call.evolution.pde,
         steps=call.steps, dt=call.dt, axis=call.axis, walls=call.walls, **call.masks,
     )  # fmt: skip

@@ -1,11 +1,10 @@
 """Which engine computes a call, and why: the one place where that is decided.
 
-Engines that can compute the call are tried in this order, unless `method` names one:
+The first engine of this list that can compute the call does, unless `method` names one:
 
-    fused      Triton kernels for causal or unmasked attention on a GPU
-    dense      where a map has no more rows than values have dimensions
-    stepped    linear PDEs, where no single weight is needed
-    tiled      linear PDEs, where dropout or walls anywhere need single weights
+    fused      causal or unmasked attention on a GPU, by Triton kernels
+    dense      maps with no more rows than values have dimensions
+    stepped    linear PDEs; tiled if dropout or walls anywhere need single weights
     dense      small maps
     tiled      everything else on the key axis
     dense      everything
@@ -138,8 +137,8 @@ def _quickest(call: Call, rejected: dict[str, str]) -> Plan:
 
 def _fused(call: Call, documents: Any) -> Plan:
     name = type(call.pde).__name__
-    known = name if call.documents is None else f"{name} within documents"
-    reason = "asked for" if call.method == "fused" else f"there are kernels for {known}"
+    problem = name if call.documents is None else f"{name} within documents"
+    reason = "asked for" if call.method == "fused" else f"there are kernels for {problem}"
     backend, boundary, operator = "Triton kernels", "none: no wall moves with the row", None
     if call.evolution.linear:
         far = call.query.shape[-2] - call.evolution.reach

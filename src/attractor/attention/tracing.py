@@ -18,11 +18,6 @@ def is_symbolic(x: Any) -> bool:
 def as_node(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Return a call of the module as one node of the graph that contains its first argument.
 
-    Args:
-        module: The module to call.
-        *args: Arguments of the call. The first one is symbolic.
-        **kwargs: Keyword arguments of the call.
-
     Raises:
         TypeError: The module is the root of the trace, so the graph would consist of this node alone.
     """

@@ -1,14 +1,12 @@
-"""Checks of the arguments of attention that `Call.of` makes, and the forms it brings them into."""
+"""Checks of the tensors and masks of attention, and the forms that `Call` brings them into."""
 
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from attractor.attention.pdes import AXES
-from attractor.core.checks import as_int, check_beside, check_tensor, is_number
+from attractor.core.checks import check_beside, check_tensor
 
 WALLS = ("mask", "sequence", "periodic")
 METHODS = ("auto", "dense", "stepped", "tiled", "fused")
@@ -22,20 +20,20 @@ def broadcast(
     With `enable_gqa`, key and value may keep fewer heads than query. Shapes that do not fit are returned
     unchanged, and `check_tensors` rejects them.
     """
-    given = query, key, value
-    if not all(isinstance(x, Tensor) and x.ndim >= 2 for x in given):
-        return given
+    unchanged = query, key, value
+    if not all(isinstance(x, Tensor) and x.ndim >= 2 for x in unchanged):
+        return unchanged
     if query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
-        return given
+        return unchanged
     if not enable_gqa:
-        shape = _common(*(x.shape[:-2] for x in given))
-        return given if shape is None else _expanded(shape, *given)
-    ndim = max(3, *(x.ndim for x in given))
-    q, k, v = (x[(None,) * (ndim - x.ndim)] for x in given)
+        shape = _common(*(x.shape[:-2] for x in unchanged))
+        return unchanged if shape is None else _expanded(shape, *unchanged)
+    ndim = max(3, *(x.ndim for x in unchanged))
+    q, k, v = (x[(None,) * (ndim - x.ndim)] for x in unchanged)
     heads, few = q.shape[-3], (k.shape[-3], v.shape[-3])
     shape = _common(*(x.shape[:-3] for x in (q, k, v)))
     if shape is None or any(not n or heads % n for n in few):
-        return given
+        return unchanged
     if few[0] != few[1]:
         k, v = (x.repeat_interleave(heads // n, dim=-3) for x, n in zip((k, v), few))
     (q,), (k, v) = _expanded((*shape, heads), q), _expanded((*shape, k.shape[-3]), k, v)
@@ -44,19 +42,15 @@ def broadcast(
 
 def _common(*shapes: Sequence[int]) -> tuple[int, ...] | None:
     """Return the shape that all of them broadcast to, or None."""
-    ndim, common = max(map(len, shapes)), []
-    for sizes in zip(*((*(1,) * (ndim - len(shape)), *shape) for shape in shapes)):
-        others = [n for n in sizes if n != 1]
-        if any(n != others[0] for n in others):
-            return None
-        common.append(others[0] if others else 1)
-    return tuple(common)
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        return None
 
 
-def _expanded(shape: Sequence[int], *given: Tensor) -> tuple[Any, ...]:
+def _expanded(shape: tuple[int, ...], *tensors: Tensor) -> tuple[Any, ...]:
     """Return tensors expanded to these dimensions before the last two."""
-    shape = tuple(shape)
-    return tuple(x if x.shape[:-2] == shape else x.expand(*shape, *x.shape[-2:]) for x in given)
+    return tuple(x if x.shape[:-2] == shape else x.expand(*shape, *x.shape[-2:]) for x in tensors)
 
 
 def for_every_text(ids: Tensor | None, query: Tensor) -> Tensor | None:
@@ -64,16 +58,11 @@ def for_every_text(ids: Tensor | None, query: Tensor) -> Tensor | None:
     return ids if ids is None or ids.shape[0] == query.shape[0] else ids.expand(query.shape[0], -1)
 
 
-def with_rows(attn_mask: Tensor | None) -> Tensor | None:
-    """Return a mask of fewer than two dimensions as one row ``[1, keys]`` for all queries."""
-    return attn_mask if attn_mask is None or attn_mask.ndim > 1 else attn_mask.reshape(1, -1)
-
-
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     """Raise unless shapes, dtypes and devices fit together."""
-    for name, given in (("query", query), ("key", key), ("value", value)):
-        check_tensor(name, given, "[*batch, heads, tokens, dim]", floating=False)
-        check_beside(name, given, "query", query)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, x, "[*batch, heads, tokens, dim]", floating=False)
+        check_beside(name, x, "query", query)
     shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
     if not query.ndim == key.ndim == value.ndim >= 2:
         raise ValueError(f"{shapes}: all three must be [*batch, heads, tokens, dim], or [tokens, dim]")
@@ -113,14 +102,14 @@ def check_masks(
 ) -> None:
     """Raise unless every mask fits the shape of the map."""
     shape = (*query.shape[:-1], key.shape[-2])
-    for name, given in (
+    for name, mask in (
         ("attn_mask", attn_mask),
         ("key_padding", key_padding),
         ("documents", documents),
     ):
-        if given is not None:
-            check_tensor(name, given, "", floating=False)
-            check_beside(name, given, "query", query)
+        if mask is not None:
+            check_tensor(name, mask, "", floating=False)
+            check_beside(name, mask, "query", query)
     if attn_mask is not None:
         if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
             raise ValueError(
@@ -129,8 +118,8 @@ def check_masks(
         sizes = zip(reversed(attn_mask.shape), reversed(shape))
         if attn_mask.ndim > len(shape) or any(m not in (1, s) for m, s in sizes):
             raise ValueError(f"attn_mask {list(attn_mask.shape)} does not broadcast to {list(shape)}")
-    for name, given in (("key_padding", key_padding), ("documents", documents)):
-        if given is None:
+    for name, ids in (("key_padding", key_padding), ("documents", documents)):
+        if ids is None:
             continue
         if query.ndim != 4:
             raise ValueError(
@@ -138,9 +127,9 @@ def check_masks(
                 "use unsqueeze for the dimensions that are missing"
             )
         texts, keys = query.shape[0], key.shape[-2]
-        if given.ndim != 2 or given.shape[0] not in (1, texts) or given.shape[1] != keys:
+        if ids.ndim != 2 or ids.shape[0] not in (1, texts) or ids.shape[1] != keys:
             raise ValueError(
-                f"{name} {list(given.shape)} must be {[texts, keys]}, or {[1, keys]} for all texts"
+                f"{name} {list(ids.shape)} must be {[texts, keys]}, or {[1, keys]} for all texts"
             )
     if key_padding is not None and key_padding.dtype != torch.bool:
         raise ValueError(f"key_padding is {key_padding.dtype}; give bools, True = a real token")
@@ -160,33 +149,3 @@ def check_masks(
                 f"window {window!r} must be a number of tokens or (left, right), each at least 0, "
                 "or -1 for no limit"
             )
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Raise unless value is True or False; a number is probably an argument in the wrong place."""
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} = {value!r} must be True or False")
-
-
-def whole_window(window: Any) -> Any:
-    """Return a window with Python integers instead of NumPy's."""
-    if isinstance(window, tuple | list):
-        return tuple(map(as_int, window))
-    return as_int(window)
-
-
-def check_probability(dropout_p: Any) -> None:
-    """Raise unless dropout_p is a number from 0 to 1."""
-    if not is_number(dropout_p) or not 0 <= dropout_p <= 1:
-        raise ValueError(f"dropout_p = {dropout_p} is not a probability")
-
-
-def check_choices(axis: Any, walls: Any, method: Any) -> None:
-    """Raise unless each of the three is one of the names that are allowed for it."""
-    for name, given, known in (
-        ("axis", axis, AXES),
-        ("walls", walls, WALLS),
-        ("method", method, METHODS),
-    ):
-        if given not in known:
-            raise ValueError(f"{name} {given!r} is not one of {', '.join(known)}")

@@ -1,11 +1,10 @@
 """Sliding windows with global tokens, as in Longformer (Beltagy et al., 2020), refined by a PDE.
 
-A query attends to its window and to the global tokens, the first few of the sequence; global tokens
-attend to all tokens. Time and memory are O(T) for every PDE. Rows are computed in two groups:
+Time and memory are O(T) for every PDE. Rows are computed in two groups:
 
     joint rows      the first ones, whose windows adjoin the global tokens: ordinary PDE attention
-    separate rows   all later ones, with a gap between the global tokens and the window, whose ends are
-                    walls: the engines for windows, with global tokens as additional scores
+    separate rows   all later ones, with walls between the global tokens and the window: the engines for
+                    windows, with global tokens as additional scores
 
 On a GPU, linear PDEs, and attention without a PDE, use the kernels in `kernels/window.py`.
 """
@@ -18,16 +17,15 @@ import torch
 from torch import Tensor
 
 from attractor.attention import kernels, masks
-from attractor.attention.call import Call, autocast_as_sdpa, four_dimensions, with_positive_scale
+from attractor.attention.call import Call, autocast_as_sdpa
 from attractor.attention.engines import softmax
 from attractor.attention.engines.stepped import stepped
 from attractor.attention.engines.tiled import tiled
-from attractor.attention.global_tokens import GlobalTokens
+from attractor.attention.global_tokens import global_scores
 from attractor.attention.masks import Scope
 from attractor.attention.pde_attention import pde_attention
 from attractor.attention.pdes import PDE, Diffusion
 from attractor.attention.pdes.evolution import Evolution
-from attractor.attention.pdes.pde import for_heads
 from attractor.attention.plan import refuse_transforms
 from attractor.attention.precision import accumulate_dtype, first_derivatives_only
 from attractor.core.checks import as_int, is_whole
@@ -74,7 +72,7 @@ def window_attention(
     """
     refuse_transforms("window_attention", "pde_attention with window= and method='dense'")
     steps, pde = (0, "diffusion") if pde is None else (steps, pde)
-    call = Call.of(
+    call = Call(
         query, key, value, None, dropout_p, is_causal, scale, enable_gqa, pde=pde, steps=steps, dt=dt,
         key_padding=key_padding, window=window,
     )  # fmt: skip
@@ -90,7 +88,7 @@ def window_attention(
         raise ValueError(f"query {list(query.shape)} must be [batch, heads, tokens, dim]")
     if call.empty:
         return query.new_zeros(*query.shape[:-1], value.shape[-1])
-    query, scale = with_positive_scale(query, scale)
+    query, key, value, scale, evolution = call.flattened()
     left, right = masks.sides(call.window)
     right = 0 if is_causal else right
     if left < 0 <= right and global_tokens and not is_causal:
@@ -101,16 +99,13 @@ def window_attention(
         is_causal,
         call.key_padding,
         dropout_p,
-        query.shape[-1] ** -0.5 if scale is None else scale,
-        enable_gqa,
-        call.evolution.with_pde(for_heads(call.pde, query.shape[:-2])),
+        scale,
+        evolution,
     )
     if left < 0:
         return options.attend(query, key, value, key_padding=call.key_padding, window=(left, right))
     unmasked = not dropout_p and call.key_padding is None
-    if unmasked and not _why_no_kernels(
-        query, value, options.window, options.global_tokens, options.evolution
-    ):
+    if unmasked and not _why_no_kernels(query, value, (left, right), options.global_tokens, evolution):
         return _attend_by_kernels(query, key, value, options)
     joint_rows = min(tokens, options.joint_rows)
     joint, separate = (0, options.joint_keys(tokens)), (joint_rows - left, tokens)
@@ -131,14 +126,8 @@ def window_attention(
 class _Options:
     """The validated arguments of `window_attention` that all rows have in common.
 
-    Attributes:
-        window: (left, right), -1 for no limit; right is 0 if attention is causal.
-        global_tokens: At most the number of tokens.
-        key_padding: ``[batch, tokens]`` bool, or None.
-        scale: Greater than 0.
-        evolution: The PDE, with coefficients for maps of four dimensions, and its steps.
-
-    All other attributes are as in `window_attention`.
+    `window` is (left, right), -1 for no limit; `scale` is greater than 0, and the evolution has
+    coefficients for maps of four dimensions.
     """
 
     window: tuple[int, int]
@@ -147,7 +136,6 @@ class _Options:
     key_padding: Tensor | None
     dropout_p: float
     scale: float
-    enable_gqa: bool
     evolution: Evolution
 
     @property
@@ -165,19 +153,13 @@ class _Options:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
         """Return `pde_attention` with these options, and with masks as further arguments."""
         return pde_attention(
-            query, key, value, dropout_p=self.dropout_p, scale=self.scale, enable_gqa=self.enable_gqa,
-            pde=self.evolution.pde, steps=self.evolution.steps, dt=self.evolution.dt, **kwargs,
+            query, key, value, dropout_p=self.dropout_p, scale=self.scale, pde=self.evolution.pde,
+            steps=self.evolution.steps, dt=self.evolution.dt, **kwargs,
         )  # fmt: skip
 
 
 def _attend_joint_rows(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> list[Tensor]:
-    """Return the output of the joint rows, in one or two tensors to concatenate.
-
-    Args:
-        query: Of the joint rows, which include the global tokens.
-        key, value: Of all keys that these rows attend to.
-        options: The arguments in common.
-    """
+    """Return the output of the joint rows, given all keys that they attend to, in one or two tensors."""
     rows, keys, padding = query.shape[-2], key.shape[-2], options.key_padding
 
     def attend(stop: int, right: int, start: int = 0) -> Tensor:
@@ -208,21 +190,15 @@ def _attend_separate_rows(
 ) -> Iterator[Tensor]:
     """Yield the output of the separate rows, block by block.
 
-    Args:
-        query: Of the separate rows.
-        key, value: From the first key in the window of the first separate row to the last key.
-        global_key, global_value: Of the global tokens.
-        options: The arguments in common.
+    Keys and values are those from the first one in the window of the first separate row to the last.
     """
     (left, right), evolution, dropout_p = options.window, options.evolution, options.dropout_p
-    _, global_key, global_value = four_dimensions(query, global_key, global_value)
-    query, key, value = four_dimensions(query, key, value)
     rows, keys, count = query.shape[-2], key.shape[-2], options.global_tokens
     valid = valid_global = None
     if options.key_padding is not None:
         valid = options.key_padding[:, None, None, :]
         valid, valid_global = valid[..., valid.shape[-1] - keys :], valid[..., :count]
-    global_tokens = GlobalTokens(global_key, global_value, valid_global, evolution)
+    of_global_tokens = global_key, global_value, valid_global, evolution, options.scale
 
     # A row depends only on the keys in its window, so that blocks of rows are independent. On a GPU,
     # where the number of launches matters, linear PDEs take all rows as one block; for gradients all
@@ -240,7 +216,7 @@ def _attend_separate_rows(
         block_valid = None if valid is None else valid[..., start : start + k.shape[-2]]
         # Row i of a block attends to its keys i to i + left + right.
         scope = Scope(q.shape[-2], k.shape[-2], 0, None if right < 0 else left + right, block_valid)
-        others = global_tokens.others(q, options.scale)
+        others = global_scores(q, *of_global_tokens)
         if linear:
             step = kernels.value_stepper(q, v, evolution)
             yield stepped(q, k, v, scope, options.scale, evolution, others, step)
@@ -274,8 +250,8 @@ def _why_no_kernels(
 def _attend_by_kernels(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> Tensor:
     """Return the output of all rows by kernels, without padding and dropout.
 
-    Joint rows, and the last rows, whose windows end behind the last key, are computed without kernels
-    unless attention is causal.
+    Unless attention is causal, joint rows and the last rows, whose windows end behind the last key, are
+    computed without kernels.
     """
     from attractor.attention.kernels import window as window_kernels
     from attractor.attention.kernels.stencils import stencil_table
@@ -284,11 +260,9 @@ def _attend_by_kernels(query: Tensor, key: Tensor, value: Tensor, options: _Opti
     (left, right), tokens, evolution = options.window, query.shape[-2], options.evolution
     count, scale = options.global_tokens, options.scale
     if not count and not evolution.steps:
-        query, key, value = four_dimensions(query, key, value)
-        return _Band.apply(query, key, value, left, right, scale)
+        return softmax.attention(query, key, value, Scope(tokens, tokens, left, right), scale)
     table = stencil_table(evolution, value) if evolution.steps else None
     if right == 0 and (options.is_causal or not count):
-        query, key, value = four_dimensions(query, key, value)
         return window_kernels.causal(query, key, value, count, table, left, scale)
     start, stop = options.joint_rows, tokens - right  # of the rows that kernels compute
     ranges = (0, tokens), (0, options.joint_keys(tokens)), (stop - left, tokens), (0, count)
@@ -302,34 +276,12 @@ def _attend_by_kernels(query: Tensor, key: Tensor, value: Tensor, options: _Opti
             last_query, last_key, last_value, global_key, global_value, options
         )
         last_rows = torch.cat(list(outputs), -2)
-    _, global_key, global_value = four_dimensions(query, global_key, global_value)
-    query, key, value = four_dimensions(query, key, value)
     global_value = global_value.to(accumulate_dtype(value.dtype))
     if table is not None and count:
         global_value = step(global_value, table, None)
     return window_kernels.attend(
         query, key, value, global_key, global_value, (first_rows, last_rows), table, (left, right), scale
     )
-
-
-class _Band(torch.autograd.Function):
-    """Attention within a window, without global tokens and a PDE, by a single operator."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, left: int, right: int, scale: float
-    ) -> Tensor:
-        ctx.scope, ctx.scale = Scope(query.shape[-2], key.shape[-2], left, right), scale
-        out, lse = softmax.attend(query, key, value, ctx.scope, scale)
-        ctx.save_for_backward(query, key, value, out, lse)
-        return out
-
-    @staticmethod
-    @first_derivatives_only
-    def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
-        grads = softmax.attend_backward(do, query, key, value, out, lse, ctx.scope, ctx.scale)
-        return *grads, None, None, None
 
 
 def _slices(x: Tensor, *ranges: tuple[int, int]) -> tuple[Tensor, ...]:

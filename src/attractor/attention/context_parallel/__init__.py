@@ -1,21 +1,15 @@
 """Attention over sequences longer than one device: each process of a group holds some of the tokens.
 
-A linear PDE on the key axis steps the values (see `engines.stepped`). A stepped value depends only on
-values within its reach, the number of steps times the reach of one step. Each process fetches a halo of
-this width from its neighbours and steps its own values; only the ends of the whole sequence are walls.
-What remains is ordinary attention to the keys of all processes (`ring`): keys and stepped values pass
-around a ring, and the partial softmaxes of a row are merged by their log-sum-exp. Memory per process is
-O(tokens / processes).
+A stepped value depends only on values within its reach, so each process fetches a halo of this width and
+steps its own values; only the ends of the whole sequence are walls. What remains is ordinary attention
+to the keys of all processes (`ring`), merged by log-sum-exp, in O(tokens / processes) memory.
 
-Causal attention has a wall behind the own key of every row. As in `engines.stepped`, the weights of the
-last `reach` keys of a row take the steps themselves, with a halo to the left only; all earlier keys are
-far. Row i attends to the far keys up to ``i - reach``. Shifted by `reach`, this is an ordinary causal
-mask, so that each block of the ring is complete, causal or empty. Nothing is fetched from the right, and
-blocks of later keys are not computed: causality is exact.
-
-PyTorch's own ring attention (`torch.distributed.tensor.experimental.context_parallel`) replaces whole
-calls of SDPA on CUDA, requires parts of equal length, and does not return the log-sum-exp that is needed
-to add the keys near the wall. This package therefore implements its own ring with the same operators.
+Under a causal mask, the last `reach` keys of a row take the steps themselves, as in `engines.stepped`.
+Row i attends to the far keys up to ``i - reach``. Shifted by `reach`, this is an ordinary causal mask,
+so each block of the ring is complete, causal or empty. Nothing is fetched from the right, and blocks
+of later keys are not computed: causality is exact. PyTorch's own ring attention
+(`torch.distributed.tensor.experimental.context_parallel`) does not return the log-sum-exp that this
+needs.
 """
 
 from itertools import pairwise
@@ -96,7 +90,7 @@ def context_parallel_attention(
     steps, pde = (0, Diffusion()) if pde is None else (steps, pde)
     processes, call, error = Processes.of(group), None, None
     try:
-        call = Call.of(
+        call = Call(
             query, key, value, None, 0.0, is_causal, scale, enable_gqa, pde=pde, steps=steps, dt=dt
         )
         _check_call(call)
@@ -112,12 +106,11 @@ def context_parallel_attention(
     if call.empty:
         return query.new_zeros(shape)
     query, key, value, scale, evolution = call.flattened()
-    attention = _causal_attention if is_causal else _full_attention
-    out = attention(query, key, value, processes, parts, evolution, scale)
+    out = _attend(query, key, value, processes, parts, evolution, scale, is_causal)
     return out.to(value.dtype).reshape(shape)
 
 
-def _full_attention(
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -125,79 +118,50 @@ def _full_attention(
     parts: Parts,
     evolution: Evolution,
     scale: float,
+    is_causal: bool,
 ) -> Tensor:
-    """Return attention of every row to all keys: a halo of values on both sides, and the ring."""
-    rank, reach = processes.rank, evolution.reach
-    halo = extend_runs(parts.runs, reach, reach, parts.tokens)
-    value = fetch(value, processes, parts.runs, halo)
-    stepped = _step_runs(value, halo[rank], parts.runs[rank], evolution)
-    ring = Ring(processes, parts.runs, parts.runs, None)
-    out, _ = ring_softmax(query, key, stepped, _no_scores(query), ring, scale)
-    return out
+    """Return attention to far keys by the ring, and to the keys near a causal wall by this process."""
+    runs, rank, reach = parts.runs, processes.rank, evolution.reach
+    near = reach if is_causal else 0  # number of keys per row whose weights take the steps
+    left, right = (2 * reach, 0) if is_causal else (reach, reach)
+    key_halo = extend_runs(runs, near, 0, parts.tokens)
+    value_halo = extend_runs(runs, left, right, parts.tokens)
+    far = extend_runs(runs, near, -near, parts.tokens)
+    value = fetch(value, processes, runs, value_halo)
+    stepped = _step_runs(value, value_halo[rank], far[rank], evolution)
+    ring = Ring(processes, runs, far, reach if is_causal else None)
+    dtype = accumulate_dtype(query.dtype)
+    if not near:
+        no_scores = query.new_empty(*query.shape[:-1], 0, dtype=dtype)
+        return ring_softmax(query, key, stepped, no_scores, ring, scale)[0]
 
-
-def _causal_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    processes: Processes,
-    parts: Parts,
-    evolution: Evolution,
-    scale: float,
-) -> Tensor:
-    """Return causal attention: far keys by the ring, and the last `reach` keys of each row here."""
-    rank, reach, dtype = processes.rank, evolution.reach, accumulate_dtype(query.dtype)
-    key_halo = extend_runs(parts.runs, reach, 0, parts.tokens)
-    value_halo = extend_runs(parts.runs, 2 * reach, 0, parts.tokens)
-    far = extend_runs(parts.runs, reach, -reach, parts.tokens)
-    rows, key_runs, value_runs, far_runs = (x[rank] for x in (parts.runs, key_halo, value_halo, far))
-    key = fetch(key, processes, parts.runs, key_halo)
-    value = fetch(value, processes, parts.runs, value_halo)
-    stepped = _step_runs(value, value_runs, far_runs, evolution)
-    keys = split_runs(key, key_runs)
-    far_key = torch.cat([k[..., : stop - start, :] for k, (start, stop) in zip(keys, far_runs)], -2)
-    scores = _no_scores(query)
-    if reach:
-        scores = torch.cat(
-            [
-                _boundary_scores(q.to(dtype), k.to(dtype), reach, start, key_start, scale)
-                for q, k, (start, _), (key_start, _) in zip(
-                    split_runs(query, rows), keys, rows, key_runs
-                )
-            ],
-            -2,
-        )
-    ring = Ring(processes, parts.runs, far, reach)
-    out, weights = ring_softmax(query, far_key, stepped, scores, ring, scale)
-    if not reach:
-        return out
+    starts, key_starts, value_starts = (
+        [start for start, _ in x[rank]] for x in (runs, key_halo, value_halo)
+    )
+    keys = split_runs(fetch(key, processes, runs, key_halo), key_halo[rank])
+    far_key = torch.cat([k[..., : stop - start, :] for k, (start, stop) in zip(keys, far[rank])], -2)
+    scores = [
+        _boundary_scores(q.to(dtype), k.to(dtype), reach, start, key_start, scale)
+        for q, k, start, key_start in zip(split_runs(query, runs[rank]), keys, starts, key_starts)
+    ]
+    out, weights = ring_softmax(query, far_key, stepped, torch.cat(scores, -2), ring, scale)
     band = boundary.before_wall(0, reach)
+    patches = [
+        boundary.spread(w, band, evolution, row=start)
+        for w, start in zip(split_runs(weights, runs[rank]), starts)
+    ]
+    values = split_runs(value.to(dtype), value_halo[rank])
     sums = [
-        band_values(
-            boundary.spread(w, band, evolution, row=start),
-            v.to(dtype),
-            start + band.patch - value_start,
-        )
-        for w, v, (start, _), (value_start, _) in zip(
-            split_runs(weights, rows), split_runs(value, value_runs), rows, value_runs
-        )
+        band_values(patch, v, start + band.patch - value_start)
+        for patch, v, start, value_start in zip(patches, values, starts, value_starts)
     ]
     return out + torch.cat(sums, -2)
-
-
-def _no_scores(query: Tensor) -> Tensor:
-    """Return scores ``[batch, heads, rows, 0]`` of no keys."""
-    return query.new_empty(*query.shape[:-1], 0, dtype=accumulate_dtype(query.dtype))
 
 
 def _step_runs(value: Tensor, source: Runs, target: Runs, evolution: Evolution) -> Tensor:
     """Return the values of the target runs after all steps.
 
-    Args:
-        value: The values of the source runs, ``[batch, heads, tokens, value dim]``.
-        source: For each target run, a run that contains it and all tokens within reach of it.
-        target: The runs whose stepped values are returned.
-        evolution: The steps.
+    Each source run contains its target run and all tokens within reach of it.
     """
     if not evolution.steps:
         return value
@@ -213,14 +177,7 @@ def _boundary_scores(
 ) -> Tensor:
     """Return the scores ``[batch, heads, rows, reach]`` of each row with the last keys up to its own.
 
-    The score is -inf before the first key of the sequence.
-
-    Args:
-        query: A run of queries ``[batch, heads, rows, dim]`` that starts at position `start`.
-        key: A run of keys ``[batch, heads, keys, dim]`` that starts at position `key_start`.
-        reach: Number of keys per row.
-        start, key_start: Positions in the whole sequence.
-        scale: Scale of the scores.
+    Queries begin at position `start`, keys at `key_start`. Before the first key, scores are -inf.
     """
     scores = scale * band_scores(query, key, start - reach + 1 - key_start, reach)
     row = torch.arange(start, start + query.shape[-2], device=query.device)[:, None]
@@ -230,7 +187,7 @@ def _boundary_scores(
 
 def _check_call(call: Call) -> None:
     """Raise unless processes can share the computation of a call."""
-    queries, keys, pde = call.query.shape[-2], call.key.shape[-2], call.pde
+    queries, keys, pde = call.query.shape[-2], call.key.shape[-2], call.evolution.pde
     if queries != keys:
         raise ValueError(
             f"query has {queries} tokens and key {keys}; each process must pass queries, keys and "
@@ -255,15 +212,8 @@ def _gather_parts(
 ) -> Parts:
     """Return one run per process in the order of their ranks, with the lengths that they report.
 
-    Args:
-        processes: The group; all of its processes call this function.
-        query: The queries of this process, as the user passed them.
-        call: The arguments of this process, or None if they are invalid.
-        error: The reason why the arguments of this process are invalid, or None.
-
-    Raises:
-        TypeError, ValueError: The arguments of a process are invalid, or do not agree with those of the
-            others. Either all processes raise or none.
+    `call` is None and `error` says why if the arguments of this process are invalid. Either all
+    processes raise or none.
     """
     names = (
         "invalid arguments", "tokens", "batch size times heads", "dim", "value dim",

@@ -15,13 +15,7 @@ TOKENS, GRADIENTS = 0, 1  # tags of messages
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a group, and the rank of this one.
-
-    Attributes:
-        group: The group as in `torch.distributed`; None for all processes.
-        rank: Rank of this process in the group.
-        size: Number of processes in the group.
-    """
+    """The processes of a group of `torch.distributed` (None: all), and the rank of this one."""
 
     group: Any
     rank: int
@@ -29,11 +23,7 @@ class Processes:
 
     @classmethod
     def of(cls, group: Any) -> "Processes":
-        """Return the processes of a group, or only this one if `torch.distributed` is not initialized.
-
-        Raises:
-            ValueError: This process is not a member of the group.
-        """
+        """Return the processes of a group; only this one if `torch.distributed` is not initialized."""
         if not dist.is_available() or not dist.is_initialized():
             return cls(None, 0, 1)
         rank = dist.get_rank(group)
@@ -49,15 +39,10 @@ class Processes:
         incoming: list[tuple[int, Tensor]],
         tag: int = TOKENS,
     ) -> list[Any]:
-        """Start to send and to receive tensors, and return the requests to wait for.
+        """Start to send and to receive pairs of a peer's rank and a tensor; return the requests.
 
         Requires: every tensor stays alive, and unchanged if it is outgoing, until all requests are
         complete.
-
-        Args:
-            outgoing: Pairs of a destination rank and a tensor to send.
-            incoming: Pairs of a source rank and a tensor to receive into.
-            tag: Tag of all messages.
         """
         operations = [
             dist.P2POp(operation, x, self._global_rank(peer), self.group, tag)
@@ -68,12 +53,7 @@ class Processes:
         return dist.batch_isend_irecv(operations) if operations else []
 
     def all_gather(self, numbers: list[int], device: torch.device | None) -> list[list[int]]:
-        """Return the numbers of every process, in the order of their ranks.
-
-        Args:
-            numbers: The numbers of this process, the same number of them in every process.
-            device: Device of the messages.
-        """
+        """Return the numbers of every process, equally many in each, in the order of their ranks."""
         if self.size == 1:
             return [numbers]
         own = torch.tensor(numbers, device=device)
@@ -92,15 +72,10 @@ def wait(requests: list[Any]) -> None:
 
 
 def fetch(x: Tensor, processes: Processes, source: Layout, target: Layout) -> Tensor:
-    """Return this process's tokens in the target layout ``[batch, heads, tokens, dim]``.
+    """Return this process's tokens ``[batch, heads, tokens, dim]`` in the target layout.
 
-    The gradient of a token is the sum of its gradients in all processes that fetched it.
-
-    Args:
-        x: This process's tokens in the source layout, ``[batch, heads, tokens, dim]``.
-        processes: The group; all of its processes call this function.
-        source: The runs of all processes, in which each token occurs once.
-        target: The runs of all processes that are needed, in which tokens may occur several times.
+    A token occurs once in the source layout, and any number of times in the target layout. Its
+    gradient is the sum of its gradients in all processes that fetched it.
     """
     return x if source == target else _Fetch.apply(x, processes, source, target)
 
@@ -147,7 +122,7 @@ def _redistribute(x: Tensor, processes: Processes, source: Layout, target: Layou
 def overlaps(source: Runs, target: Runs) -> list[tuple[int, int, int]]:
     """Return the tokens that are in both, as (index in source, index in target, number of tokens).
 
-    The indices count the tokens of all runs of a process, as in a tensor that holds them.
+    An index counts the tokens of all runs of a process, as in a tensor that holds them.
     """
     slices, source_index = [], 0
     for source_start, source_stop in source:

@@ -161,13 +161,9 @@ def split_runs(x: Tensor, runs: Runs, dim: int = -2) -> tuple[Tensor, ...]:
 
 
 def extend_runs(layout: Layout, left: int, right: int, tokens: int) -> Layout:
-    """Return the runs with more tokens at both of their ends, within a sequence of `tokens` tokens.
+    """Return the runs with more tokens before and after each, within a sequence of `tokens` tokens.
 
-    Args:
-        layout: The runs of all processes.
-        left, right: Numbers of additional tokens before and after each run. A negative number removes
-            tokens instead; runs may become empty.
-        tokens: Number of tokens of the whole sequence.
+    A negative number removes tokens instead; runs may become empty.
     """
     return tuple(
         tuple((max(start - left, 0), min(max(stop + right, 0), tokens)) for start, stop in runs)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attractor.attention.context_parallel.exchange import GRADIENTS, TOKENS, Processes, wait
 from attractor.attention.context_parallel.parts import Layout, count_tokens
-from attractor.attention.engines.softmax import attend, attend_backward
+from attractor.attention.engines.softmax import attend, attend_backward, output_with_product
 from attractor.attention.masks import Scope
 from attractor.attention.precision import first_derivatives_only
 
@@ -32,14 +32,9 @@ class Ring:
     reach: int | None
 
     def blocks(self, owner: int) -> Iterator[tuple[slice, slice, bool]]:
-        """Yield the blocks of the attention map between own queries and the keys of one process.
+        """Yield the (rows, columns, causal) of each block of the map of own queries and an owner's keys.
 
-        Args:
-            owner: Rank of the process that owns the keys.
-
-        Yields:
-            The rows, the columns, and whether the block is causal. A block that is not causal is
-            complete. Blocks without any allowed pair of query and key are left out.
+        A block that is not causal is complete. Blocks without any allowed pair are left out.
         """
         row = 0
         for start, stop in self.rows[self.processes.rank]:
@@ -61,15 +56,9 @@ class Ring:
         return (self.processes.rank - turn) % self.processes.size
 
     def pass_on(self, x: Tensor, turn: int, tag: int = TOKENS) -> tuple[Tensor, list[Any]]:
-        """Start to send x to the next process, and to receive from the previous one.
+        """Start to send x ``[..., keys, dim]`` to the next process, and to receive from the previous.
 
-        Args:
-            x: A tensor ``[..., keys, dim]``, which must stay unchanged until all requests are complete.
-            turn: The turn at which the tensor that is received is needed here.
-            tag: Tag of the messages.
-
-        Returns:
-            The tensor that is received into, and the requests to wait for.
+        Return the tensor that is received into, which is needed at `turn`, and the requests to wait for.
         """
         rank, size = self.processes.rank, self.processes.size
         incoming = x.new_empty(*x.shape[:-2], count_tokens(self.keys[self.owner(turn)]), x.shape[-1])
@@ -94,15 +83,10 @@ class Ring:
 def ring_softmax(
     query: Tensor, key: Tensor, value: Tensor, boundary_scores: Tensor, ring: Ring, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return one softmax over the keys of all processes and over additional scores per row.
-
-    This is `engines.softmax.split_softmax` for keys that are distributed over processes, and has the
-    same requirement on gradients.
+    """Return `engines.softmax.split_softmax` for keys that are distributed over processes.
 
     Args:
-        query: This process's queries ``[batch, heads, rows, dim]``.
-        key: This process's keys ``[batch, heads, keys, dim]``.
-        value: This process's values ``[batch, heads, keys, value dim]``.
+        query, key, value: This process's, ``[batch, heads, tokens, dim]``.
         boundary_scores: Additional scores ``[batch, heads, rows, n]`` in at least float32, -inf where
             there is no key.
         ring: The queries and keys of all processes.
@@ -110,8 +94,7 @@ def ring_softmax(
 
     Returns:
         The sum of weight times value over the keys of the ring, ``[batch, heads, rows, value dim]``, and
-        the weights of the additional scores ``[batch, heads, rows, n]``, both in the dtype of
-        `boundary_scores`.
+        the weights of the additional scores, both in the dtype of `boundary_scores`.
     """
     return _RingSoftmax.apply(query, key, value, boundary_scores, ring, scale)
 
@@ -148,13 +131,9 @@ class _RingSoftmax(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor, grad_weights: Tensor) -> tuple[Any, ...]:
         query, key, value, out, weights, lse = ctx.saved_tensors
         ring, dim = ctx.ring, key.shape[-1]
-        # `attend_backward` subtracts <do, out> from the gradient of every score. For one softmax over
-        # all keys, this has to be the sum over the ring and the additional scores: it gets the multiple
-        # of `do` that has this inner product with `do`, as in `engines.softmax.split_softmax`.
         total = (grad_weights * weights).sum(-1, keepdim=True) + (do * out).sum(-1, keepdim=True)
-        norm = torch.linalg.vector_norm(do, dim=-1, keepdim=True)
-        effective_out = torch.where(norm > 1e-30, do * (total / norm / norm), 0.0).to(value.dtype)
         do = do.to(value.dtype)
+        effective_out = output_with_product(do, total)
         dq = torch.zeros_like(query, dtype=out.dtype)
         own_gradient = incoming = dq.new_zeros(())
         requests: list[Any] = []

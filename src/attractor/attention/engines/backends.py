@@ -1,18 +1,17 @@
 """Torch's fused attention operators, called so that they take and return the log-sum-exp.
 
-An operator is a pair of functions for a part of the map that a `Strip` describes:
+An operator is a pair of functions for the part of a map that a `Strip` describes:
 
     forward   (query, key, value, strip, scale) -> output, log-sum-exp [batch, heads, rows]
     backward  (grad, output, query, key, value, log-sum-exp, strip, scale) -> the three gradients
 
-The backward of each computes the weights ``exp(score - log-sum-exp)`` and subtracts ``<grad, output>``.
-So it serves a part of a softmax as well, if it is given the output and log-sum-exp of the whole.
-`selection` chooses an operator.
+A backward computes weights ``exp(score - log-sum-exp)`` and subtracts ``<grad, output>``, so it serves a
+part of a softmax too, given the output and log-sum-exp of the whole. `selection` chooses an operator.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,7 +90,7 @@ class Operator:
 
     name: str
     forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[..., tuple[Any, ...]]
     strip: Strip | None = None
 
 
@@ -122,71 +121,64 @@ def padded_dim(query: Tensor, value: Tensor) -> int:
     return -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
 
 
-def _padded(x: Tensor, dim: int) -> Tensor:
-    """Return x with zeros up to that dimension; `pad` may return it in the channels-last layout."""
-    return x if x.shape[-1] == dim else pad(x, (0, dim - x.shape[-1])).contiguous()
+def _padded(dim: int, *tensors: Tensor) -> list[Tensor]:
+    """Return tensors with zeros up to that dimension; `pad` may return the channels-last layout."""
+    return [x if x.shape[-1] == dim else pad(x, (0, dim - x.shape[-1])).contiguous() for x in tensors]
 
 
-def _cropped(x: Tensor, dim: int) -> Tensor:
-    return x if x.shape[-1] == dim else x[..., :dim]
+def _cropped(x: Tensor, like: Tensor) -> Tensor:
+    return x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]]
 
 
-def _cropped_grads(grads: tuple[Tensor, ...], q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        _cropped(grads[0], q.shape[-1]),
-        _cropped(grads[1], q.shape[-1]),
-        _cropped(grads[2], v.shape[-1]),
-    )
+def _cropped_grads(grads: Iterable[Tensor], *inputs: Tensor) -> tuple[Any, ...]:
+    return tuple(_cropped(grad, x) for grad, x in zip(grads, inputs))
 
 
 def cpu(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
     """Run the operator for CPUs, which takes every strip without a band and packed documents."""
-    dim, v_dim = max(q.shape[-1], v.shape[-1]), v.shape[-1]
-    if dim != q.shape[-1] or dim != v_dim:
-        q, k, v = _padded(q, dim), _padded(k, dim), _padded(v, dim)
+    tensors: Sequence[Tensor] = (q, k, v)
+    if q.shape[-1] != v.shape[-1]:
+        tensors = _padded(max(q.shape[-1], v.shape[-1]), q, k, v)
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, strip.causal, attn_mask=strip.mask(q.dtype), scale=scale
+        *tensors, 0.0, strip.causal, attn_mask=strip.mask(q.dtype), scale=scale
     )
-    return _cropped(out, v_dim), lse
+    return _cropped(out, v), lse
 
 
 def cpu_backward(
     grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, strip: Strip, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Any, ...]:
     """Run the backward of `cpu`."""
-    dim = max(q.shape[-1], v.shape[-1])
+    tensors = _padded(max(q.shape[-1], v.shape[-1]), grad, q, k, v, out)
     grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        _padded(grad, dim), _padded(q, dim), _padded(k, dim), _padded(v, dim), _padded(out, dim), lse,
-        0.0, strip.causal, attn_mask=strip.mask(q.dtype), scale=scale,
-    )  # fmt: skip
-    return _cropped_grads(grads, q, v)
+        *tensors, lse, 0.0, strip.causal, attn_mask=strip.mask(q.dtype), scale=scale
+    )
+    return _cropped_grads(grads, q, k, v)
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
     """Run cuDNN's operator: all keys, or a square causal problem; head dimensions up to 128."""
-    dim, v_dim = padded_dim(q, v), v.shape[-1]
-    q, k, v = (_padded(x, dim) for x in (q, k, v))
     out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, strip.causal, False, scale=scale
+        *_padded(padded_dim(q, v), q, k, v), None, True, 0.0, strip.causal, False, scale=scale
     )
-    return _cropped(out, v_dim), lse.reshape(q.shape[:-1])
+    return _cropped(out, v), lse.reshape(q.shape[:-1])
 
 
 def cudnn_backward(
     grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, strip: Strip, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Any, ...]:
     """Run the backward of `cudnn`."""
-    dim, given = padded_dim(q, v), (q, v)
-    q, k, v, out, grad = (_padded(x, dim) for x in (q, k, v, out, grad))
+    dim = padded_dim(q, v)
+    tensors = _padded(dim, q, k, v)
     # Torch keeps one plan for a shape and layout of query, key and value, and in it the layout that
     # grad, out and log-sum-exp had when it was made: these must always have the same one, query's.
-    grad, out = (_laid_out_as(x, q) for x in (grad, out))
+    grad, out = (_laid_out_as(x, tensors[0]) for x in _padded(dim, grad, out))
     none = torch.empty((), dtype=torch.long, device=q.device)
     grads = _aten._scaled_dot_product_cudnn_attention_backward(
-        grad, q, k, v, out, lse.contiguous()[..., None], none, none, None, None, None,
+        grad, *tensors, out, lse.contiguous()[..., None], none, none, None, None, None,
         q.shape[-2], k.shape[-2], 0.0, strip.causal, scale=scale,
     )  # fmt: skip
-    return _cropped_grads(grads, *given)
+    return _cropped_grads(grads, q, k, v)
 
 
 def _laid_out_as(x: Tensor, like: Tensor) -> Tensor:
@@ -198,126 +190,93 @@ def _laid_out_as(x: Tensor, like: Tensor) -> Tensor:
 
 def efficient(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
     """Run the memory-efficient operator: all keys, or a causal problem, in float32 too."""
-    dim, v_dim = padded_dim(q, v), v.shape[-1]
-    q, k, v = (_padded(x, dim) for x in (q, k, v))
     out, lse, _, _ = _aten._scaled_dot_product_efficient_attention(
-        q, k, v, None, True, 0.0, strip.causal, scale=scale
+        *_padded(padded_dim(q, v), q, k, v), None, True, 0.0, strip.causal, scale=scale
     )
-    return _cropped(out, v_dim), lse[..., : q.shape[-2]]  # the operator rounds their number up
+    return _cropped(out, v), lse[..., : q.shape[-2]]  # the operator rounds their number up
 
 
 def efficient_backward(
     grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, strip: Strip, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Any, ...]:
     """Run the backward of `efficient`."""
-    dim, given = padded_dim(q, v), (q, v)
-    q, k, v, out, grad = (_padded(x, dim) for x in (q, k, v, out, grad))
+    *tensors, padded_out = _padded(padded_dim(q, v), grad, q, k, v, out)
     none = torch.empty((), dtype=torch.long, device=q.device)
     lse = pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
     grads = _aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, None, out, lse, none, none, 0.0, (True, True, True, False), strip.causal,
+        *tensors, None, padded_out, lse, none, none, 0.0, (True, True, True, False), strip.causal,
         scale=scale,
     )  # fmt: skip
-    return _cropped_grads(grads[:3], *given)
+    return _cropped_grads(grads, q, k, v)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
-    """Run FlashAttention: all keys, or a band; head dimensions up to 256."""
-    dim, v_dim = padded_dim(q, v), v.shape[-1]
-    q, k, v = (_padded(x, dim) for x in (q, k, v))
-    batch, heads = q.shape[:2]
-    in_layout = _flash_layout(q, k, v)
+    """Run FlashAttention: all keys, or a band, within packed documents; head dimensions up to 256.
+
+    Empty rows have finite outputs of no meaning.
+    """
+    layout = _FlashLayout.of(strip, *_padded(padded_dim(q, v), q, k, v))
     out, lse, *_ = _aten._flash_attention_forward(
-        *(in_layout(x) for x in (q, k, v)), None, None, q.shape[-2], k.shape[-2], 0.0, False, False,
-        scale=scale, window_size_left=_side(strip.left), window_size_right=_side(strip.right),
+        *layout.tensors, *layout.sequences, 0.0, False, False, scale=scale,
+        window_size_left=_side(strip.left), window_size_right=_side(strip.right),
     )  # fmt: skip
-    return _cropped(_from_flash_layout(out, batch, heads), v_dim), lse.view(batch, heads, -1)
+    if strip.packed is not None:
+        lse = lse.unflatten(-1, (q.shape[0], -1)).transpose(0, 1)
+    return _cropped(layout.restore(out), v), lse.reshape(q.shape[:-1])
 
 
 def flash_backward(
     grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, strip: Strip, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Any, ...]:
     """Run the backward of `flash`."""
-    dim, given = padded_dim(q, v), (q, v)
-    q, k, v, out, grad = (_padded(x, dim) for x in (q, k, v, out, grad))
-    batch, heads = q.shape[:2]
-    in_layout = _flash_layout(q, k, v)
-    parts = [in_layout(x) for x in (grad, q, k, v, out)]
+    layout = _FlashLayout.of(strip, *_padded(padded_dim(q, v), grad, q, k, v, out))
+    if strip.empty_rows is not None:
+        lse = lse.masked_fill(strip.empty_rows, torch.inf)  # no weight at all
+    if strip.packed is not None:
+        lse = lse.transpose(0, 1).flatten(1).contiguous()
+    else:
+        batches, _, heads, _ = layout.tensors[1].shape
+        lse = lse.contiguous().view(batches, heads, -1)
     none = torch.empty((), dtype=torch.long, device=q.device)
     grads = _aten._flash_attention_backward(
-        *parts, lse.contiguous().view(parts[1].shape[0], parts[1].shape[2], -1), None, None,
-        q.shape[-2], k.shape[-2], 0.0, False, none, none, scale=scale,
+        *layout.tensors, lse, *layout.sequences, 0.0, False, none, none, scale=scale,
         window_size_left=_side(strip.left), window_size_right=_side(strip.right),
     )  # fmt: skip
-    return _cropped_grads(tuple(_from_flash_layout(x, batch, heads) for x in grads), *given)
-
-
-def _flash_layout(*tensors: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return what brings ``[batch, heads, tokens, dim]`` to FlashAttention's ``[b, tokens, h, dim]``.
-
-    Where heads follow one another in memory they are taken as batches of one head, without a copy: the
-    operator's backward would copy what is not in its own order.
-    """
-    few = tensors[0].shape[0] * tensors[0].shape[1] <= GRID
-    if few and all(x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in tensors):
-        return lambda x: x.reshape(-1, x.shape[-2], 1, x.shape[-1])
-    return lambda x: x.transpose(1, 2)
-
-
-def _from_flash_layout(x: Tensor, batch: int, heads: int) -> Tensor:
-    if x.shape[2] == heads and x.shape[0] == batch:
-        return x.transpose(1, 2)
-    return x.reshape(batch, heads, x.shape[1], x.shape[3])
+    return _cropped_grads((layout.restore(x) for x in grads), q, k, v)
 
 
 def _side(width: int | None) -> int:
     return -1 if width is None else width
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
-    """Run FlashAttention in a band within documents; empty rows have finite outputs of no meaning."""
-    dim, v_dim = padded_dim(q, v), v.shape[-1]
-    q, k, v = (_padded(x, dim) for x in (q, k, v))
-    cu, longest = _packed_of(strip)
-    out, lse, *_ = _aten._flash_attention_forward(
-        *(_joined(x) for x in (q, k, v)), cu, cu, longest, longest, 0.0, False, False,
-        scale=scale, window_size_left=_side(strip.left), window_size_right=_side(strip.right),
-    )  # fmt: skip
-    lse = lse.unflatten(-1, (q.shape[0], -1)).transpose(0, 1)
-    return _cropped(_separated(out, q.shape[0]), v_dim), lse
+class _FlashLayout(NamedTuple):
+    """Tensors ``[batch, heads, tokens, dim]`` as FlashAttention takes them.
 
+    They are ``[batch, tokens, heads, dim]``, and packed ones ``[all tokens, heads, dim]``. Where heads
+    follow one another in memory they are taken as batches of one head, without a copy: the operator's
+    backward would copy what is not in its own order.
+    """
 
-def packed_backward(
-    grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, strip: Strip, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward of `packed`."""
-    dim, given = padded_dim(q, v), (q, v)
-    q, k, v, out, grad = (_padded(x, dim) for x in (q, k, v, out, grad))
-    cu, longest = _packed_of(strip)
-    if strip.empty_rows is not None:
-        lse = lse.masked_fill(strip.empty_rows, torch.inf)  # no weight at all
-    none = torch.empty((), dtype=torch.long, device=q.device)
-    grads = _aten._flash_attention_backward(
-        *(_joined(x) for x in (grad, q, k, v, out)), lse.transpose(0, 1).flatten(1).contiguous(),
-        cu, cu, longest, longest, 0.0, False, none, none, scale=scale,
-        window_size_left=_side(strip.left), window_size_right=_side(strip.right),
-    )  # fmt: skip
-    return _cropped_grads(tuple(_separated(x, q.shape[0]) for x in grads), *given)
+    tensors: list[Tensor]
+    sequences: tuple[Any, ...]  # positions where documents begin, or None, and lengths; of rows and keys
+    restore: Callable[[Tensor], Tensor]
 
-
-def _packed_of(strip: Strip) -> tuple[Tensor, int]:
-    if strip.packed is None:
-        raise ValueError("this strip has no packed documents; use `flash`")
-    return strip.packed.cu_seqlens, strip.packed.max_seqlen
-
-
-def _joined(x: Tensor) -> Tensor:
-    """Return ``[batch, heads, tokens, dim]`` as ``[all tokens, heads, dim]``."""
-    return x.transpose(1, 2).flatten(0, 1)
-
-
-def _separated(x: Tensor, batch: int) -> Tensor:
-    return x.unflatten(0, (batch, -1)).transpose(1, 2)
+    @classmethod
+    def of(cls, strip: Strip, *tensors: Tensor) -> "_FlashLayout":
+        """Return the layout of tensors of a strip; the last are key and value, or more."""
+        batch, heads = tensors[0].shape[:2]
+        if strip.packed is not None:
+            cu_seqlens, longest = strip.packed.cu_seqlens, strip.packed.max_seqlen
+            joined = [x.transpose(1, 2).flatten(0, 1) for x in tensors]
+            bounds = cu_seqlens, cu_seqlens, longest, longest
+            return cls(joined, bounds, lambda x: x.unflatten(0, (batch, -1)).transpose(1, 2))
+        sequences = None, None, tensors[0].shape[-2], tensors[-2].shape[-2]
+        in_order = (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in tensors)
+        if batch * heads > GRID or not all(in_order):
+            transposed = [x.transpose(1, 2) for x in tensors]
+            return cls(transposed, sequences, lambda x: x.transpose(1, 2))
+        single = [x.reshape(-1, x.shape[-2], 1, x.shape[-1]) for x in tensors]
+        return cls(single, sequences, lambda x: x.reshape(batch, heads, x.shape[1], x.shape[3]))
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
@@ -352,5 +311,5 @@ BY_NAME = {
     "cudnn": (cudnn, cudnn_backward),
     "flash": (flash, flash_backward),
     "efficient": (efficient, efficient_backward),
-    "packed flash": (packed, packed_backward),
+    "packed flash": (flash, flash_backward),
 }

@@ -1,9 +1,8 @@
 """A few diagonals of an attention map, computed by products of small matrices.
 
 Entry m of row i of a band belongs to key ``i + first + m``. Rows are taken in blocks. The keys of a
-block of rows are a slab: the end of the previous block of keys, the block at the same position, and the
-start of the next block. So a band costs a few products of small matrices, whatever its width. Keys
-beyond the ends of the sequence count as zeros.
+block are a slab: the end of the previous block of keys, its own block, and the start of the next one.
+Keys beyond the ends of the sequence count as zeros.
 """
 
 from collections.abc import Iterator
@@ -95,9 +94,9 @@ def first_rows(x: Tensor, rows: int) -> Tensor:
 
 def _beside(x: Tensor, first: int, width: int, block: int, rows: int) -> tuple[Tensor, int]:
     """Return keys in blocks at the positions of the rows, and `first` relative to these blocks."""
-    whole = whole_blocks(rows, block)
+    whole = -(-rows // block) * block
     shift = 0 if first <= 0 <= first + width - 1 else first
-    if shift or not surely(x.shape[-2] == whole):
+    if shift or x.shape[-2] != whole:
         x = entries(x, shift, whole + width, -2)
     return in_blocks(x, block), first - shift
 
@@ -145,22 +144,18 @@ class _Values(torch.autograd.Function):
         return of_band, of_keys, of_onto, None, None, None
 
 
-def _upright(products: Tensor, width: int) -> Tensor:
-    """Return the band of a product with slabs: entry (i, i + m) as (i, m)."""
-    return _diagonals(products, width).contiguous()
-
-
-def _diagonals(matrix: Tensor, width: int) -> Tensor:
-    """Return entries (i, i + m) of a matrix that multiplies slabs, as a view ``[..., block, width]``."""
-    strides = (*matrix.stride()[:-2], matrix.shape[-1] + 1, 1)
+def diagonals(matrix: Tensor, width: int) -> Tensor:
+    """Return entries (i, i + m) of a matrix ``[..., block, slab]`` as a view ``[..., block, width]``."""
+    row, column = matrix.stride()[-2:]
+    strides = (*matrix.stride()[:-2], row + column, column)
     return matrix.as_strided((*matrix.shape[:-1], width), strides)
 
 
-def _leaning(band: Tensor) -> Tensor:
+def from_diagonals(band: Tensor) -> Tensor:
     """Return a band as a matrix that multiplies slabs: entry (i, m) at (i, i + m), zeros elsewhere."""
     block, width = band.shape[-2:]
     matrix = band.new_zeros(*band.shape[:-1], block + width - 1)
-    _diagonals(matrix, width).copy_(band)
+    diagonals(matrix, width).copy_(band)
     return matrix
 
 
@@ -187,16 +182,16 @@ def products_by_band(rows: Tensor, keys: Tensor, before: int, after: int) -> Ten
     width, inner = before + after + 1, _inner_slabs(keys, before, after)
     if inner is None or rows.shape[:-1] != keys.shape[:-1]:
         slabs = _slabs(keys, rows.shape[-3], before, after)
-        return _upright(rows @ _second_factor(slabs), width)
+        return diagonals(rows @ _second_factor(slabs), width).contiguous()
     band = rows.new_empty(*rows.shape[:-1], width)
     flat, flat_rows = band.flatten(0, -3), rows.flatten(0, -3)
     buffer = rows.new_empty(_blocks_at_once(keys), rows.shape[-2], inner.shape[-2])
     for part, inner_part in _parts(bool(before), len(inner), len(buffer)):
         products = buffer[: part.stop - part.start]
         torch.bmm(flat_rows[part], _second_factor(inner[inner_part].mT), out=products)
-        flat[part] = _diagonals(products, width)
+        flat[part] = diagonals(products, width)
     for block, slab in _outer_slabs(keys, before, after):
-        band[..., block, :, :] = _diagonals(rows[..., block, :, :] @ _second_factor(slab.mT), width)
+        band[..., block, :, :] = diagonals(rows[..., block, :, :] @ _second_factor(slab.mT), width)
     return band
 
 
@@ -204,15 +199,15 @@ def sums_by_band(band: Tensor, keys: Tensor, before: int, after: int) -> Tensor:
     """Return sums of keys by a band ``[..., blocks, block, width]``, ``[..., blocks, block, dim]``."""
     inner = _inner_slabs(keys, before, after)
     if inner is None or band.shape[:-1] != keys.shape[:-1]:
-        return _leaning(band) @ _slabs(keys, band.shape[-3], before, after).mT
+        return from_diagonals(band) @ _slabs(keys, band.shape[-3], before, after).mT
     sums, flat = torch.empty_like(keys), band.flatten(0, -3)
     buffer = band.new_zeros(_blocks_at_once(keys), band.shape[-2], inner.shape[-2])
     for part, inner_part in _parts(bool(before), len(inner), len(buffer)):
         weights = buffer[: part.stop - part.start]
-        _diagonals(weights, band.shape[-1]).copy_(flat[part])
+        diagonals(weights, band.shape[-1]).copy_(flat[part])
         torch.bmm(weights, inner[inner_part], out=sums.flatten(0, -3)[part])
     for block, slab in _outer_slabs(keys, before, after):
-        sums[..., block, :, :] = _leaning(band[..., block, :, :]) @ slab
+        sums[..., block, :, :] = from_diagonals(band[..., block, :, :]) @ slab
     return sums
 
 

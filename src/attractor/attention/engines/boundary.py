@@ -1,11 +1,9 @@
 """Keys near a wall that moves with the row, for linear PDEs: the only implementation in torch.
 
-A causal mask or a window ends each row of the map at another key. Weights of keys within reach of that
-end (all steps times the PDE's reach) feel the wall. They take the steps themselves, in a patch of the
-row that is twice the reach wide and ends at the wall, and multiply the values as they are. All other
-keys multiply stepped values. `scores`, `spread` and `bands.band_values` compute the share of the near
-keys for any walls. `causal` is all of attention where the causal mask is the only one, as one function
-with its own backward: the far share is written into place, and one inner product per row serves both.
+A causal mask or a window ends each row of the map at another key. The weights of keys within reach of
+that end take the steps themselves, in a patch twice the reach wide, and multiply the values as they are.
+All other keys multiply stepped values. `scores`, `spread` and `bands.band_values` serve any walls;
+`causal` is all of attention under a causal mask alone, as one function with its own backward.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +15,7 @@ from torch.nn.functional import pad
 from attractor.attention.engines import bands
 from attractor.attention.engines.backends import Operator, in_rows
 from attractor.attention.engines.values import Stencil, steps_backward, steps_forward
-from attractor.attention.lengths import first_of, larger, smaller, surely, whole_blocks
+from attractor.attention.lengths import first_of, surely, whole_blocks
 from attractor.attention.masks import Scope, along
 from attractor.attention.pdes import Line
 from attractor.attention.pdes.evolution import Evolution
@@ -25,10 +23,9 @@ from attractor.attention.precision import first_derivatives_only
 
 
 class Band(NamedTuple):
-    """The keys near a moving wall, and the patch in which their weights spread.
+    """The keys ``i + first`` and `width - 1` more near a moving wall of row i, and their patch.
 
-    Row i has its near keys at ``i + first`` to ``i + first + width - 1``, and its patch at
-    ``i + patch`` to ``i + patch + patch_width - 1``.
+    Weights spread within the keys ``i + patch`` to ``i + patch + patch_width - 1``.
     """
 
     first: int
@@ -104,8 +101,8 @@ def spread(
 
     if open is not None:
         return step(0, rows)
-    top = smaller(larger(-first, 0), rows)
-    bottom = rows if keys is None else larger(smaller(keys - first - width + 1, rows), top)
+    top = min(max(-first, 0), rows)
+    bottom = rows if keys is None else max(min(keys - first - width + 1, rows), top)
     if top >= bottom:
         return step(0, rows)
     if stencil is not None and width > band.width:

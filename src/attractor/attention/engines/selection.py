@@ -28,7 +28,6 @@ from attractor.attention.engines.backends import (
     Strip,
     padded_dim,
 )
-from attractor.attention.lengths import larger, smaller
 from attractor.attention.masks import Scope
 
 HALF = (torch.float16, torch.bfloat16)
@@ -102,10 +101,8 @@ def choose_on_cuda(query: Tensor, key: Tensor, value: Tensor, scope: Scope) -> O
 def preferred(device: int, dtype: torch.dtype, dim: int) -> str:
     """Return what SDPA takes for an ordinary problem: "cudnn", "flash", "efficient" or "plain".
 
-    Torch is asked, so that the enabled backends, their order, the driver and the setting of
-    deterministic algorithms count as they do there, once for each combination of settings. It is asked
-    about a small problem, because compiled code has no tensors yet; `choose` handles what depends on
-    sizes.
+    Torch is asked about a small problem, once per combination of the settings that count, because
+    compiled code has no tensors yet; `choose` handles what depends on sizes.
     """
     backends = torch.backends.cuda
     settings = (
@@ -114,11 +111,11 @@ def preferred(device: int, dtype: torch.dtype, dim: int) -> str:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )  # fmt: skip
-    return _asked(device, dtype, dim, settings)
+    return _sdpa_choice(device, dtype, dim, settings)
 
 
 @cache
-def _asked(device: int, dtype: torch.dtype, dim: int, settings: tuple[int, ...]) -> str:
+def _sdpa_choice(device: int, dtype: torch.dtype, dim: int, settings: tuple[int, ...]) -> str:
     where = torch.device("cuda", device)
     with torch.enable_grad():
         like = torch.empty(1, 1, 128, dim, dtype=dtype, device=where, requires_grad=True)
@@ -159,7 +156,7 @@ def may_sync(device: torch.device) -> bool:
 
 def first_row(scope: Scope) -> int:
     """Return the first row to which the band gives a key."""
-    return 0 if scope.right is None else smaller(larger(-scope.right, 0), scope.queries)
+    return 0 if scope.right is None else min(max(-scope.right, 0), scope.queries)
 
 
 def _one_corner(scope: Scope) -> bool:
@@ -188,8 +185,8 @@ def _corner(scope: Scope) -> Strip:
 def _band(scope: Scope) -> Strip | None:
     """Return the rows and keys of a band as FlashAttention takes it, or None if it cannot.
 
-    The operator counts from the last row and the last key, and needs at least as many keys as rows and
-    both sides of the band at least 0. So rows without keys are cut off, and keys without rows.
+    The operator counts from the last row and key, and needs at least as many keys as rows and sides of
+    at least 0. So rows without keys are cut off, and keys without rows.
     """
     left, right = scope.left, scope.right
     if left is not None and right is not None and left + right < 0:
@@ -218,12 +215,8 @@ def _packed(scope: Scope) -> Strip | None:
     """Return a band within documents of consecutive tokens; None if they are not, or cannot be read.
 
     Their number decides on the launch, so the device is waited for: once for a tensor, which all layers
-    of a model may share, until something is written to it. Where that is not possible, in a captured
-    graph or in compiled code, rows go in strips: T documents, the most there could be, would be T
-    sequences to launch.
-
-    A band that lies to one side of the diagonal is moved onto it: row ``i + shift`` beside key i. Such
-    a pair of two documents is a row without keys.
+    of a model may share, until something is written to it. A band to one side of the diagonal is moved
+    onto it: row ``i + shift`` beside key i. Such a pair of two documents is a row without keys.
     """
     documents = scope.documents
     if documents is None or not scope.queries == scope.keys == documents.shape[-1]:

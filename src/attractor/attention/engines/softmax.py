@@ -22,8 +22,6 @@ from attractor.attention.precision import accumulate_dtype, first_derivatives_on
 ROWS = 512  # of a strip whose rows differ in what they may attend to
 ENTRIES = 1 << 23  # entries of a map that plain torch holds at a time
 
-__all__ = ["Strip", "attend", "attend_backward", "log_sum_exp", "split_softmax"]
-
 
 def split_softmax(
     query: Tensor,
@@ -38,8 +36,8 @@ def split_softmax(
 
     Args:
         query, key, value: ``[batch, heads, tokens, dim]``.
-        near: The further scores, tensors ``[batch, heads, queries, n]`` of one dtype; -inf for masked
-            ones.
+        near: At least one tensor of further scores ``[batch, heads, queries, n]``, all of one dtype;
+            -inf for masked ones.
         scope: The other keys that the softmax is over. None: there are none.
         operator: What `selection.choose` returns for the scope. None: it is chosen here.
 
@@ -56,9 +54,44 @@ def split_softmax(
     return out, weights
 
 
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scope: Scope,
+    scale: float,
+    operator: Operator | None = None,
+) -> Tensor:
+    """Return attention within a scope, ``[batch, heads, last queries, value dim]``, as `attend` does."""
+    return _Attention.apply(query, key, value, scope, scale, operator)
+
+
 def log_sum_exp(query: Tensor, key: Tensor, scope: Scope, scale: float) -> Tensor:
     """Return the log-sum-exp of scores ``[batch, heads, queries]``; -inf for rows without keys."""
     return _LogSumExp.apply(query, key, scope, scale)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scope: Scope,
+        scale: float,
+        operator: Operator | None,
+    ) -> Tensor:
+        out, lse = attend(query, key, value, scope, scale, operator)
+        ctx.options = scope, scale, operator
+        ctx.save_for_backward(query, key, value, out, lse.masked_fill(lse == -torch.inf, 0.0))
+        # See `_SplitSoftmax`: `attend` may have written to `out` in place.
+        return out.clone() if torch.compiler.is_compiling() else out
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return *attend_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None
 
 
 class _SplitSoftmax(torch.autograd.Function):
@@ -73,14 +106,12 @@ class _SplitSoftmax(torch.autograd.Function):
         operator: Operator | None,
         *near: Tensor,
     ) -> tuple[Tensor, ...]:
-        scores = torch.cat(near, -1) if near else None
+        lse = torch.cat(near, -1).logsumexp(-1)
         if scope is None:
-            assert scores is not None, "a softmax over nothing"
-            part, share = value.new_zeros(*query.shape[:-1], value.shape[-1]), scores.new_ones(())
-            lse = scores.logsumexp(-1)
+            part, share = value.new_zeros(*query.shape[:-1], value.shape[-1]), lse.new_ones(())
         else:
             part, part_lse = attend(query, key, value, scope, scale, operator)
-            lse = part_lse if scores is None else torch.logaddexp(scores.logsumexp(-1), part_lse)
+            lse = torch.logaddexp(lse, part_lse)
         lse = lse.masked_fill(lse == -torch.inf, 0.0)
         if scope is not None:
             share = (part_lse - lse).exp()[..., lse.shape[-1] - part.shape[-2] :, None]
@@ -98,9 +129,6 @@ class _SplitSoftmax(torch.autograd.Function):
     @first_derivatives_only
     def backward(ctx: Any, grad_far: Tensor, *grad_weights: Tensor) -> tuple[Any, ...]:
         query, key, value, part, share, lse, *weights = ctx.saved_tensors
-        # The operator's backward subtracts <grad, out> from every score's gradient. For one softmax
-        # over both sets of keys it must be the sum over both, so it is given an out that makes it so:
-        # the multiple of grad that has the right product, for only that matters.
         total = lse.new_zeros(*lse.shape, 1)
         for of_weight, weight in zip(grad_weights, weights):
             total = total + (of_weight * weight).sum(-1, keepdim=True)
@@ -113,12 +141,20 @@ class _SplitSoftmax(torch.autograd.Function):
         grad = grad_far.to(value.dtype)
         top = total.shape[-2] - part.shape[-2]
         total = total + pad((grad_far * part).sum(-1, keepdim=True) * share, (0, 0, top, 0))
-        size = torch.linalg.vector_norm(grad, dim=-1, keepdim=True, dtype=total.dtype)
-        per_grad = torch.where(size > 1e-30, total[..., top:, :] / size / size, 0.0)
-        out = (grad * per_grad).to(value.dtype)
+        out = output_with_product(grad, total[..., top:, :])
         how = ctx.scope, ctx.scale, ctx.operator
         grads = attend_backward(grad, query, key, value, out, lse, *how)
         return *grads, None, None, None, *of_near()
+
+
+def output_with_product(grad: Tensor, total: Tensor) -> Tensor:
+    """Return a multiple of `grad` whose inner product with it is `total` ``[..., rows, 1]``.
+
+    `attend_backward` subtracts <grad, out> from the gradient of every score and uses `out` for nothing
+    else. For one softmax over its keys and others, it must subtract the sum over both: `total`.
+    """
+    size = torch.linalg.vector_norm(grad, dim=-1, keepdim=True, dtype=total.dtype)
+    return (grad * torch.where(size > 1e-30, total / size / size, 0.0)).to(grad.dtype)
 
 
 class _LogSumExp(torch.autograd.Function):
@@ -155,11 +191,8 @@ def attend(
     """Return outputs ``[batch, heads, last queries, value dim]`` and their log-sum-exp.
 
     The log-sum-exp ``[batch, heads, queries]`` has at least float32. Rows that may attend to no key have
-    zeros and -inf; if the first rows are such, the output begins after them.
-
-    Args:
-        query, key, value: ``[batch, heads, tokens, dim]``, with equal numbers of heads.
-        operator: What `selection.choose` returns for the scope. None: it is chosen here.
+    zeros and -inf; if the first rows are such, the output begins after them. `operator` is what
+    `selection.choose` returns for the scope; None: it is chosen here.
     """
     query, key, value = (in_rows(x) for x in (query, key, value))
     if operator is None:
@@ -201,11 +234,7 @@ def attend_backward(
     """Return the gradients of query, key and value, for any finite log-sum-exp and any output.
 
     With weights ``exp(score - lse)`` the gradient of a score is ``weight * (<grad, value> - <grad,
-    out>)``.
-
-    Args:
-        grad, out: Of the last rows, as `attend` returns them.
-        operator: As in `attend`.
+    out>)``. `grad` and `out` are of the last rows, as `attend` returns them.
     """
     grad, query, key, value, out = (in_rows(x) for x in (grad, query, key, value, out))
     if operator is None:

@@ -1,15 +1,10 @@
 """Linear PDEs on the values: the map is never built.
 
 On the key axis a step multiplies the map from the right, so that ``A(Nt) V = A(0) W``, where W are the
-values after the transposed steps. Walls that are the same for every row (padding, ends of documents)
-are walls for the values. Walls that move with the row (causal masks, windows) are felt only within
-reach, so that the keys of a row are divided:
-
-    far from its moving walls    weight times stepped value, by a fused operator
-    near one                     the weights take the steps and multiply the values (`boundary`)
-
-Both parts are under one softmax. No stepped value of a far key has seen beyond the wall, and no patch
-reaches beyond it: causality is exact, not up to rounding.
+values after the transposed steps. Walls that all rows share (padding, ends of documents) are walls for
+the values. Near walls that move with the row (causal masks, windows) the weights take the steps
+instead (`boundary`), under the same softmax. No stepped value of a far key has seen beyond the wall,
+and no patch reaches beyond it: causality is exact, not up to rounding.
 """
 
 from collections.abc import Callable
@@ -99,8 +94,8 @@ def without_walls(
     periodic = walls == "periodic"
     if axis == "key":
         line = Line(-2, periodic=periodic).adjoint
-        moved = evolution.of_linear(value.to(dtype), line).to(value.dtype)
-        return softmax_attention(query, key, moved, scope, scale)
+        far_values = evolution.of_linear(value.to(dtype), line).to(value.dtype)
+        return softmax_attention(query, key, far_values, scope, scale)
     output = softmax_attention(query, key, value, scope, scale)
     faces = None
     if walls == "mask" and scope.documents is not None:
@@ -120,13 +115,12 @@ def softmax_attention(
     if scope.only_causal:
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     if scope.documents is not None or scope.banded or scope.mask is not None:
-        out, _ = softmax.split_softmax(query, key, value, [], scope, scale, operator)
-        return _all_rows(out, scope).to(value.dtype)
+        return _all_rows(softmax.attention(query, key, value, scope, scale, operator), scope)
     bias, valid = scope.bias, scope.valid_keys
     if bias is not None and bias.dtype != query.dtype:
         # What is rounded is the distance from the largest, which is small where weights are large.
-        seen = bias if valid is None else bias.masked_fill(~valid, -torch.inf)
-        largest = seen.amax(-1, keepdim=True)
+        visible = bias if valid is None else bias.masked_fill(~valid, -torch.inf)
+        largest = visible.amax(-1, keepdim=True)
         bias = (bias - largest.masked_fill(largest == -torch.inf, 0.0)).clamp(max=0.0)
     if valid is None:
         mask = None if bias is None else bias.to(query.dtype)

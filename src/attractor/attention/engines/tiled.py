@@ -1,13 +1,12 @@
 """Any PDE in O(T) memory: the map is computed, stepped and discarded tile by tile.
 
-Backward computes it again. A tile is some rows by some keys. The log-sum-exp of the rows is computed
-first, so that a tile holds weights, not scores; dropout acts on these before they are stepped. Tiles
-divide the map in one of two ways:
+Backward computes it again. The log-sum-exp of the rows comes first, so that a tile holds weights, which
+dropout acts on before they are stepped. Tiles divide the map in one of two ways:
 
-    by destination   the weights of a tile and of a halo on either side, as wide as the steps reach, are
-                     stepped; those that arrive within the tile meet its values. For any PDE.
-    by source        the tile's own weights are stepped, out into the halo, and meet the values there.
-                     For linear steps; and far from moving walls, stepped values do as well.
+    by destination   a tile and a halo on either side are stepped; what arrives within the tile
+                     multiplies its values. For any PDE.
+    by source        the tile's own weights are stepped, out into the halo, and multiply the values
+                     there. For linear steps; far from moving walls, stepped values do as well.
 """
 
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from attractor.attention.engines import softmax
 from attractor.attention.engines.stepped import Others
 from attractor.attention.engines.values import step_values
-from attractor.attention.lengths import larger, strips
+from attractor.attention.lengths import strips
 from attractor.attention.masks import Scope, open_faces
 from attractor.attention.pdes import PDE, Line, take_steps
 from attractor.attention.pdes.evolution import Evolution
@@ -61,7 +60,8 @@ def tiled(
         lse = torch.logaddexp(lse.masked_fill(nothing, 0.0), more.masked_fill(nothing, 0.0))
         lse = lse.masked_fill(nothing, -torch.inf)
     stepped = value[..., :0, :]
-    if linear_steps(pde) and scope.mask is None and not torch.compiler.is_compiling():
+    linear_steps = pde.linear or getattr(pde, "split", False)  # a split reaction comes before them
+    if linear_steps and scope.mask is None and not torch.compiler.is_compiling():
         stepped = step_values(evolution, value, scope.open_faces())
     compiling = torch.compiler.is_compiling()
     seed = int(torch.randint(1 << 62, ())) if dropout_p and not compiling else 0
@@ -76,11 +76,6 @@ def tiled(
         return out.to(dtype)
     weights = (others[0] - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
     return (out + others[1](dropout(weights, dropout_p))).to(dtype)
-
-
-def linear_steps(pde: PDE) -> bool:
-    """Return whether the steps are linear, whatever happens to the map before the first."""
-    return pde.linear or bool(getattr(pde, "split", False))
 
 
 def coefficients(pde: PDE) -> list[str]:
@@ -112,7 +107,7 @@ class _Job:
         for start in range(0, scope.queries, height):
             rows = slice(start, min(start + height, scope.queries))
             columns = scope.columns(rows)
-            kept = self._kept(query, rows, columns)
+            drawn = self._dropout_mask(query, rows, columns)
             for first in range(columns.start, columns.stop, COLUMNS):
                 inner = slice(first, min(first + COLUMNS, columns.stop))
                 outer = slice(
@@ -122,8 +117,8 @@ class _Job:
                 keys, values = (inner, outer) if by_source else (outer, inner)
                 far = by_source and self._far(rows, inner)
                 keep = None
-                if kept is not None:
-                    keep = kept[..., keys.start - columns.start : keys.stop - columns.start]
+                if drawn is not None:
+                    keep = drawn[..., keys.start - columns.start : keys.stop - columns.start]
                 yield _Tile(rows, keys, inner if far else values, by_source, far, keep)
 
     def _far(self, rows: slice, columns: slice) -> bool:
@@ -131,7 +126,7 @@ class _Job:
         clear_left = left is None or columns.start >= rows.stop - 1 - left + self.reach
         return clear_left and (right is None or columns.stop - 1 <= rows.start + right - self.reach)
 
-    def _kept(self, query: Tensor, rows: slice, columns: slice) -> Tensor | None:
+    def _dropout_mask(self, query: Tensor, rows: slice, columns: slice) -> Tensor | None:
         """Return what dropout keeps of some rows, the same for each call."""
         if not self.dropout_p:
             return None
@@ -152,8 +147,8 @@ class _Job:
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -torch.inf)
         A = (scores - lse[..., None]).exp()
-        if tile.kept is not None:
-            A = torch.where(tile.kept, A / max(1 - self.dropout_p, 1e-9), 0.0)
+        if tile.keep is not None:
+            A = torch.where(tile.keep, A / max(1 - self.dropout_p, 1e-9), 0.0)
         elif self.dropout_p:
             A = dropout(A, self.dropout_p)
         if hasattr(pde, "start"):
@@ -177,7 +172,7 @@ class _Tile:
     values: slice  # which the stepped weights meet
     by_source: bool
     far: bool  # from all moving walls: stepped values serve
-    kept: Tensor | None
+    keep: Tensor | None
 
 
 class _Tiled(torch.autograd.Function):
@@ -215,9 +210,9 @@ class _Tiled(torch.autograd.Function):
                 for part in parts:
                     part.requires_grad_()
                 out = job.output(tile, *parts)
-            found = torch.autograd.grad(out, parts, grad[..., tile.rows, :], allow_unused=True)
+            gradients = torch.autograd.grad(out, parts, grad[..., tile.rows, :], allow_unused=True)
             dq, dk, dv, dlse = _cut(tile, *total)
-            for sum_, part in zip((dq, dk, dv, dlse, *slopes), found):
+            for sum_, part in zip((dq, dk, dv, dlse, *slopes), gradients):
                 if part is not None:
                     sum_ += part
         return *total, None, *slopes
@@ -226,7 +221,9 @@ class _Tiled(torch.autograd.Function):
 def _compiled(query: Tensor, key: Tensor, value: Tensor, lse: Tensor, job: _Job) -> Tensor:
     """Return the output for `torch.compile`, which fuses operations itself: strips of whole rows."""
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
-    height = larger(16, 16 * ENTRIES // (query.shape[0] * query.shape[1] * job.scope.keys))
+    height = job.scope.queries
+    if not torch.compiler.is_exporting():
+        height = max(16, 16 * ENTRIES // (query.shape[0] * query.shape[1] * job.scope.keys))
     parts = []
     for start, stop in strips(0, job.scope.queries, height):
         rows = slice(start, stop)

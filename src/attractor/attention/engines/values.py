@@ -109,8 +109,8 @@ def short_matrix(
     """
     if not _can_share(evolution, device) or keys > SHORT:
         return None
-    known, matrix = evolution.stencils.get((dtype, "short"), (0, None))
-    if known != keys:
+    size, matrix = evolution.stencils.get((dtype, "short"), (0, None))
+    if size != keys:
         with torch.inference_mode(False), torch.no_grad():
             unit = torch.eye(keys, dtype=dtype, device=device)
             matrix = evolution.of_linear(unit, Line(-1))

@@ -9,8 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attractor.attention.cache import PDECache, unchanged_on_error
 from attractor.attention.pde_attention import pde_attention
-from attractor.attention.pdes import AXES, PDE, Diffusion, LearnedPDE, get_pde
-from attractor.attention.pdes.pde import dimensions
+from attractor.attention.pdes import AXES, PDE, Diffusion, LearnedPDE
+from attractor.attention.pdes.pde import as_equation, dimensions
 from attractor.attention.tracing import as_node, is_symbolic
 from attractor.attention.validation import METHODS, WALLS
 from attractor.core.checks import (
@@ -270,8 +270,6 @@ def _make_equation(
         return pde
     if learn:
         return LearnedPDE(pde, heads, dt, axis)  # type: ignore[arg-type]
-    equation: Any = get_pde(pde)() if isinstance(pde, str) else pde
-    if isinstance(equation, type) or not hasattr(equation, "step"):
-        raise ValueError(f"pde {pde!r} is not an equation; pass one such as pdes.Diffusion(alpha=0.1)")
+    equation = as_equation(pde)
     equation.check(dt, axis)
     return equation

@@ -15,11 +15,7 @@ def sample_token(
 ) -> Tensor:
     """Return one token ``[batch, 1]`` per row of logits ``[batch, vocabulary]``.
 
-    Args:
-        logits: The logits ``[batch, vocabulary]``.
-        temperature: Divisor of the logits. 0 always selects the most likely token.
-        top_k: Sample only from the `top_k` most likely tokens, or from all if None.
-        generator: The random number generator to sample with.
+    The arguments are those of `LanguageModel.generate`.
     """
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)

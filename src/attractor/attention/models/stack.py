@@ -93,7 +93,12 @@ class Stack(nn.Module):
 
         def attention_branch(**overrides: Any) -> Residual:
             options = {**attention, **overrides}
-            own = {n: o if n == "pde" else _copy_module(o) for n, o in options.items()}
+            own: dict[str, Any] = {
+                name: copy.deepcopy(option)
+                if name != "pde" and isinstance(option, nn.Module)
+                else option
+                for name, option in options.items()
+            }
             return Residual(dim, PDEAttention(dim, heads, dropout=map_dropout, **own), norm, dropout)
 
         def network_branch() -> Residual:
@@ -151,10 +156,6 @@ class Stack(nn.Module):
         if self.after is not None:
             x = self.after(x, cache=caches[-1], **masks)
         return self.norm(x)
-
-
-def _copy_module(option: Any) -> Any:
-    return copy.deepcopy(option) if isinstance(option, nn.Module) else option
 
 
 class Embedding(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor
 from attractor.attention.pdes.advection_diffusion import AdvectionDiffusion
 from attractor.attention.pdes.diffusion import Diffusion
 from attractor.attention.pdes.line import Neighbourhood
-from attractor.attention.pdes.pde import PDE, evolve, take_steps
+from attractor.attention.pdes.pde import PDE, as_equation, evolve, take_steps
 from attractor.attention.pdes.reaction_diffusion import ReactionDiffusion
 from attractor.attention.pdes.wave import Wave
 from attractor.core.checks import as_int, is_number
@@ -93,13 +93,7 @@ def _shared(kind: Any, values: tuple[Any, ...], steps: int, dt: float, axis: str
 
 
 def _checked(pde: Any, steps: Any, dt: Any, axis: str, constant: bool) -> Evolution:
-    if isinstance(pde, str):
-        from attractor.attention.pdes import get_pde
-
-        pde = get_pde(pde)()
-    if isinstance(pde, type) or not hasattr(pde, "step"):
-        hint = "call it: it returns one" if isinstance(pde, torch.nn.Module) else "give one"
-        raise ValueError(f"pde {pde!r} is not an equation; {hint} such as pdes.Diffusion(alpha=0.1)")
+    pde = as_equation(pde)
     steps = as_int(steps)
     if not isinstance(steps, int) or steps < 0:
         raise ValueError(

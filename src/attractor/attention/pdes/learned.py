@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attractor.attention.pdes.pde import PDE
+from attractor.attention.pdes.pde import PDE, as_equation
 from attractor.core.checks import check_whole, is_number
 
 MARGIN = 1e-6  # of an interval: rounding must not carry a coefficient over its end
@@ -51,24 +51,22 @@ class LearnedPDE(nn.Module):
         self, pde: str | PDE, heads: int | None = None, dt: float = 1.0, axis: str = "key"
     ) -> None:
         super().__init__()
-        if isinstance(pde, str):
-            from attractor.attention.pdes import get_pde
-
-            pde = get_pde(pde)()
-        given: Any = pde
+        equation = as_equation(pde)
         if not is_number(dt) or not 0 < dt < float("inf"):
             raise ValueError(f"dt = {dt} must be more than 0: without a step there is nothing to learn")
         if heads is not None:
             check_whole("heads", heads, 1)
-        self.kind: Any = type(given)
+        self.kind: Any = type(equation)
         self.dt, self.axis = float(dt), axis
-        names = _coefficients(given)
-        self.options = {f.name: getattr(given, f.name) for f in fields(given) if f.name not in names}
+        names = _coefficients(equation)
+        self.options = {
+            f.name: getattr(equation, f.name) for f in fields(equation) if f.name not in names
+        }
         self.signed: dict[str, bool] = {}
         self.start: dict[str, list[float]] = {}
         values = {**self.options, **dict.fromkeys(names, torch.tensor(torch.nan, device="cpu"))}
         for name in names:
-            value = _each(given, name, heads)
+            value = _each(equation, name, heads)
             low, high = self.kind(**values).interval(name, self.dt, axis)
             self.signed[name] = bool(torch.as_tensor(low, device="cpu").any())
             place = (value - low) / (high - low)
@@ -76,13 +74,13 @@ class LearnedPDE(nn.Module):
             place = (place - margin) / (1 - MARGIN - margin)
             if not ((place > 0) & (place < 1)).all():
                 raise ValueError(
-                    f"{name} = {_told(value)} of {self.kind.__name__} must lie between {_told(low)} and "
-                    f"{_told(high)}, ends excluded, to be learnt with dt = {dt:g} on axis {axis!r}; "
+                    f"{name} = {_text(value)} of {self.kind.__name__} must lie between {_text(low)} "
+                    f"and {_text(high)}, ends excluded, to be learnt with dt = {dt:g} on axis {axis!r}; "
                     "start elsewhere, or take other steps"
                 )
             values[name], self.start[name] = value, place.logit().flatten().tolist()
-            wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
-            self.register_parameter(f"{name}_logit", nn.Parameter(torch.empty(heads or 1, dtype=wide)))
+            dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+            self.register_parameter(f"{name}_logit", nn.Parameter(torch.empty(heads or 1, dtype=dtype)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -107,9 +105,9 @@ class LearnedPDE(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LearnedPDE":
         def keep(tensor: Tensor) -> Tensor:  # model.half() moves, but does not round
-            moved = fn(tensor)
-            rounded = moved.dtype in HALVES and tensor.dtype not in HALVES
-            return tensor.to(moved.device) if rounded else moved
+            result = fn(tensor)
+            rounds = result.dtype in HALVES and tensor.dtype not in HALVES
+            return tensor.to(result.device) if rounds else result
 
         return super()._apply(keep, recurse)
 
@@ -121,11 +119,10 @@ class LearnedPDE(nn.Module):
 
 def _coefficients(pde: Any) -> list[str]:
     """Return the names of the fields that are numbers or tensors."""
-    if isinstance(pde, type) or not hasattr(pde, "step"):
-        raise ValueError(f"pde {pde!r} is not an equation; give one such as pdes.Diffusion(alpha=0.1)")
     kind = type(pde).__name__
-    given = [(f.name, getattr(pde, f.name)) for f in fields(pde) if f.init] if is_dataclass(pde) else []
-    names = [n for n, v in given if isinstance(v, int | float | Tensor) and not isinstance(v, bool)]
+    values = {f.name: getattr(pde, f.name) for f in fields(pde) if f.init} if is_dataclass(pde) else {}
+    numbers = (int, float, Tensor)
+    names = [n for n, v in values.items() if isinstance(v, numbers) and not isinstance(v, bool)]
     if not names:
         raise ValueError(
             f"{kind} has nothing to learn: make it a frozen dataclass whose coefficients are fields, or "
@@ -151,6 +148,6 @@ def _each(pde: Any, name: str, heads: int | None) -> Tensor:
     return value.reshape(-1, 1, 1).expand(heads or 1, 1, 1)
 
 
-def _told(value: float | Tensor) -> str:
+def _text(value: float | Tensor) -> str:
     numbers = sorted(set(torch.as_tensor(value, device="cpu").flatten().tolist()))
     return ", ".join(f"{x:g}" for x in numbers)

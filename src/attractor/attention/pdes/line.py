@@ -1,14 +1,12 @@
 """Where a PDE acts: positions in a row, with walls between some of them.
 
-Everything is built from the two sides of a face, the place between position j and position j + 1:
-`lower` and `upper` carry positions to faces, and their transposes carry faces back. So
+A face is the place between positions j and j + 1. Differences and means carry positions to faces, and
+their transposes carry faces back:
 
-    difference = upper - lower            mean = (upper + lower) / 2
-    divergence = -difference^T            laplacian = divergence . open . difference
-    gradient = divergence . open . mean   gradient^T = -mean^T . open . difference
+    laplacian = divergence . open . difference          divergence = -difference^T
+    gradient = divergence . open . mean                 gradient^T = -mean^T . open . difference
 
-where `open` sets the flux through a wall to zero. So the Laplacian is its own transpose, and what
-leaves a position arrives at its neighbour: sums along the line are conserved, walls or not.
+where `open` sets the flux through a wall to zero. Sums along the line are conserved, walls or not.
 """
 
 from dataclasses import dataclass, replace

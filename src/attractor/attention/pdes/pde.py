@@ -47,6 +47,18 @@ class PDE(Protocol):
         ...
 
 
+def as_equation(pde: Any) -> Any:
+    """Return an equation, or the one with this name and its default coefficients; raise for others."""
+    if isinstance(pde, str):
+        from attractor.attention.pdes import get_pde
+
+        return get_pde(pde)()
+    if isinstance(pde, type) or not hasattr(pde, "step"):
+        hint = "call it: it returns one" if isinstance(pde, torch.nn.Module) else "pass one"
+        raise ValueError(f"pde {pde!r} is not an equation; {hint} such as pdes.Diffusion(alpha=0.1)")
+    return pde
+
+
 def evolve(pde: PDE, u: Tensor, line: Neighbourhood, steps: int, dt: float) -> Tensor:
     """Return the map u after that many steps, starting at rest.
 
@@ -61,8 +73,7 @@ def evolve(pde: PDE, u: Tensor, line: Neighbourhood, steps: int, dt: float) -> T
 def take_steps(pde: PDE, u: Tensor, line: Neighbourhood, steps: int, dt: float) -> Tensor:
     """Return a map or values after that many steps, without the PDE's ``start``."""
     check_tensor("u", u, "[..., positions]")
-    if isinstance(pde, type) or not hasattr(pde, "step"):
-        raise ValueError(f"pde {pde!r} is not an equation; give one such as pdes.Diffusion(alpha=0.1)")
+    pde = as_equation(pde)
     if not hasattr(line, "laplacian"):
         raise TypeError(f"line is a {type(line).__name__}; give a Line or a Plane")
     velocity = None
@@ -153,59 +164,42 @@ def check_coefficient(pde: Any, name: str, signed: bool = False) -> None:
 
 
 def check_heads(pde: Any, shape: Sequence[int]) -> None:
-    """Raise unless coefficients that are tensors suit maps ``[*batch, heads, queries, keys]``.
-
-    Args:
-        pde: the equation.
-        shape: ``[*batch, heads]`` of the maps.
-    """
+    """Raise unless coefficients that are tensors suit maps of this shape, ``[*batch, heads]``."""
     for field in fields(pde) if is_dataclass(pde) else ():
-        given = getattr(pde, field.name)
-        if not isinstance(given, Tensor):
+        coefficient = getattr(pde, field.name)
+        if not isinstance(coefficient, Tensor):
             continue
-        sizes = zip_longest(reversed(given.shape), (1, 1, *reversed(shape)), fillvalue=1)
+        sizes = zip_longest(reversed(coefficient.shape), (1, 1, *reversed(shape)), fillvalue=1)
         if any(size not in (1, own) for size, own in sizes):
             heads = shape[-1] if shape else 1
             raise ValueError(
-                f"{field.name} {list(given.shape)} of {type(pde).__name__} does not suit {heads} heads; "
-                f"give a number, or a tensor [{heads}, 1, 1]"
+                f"{field.name} {list(coefficient.shape)} of {type(pde).__name__} does not suit {heads} "
+                f"heads; pass a number, or a tensor [{heads}, 1, 1]"
             )
 
 
 def with_coefficients(pde: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return the equation with a function applied to each coefficient that is a tensor."""
-    changed = {}
+    others = {}
     for field in fields(pde) if is_dataclass(pde) else ():
-        given = getattr(pde, field.name)
-        other = change(given) if isinstance(given, Tensor) else given
-        if other is not given:
-            changed[field.name] = other
-    return replace(pde, **changed) if changed else pde
-
-
-def for_maps(pde: Any, shape: Sequence[int]) -> Any:
-    """Return the equation with coefficients of no more dimensions than maps have.
-
-    Args:
-        pde: the equation; its coefficients suit `shape`, as `check_heads` says.
-        shape: ``[*batch, heads]`` of the maps.
-    """
-    most = len(shape) + 2
-    return with_coefficients(pde, lambda x: x.reshape(x.shape[-most:]) if x.ndim > most else x)
+        coefficient = getattr(pde, field.name)
+        other = change(coefficient) if isinstance(coefficient, Tensor) else coefficient
+        if other is not coefficient:
+            others[field.name] = other
+    return replace(pde, **others) if others else pde
 
 
 def for_heads(pde: Any, shape: Sequence[int]) -> Any:
-    """Return the equation for maps ``[batch, heads, queries, keys]``, to which engines flatten others.
+    """Return the equation for maps of this shape, ``[*batch, heads]``, flattened to four dimensions."""
+    most = max(len(shape), 2) + 2
 
-    Args:
-        pde, shape: as in `for_maps`, of the maps before they are flattened.
-    """
+    def reshape(x: Tensor) -> Tensor:
+        x = x.reshape(x.shape[-most:]) if x.ndim > most else x
+        if len(shape) > 2 and x.ndim > 3:
+            x = x.expand(*shape[:-1], *x.shape[-3:]).flatten(0, -4)
+        return x
 
-    def flat(x: Tensor) -> Tensor:
-        return x.expand(*shape[:-1], *x.shape[-3:]).flatten(0, -4) if x.ndim > 3 else x
-
-    pde = for_maps(pde, shape if len(shape) > 2 else (1, 1))
-    return with_coefficients(pde, flat) if len(shape) > 2 else pde
+    return with_coefficients(pde, reshape)
 
 
 def same(pde: Any, other: Any) -> bool:

@@ -3,7 +3,7 @@
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from attractor.attention.pdes.pde import PDE
+from attractor.attention.pdes.pde import PDE, as_equation
 from attractor.core.checks import check_number, is_whole
 
 # beta goes with alpha: that keeps their balance, and an advection that keeps maps non-negative does.
@@ -40,11 +40,7 @@ def for_length(
     >>> for_length("diffusion", 1024, reference=512)
     (Diffusion(alpha=0.025), 0.5)
     """
-    if isinstance(pde, str):
-        from attractor.attention.pdes import get_pde
-
-        pde = get_pde(pde)()
-    given: Any = pde
+    equation = as_equation(pde)
     check_number("dt", dt, 0.0)
     check_number("gamma", gamma)
     if not is_whole(tokens) or not is_whole(reference) or tokens < 1 or reference < 1:
@@ -52,9 +48,9 @@ def for_length(
     ratio = tokens / reference
     powers = {**POWERS, "c": gamma}
     numbers = {
-        field.name: getattr(given, field.name)
-        for field in (fields(given) if is_dataclass(given) else ())
-        if not isinstance(getattr(given, field.name), bool)
+        field.name: getattr(equation, field.name)
+        for field in (fields(equation) if is_dataclass(equation) else ())
+        if not isinstance(getattr(equation, field.name), bool)
     }
     if not numbers or not set(numbers) <= set(powers):
         raise ValueError(
@@ -62,11 +58,11 @@ def for_length(
             "others the paper has no advice"
         )
     try:
-        scaled = replace(given, **{name: x * ratio ** powers[name] for name, x in numbers.items()})
+        result = replace(equation, **{name: x * ratio ** powers[name] for name, x in numbers.items()})
     except OverflowError:
         raise ValueError(
             f"coefficients for {tokens} tokens instead of {reference} are beyond all numbers; "
             f"gamma = {gamma:g} is too much"
         ) from None
-    scaled.check(dt / ratio)
-    return scaled, dt / ratio
+    result.check(dt / ratio)
+    return result, dt / ratio

@@ -1,8 +1,9 @@
 """Attention by random features in O(T): sums over keys come first, and the map is never built.
 
-All features are passed as logarithms, ``[*batch, heads, tokens, count]``, because exponentials need a
-scale. Each feature has its own scale, which is taken from keys that all rows with this scale may attend
-to.
+All features are passed as logarithms, because exponentials need a scale. The usual one, the largest over
+all keys, lets future keys affect the rounding of past ones. Here each feature has a scale of its own,
+taken from keys that all rows with this scale may attend to. Therefore causality is exact, denominators
+are at least 1, and no constant is added to them.
 """
 
 import math
@@ -18,12 +19,9 @@ from attractor.attention.pdes.evolution import Evolution
 
 
 def full_attention(log_q: Tensor, log_k: Tensor, value: Tensor, valid_keys: Tensor | None) -> Tensor:
-    """Return attention ``[*batch, heads, queries, value dim]`` of every query to every valid key.
+    """Return attention ``[batch, heads, queries, value dim]`` of every query to every valid key.
 
-    Args:
-        log_q, log_k: Logarithms of features, ``[*batch, heads, tokens, count]``.
-        value: Stepped values ``[*batch, heads, keys, value dim]``.
-        valid_keys: bool ``[batch, 1, 1, keys]``, or None if all keys are valid.
+    The arguments are those of `causal_attention`.
     """
     if valid_keys is not None:
         log_k = log_k.masked_fill(~valid_keys.mT, -torch.inf)
@@ -42,24 +40,24 @@ def causal_attention(
     value: Tensor,
     valid_keys: Tensor | None,
     chunk: int,
-    evolution: Evolution | None,
+    evolution: Evolution,
 ) -> Tensor:
-    """Return causal attention ``[*batch, heads, queries, value dim]``, in blocks of `chunk` rows.
+    """Return causal attention ``[batch, heads, queries, value dim]``, in blocks of `chunk` rows.
 
     The keys of a block are those in its slab, whose weights are computed one by one, and all earlier
     ones, which enter as sums. A slab starts `reach` keys before the first row of its block. Therefore no
     sum contains a key near the wall of a row, or a stepped value that depends on keys behind this wall.
+    Near keys take the steps themselves, as in `engines.boundary`.
 
     Args:
-        log_q, log_k: Logarithms of features, ``[*batch, heads, tokens, count]``.
-        stepped: Stepped values ``[*batch, heads, keys, value dim]``.
-        value: Values before the steps, of the same shape.
+        log_q, log_k: Logarithms of features, ``[batch, heads, tokens, count]``.
+        stepped, value: Values after and before the steps, ``[batch, heads, keys, value dim]``.
         valid_keys: bool ``[batch, 1, 1, keys]``, or None if all keys are valid.
         chunk: Number of rows per block; at least `reach` is used.
-        evolution: The steps of a linear PDE, or None.
+        evolution: The steps of a linear PDE.
     """
     rows, keys = log_q.shape[-2], log_k.shape[-2]
-    reach = 0 if evolution is None else evolution.reach
+    reach = evolution.reach
     if not rows:
         return stepped[..., :0, :]
     chunk = max(chunk, reach, 1)
@@ -107,7 +105,7 @@ def causal_attention(
     total = total.masked_fill(total == 0, 1.0)
     out = (past[..., :-1] + weights[..., :chunk].tril() @ stepped) / total
     out = out.flatten(-3, -2)[..., :rows, :]
-    if evolution is None or not reach:
+    if not reach:
         return out
 
     # Rows that are one entry longer than a slab turn the last `reach` diagonals into columns.
@@ -130,11 +128,9 @@ def _first_valid(log_k: Tensor, valid_keys: Tensor | None) -> Tensor:
 
 
 def _prefix_sums(terms: Tensor, decay: Tensor) -> Tensor:
-    """Return, for each block, the sum of the terms of all earlier blocks, in the scale of this block.
+    """Return the sum of the terms ``[..., blocks, count, n]`` before each block, in the block's scale.
 
-    Args:
-        terms: ``[..., blocks, count, n]``, each in the scale of the following block.
-        decay: ``[..., blocks, count, 1]``, the scale of each block relative to the following one.
+    Terms are in the scale of the following block; `decay` is a block's scale relative to that.
     """
     total = torch.zeros_like(terms[..., 0, :, :])
     totals = [total]
