@@ -1,9 +1,8 @@
 """Boundary keys of causal rows and of windows, and global keys: the launches of three kernels.
 
-`engines.boundary` is the twin in torch. A call has a Band: where its walls are, and which rows are
-computed. The far keys, which are out of reach of both walls, are the caller's: it passes what a fused
-operator has made of them with stepped values, for rows and keys that are shifted against each other by
-the Band, and gives the operator the merged output and log-sum-exp for backward.
+The twin in torch is `engines.boundary`. The caller computes the far keys, which are out of reach of both
+walls, with a fused operator and stepped values, for the rows and keys of a `Band`. It passes the
+operator's output here, and in backward gives the operator the merged output and log-sum-exp.
 """
 
 from typing import NamedTuple
