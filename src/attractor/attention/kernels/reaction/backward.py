@@ -285,7 +285,7 @@ def _visit(
     return acc, excess, dalpha, dbeta
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_block", "launch_blocks", "blocks"])
 def backward_kernel(
     do, q, k, v, o, k_mean, lse, alpha, beta, first_key, last_key, dq_interior, excess_interior,
     dq, excess, dk, dv, dcoefficients, scale, queries, keys, heads, first_block, launch_blocks, blocks,
