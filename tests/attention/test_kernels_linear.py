@@ -236,6 +236,8 @@ def test_causal_equals_the_operator_without_kernels():
     q, k, v = (random(1, 2, 70, 16) for _ in range(3))
     found = causal.causal(q, k, v, table_of(pde, 3, 1.0, v), 0.3)
     operator = selection.choose_square_causal(q, v, 67)
+    if operator.strip is None:
+        pytest.skip("torch has no operator for a causal map in float64 on this device")
     truth = boundary.causal(
         q, k, v, Stencil.of(Evolution(pde, 3, 1.0), v.dtype, v.device), operator, 0.3
     )

@@ -91,7 +91,7 @@ def controlled(
     if compile and parameters is not None:
         parameters = components_first(parameters)
     has_weights, written = torch.is_grad_enabled() and _uses_gradients(f, parameters), version(u0)
-    f, k, calls = _fitted_to_time(f, t, u0, parameters)
+    f, k, calls = fitted_to_time(f, t, u0, parameters)
     check_unwritten(u0, written)
     wants_grad = has_weights or _differentiable(u0, t, k)
     trajectory, rounds = _forward(
@@ -513,7 +513,7 @@ class _OfComponents:
         return self.f(t[..., 0], u, *parameters)
 
 
-def _fitted_to_time(
+def fitted_to_time(
     f: Rate, t: Tensor, u0: Tensor, parameters: Tensor | None
 ) -> tuple[Rate, Tensor, int]:
     """The rate for times [*batch, 1], its value at the start, and the calls it took to find out.

@@ -499,16 +499,14 @@ def _candidates(
 def _runs(
     rate: Rate, sample: Sampler | None, parameters: Sampler | None, device: Any, plans: list[Plan]
 ) -> list[list[Run]]:
-    """The runs of each plan. Shards that start at one time are followed together, if they are small."""
-    shards = [(i, k) for i, plan in enumerate(plans) for k in range(plan.shards)]
-    groups: dict[float, list[list[tuple[int, int]]]] = {}
-    for i, k in shards:
-        same = groups.setdefault(plans[i].start(k), [[]])
-        if sum(plans[j].size(n) for j, n in same[-1]) + plans[i].size(k) > LARGEST:
-            same.append([])
-        same[-1].append((i, k))
+    """Return the runs of each plan. Small shards are followed together."""
+    groups: list[list[tuple[int, int]]] = [[]]
+    for shard in ((i, k) for i, plan in enumerate(plans) for k in range(plan.shards)):
+        if sum(plans[i].size(k) for i, k in (*groups[-1], shard)) > LARGEST:
+            groups.append([])
+        groups[-1].append(shard)
     made: dict[tuple[int, int], Run] = {}
-    for together in (group for same in groups.values() for group in same if group):
+    for together in filter(None, groups):
         wanted = [(plans[i], k) for i, k in together]
         made |= zip(together, make_runs(rate, sample, wanted, device, parameters))
     return [[made[i, k] for k in range(plan.shards)] for i, plan in enumerate(plans)]

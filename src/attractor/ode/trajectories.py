@@ -17,6 +17,7 @@ from torch import Tensor
 from attractor.core import evolve, get_scheme
 from attractor.core.checks import MOST_STEPS, check_seed, check_whole, is_number
 from attractor.core.compiling import components_first
+from attractor.core.control import fitted_to_time
 from attractor.core.scheme import Rate
 from attractor.ode import fused
 
@@ -129,22 +130,50 @@ def make_runs(
     device: torch.device | str | None = None,
     parameters: Sampler | None = None,
 ) -> list[Run]:
-    """The trajectories of several shards that start at one time, followed in one batch."""
+    """Return the trajectories of several shards with equal steps, followed in one batch.
+
+    Shards that start at different times need a rate that accepts a time per trajectory. For other rates
+    there is one batch per time.
+    """
     states, own = list[Tensor](), list[Tensor | None]()
     for plan, shard in shards:
         size = plan.size(shard)
         states.append(initial_states(rate, sample, size, plan.generator(shard, "states"), device))
         generator = plan.generator(shard, "parameters")
         own.append(sampled_parameters(parameters, size, generator, device))
-    plan, shard = shards[0]
-    t0 = plan.start(shard)
+    starts = [plan.start(shard) for plan, shard in shards]
+    follow, t0, u0 = rate, starts[0], torch.cat(states)
     known = [p for p in own if p is not None]
-    u = fine_trajectories(
-        rate, torch.cat(states), plan.dt, plan.steps, plan.substeps, t0,
-        parameters=torch.cat(known) if known else None,
-    )  # fmt: skip
+    p = torch.cat(known) if known else None
+    if len(set(starts)) > 1:
+        each = torch.cat([torch.full((len(x),), t, dtype=torch.float64) for x, t in zip(states, starts)])
+        shifted = _shifted(rate, each.to(u0.device), u0, p)
+        if shifted is None:
+            made: dict[int, Run] = {}
+            for start in dict.fromkeys(starts):
+                same = [i for i, t in enumerate(starts) if t == start]
+                made |= zip(same, make_runs(rate, sample, [shards[i] for i in same], device, parameters))
+            return [made[i] for i in range(len(shards))]
+        follow, t0 = shifted, 0.0
+    plan, _ = shards[0]
+    u = fine_trajectories(follow, u0, plan.dt, plan.steps, plan.substeps, t0, parameters=p)
     parts = u.split([len(x) for x in states], 1)
-    return [Run(t0, part, p) for part, p in zip(parts, own)]
+    return [Run(start, part, q) for start, part, q in zip(starts, parts, own)]
+
+
+def _shifted(rate: Rate, t0: Tensor, u0: Tensor, parameters: Tensor | None) -> Rate | None:
+    """Return the rate with time counted from t0 ``[n]``, or None if it accepts one time only.
+
+    Exact solutions and kernels of whole steps start at one time, so they have no such rate either.
+    """
+    if exact_solution(rate) is not None or u0.is_cuda or fused.EVERYWHERE:
+        return None
+    column = t0[:, None]
+    try:
+        timed, _, _ = fitted_to_time(rate, torch.stack((t0, t0 + 1.0)), u0, parameters)
+    except (RuntimeError, ValueError, TypeError):
+        return None
+    return lambda t, u, *p: timed(column + t, u, *p)
 
 
 def with_noise(run: Run, sigma: float, generator: torch.Generator) -> Run:
