@@ -384,7 +384,7 @@ class Search:
         """
         u, dim = self.timed, self.timed.shape[-1]
         inputs, hidden, outputs = (
-            torch.rand(shape, dtype=torch.float32, device=u.device)
+            torch.full(shape, 0.1, dtype=torch.float32, device=u.device)
             for shape in ((len(u), 5 * dim), (5 * dim, width), (width, dim))
         )
         rate = with_parameters(self.rate, self.timed_p)
