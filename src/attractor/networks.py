@@ -28,6 +28,11 @@ from attractor.residual.meter import Batch, is_batch
 
 HUBS = ("timm", "torchvision", "transformers", "attractor")
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+CONVERT = (  # pickled weights may run code, so they are not read
+    "only weights in .safetensors files are read. Convert pickled ones that you trust with "
+    "AutoModel.from_pretrained(NAME).save_pretrained(FOLDER), and pass transformers:FOLDER; or pass "
+    "--random, which needs no weights"
+)
 TOKENS = 64  # of a random text
 
 
@@ -139,25 +144,34 @@ def _transformers(what: str, name: str, options: dict[str, Any], pretrained: boo
     known = name in kinds and not Path(name).is_dir()
     if known and pretrained:
         raise ValueError(f"{name} is a kind of model, not one with weights; name one, such as a/b")
+    if "trust_remote_code" in options:
+        raise ValueError(
+            f"{what}: code of a repository or a folder is not run, so trust_remote_code cannot be set; "
+            "write a function that returns the network, and give it as FILE.py:FUNCTION"
+        )
     auto = library.AutoConfig
     defaults = vars(auto.for_model(name)) if known and options else {}
     config = (
         _made(what, lambda: auto.for_model(name, **options), options, defaults)
         if known
         else _fetched(
-            lambda: auto.from_pretrained(name, **options),
+            lambda: auto.from_pretrained(name, trust_remote_code=False, **options),
             what,
-            "a folder, or a kind with its options as transformers:bert, needs no network",
+            "a folder, or a kind with its options as transformers:bert, needs no network; a network "
+            "with code of its own is given as FILE.py:FUNCTION",
         )
     )
-    fresh = lambda: _made(what, lambda: library.AutoModel.from_config(config), options, defaults)
+    bare = lambda: library.AutoModel.from_config(config, trust_remote_code=False)
+    fresh = lambda: _made(what, bare, options, defaults)
     trained = pretrained is not False and not known
-    make = lambda: library.AutoModel.from_pretrained(name, config=config)
+    make = lambda: library.AutoModel.from_pretrained(
+        name, config=config, trust_remote_code=False, use_safetensors=True
+    )
     size = getattr(config, "image_size", None) or 224
     vision = hasattr(config, "num_channels")
     return Network(
         what,
-        _fetched(make, what) if trained else fresh(),
+        _fetched(make, what, CONVERT) if trained else fresh(),
         trained,
         fresh,
         size=size if isinstance(size, int) else size[0],
@@ -398,7 +412,7 @@ def texts(network: Network, path: Path, n: int, batch: int) -> Iterator[Any]:
         raise ValueError(f"there is no file {path}; --texts takes one with a text a line")
     name = network.tokenizer
     auto = _package("transformers", "text").AutoTokenizer
-    tokenizer = _fetched(lambda: auto.from_pretrained(name), network.name)
+    tokenizer = _fetched(lambda: auto.from_pretrained(name, trust_remote_code=False), network.name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     lines = [line for line in path.read_text().splitlines() if line.strip()][:n]
     for start in range(0, len(lines), batch):
