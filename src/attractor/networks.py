@@ -22,6 +22,7 @@ from torch.nn.functional import interpolate
 
 from attractor import equations
 from attractor.core.checks import nearest
+from attractor.core.limits import check_memory, parse_json
 from attractor.data import images
 from attractor.data.imagefolder import ENDINGS, centre_box, decoded
 from attractor.residual.meter import Batch, is_batch
@@ -106,7 +107,7 @@ def find(
 def parse(text: str) -> Any:
     """The value of an option: JSON if it is that, else the text itself."""
     try:
-        return json.loads(text.replace("True", "true").replace("False", "false"))
+        return parse_json(text.replace("True", "true").replace("False", "false"), "the option")
     except ValueError:
         return text
 
@@ -300,6 +301,7 @@ def noise(network: Network, n: int, batch: int, seed: int, size: int) -> Iterato
     """Batches of normal noise, or of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     channels = channels_of(network.model)
+    _check_images(min(n, batch), channels, size)
     for start in range(0, n, batch):
         count = min(batch, n - start)
         if network.vocabulary is not None:
@@ -309,6 +311,15 @@ def noise(network: Network, n: int, batch: int, seed: int, size: int) -> Iterato
             yield named if network.name.startswith("transformers:") else ids
         else:
             yield torch.randn(count, channels, size, size, generator=generator)
+
+
+def _check_images(count: int, channels: int, size: int) -> None:
+    """Raise if images ``[count, channels, size, size]`` in float32 do not fit into memory."""
+    check_memory(
+        f"images [{count:,}, {channels}, {size:,}, {size:,}]",
+        4 * count * channels * size**2,
+        "use a smaller --size or --batch",
+    )
 
 
 def own_inputs(network: Network, n: int, batch: int, seed: int) -> Iterator[Any]:
@@ -376,6 +387,7 @@ def data_set(
     for start in range(0, len(found), batch):
         pictures = found.normalised(slice(start, start + batch))
         resize = size is not None and (size, size) != tuple(pictures.shape[2:])
+        _check_images(len(pictures), pictures.shape[1], size or 1)
         yield interpolate(pictures, size, mode="bilinear", antialias=True) if resize else pictures
 
 
@@ -387,6 +399,7 @@ def folder_of_images(network: Network, folder: Path, n: int, batch: int, size: i
     if not paths:
         raise ValueError(f"{folder} holds no image files ({', '.join(sorted(ENDINGS))})")
     image = _package("PIL.Image", "vision").Image
+    _check_images(min(len(paths), batch), 3, size)
     mean, std = (torch.tensor(x)[:, None, None] for x in (network.mean, network.std))
     for start in range(0, len(paths), batch):
         pictures = []
