@@ -8,6 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 import attractor as at
+from attractor.bench import attention
 from attractor.cli import app
 from attractor.core import Scheme, Splitting, limits
 from attractor.networks import parse
@@ -156,6 +157,7 @@ def test_a_long_file_is_not_read(tmp_path):
         "solve pretrained:elastic-pendulum --batch 1000 --t-end 90000000",
         "compare pretrained:elastic-pendulum --batch 999999999999",
         "fit lorenz --dt 0.1 --horizon 1 --trajectories 999999999999",
+        "fit lorenz --dt 0.1 --horizon 1 --width 99999999",
         "tune lorenz --error 1e-6 --horizon 1 --batch 999999999999",
         "trajectories lorenz --dt 0.1 --horizon 1 --trajectories 999999999999 --shard-size 999999999999",
         "probe attractor:resnet_cifar -o depth=11 --size 99999999",
@@ -166,6 +168,11 @@ def test_what_does_not_fit_into_memory_is_refused(tmp_path, command):
     assert code == 2, said
     assert "GiB, and " in said
     assert "of memory are free; use " in said
+
+
+def test_lengths_of_bench_that_do_not_fit_into_memory():
+    with pytest.raises(ValueError, match=r"GiB of memory are free; use fewer tokens"):
+        attention.measure("causal", 10**11, 1)
 
 
 def test_more_files_than_a_folder_holds(tmp_path):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from attractor.core import Splitting, evolve, get_scheme, stiffness
-from attractor.core.checks import check_number, check_whole
-from attractor.core.limits import check_folder
+from attractor.core.checks import check_number, check_whole, is_whole
+from attractor.core.limits import check_folder, check_memory
 from attractor.core.scheme import Rate, call_rate
 from attractor.core.step import with_parameters
 from attractor.core.tableaus import AnyScheme
@@ -190,6 +190,13 @@ def fit(
     candidates = _candidates(correction, recipe, scheme, few.shape[-1], shared)
     _check_rate(system_or_rate, [(0.0, few, few_p)], horizon, period)
 
+    if width is not None and is_whole(width):
+        check_memory(
+            f"width = {width:,}: layers and least squares of this size",
+            3 * 8 * width**2,
+            "use a smaller width",
+            device,
+        )
     if data is None:
         check_states(trajectories, steps, few.shape[-1], 1, device)
     progress("fine data")
