@@ -590,7 +590,7 @@ def _number(x: float | None) -> str:
 
 
 def _csv(solved: Any) -> Iterator[bytes]:
-    """The lines of a table with one row per trajectory and time, one part per trajectory."""
+    """Yield a CSV table with one row per trajectory and time, one part per trajectory."""
     yield (",".join(("trajectory", "t", *(f"u{i}" for i in range(solved.u.shape[-1])))) + "\n").encode()
     times = [repr(t) for t in solved.t.tolist()]
     for k in range(solved.u.shape[1]):

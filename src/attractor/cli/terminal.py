@@ -124,7 +124,7 @@ def say(text: str, style: str = "") -> None:
 
 
 def say_error(text: str) -> None:
-    """A line on stderr as it is."""
+    """Print a line on stderr without markup or line breaks."""
     errors.print(text, soft_wrap=True, highlight=False, markup=False)
 
 

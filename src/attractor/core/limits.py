@@ -16,16 +16,16 @@ from typing import Any
 import torch
 
 LARGEST_JSON = 2**24  # bytes; Python's objects take up to 25 times as much
-DEEPEST_JSON = 64  # levels of lists and objects; functions that call themselves follow at least 900
-STEP_BYTES = 64  # of the times and sizes of a step, as tensors and as numbers
-UNCHECKED = 2**28  # bytes; smaller arrays are not worth the time of a look at the memory
+DEEPEST_JSON = 64  # levels of lists and objects; recursive functions fail beyond about 900
+STEP_BYTES = 64  # bytes per step for its time and its size, as tensors and as numbers
+UNCHECKED = 2**28  # bytes; smaller arrays are not checked, so that short calls stay fast
 
 
 def parse_json(raw: bytes | str, source: Path | str) -> Any:
     """Return the content of a JSON document.
 
     Args:
-        source: Where it is from; named in errors.
+        source: File or argument that holds it, for the message.
 
     Raises:
         ValueError: It is not JSON, or is nested more than `DEEPEST_JSON` levels deep.
@@ -65,7 +65,7 @@ def read_bytes(path: Path | str, limit: int) -> bytes:
     check_size(path, limit)
     with Path(path).open("rb") as file:
         raw = file.read(limit + 1)
-    if len(raw) > limit:  # it has grown since
+    if len(raw) > limit:  # the file has grown since
         raise ValueError(f"{path} has more than the {limit:,} bytes that are read")
     return raw
 
@@ -85,10 +85,10 @@ def check_size(path: Path | str, limit: int) -> None:
 def check_folder(name: str, folder: Path | str) -> None:
     """Raise if a folder for results cannot be written to, before anything is computed.
 
-    Nothing is left behind. A folder that does not exist is not made; the one above it is looked at.
+    Nothing is left behind. If the folder does not exist, the nearest existing parent is tested.
 
     Args:
-        name: Of the argument, for the message.
+        name: Name of the argument, for the message.
 
     Raises:
         ValueError: It cannot be written to, or the disk is full.
@@ -123,7 +123,9 @@ def check_memory(what: str, size: float, advice: str, device: torch.device | str
         return
     free = free_memory(device)
     if free is not None and size > free:
-        raise ValueError(f"{what} take {_told(size)}, and {_told(free)} of memory are free; {advice}")
+        raise ValueError(
+            f"{what} take {_gibibytes(size)}, and {_gibibytes(free)} of memory are free; {advice}"
+        )
 
 
 def free_memory(device: torch.device | str | None = None) -> int | None:
@@ -134,22 +136,22 @@ def free_memory(device: torch.device | str | None = None) -> int | None:
         return torch.cuda.mem_get_info(kind)[0] + kept
     if kind.type != "cpu":
         return None
-    found = []
+    sizes = []
     with suppress(OSError, KeyError):
-        found.append(1024 * _table("/proc/meminfo")["MemAvailable:"])
-    if not found:
+        sizes.append(1024 * _table("/proc/meminfo")["MemAvailable:"])
+    if not sizes:
         with suppress(AttributeError, OSError, ValueError):
-            found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+            sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for limit, used in (("memory.max", "anon"), ("memory/memory.limit_in_bytes", "rss")):
         with suppress(OSError, ValueError, KeyError):  # "max" where a container has no limit
             place = Path("/sys/fs/cgroup") / limit
             # Cached files count as used memory, too, but make room for allocations.
-            found.append(int(place.read_text()) - _table(place.with_name("memory.stat"))[used])
-    return max(0, min(found)) if found else None
+            sizes.append(int(place.read_text()) - _table(place.with_name("memory.stat"))[used])
+    return max(0, min(sizes)) if sizes else None
 
 
 def _table(path: Path | str) -> dict[str, int]:
-    """Names and numbers of a file of the kernel."""
+    """Return the names and numbers of a file in /proc or /sys."""
     rows = [line.split() for line in Path(path).read_text().splitlines()]
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
 
@@ -160,5 +162,5 @@ def _children(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-def _told(size: float) -> str:
+def _gibibytes(size: float) -> str:
     return f"{size / 2**30:,.1f} GiB"

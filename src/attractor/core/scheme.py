@@ -389,17 +389,13 @@ def as_fractions(name: str, values: Sequence[Coefficient]) -> tuple[Fraction, ..
 
 
 def _exponent(text: str) -> int:
-    """The power of ten of a number that is written as ``1e-3``, without its sign."""
+    """Return the absolute power of ten of a number such as ``1e-3``, and 0 without one."""
     _, _, power = text.replace("_", "").lower().rpartition("e")
     return abs(int(power)) if re.fullmatch(r"\s*[+-]?\d+\s*", power) and "e" in text.lower() else 0
 
 
 def check_stages(name: str, count: int) -> None:
-    """Raise if a scheme has more stages than its order conditions are checked for.
-
-    Raises:
-        ValueError: It has.
-    """
+    """Raise a ValueError if a scheme has more than `MOST_STAGES` stages."""
     if count > MOST_STAGES:
         raise ValueError(
             f"{name}: a scheme has at most {MOST_STAGES} stages, and this one has {count:,}"
@@ -407,11 +403,7 @@ def check_stages(name: str, count: int) -> None:
 
 
 def _check_denominators(name: str, rows: Iterable[Sequence[Fraction]]) -> None:
-    """Raise if the order conditions of a tableau would take too long to check exactly.
-
-    Raises:
-        ValueError: They would.
-    """
+    """Raise a ValueError if exact checks of the order conditions of a tableau would take too long."""
     common = 1
     for x in (x for row in rows for x in row):
         common = math.lcm(common, x.denominator)

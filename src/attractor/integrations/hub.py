@@ -157,7 +157,7 @@ def _class() -> Any:
 
         @classmethod
         def from_pretrained(cls, name: Any, **options: Any) -> Any:
-            """The mixin's, which reads a configuration of any size."""
+            """Load a network as the mixin does, after checking the size of its configuration."""
             _check_config(str(name), options)
             return super().from_pretrained(name, **options)
 
@@ -217,7 +217,7 @@ def _check_config(name: str, options: Mapping[str, Any]) -> None:
         try:
             place = Path(library.hf_hub_download(name, "config.json", **known))
         except library.errors.EntryNotFoundError:
-            return  # as the mixin says
+            return  # the mixin reports it
     if place.exists():
         try:
             read_json(place, LARGEST_CONFIG)

@@ -54,7 +54,7 @@ from attractor.train.checkpoint import CheckpointError
 from attractor.train.tensors import read_json
 
 MANIFEST = 1 << 20  # bytes that one may have
-SHARDS = 100_000  # files of one folder
+SHARDS = 100_000  # files per folder, at most
 WITNESS = 1000  # numbers of a state that are still written into one
 # What the numbers of a shard depend on.
 MODULES = (
@@ -253,11 +253,7 @@ def make_trajectories(
 
 
 def _check_shards(plan: Plan) -> None:
-    """Raise if a plan has more shards than can be looked for in a folder.
-
-    Raises:
-        ValueError: It has.
-    """
+    """Raise a ValueError if a plan has more than `SHARDS` shards."""
     if plan.shards > SHARDS:
         raise ValueError(
             f"{plan.trajectories:,} trajectories in shards of {plan.shard_size:,} are {plan.shards:,} "

@@ -146,7 +146,7 @@ def work_precision(found: Any, title: str = "") -> Any:
 
 
 def literal(text: str) -> str:
-    """Text for a picture in which dollar signs are not mathematics: names of files and functions."""
+    """Return text, such as the name of a file, in which Matplotlib sees no mathematics."""
     return text.replace("$", r"\$")
 
 

@@ -123,12 +123,12 @@ def told(mean: float, spread: float | None) -> str:
 
 
 def literal(text: str) -> str:
-    """A string of a file of results as one line of Markdown that shows it as it is."""
+    """Return a string of a results file as one line of Markdown without any markup."""
     return re.sub(r"([\\`*\[\]{}()<>&$|~#!^@%])", r"\\\1", " ".join(text.split()))
 
 
 def code(text: str) -> str:
-    """A string of a file of results as code in a line of Markdown."""
+    """Return a string of a results file as an inline code span of Markdown."""
     return f"`{' '.join(text.replace('`', ' ').split())}`"
 
 

@@ -159,7 +159,7 @@ def fault(run: Any, metric: str | None = None) -> str | None:
     """Return what is wrong with a run of a file of results, or None.
 
     Args:
-        metric: One that it must have.
+        metric: Name of a metric that it must have.
     """
     if not isinstance(run, dict):
         return "it is not a JSON object"
