@@ -13,6 +13,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -444,3 +445,30 @@ def test_sentences_have_the_numbers_of_the_result_files(said):
     text = re.sub(r"\s+", " ", page.read_text())
     for sentence in said():
         assert sentence in text, f"{page.name} does not say: {sentence}"
+
+
+# Licences and the source distribution
+
+
+def test_data_of_others_are_credited():
+    notice = (ROOT / "NOTICE").read_text()
+    for path in re.findall(r"^src/\S+", notice, re.MULTILINE):
+        assert (ROOT / path).exists(), path
+    kept = {
+        p.relative_to(ROOT).as_posix() for p in (ROOT / "src").rglob("*") if p.suffix in (".npz", ".txt")
+    }
+    assert {path for path in kept if "egg-info" not in path} <= set(notice.split())
+    assert "E. Alpaydin and C. Kaynak" in notice
+    assert "CC BY 4.0" in notice
+    assert "CC BY 4.0" in (ROOT / "docs/networks.md").read_text()
+
+
+def test_the_source_distribution_holds_what_its_tests_read():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    included = project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    needed = {"src", "tests", "docs", "examples", "benchmarks", "experiments", ".ci", "Makefile",
+              "constraints.txt", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "CITATION.cff", "LICENSE",
+              "NOTICE"}  # fmt: skip
+    assert needed <= set(included)
+    assert all((ROOT / name).exists() for name in included)
+    assert set(project["project"]["license-files"]) == {"LICENSE", "NOTICE"}

@@ -22,12 +22,18 @@ from torch.nn.functional import interpolate
 
 from attractor import equations
 from attractor.core.checks import nearest
+from attractor.core.limits import check_memory, parse_json
 from attractor.data import images
 from attractor.data.imagefolder import ENDINGS, centre_box, decoded
 from attractor.residual.meter import Batch, is_batch
 
 HUBS = ("timm", "torchvision", "transformers", "attractor")
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+CONVERT = (  # pickled weights may run code, so they are not read
+    "only weights in .safetensors files are read. Convert pickled ones that you trust with "
+    "AutoModel.from_pretrained(NAME).save_pretrained(FOLDER), and pass transformers:FOLDER; or pass "
+    "--random, which needs no weights"
+)
 TOKENS = 64  # of a random text
 
 
@@ -101,7 +107,7 @@ def find(
 def parse(text: str) -> Any:
     """The value of an option: JSON if it is that, else the text itself."""
     try:
-        return json.loads(text.replace("True", "true").replace("False", "false"))
+        return parse_json(text.replace("True", "true").replace("False", "false"), "the option")
     except ValueError:
         return text
 
@@ -139,25 +145,34 @@ def _transformers(what: str, name: str, options: dict[str, Any], pretrained: boo
     known = name in kinds and not Path(name).is_dir()
     if known and pretrained:
         raise ValueError(f"{name} is a kind of model, not one with weights; name one, such as a/b")
+    if "trust_remote_code" in options:
+        raise ValueError(
+            f"{what}: code of a repository or a folder is not run, so trust_remote_code cannot be set; "
+            "write a function that returns the network, and give it as FILE.py:FUNCTION"
+        )
     auto = library.AutoConfig
     defaults = vars(auto.for_model(name)) if known and options else {}
     config = (
         _made(what, lambda: auto.for_model(name, **options), options, defaults)
         if known
         else _fetched(
-            lambda: auto.from_pretrained(name, **options),
+            lambda: auto.from_pretrained(name, trust_remote_code=False, **options),
             what,
-            "a folder, or a kind with its options as transformers:bert, needs no network",
+            "a folder, or a kind with its options as transformers:bert, needs no network; a network "
+            "with code of its own is given as FILE.py:FUNCTION",
         )
     )
-    fresh = lambda: _made(what, lambda: library.AutoModel.from_config(config), options, defaults)
+    bare = lambda: library.AutoModel.from_config(config, trust_remote_code=False)
+    fresh = lambda: _made(what, bare, options, defaults)
     trained = pretrained is not False and not known
-    make = lambda: library.AutoModel.from_pretrained(name, config=config)
+    make = lambda: library.AutoModel.from_pretrained(
+        name, config=config, trust_remote_code=False, use_safetensors=True
+    )
     size = getattr(config, "image_size", None) or 224
     vision = hasattr(config, "num_channels")
     return Network(
         what,
-        _fetched(make, what) if trained else fresh(),
+        _fetched(make, what, CONVERT) if trained else fresh(),
         trained,
         fresh,
         size=size if isinstance(size, int) else size[0],
@@ -286,6 +301,7 @@ def noise(network: Network, n: int, batch: int, seed: int, size: int) -> Iterato
     """Batches of normal noise, or of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     channels = channels_of(network.model)
+    _check_images(min(n, batch), channels, size)
     for start in range(0, n, batch):
         count = min(batch, n - start)
         if network.vocabulary is not None:
@@ -295,6 +311,15 @@ def noise(network: Network, n: int, batch: int, seed: int, size: int) -> Iterato
             yield named if network.name.startswith("transformers:") else ids
         else:
             yield torch.randn(count, channels, size, size, generator=generator)
+
+
+def _check_images(count: int, channels: int, size: int) -> None:
+    """Raise if images ``[count, channels, size, size]`` in float32 do not fit into memory."""
+    check_memory(
+        f"images [{count:,}, {channels}, {size:,}, {size:,}]",
+        4 * count * channels * size**2,
+        "use a smaller --size or --batch",
+    )
 
 
 def own_inputs(network: Network, n: int, batch: int, seed: int) -> Iterator[Any]:
@@ -362,6 +387,7 @@ def data_set(
     for start in range(0, len(found), batch):
         pictures = found.normalised(slice(start, start + batch))
         resize = size is not None and (size, size) != tuple(pictures.shape[2:])
+        _check_images(len(pictures), pictures.shape[1], size or 1)
         yield interpolate(pictures, size, mode="bilinear", antialias=True) if resize else pictures
 
 
@@ -373,6 +399,7 @@ def folder_of_images(network: Network, folder: Path, n: int, batch: int, size: i
     if not paths:
         raise ValueError(f"{folder} holds no image files ({', '.join(sorted(ENDINGS))})")
     image = _package("PIL.Image", "vision").Image
+    _check_images(min(len(paths), batch), 3, size)
     mean, std = (torch.tensor(x)[:, None, None] for x in (network.mean, network.std))
     for start in range(0, len(paths), batch):
         pictures = []
@@ -398,7 +425,7 @@ def texts(network: Network, path: Path, n: int, batch: int) -> Iterator[Any]:
         raise ValueError(f"there is no file {path}; --texts takes one with a text a line")
     name = network.tokenizer
     auto = _package("transformers", "text").AutoTokenizer
-    tokenizer = _fetched(lambda: auto.from_pretrained(name), network.name)
+    tokenizer = _fetched(lambda: auto.from_pretrained(name, trust_remote_code=False), network.name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     lines = [line for line in path.read_text().splitlines() if line.strip()][:n]
     for start in range(0, len(lines), batch):

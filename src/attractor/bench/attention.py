@@ -25,6 +25,7 @@ from attractor.attention.engines import softmax
 from attractor.attention.masks import Scope
 from attractor.attention.precision import accumulate_dtype, first_derivatives_only
 from attractor.bench import timing
+from attractor.core.limits import check_memory
 
 KINDS = ("stepped", "causal", "reaction", "split", "window", "documents")
 TOKENS = {"cuda": (1_024, 4_096, 16_384, 65_536), "cpu": (512, 2_048)}
@@ -59,6 +60,12 @@ def measure(
         dense: time the map built whole as well, forward.
     """
     check_kind(kind)
+    check_memory(
+        f"query, key, value, output and their gradients [{batch:,}, {heads}, {tokens:,}, {dim}]",
+        8 * batch * heads * tokens * dim * dtype.itemsize,
+        "use fewer tokens",
+        device,
+    )
     coefficients = learnt(heads, accumulate_dtype(dtype), device)
     ours, theirs = contenders(kind, coefficients, steps)
     qkv = [

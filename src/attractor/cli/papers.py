@@ -11,6 +11,7 @@ from attractor.cli.terminal import (
     AsJson,
     app,
     check_device,
+    check_out,
     console,
     example,
     make_table,
@@ -82,6 +83,7 @@ def reproduce(
             return
         if not names:
             raise ValueError("give the NAME of an experiment; attractor reproduce --list shows all")
+        check_out(out or Path("out/reproduce"))
         chosen = _chosen(names, list(catalogue()))
         if engine != "ray":  # whose machines may have others
             check_device(device)

@@ -1,10 +1,10 @@
 """Commands of solvers: trajectories, fit, solve, compare, tune."""
 
-import json
 import math
 import shutil
 import time
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,8 @@ from attractor.cli.terminal import (
     told_as_usage,
 )
 from attractor.core import Status
-from attractor.core.files import write_bytes, write_json
+from attractor.core.files import write_json, write_parts
+from attractor.core.limits import read_json
 from attractor.ode import HybridSolver, Paper, make_trajectories, pretrained
 from attractor.ode import fit as fit_solver
 from attractor.ode.compare import SCHEMES
@@ -174,6 +175,7 @@ def fit(
     started = time.perf_counter()
     with told_as_usage():
         check_out(out)
+        check_out(out / "solver")
         found = _find(equation, option, parameters)
         dt, horizon = _needed(equation, dt=_or(dt, found.dt), horizon=_or(horizon, found.horizon))
         with console.status("starting") as status, warnings.catch_warnings(record=True) as warned:
@@ -280,8 +282,9 @@ def solve(
     guarded = None
     if solved.stats.guarded is not None:
         guarded = solved.stats.guarded.double().mean().item() / max(1, round((t_end - t0) / loaded.dt))
-    write_bytes(out / "states.csv", _csv(solved).encode())
-    figure = figures.trajectories(solved.t.tolist(), solved.u.double().cpu().numpy(), loaded.rate_name)
+    write_parts(out / "states.csv", _csv(solved))
+    name = figures.literal(loaded.rate_name)
+    figure = figures.trajectories(solved.t.tolist(), solved.u.double().cpu().numpy(), name)
     figures.write(figure, out / "states.png")
     if as_json:
         print_json({
@@ -372,7 +375,7 @@ def compare(
                 jax_rate=found.jax_rate, seed=seed, progress=status.update,
             )  # fmt: skip
     write_json(out / "compare.json", {**origin(), **result.to_json()})
-    figures.write(figures.work_precision(result, found.name), out / "compare.png")
+    figures.write(figures.work_precision(result, figures.literal(found.name)), out / "compare.png")
     if as_json:
         files = {"numbers": str(out / "compare.json"), "picture": str(out / "compare.png")}
         print_json({**origin(), **result.to_json(), **files})
@@ -499,7 +502,7 @@ def _load(
     fitted = folder.parent / "fit.json"
     if fitted.is_file():  # as far as it was fitted, unless something else is asked for
         with suppress(ValueError, KeyError, TypeError):
-            found = replace(found, horizon=float(json.loads(fitted.read_text())["horizon"]))
+            found = replace(found, horizon=float(read_json(fitted)["horizon"]))
     return loaded, found
 
 
@@ -586,11 +589,10 @@ def _number(x: float | None) -> str:
     return "lost" if x is None or x == float("inf") else f"{x:.1e}"
 
 
-def _csv(solved: Any) -> str:
-    d = solved.u.shape[-1]
-    lines = [",".join(("trajectory", "t", *(f"u{i}" for i in range(d))))]
-    u = solved.u.double().cpu()
-    for k in range(u.shape[1]):
-        for t, state in zip(solved.t.tolist(), u[:, k].tolist()):
-            lines.append(",".join((str(k), repr(t), *map(repr, state))))
-    return "\n".join(lines) + "\n"
+def _csv(solved: Any) -> Iterator[bytes]:
+    """Yield a CSV table with one row per trajectory and time, one part per trajectory."""
+    yield (",".join(("trajectory", "t", *(f"u{i}" for i in range(solved.u.shape[-1])))) + "\n").encode()
+    times = [repr(t) for t in solved.t.tolist()]
+    for k in range(solved.u.shape[1]):
+        rows = zip(times, solved.u[:, k].double().tolist())
+        yield "".join(",".join((str(k), t, *map(repr, u))) + "\n" for t, u in rows).encode()

@@ -4,6 +4,7 @@ A command ends with 0 if all is well, 1 if a check or a comparison failed, 2 if 
 wrong, 130 after Ctrl-C and 143 after SIGTERM. What it found goes to stdout, errors go to stderr.
 """
 
+import errno
 import os
 import shlex
 import sys
@@ -22,10 +23,12 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from attractor import doctor as doctor_job
+from attractor.core.limits import check_folder
 
 console = Console()
 errors = Console(stderr=True)
 DEBUG = "ATTRACTOR_DEBUG"
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
 
 
 class Commands(TyperGroup):
@@ -53,10 +56,15 @@ class Commands(TyperGroup):
         except Exception as error:
             if hasattr(error, "exit_code"):  # Typer's own: exits and wrong use
                 raise
+            if isinstance(error, OSError) and error.errno in DISK:
+                tell(error)
+                say_error("Results could not be written; free space, or give another folder with --out.")
+                raise typer.Exit(2) from None
             tell(error, f"{type(error).__name__}")
             if not Commands.debug:
-                told = "This was not foreseen. The same command with --debug shows where it happened."
-                errors.print(told, soft_wrap=True, highlight=False)
+                say_error(
+                    "This was not foreseen. The same command with --debug shows where it happened."
+                )
             raise typer.Exit(1) from None
 
 
@@ -115,6 +123,11 @@ def say(text: str, style: str = "") -> None:
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
+def say_error(text: str) -> None:
+    """Print a line on stderr without markup or line breaks."""
+    errors.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
 def tell(error: BaseException, name: str = "Error") -> None:
     """An error as a line on stderr; with --debug, above it, where it came from."""
     if Commands.debug:
@@ -141,11 +154,7 @@ def told_as_usage() -> Iterator[None]:
 
 def check_out(folder: Path) -> None:
     """Raise, before anything is computed, if a folder for results cannot be written to."""
-    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not there.is_dir():
-        raise ValueError(f"--out {folder}: {there} is a file; give another folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"--out {folder}: {there} cannot be written to; give another folder")
+    check_folder("--out", folder)
 
 
 def check_device(device: str) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from numbers import Integral, Rational
@@ -17,6 +17,11 @@ from attractor.core.trees import defect
 
 Rate: TypeAlias = Callable[[Any, Tensor], Tensor]
 Coefficient: TypeAlias = int | str | float | Fraction
+
+LONGEST = 400  # characters of a coefficient
+LARGEST_EXPONENT = 308  # of a coefficient that is written as 1e-3
+MOST_STAGES = 128
+COMMON_BITS = 2048  # of the common denominator of all coefficients
 
 _OTHER_TYPE = re.compile("same dtype|scalar type|Input type")  # how torch says that types differ
 
@@ -114,6 +119,7 @@ class Scheme:
                     f"{name}: {what} has {len(values)} entries but b has {stages}; every stage needs one"
                 )
         order = checked_order(name, order)
+        check_stages(name, stages)
 
         put = lambda key, value: object.__setattr__(self, key, value)
         put("name", name)
@@ -128,6 +134,7 @@ class Scheme:
         put("dense_rows", tuple(as_fractions(name, row) for row in dense_rows))
         put("dense_a", tuple(as_fractions(name, row) for row in dense_a))
 
+        _check_denominators(name, (*self.a, self.b, self.c, self.b_low or (), self.b_lower or ()))
         for i, (row, c_i) in enumerate(zip(self.a, self.c)):
             if abs(sum(row) - c_i) > tolerance:
                 raise ValueError(f"{name}: row {i} of a adds up to {sum(row)}, but c[{i}] is {c_i}")
@@ -367,12 +374,44 @@ def check_kept(f: Rate, t: Any, u: Tensor, stages: Sequence[Tensor]) -> None:
 
 def as_fractions(name: str, values: Sequence[Coefficient]) -> tuple[Fraction, ...]:
     """Coefficients as exact numbers."""
+    for x in values:
+        if isinstance(x, str) and (len(x) > LONGEST or _exponent(x) > LARGEST_EXPONENT):
+            raise ValueError(
+                f"{name}: the coefficient {x[:40]!r} is too long; at most {LONGEST} characters and a "
+                f"power of ten up to {LARGEST_EXPONENT} are read"
+            )
     try:
         return tuple(_fraction(x) for x in values)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(
             f"{name}: {list(values)!r} is not a list of coefficients; write 1, '1/6' or Fraction(1, 6)"
         ) from error
+
+
+def _exponent(text: str) -> int:
+    """Return the absolute power of ten of a number such as ``1e-3``, and 0 without one."""
+    _, _, power = text.replace("_", "").lower().rpartition("e")
+    return abs(int(power)) if re.fullmatch(r"\s*[+-]?\d+\s*", power) and "e" in text.lower() else 0
+
+
+def check_stages(name: str, count: int) -> None:
+    """Raise a ValueError if a scheme has more than `MOST_STAGES` stages."""
+    if count > MOST_STAGES:
+        raise ValueError(
+            f"{name}: a scheme has at most {MOST_STAGES} stages, and this one has {count:,}"
+        )
+
+
+def _check_denominators(name: str, rows: Iterable[Sequence[Fraction]]) -> None:
+    """Raise a ValueError if exact checks of the order conditions of a tableau would take too long."""
+    common = 1
+    for x in (x for row in rows for x in row):
+        common = math.lcm(common, x.denominator)
+        if common.bit_length() > COMMON_BITS:
+            raise ValueError(
+                f"{name}: the common denominator of the coefficients has more than {COMMON_BITS:,} "
+                "binary digits, so the order conditions cannot be checked exactly; write floats"
+            )
 
 
 def _fraction(x: Coefficient) -> Fraction:

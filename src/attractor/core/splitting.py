@@ -13,6 +13,7 @@ from attractor.core.scheme import (
     Rate,
     as_fractions,
     call_rate,
+    check_stages,
     check_state,
     checked_order,
     moved,
@@ -55,6 +56,7 @@ class Splitting:
                 f"{name}: {len(kick)} kicks and {len(drift)} drifts do not alternate; "
                 "give as many drifts as kicks, or one less"
             )
+        check_stages(name, len(kick))
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "kick", tuple(map(float, as_fractions(name, kick))))
         object.__setattr__(self, "drift", tuple(map(float, as_fractions(name, drift))))

@@ -207,7 +207,8 @@ def _found(name: str, split: str, place: Path | None) -> Raw:
 
 
 def _digits(name: str, split: str, place: Path | None) -> Raw:
-    # UCI "Optical Recognition of Handwritten Digits", test part (E. Alpaydin, C. Kaynak; CC BY 4.0).
+    # UCI "Optical Recognition of Handwritten Digits", test part (E. Alpaydin, C. Kaynak; CC BY 4.0, see
+    # NOTICE).
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         images, labels = file["x"], file["y"]
     part = slice(DIGITS_TRAIN) if split == "train" else slice(DIGITS_TRAIN, None)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from attractor import attention, residual
 from attractor.attention import pdes
 from attractor.core.checks import check_choice
+from attractor.core.limits import read_json
 from attractor.train import checkpoint
 from attractor.train.tensors import CheckpointError, read_tensors, write_tensors
 
@@ -40,6 +41,7 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
 }
 EQUATIONS = {cls.__name__: cls for cls in pdes.BY_NAME.values()}
 PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+LARGEST_CONFIG = 2**20  # bytes
 WEIGHTS = "model.safetensors"
 NOT_FETCHED = "is no folder here, and could not be fetched from the hub"
 
@@ -154,6 +156,12 @@ def _class() -> Any:
             write_tensors(save_directory / WEIGHTS, dict(self.net.state_dict()))
 
         @classmethod
+        def from_pretrained(cls, name: Any, **options: Any) -> Any:
+            """Load a network as the mixin does, after checking the size of its configuration."""
+            _check_config(str(name), options)
+            return super().from_pretrained(name, **options)
+
+        @classmethod
         def _from_pretrained(
             cls,
             *,
@@ -197,6 +205,24 @@ def _in_precision_of(tensors: Mapping[str, Tensor], net: nn.Module) -> nn.Module
         if saved is not None and own.is_floating_point() and saved.dtype in PRECISIONS:
             own.data = own.data.to(saved.dtype)
     return net
+
+
+def _check_config(name: str, options: Mapping[str, Any]) -> None:
+    """Raise if the configuration of a folder or a repository is too long or too deep to be read."""
+    place = Path(name) / "config.json"
+    if not Path(name).is_dir():
+        own = ("revision", "cache_dir", "force_download", "token", "local_files_only")
+        known = {key: value for key, value in options.items() if key in own}
+        library = _library()
+        try:
+            place = Path(library.hf_hub_download(name, "config.json", **known))
+        except library.errors.EntryNotFoundError:
+            return  # the mixin reports it
+    if place.exists():
+        try:
+            read_json(place, LARGEST_CONFIG)
+        except ValueError as error:
+            raise CheckpointError(f"{name} holds no network of attractor: {error}") from None
 
 
 def _weights(name: str, place: dict[str, Any]) -> Path:

@@ -23,7 +23,6 @@ Artifacts come back to the caller, who alone writes files: workers need no commo
 artifact is checked against its hash when it arrives, and a name is taken by a whole file or by none.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -34,6 +33,7 @@ from typing import Any
 
 from attractor.core.files import json_bytes, write_bytes, write_new
 from attractor.core.fingerprint import fingerprint
+from attractor.core.limits import read_json
 from attractor.jobs.job import Artifact, Job, Shard, here, label
 from attractor.jobs.ledger import WorkerDiedError
 from attractor.jobs.naming import named
@@ -159,7 +159,7 @@ def _claim(job: Job, folder: Path, about: Any) -> None:
     if write_new(there, json_bytes({"function": job.function, **readable, "fingerprint": own})):
         return
     try:
-        known = json.loads(there.read_bytes())["fingerprint"]
+        known = read_json(there)["fingerprint"]
     except (ValueError, KeyError, TypeError):
         known = None
     if known != own:

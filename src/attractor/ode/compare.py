@@ -82,6 +82,7 @@ def compare(
         ValueError: The solver loses trajectories, or was fitted with parameters and there are none.
     """
     steps = whole_steps(solver.dt, horizon)
+    rivals = [get_scheme(s) for s in schemes if s != solver.scheme.name]
     check_seed(seed)
     generator = torch.Generator().manual_seed(seed + 2**40)
     if u0 is None:
@@ -108,15 +109,14 @@ def compare(
             raise ValueError(
                 f"{solver} loses trajectories over horizon = {horizon:g}: nothing to compare"
             )
-        names = [solver.scheme, *(get_scheme(s) for s in schemes if s != solver.scheme.name)]
-        points = [p for scheme in names for p in race.refine(scheme, hybrid.error)]
+        points = [p for s in (solver.scheme, *rivals) for p in race.refine(s, hybrid.error)]
         if peers:
             points += race.adaptive(jax_rate, hybrid.error)
     plain = [p for p in points if p.method == solver.scheme.name]
     reached = reach(plain, hybrid.error)
     one = min(plain, key=lambda p: abs(p.setting - solver.dt))
     by_method = [reach([p for p in points if p.method == m], hybrid.error) for m in methods_of(points)]
-    rivals = [p for p in by_method if p is not None]
+    fastest = min((p for p in by_method if p is not None), key=lambda p: p.seconds, default=None)
     about = {
         "rate": rate_to_json(solver.rate), "scheme": solver.scheme.name, "dt": solver.dt,
         "correction": {"name": type(solver.correction).__name__, **_options(solver)},
@@ -129,7 +129,7 @@ def compare(
         points=tuple(points),
         m=solver.dt / reached.setting if reached else math.inf,
         m_star=hybrid.seconds / one.seconds,
-        rival=min(rivals, key=lambda p: p.seconds, default=None),
+        rival=fastest,
         about=about,
     )
 

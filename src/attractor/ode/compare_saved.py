@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from attractor import jobs
+from attractor.core import get_scheme
 from attractor.core.files import json_bytes, write_bytes
 from attractor.core.fingerprint import fingerprint
 from attractor.jobs.naming import name_of, named
@@ -49,6 +50,8 @@ def compare_all(
         engine, workers, address: see `attractor.jobs.each`. threads: of torch, for a comparison.
         options: further ones of `compare`, such as batch and schemes.
     """
+    for scheme in options.get("schemes", ()):
+        get_scheme(scheme)
     own = {"rate": rate, "sample": sample, "parameters": parameters, "jax_rate": jax_rate}
     names = {key: name_of(function) for key, function in own.items()}
     for key, function in own.items():

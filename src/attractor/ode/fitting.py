@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from attractor.core import Splitting, evolve, get_scheme, stiffness
-from attractor.core.checks import check_number, check_whole
+from attractor.core.checks import check_number, check_whole, is_whole
+from attractor.core.limits import check_folder, check_memory
 from attractor.core.scheme import Rate, call_rate
 from attractor.core.step import with_parameters
 from attractor.core.tableaus import AnyScheme
@@ -24,6 +25,7 @@ from attractor.ode.pairs import Pairs, one_step
 from attractor.ode.processes import Crew, Group
 from attractor.ode.recipes import Paper, Recipe, Ridge, get_recipe
 from attractor.ode.search import fastest_hybrid
+from attractor.ode.serialization import history_from_json
 from attractor.ode.shards import FineData
 from attractor.ode.solver import HybridSolver
 from attractor.ode.trajectories import (
@@ -32,6 +34,7 @@ from attractor.ode.trajectories import (
     Plan,
     Run,
     Sampler,
+    check_states,
     enough_substeps,
     fine_trajectories,
     initial_states,
@@ -145,6 +148,8 @@ def fit(
     """
     started, crew = time.monotonic(), Crew.of(process_group)
     scheme, recipe = get_scheme(scheme), get_recipe(recipe)
+    if out is not None and crew.rank == 0:
+        check_folder("out =", out)
     _check_objective(objective, dt, error)
     if dt is None:
         assert error is not None
@@ -185,6 +190,15 @@ def fit(
     candidates = _candidates(correction, recipe, scheme, few.shape[-1], shared)
     _check_rate(system_or_rate, [(0.0, few, few_p)], horizon, period)
 
+    if width is not None and is_whole(width):
+        check_memory(
+            f"width = {width:,}: layers and least squares of this size",
+            3 * 8 * width**2,
+            "use a smaller width",
+            device,
+        )
+    if data is None:
+        check_states(trajectories, steps, few.shape[-1], 1, device)
     progress("fine data")
     if fine_dt is None:
         substeps = enough_substeps(system_or_rate, few, dt, steps, period=period, parameters=few_p)
@@ -447,7 +461,7 @@ class _Search:
         try:
             best, (name, own) = config["best"], config["best"]["kind"]
             self.generator.set_state(tensors.pop("generator"))
-            self.history, self.done = json.loads(config["history"]), config["done"]
+            self.history, self.done = history_from_json(config["history"]), config["done"]
             model = self.make(name, own)
             weights = {k.removeprefix("best."): v for k, v in tensors.items()}
             checkpoint.fill(model, weights, "the unfinished fit")

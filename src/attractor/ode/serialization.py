@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attractor.core import Scheme, Splitting
+from attractor.core.limits import parse_json
 from attractor.core.step import with_parameters
 from attractor.core.tableaus import AnyScheme
 from attractor.ode import systems
@@ -134,7 +135,7 @@ def history_to_json(history: list[dict[str, Any]]) -> str:
 
 def history_from_json(saved: Any) -> list[dict[str, Any]]:
     """Return the history of a fit; the first versions wrote it as a list."""
-    return json.loads(saved) if isinstance(saved, str) else saved
+    return parse_json(saved, "the history") if isinstance(saved, str) else saved
 
 
 def scheme_to_json(scheme: AnyScheme) -> dict[str, Any]:

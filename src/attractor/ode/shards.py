@@ -29,6 +29,7 @@ from typing import Any, Self
 import torch
 
 from attractor import jobs
+from attractor.core import limits
 from attractor.core.files import json_bytes, write_bytes, write_json
 from attractor.core.scheme import Rate, call_rate
 from attractor.core.step import with_parameters
@@ -53,6 +54,7 @@ from attractor.train.checkpoint import CheckpointError
 from attractor.train.tensors import read_json
 
 MANIFEST = 1 << 20  # bytes that one may have
+SHARDS = 100_000  # files per folder, at most
 WITNESS = 1000  # numbers of a state that are still written into one
 # What the numbers of a shard depend on.
 MODULES = (
@@ -93,6 +95,7 @@ class FineData:
             if "count" in entries:  # data of the first versions
                 entries["trajectories"] = entries.pop("count")
             plan = Plan(**entries)
+            _check_shards(plan)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{folder} holds no fine data ({type(error).__name__}: {error})"
@@ -108,7 +111,8 @@ class FineData:
 
     def missing(self) -> list[int]:
         """Shards that are not there yet."""
-        return [k for k in range(self.plan.shards) if not (self.folder / _name(k)).is_file()]
+        present = {path.name for path in self.folder.iterdir() if path.is_file()}
+        return [k for k in range(self.plan.shards) if _name(k) not in present]
 
     @property
     def hash(self) -> str:
@@ -213,6 +217,7 @@ def make_trajectories(
     engine = jobs.chosen(engine, workers, address)
     first, every = jobs.part_of(part or "1/1")
     plan = Plan(trajectories, dt, steps, 1, seed, shard_size, period)
+    _check_shards(plan)
     if fine_dt is not None:
         substeps = substeps_for(dt, fine_dt)
     else:
@@ -245,6 +250,15 @@ def make_trajectories(
         done += 1
         progress(f"shard {done} of {len(mine)}")
     return FineData(folder, plan, manifest)
+
+
+def _check_shards(plan: Plan) -> None:
+    """Raise a ValueError if a plan has more than `SHARDS` shards."""
+    if plan.shards > SHARDS:
+        raise ValueError(
+            f"{plan.trajectories:,} trajectories in shards of {plan.shard_size:,} are {plan.shards:,} "
+            f"files, and a folder holds at most {SHARDS:,}; use a larger shard_size"
+        )
 
 
 def make_shard(config: Mapping[str, Any], shard: int) -> bytes:
@@ -312,7 +326,7 @@ def _arithmetic() -> str:
 def _begin(folder: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest, or check that the one there says the same."""
     try:
-        there = json.loads((folder / "manifest.json").read_bytes())
+        there = limits.read_json(folder / "manifest.json", MANIFEST)
     except FileNotFoundError:
         write_json(folder / "manifest.json", manifest)
         return
@@ -383,7 +397,7 @@ def _read(path: Path, plan: Plan, shard: int) -> Run:
 
     try:
         with safe_open(path, "pt") as file:
-            about, u = json.loads(file.metadata()["about"]), file.get_tensor("u")
+            about, u = limits.parse_json(file.metadata()["about"], path), file.get_tensor("u")
             p = file.get_tensor("parameters") if "parameters" in file.keys() else None  # noqa: SIM118
         t0 = float.fromhex(about["t0"])
         known = (u,) if p is None else (u, p)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from attractor.core import Trajectory, get_scheme
 from attractor.core.checks import MOST_STEPS, as_number, check_values, is_whole
 from attractor.core.evolve import check_parameters, check_problem, on_grid
+from attractor.core.limits import STEP_BYTES, check_memory
 from attractor.core.runs import Guard, correction_term, guarded_step
 from attractor.core.scheme import Rate, check_state
 from attractor.core.step import correction_of_step
@@ -212,6 +213,14 @@ class HybridSolver:
             raise ValueError(
                 f"t_end = {t_end:g} is not a whole number of steps of dt = {self.dt:g} "
                 f"after t0 = {t0:g}; the nearest is {t0 + max(n, 0) * self.dt!r}"
+            )
+        if isinstance(u0, Tensor):
+            kept = n // every + 2
+            check_memory(
+                f"{kept:,} states {list(u0.shape)}, and the times of {n:,} steps,",
+                kept * u0.numel() * u0.element_size() + STEP_BYTES * n,
+                "use a larger every=, an earlier t_end, or fewer trajectories at a time",
+                self.device,
             )
         t = t0 + torch.arange(n + 1, dtype=torch.float64) * self.dt
         steps = self._guard(guard)

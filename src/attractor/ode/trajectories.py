@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from attractor.core import evolve, get_scheme
-from attractor.core.checks import MOST_STEPS, check_seed, check_whole, is_number
+from attractor.core.checks import MOST_STEPS, check_seed, check_whole, is_number, is_whole
 from attractor.core.compiling import components_first
 from attractor.core.control import fitted_to_time
+from attractor.core.limits import STEP_BYTES, check_memory
 from attractor.core.scheme import Rate
 from attractor.ode import fused
 
@@ -92,7 +93,7 @@ class Plan:
     @property
     def shards(self) -> int:
         """How many there are."""
-        return math.ceil(self.trajectories / self.shard_size)
+        return -(-self.trajectories // self.shard_size)
 
     def size(self, shard: int) -> int:
         """Trajectories in a shard."""
@@ -190,6 +191,7 @@ def initial_states(
     device: torch.device | str | None = None,
 ) -> Tensor:
     """States ``[trajectories, d]`` from the sampler, or from the system's own, checked."""
+    check_states(trajectories, 0, getattr(rate, "dim", 1), 1, device)
     if sample is None:
         if not hasattr(rate, "sample"):
             raise ValueError(
@@ -201,6 +203,19 @@ def initial_states(
             f"sample is a {type(sample).__name__}; give a function (n, generator=...) -> [n, d]"
         )
     return _sampled("sample", sample, trajectories, generator, device)
+
+
+def check_states(
+    trajectories: Any, steps: int, dim: Any, substeps: int, device: torch.device | str | None
+) -> None:
+    """Raise if states ``[steps + 1, trajectories, dim]`` in float64 do not fit into memory."""
+    if is_whole(trajectories) and is_whole(dim):
+        check_memory(
+            f"states [{steps + 1:,}, {trajectories:,}, {dim}] in float64",
+            8 * (steps + 1) * trajectories * dim + STEP_BYTES * steps * substeps,
+            "use fewer trajectories or steps at a time",
+            device,
+        )
 
 
 def sampled_parameters(
@@ -262,6 +277,7 @@ def fine_trajectories(
     Args:
         parameters: Of each trajectory ``[trajectories, k]``, for a rate that takes them.
     """
+    check_states(len(u0), steps, u0.shape[-1], substeps, u0.device)
     u0 = u0.double()
     exact = None if parameters is not None else exact_solution(rate, t0)
     if exact is not None:

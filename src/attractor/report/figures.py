@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 from attractor.core.files import write_bytes
 
@@ -15,6 +16,7 @@ if not {"IPython", "matplotlib.pyplot"} & sys.modules.keys():  # else somebody h
     matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+DRAWN = 1e100  # Matplotlib cannot place much larger numbers on an axis
 INK, GRID = "#1b1f24", "#d8dde3"
 
 
@@ -30,7 +32,7 @@ def convergence(errors: Mapping[str, Sequence[tuple[float, float]]], title: str 
         kept = [(dt, e) for dt, e in pairs if e is not None and math.isfinite(e) and e < 1e6]
         if kept:
             look = dict(color=plt.get_cmap("tab10")(i % 10), marker="os^vDPX<>*"[i % 10])
-            axis.loglog(*zip(*kept), ms=5, lw=1.4, label=name, **look)
+            axis.loglog(*zip(*kept), ms=5, lw=1.4, label=literal(name), **look)
     _frame(axis, title, "step dt", "root mean square error")
     axis.set_xticks(steps, [f"{dt:g}" for dt in steps])
     axis.minorticks_off()
@@ -43,7 +45,7 @@ def drift(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], title: s
     """Energy error over time: a line a scheme, from (times, errors)."""
     figure, axis = plt.subplots(figsize=(8, 3.6))
     for i, (name, (times, errors)) in enumerate(lines.items()):
-        axis.semilogy(times, errors, lw=1.1, label=name, color=plt.get_cmap("tab10")(i))
+        axis.semilogy(times, errors, lw=1.1, label=literal(name), color=plt.get_cmap("tab10")(i))
     _frame(axis, title, "time", "relative energy error")
     axis.legend(frameon=False)
     figure.tight_layout()
@@ -64,7 +66,7 @@ def history(rows: Sequence[Mapping[str, Any]], plain: float | None, title: str =
         if r["rollout"] is not None and math.isfinite(r["rollout"]):
             kinds.setdefault(name, []).append((r["scale"], r["rollout"]))
     for i, (name, pairs) in enumerate(kinds.items()):
-        axis.loglog(*zip(*sorted(pairs)), "os^vDP"[i % 6], ms=7, ls="-", lw=0.8, label=name)
+        axis.loglog(*zip(*sorted(pairs)), "os^vDP"[i % 6], ms=7, ls="-", lw=0.8, label=literal(name))
     if plain is not None and math.isfinite(plain):
         axis.axhline(plain, color=INK, ls=":", lw=1.2, label="without a correction")
     _frame(axis, title, "scale of the random weights", "held-out mean square error")
@@ -83,7 +85,7 @@ def errors_over_time(
     figure, axis = plt.subplots(figsize=(9, 3.4))
     for i, (name, errors) in enumerate(lines.items()):
         look = dict(color=plt.get_cmap("tab10")(i), ls="--" if i % 2 else "-", lw=1.4)
-        axis.semilogy(times[1:], errors[1:], label=name, **look)
+        axis.semilogy(times[1:], errors[1:], label=literal(name), **look)
     _frame(axis, title, "time", "root mean square error")
     axis.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
@@ -92,7 +94,8 @@ def errors_over_time(
 
 def trajectories(times: Sequence[float], states: Any, title: str = "", shown: int = 6) -> Any:
     """States ``[times, n, d]`` over time, a panel a component, up to six of each; where there are two
-    components or more, the first two against each other as well."""
+    components or more, the first two against each other as well. Numbers beyond `DRAWN` are left out."""
+    states = np.where(np.abs(states) <= DRAWN, states, np.nan)
     count = min(states.shape[-1], shown)
     figure = plt.figure(figsize=(11, max(3.6, 1.25 * count)), layout="constrained")
     left, right = figure, None
@@ -124,7 +127,9 @@ def work_precision(found: Any, title: str = "") -> Any:
             style = "--" if points and points[0].adaptive else "-"
             line = [(getattr(p, work), p.error) for p in points]
             if line:
-                axis.loglog(*zip(*line), style, marker="os^vDPX"[i % 7], ms=5, lw=1.2, label=method)
+                axis.loglog(
+                    *zip(*line), style, marker="os^vDPX"[i % 7], ms=5, lw=1.2, label=literal(method)
+                )
         star = dict(marker="*", ms=17, color="#c0392b", ls="", label="hybrid", zorder=5)
         axis.loglog([getattr(found.hybrid, work)], [found.hybrid.error], **star)
         axis.axhline(found.hybrid.error, color="#c0392b", lw=0.8, ls=":")
@@ -138,6 +143,11 @@ def work_precision(found: Any, title: str = "") -> Any:
     axes[1].legend(frameon=False, fontsize=9)
     figure.tight_layout()
     return figure
+
+
+def literal(text: str) -> str:
+    """Return text, such as the name of a file, in which Matplotlib sees no mathematics."""
+    return text.replace("$", r"\$")
 
 
 def write(figure: Any, path: Path | str) -> Path:

@@ -77,7 +77,9 @@ def fit_page(
     chosen = solver.history[-1]
     tried = [row for row in solver.history if "chosen" not in row]
     over_time = figures.errors_over_time(tested["times"], tested["lines"], "new trajectories")
-    drawn = figures.trajectories(tested["times"], tested["states"], f"{name}: five of them")
+    drawn = figures.trajectories(
+        tested["times"], tested["states"], f"{figures.literal(name)}: five of them"
+    )
     how = figures.history(tried, chosen.get("plain"), "what the fit tried")
 
     page = Page(f"A hybrid solver for {name}")

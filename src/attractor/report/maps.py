@@ -67,7 +67,7 @@ def through_time(
                 axis.set_title(f"t = {time:g}", fontsize=10, color=figures.INK)
             axis.tick_params(labelsize=8, color=figures.GRID)
             axis.spines[:].set_color(figures.GRID)
-        axes[i, 0].set_ylabel(f"{name}\nquery", color=figures.INK)
+        axes[i, 0].set_ylabel(f"{figures.literal(name)}\nquery", color=figures.INK)
     for axis in axes[-1]:
         axis.set_xlabel("key", fontsize=9)
     figure.suptitle(title, color=figures.INK, fontsize=12)
@@ -89,7 +89,9 @@ def measures(
                 numbers = numbers.unsqueeze(1)
             numbers = numbers[:, min(text, numbers.shape[1] - 1)]
             line = numbers.mean(-1) if head is None else numbers[:, head]
-            axis.plot(found.times.cpu(), line.double().cpu(), lw=1.6, color=color, label=name)
+            axis.plot(
+                found.times.cpu(), line.double().cpu(), lw=1.6, color=color, label=figures.literal(name)
+            )
         low, high = axis.get_ylim()
         if high - low < 1e-6 * max(abs(high), 1e-3):  # a constant: no magnified rounding
             axis.set_ylim(low - 0.1, high + 0.1)

@@ -118,7 +118,7 @@ def proportions(
                         label = name if look == "-" else f"{name}, initial"
                         axis.plot(heights.numpy(), line, look, color=color, lw=1.5, label=label)
             title = f"m1 = {first:g}" + (f", {TOLD[step]}" if len(steps) > 1 else "")
-            figures._frame(axis, title, "m2", "")
+            figures._frame(axis, figures.literal(title), "m2", "")
             axis.set_ylim(bottom=0)
         row[0].set_ylabel("stiff blocks (%)")
     axes[0, -1].legend(frameon=False, fontsize=8)
@@ -139,7 +139,9 @@ def gates(profile: StiffnessProfile) -> Any:
         pair = (profile.gates[:, b].numpy(), profile.nsi[:, b].numpy())
         axis.plot(*pair, "o", ms=3, alpha=0.5, color=color, mew=0)
         title = f"{profile.names[b]}: {found[b]:+.2f}"
-        figures._frame(axis, title, "mean gate value", "NSI" if b == strongest[0] else "")
+        figures._frame(
+            axis, figures.literal(title), "mean gate value", "NSI" if b == strongest[0] else ""
+        )
     axis = below.subplots()
     colors = [_color(profile, b) for b in known]
     axis.bar([b + 1 for b in known], found[known].numpy(), color=colors, width=0.75)
@@ -203,7 +205,9 @@ def draw_comparison(found: Comparison, path: Path | str | None = None) -> Any:
                 pair = (row[f"{step}_initial"], row[step])
                 axis.plot(pair, [row["accuracy"]] * 2, "-", color=color, lw=0.8, alpha=0.5)
                 axis.plot(pair[0], row["accuracy"], mark, mfc="white", mec=color, ms=6)
-            axis.plot(row[step], row["accuracy"], mark, color=color, ms=7, label=row["name"])
+            axis.plot(
+                row[step], row["accuracy"], mark, color=color, ms=7, label=figures.literal(row["name"])
+            )
         told = found.correlations.get(step)
         text = f"\nKendall {told['kendall']:+.2f}, Spearman {told['spearman']:+.2f}" if told else ""
         hollow = " (hollow: initial)" if found.rows[0][f"{step}_initial"] is not None else ""
@@ -242,7 +246,7 @@ def _nsi(axis: Any, profile: StiffnessProfile, title: str) -> None:
             last = stage == int(profile.stage.max())
             look = dict(color=BEFORE, lw=1.3, zorder=1, marker="_", ms=5)
             axis.plot(blocks[own], before, "--", label="initial" if last else None, **look)
-    figures._frame(axis, title, "block", "NSI")
+    figures._frame(axis, figures.literal(title), "block", "NSI")
     axis.locator_params(axis="x", integer=True)
 
 
@@ -257,6 +261,7 @@ def _surface(axis: Any, profile: StiffnessProfile, limits: tuple[float, float], 
         extent=(0, limits[0], 0, limits[1]), interpolation="nearest", vmin=0, vmax=100,
     )  # fmt: skip
     unsaid = ", see .note" if profile.note else ""  # of stages that TNS says nothing of
+    title = figures.literal(title)
     axis.set_title(f"{title}: TNS {profile.tns.item():.3g}{unsaid}", color=figures.INK, fontsize=10)
     axis.set_xlabel("m1")
     axis.set_ylabel("m2")

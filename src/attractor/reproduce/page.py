@@ -1,6 +1,7 @@
 """The page of results and its pictures, made from the files of results alone."""
 
 import math
+import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
@@ -121,6 +122,16 @@ def told(mean: float, spread: float | None) -> str:
     return f"{number(mean)} ± {number(spread)}"
 
 
+def literal(text: str) -> str:
+    """Return a string of a results file as one line of Markdown without any markup."""
+    return re.sub(r"([\\`*\[\]{}()<>&$|~#!^@%])", r"\\\1", " ".join(text.split()))
+
+
+def code(text: str) -> str:
+    """Return a string of a results file as an inline code span of Markdown."""
+    return f"`{' '.join(text.replace('`', ' ').split())}`"
+
+
 def command(experiment: Experiment, scale: str) -> str:
     """What makes these results."""
     device = " --device cuda" if scale == "gpu" else ""
@@ -157,10 +168,10 @@ def section(experiment: Experiment, folder: Path | str, pictures: Path) -> str:
         lines.append(_table(head, body))
         minutes = found.seconds() / 60
         time = f"{minutes:.0f} min" if minutes >= 2 else f"{found.seconds():.0f} s"
-        where = ", ".join(found.devices())
+        where = ", ".join(map(literal, found.devices()))
         each = [run.get("made_by") for runs in found.runs.values() for run in runs.values()]
         others = sorted({script for script in each if script})
-        by = ", ".join(f"`{script}`" for script in others) + " of an earlier version, since removed"
+        by = ", ".join(map(code, others)) + " of an earlier version, since removed"
         part = "all" if all(each) else f"{len(each) - each.count(None)} of {len(each)}"
         taken = f"; {part} made by {by}" if others else ""
         lines.append(f"`{command(experiment, found.scale)}`: {time} of runs on {where}{taken}.\n")

@@ -18,9 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from attractor.core.files import write_json
+from attractor.core.limits import read_json
 
 FORMAT = 1
 Run = dict[str, Any]
+NEEDED = {"digest": str, "metrics": dict, "seconds": int | float, "device": str}  # of every run
+OPTIONAL = {"curves": dict, "data": dict | None, "versions": dict, "made_by": str | None}
+LONGEST = 200  # characters of a name
 
 
 @dataclass
@@ -132,7 +136,7 @@ def read(path: Path, experiment: str, scale: str) -> dict[str, dict[int, Run]]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text())
+        found = read_json(path)
         runs = {arm: {int(s): run for s, run in seeds.items()} for arm, seeds in found["runs"].items()}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{path} is no file of results ({type(error).__name__}: {error})") from None
@@ -151,13 +155,38 @@ def write(path: Path, experiment: str, scale: str, runs: Mapping[str, Mapping[in
     write_json(path, {"format": FORMAT, "experiment": experiment, "scale": scale, "runs": plain})
 
 
+def fault(run: Any, metric: str | None = None) -> str | None:
+    """Return what is wrong with a run of a file of results, or None.
+
+    Args:
+        metric: Name of a metric that it must have.
+    """
+    if not isinstance(run, dict):
+        return "it is not a JSON object"
+    for key, kind in {**NEEDED, **OPTIONAL}.items():
+        value = run.get(key)
+        if key not in run and key in NEEDED:
+            return f"it has no {key!r}"
+        if key in run and (not isinstance(value, kind) or isinstance(value, bool)):
+            return f"its {key!r} is of type {type(value).__name__}"
+        if isinstance(value, str) and len(value) > LONGEST:
+            return f"its {key!r} has {len(value):,} characters, and at most {LONGEST} are read"
+    numbers = run["metrics"]
+    if metric is not None and metric not in numbers:
+        return f"its metrics lack {metric!r}"
+    for name, value in numbers.items():
+        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
+            return f"its metric {name[:LONGEST]!r} is of type {type(value).__name__}"
+    return None
+
+
 @lru_cache(maxsize=8)
 def _by_digest(files: tuple[tuple[Path, int, int], ...]) -> dict[str, dict[int, Run]]:
     """All runs in these files, as they were at these times and in these places of the disk."""
     found: dict[str, dict[int, Run]] = {}
     for path, *_ in files:
         try:
-            kept = json.loads(path.read_text())
+            kept = read_json(path)
             name, scale = kept["experiment"], kept["scale"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
@@ -165,7 +194,8 @@ def _by_digest(files: tuple[tuple[Path, int, int], ...]) -> dict[str, dict[int, 
             ) from None
         for seeds in read(path, name, scale).values():
             for seed, run in seeds.items():
-                found.setdefault(run["digest"], {})[seed] = run
+                if fault(run) is None:
+                    found.setdefault(run["digest"], {})[seed] = run
     return found
 
 
@@ -173,7 +203,7 @@ def load(experiment: Any, scale: str, folder: Path | str) -> Results:
     """What there is of an experiment, made with the configuration it has now.
 
     A run is a pure function of task, configuration and seed; so those that another experiment has made
-    count as well.
+    count as well. A run that `fault` finds damaged does not count.
     """
     kept = read(path_of(folder, experiment.name, scale), experiment.name, scale)
     files = [(path, path.stat()) for path in sorted(Path(folder).glob(f"*/{scale}.json"))]
@@ -182,8 +212,10 @@ def load(experiment: Any, scale: str, folder: Path | str) -> Results:
     runs: dict[str, dict[int, Run]] = {}
     for arm in arms:
         wanted = digest(experiment.task, experiment.config(arm, scale))
-        own = {s: run for s, run in kept.get(arm, {}).items() if run["digest"] == wanted}
-        runs[arm] = dict(sorted({**lent.get(wanted, {}), **own}.items()))
+        own = {s: run for s, run in kept.get(arm, {}).items() if fault(run) is None}
+        own = {s: run for s, run in own.items() if run["digest"] == wanted}
+        every = {**lent.get(wanted, {}), **own}
+        runs[arm] = {s: every[s] for s in sorted(every) if experiment.metric in every[s]["metrics"]}
     seeds = list(experiment.scale(scale).seeds)
     return Results(experiment.name, scale, experiment.metric, arms, seeds, runs, experiment.extra)
 
@@ -198,10 +230,11 @@ def merge(experiment: Any, scale: str, folder: Path | str, others: Iterable[Path
     """Take runs of other files into the one in the folder.
 
     Those that are there already stay, whatever numbers a second run gave, unless they were made with
-    another configuration than the experiment has now, and the new ones were not.
+    another configuration than the experiment has now, and the new ones were not. Nothing is written
+    before all files are known to be sound.
 
     Raises:
-        ValueError: a file is of another experiment or scale.
+        ValueError: a file is of another experiment or scale, or a run in it is damaged.
     """
     path = path_of(folder, experiment.name, scale)
     runs = read(path, experiment.name, scale)
@@ -210,10 +243,15 @@ def merge(experiment: Any, scale: str, folder: Path | str, others: Iterable[Path
             raise FileNotFoundError(f"{other} is not there to be merged")
         for arm, seeds in read(Path(other), experiment.name, scale).items():
             for seed, run in seeds.items():
+                current = _current(experiment, arm, scale)
+                wrong = fault(run, experiment.metric if arm in experiment.arms else None)
+                if wrong:
+                    raise ValueError(
+                        f"{other} cannot be merged: {wrong}, in the run of arm {arm[:LONGEST]!r} and "
+                        f"seed {seed}; remove this run from the file"
+                    )
                 known = runs.setdefault(arm, {}).get(seed)
-                if known is None or (
-                    known["digest"] != run["digest"] == _current(experiment, arm, scale)
-                ):
+                if known is None or fault(known) or known["digest"] != run["digest"] == current:
                     runs[arm][seed] = run
     write(path, experiment.name, scale, runs)
     return load(experiment, scale, folder)

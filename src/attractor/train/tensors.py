@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from attractor.core.files import write_parts
+from attractor.core.limits import parse_json
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -138,9 +139,9 @@ def read_json(path: Path | str, limit: int, *, link: bool = True) -> tuple[Any, 
 def parse(raw: bytes, path: Path | str) -> Any:
     """What bytes of JSON say."""
     try:
-        return json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: it is no JSON ({type(error).__name__})") from None
+        return parse_json(raw, path)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
 
 
 def open_file(path: Path | str, *, link: bool) -> FileIO:

@@ -9,7 +9,6 @@ puts the pictures and tables of several on a page.
 >>> runs.page(found).write("out/report.html")       # doctest: +SKIP
 """
 
-import json
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from types import ModuleType
 
 from attractor.report.page import Page
 from attractor.report.runs import benchmarks, comparisons, fits, probes, reproductions, trainings
-from attractor.report.runs.run import Run, side_by_side
+from attractor.report.runs.run import Run, read_json, side_by_side
 
 __all__ = ["KINDS", "Run", "find", "page"]
 
@@ -109,10 +108,7 @@ def _of_file(path: Path) -> list[Run]:
         return [probes.read(path.parent, str(path.parent))]
     if path.suffix != ".json":
         return []
-    try:
-        there = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
+    there = read_json(path)
     if not isinstance(there, dict):
         return []
     if {"experiment", "scale", "runs"} <= there.keys():
@@ -149,7 +145,7 @@ def _of_folder(path: Path) -> list[Run]:
 def _saved(folder: Path) -> str | None:
     """The kind of checkpoint in a folder, if it is one."""
     try:
-        return json.loads((folder / "manifest.json").read_text())["kind"]
+        return read_json(folder / "manifest.json")["kind"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

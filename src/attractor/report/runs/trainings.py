@@ -1,10 +1,10 @@
 """Trainings: the folder that `attractor.train.train` or `train_seeds` writes."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from attractor.core.limits import read_json_lines
 from attractor.report import live
 from attractor.report.page import Page
 from attractor.report.runs.run import Run, look, read_json
@@ -38,9 +38,9 @@ def read(path: Path, name: str) -> Run:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     try:
-        return [json.loads(line) for line in path.read_text().splitlines() if line]
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as lines of JSON: {error}") from None
+        return read_json_lines(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
 
 
 def show(page: Page, runs: Sequence[Run]) -> None:
