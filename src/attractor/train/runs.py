@@ -46,7 +46,7 @@ class Kept:
         """Those that there are, the latest first."""
         names = {p: self.name.fullmatch(p.name) for p in self.folder.glob(f"{self.unit}-*")}
         return sorted(
-            (p for p, match in names.items() if match),
+            (p for p, match in names.items() if match and not p.is_symlink()),
             key=lambda p: tuple(int(x or 0) for x in names[p].groups()),  # type: ignore[union-attr]
             reverse=True,
         )
@@ -89,7 +89,7 @@ class Kept:
             if said and self.main:
                 warnings.warn(f"{'; '.join(said)}; going on from {path.name}", stacklevel=4)
             if self.main:
-                with suppress(OSError):  # it may lie where nothing can be written
+                with suppress(OSError):  # it is read-only, or another process is writing to it
                     checkpoint.settle(path)
             self.last = path
             return path, tensors, config
@@ -352,6 +352,9 @@ ADVICE = "give another out=, or resume=False to start anew"
 
 def _remove(folder: Path) -> None:
     """Its manifest first: what is left if that is interrupted is no checkpoint."""
+    if folder.is_symlink():  # what it points to is not ours
+        folder.unlink()
+        return
     with suppress(OSError):
         (folder / checkpoint.MANIFEST).unlink()
     shutil.rmtree(folder, ignore_errors=True)
