@@ -56,8 +56,8 @@ def check_target(path: Path | str) -> None:
         return
     if not stat.S_ISREG(mode):
         raise FileTypeError(
-            f"{path} is {_kind(mode)}, which is not replaced; only plain files are written. Pass another "
-            "path, or remove it first."
+            f"{path} is {_kind(mode)}, and only plain files are written or replaced. Pass another path, "
+            "or remove it first."
         )
 
 
@@ -72,7 +72,7 @@ def check_source(path: Path | str, *, link: bool = False) -> int:
         FileNotFoundError: There is no such file.
         FileTypeError: The path is a link, a folder, a pipe, a socket or a device.
     """
-    about = os.stat(path) if link else os.lstat(path)
+    about = Path(path).stat(follow_symlinks=link)
     _check_regular(about.st_mode, path)
     return about.st_size
 
@@ -114,7 +114,7 @@ def _kind(mode: int) -> str:
 
 
 @contextmanager
-def lock_folder(folder: Path | str, *, wait: float = LOCK_SECONDS) -> Iterator[bool]:
+def lock_folder(folder: Path | str, *, wait: float | None = None) -> Iterator[bool]:
     """Hold the only lock of a folder, which is created if it does not exist.
 
     The lock ends with the process, however it ends. It is advisory: it excludes others that call
@@ -122,7 +122,7 @@ def lock_folder(folder: Path | str, *, wait: float = LOCK_SECONDS) -> Iterator[b
 
     Args:
         folder: The folder.
-        wait: Seconds to wait for another process or thread.
+        wait: Seconds to wait for another process or thread; None for `LOCK_SECONDS`.
 
     Yields:
         Whether the folder is locked. It is not on Windows and on file systems without locks.
@@ -131,7 +131,7 @@ def lock_folder(folder: Path | str, *, wait: float = LOCK_SECONDS) -> Iterator[b
         FolderLockedError: Another process or thread still has the lock after `wait` seconds.
     """
     folder = Path(folder)
-    handle, path = _acquire(folder, time.monotonic() + wait, wait)
+    handle, path = _acquire(folder, LOCK_SECONDS if wait is None else wait)
     try:
         yield handle is not None
     finally:
@@ -143,12 +143,13 @@ def lock_folder(folder: Path | str, *, wait: float = LOCK_SECONDS) -> Iterator[b
             os.close(handle)
 
 
-def _acquire(folder: Path, deadline: float, wait: float) -> tuple[int | None, Path]:
+def _acquire(folder: Path, wait: float) -> tuple[int | None, Path]:
     """Lock a folder, or the file `LOCK` in it; return the handle and what is locked."""
     if fcntl is None:
         make_folder(folder)
         return None, folder
-    path, flags, pause = folder, os.O_RDONLY | os.O_DIRECTORY, 0.001
+    path, flags = folder, os.O_RDONLY | os.O_DIRECTORY
+    deadline, pause = time.monotonic() + wait, 0.001
     while True:
         make_folder(folder)  # a former owner may have removed it
         try:
@@ -185,7 +186,7 @@ def _acquire(folder: Path, deadline: float, wait: float) -> tuple[int | None, Pa
 def _is_at(handle: int, path: Path) -> bool:
     """Whether a path still names what the handle is of."""
     try:
-        return os.path.samestat(os.fstat(handle), os.stat(path))
+        return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
         return False
 

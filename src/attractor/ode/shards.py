@@ -29,7 +29,15 @@ from typing import Any, Self
 import torch
 
 from attractor import jobs
-from attractor.core.files import json_bytes, write_bytes, write_json
+from attractor.core.files import (
+    check_source,
+    json_bytes,
+    lock_folder,
+    open_plain,
+    read_bytes,
+    write_bytes,
+    write_json,
+)
 from attractor.core.scheme import Rate, call_rate
 from attractor.core.step import with_parameters
 from attractor.jobs.naming import name_of, named
@@ -88,7 +96,7 @@ class FineData:
         """
         folder = Path(folder)
         try:
-            manifest, _ = read_json(folder / "manifest.json", MANIFEST)
+            manifest, _ = read_json(folder / "manifest.json", MANIFEST, link=False)
             entries = dict(manifest["plan"])
             if "count" in entries:  # data of the first versions
                 entries["trajectories"] = entries.pop("count")
@@ -115,7 +123,7 @@ class FineData:
         """SHA-256 of all files and their names: equal for equal data."""
         total = hashlib.sha256()
         for name in ("manifest.json", *map(_name, range(self.plan.shards))):
-            with (self.folder / name).open("rb") as file:
+            with open_plain(self.folder / name) as file:
                 total.update(f"{name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
         return total.hexdigest()
 
@@ -233,7 +241,8 @@ def make_trajectories(
             }
         )
     )
-    _begin(folder, manifest)
+    with lock_folder(folder):  # shards need none: equal plans give equal files, written whole
+        _begin(folder, manifest)
 
     mine = range(first, plan.shards, every)
     missing = [k for k in mine if not _is_good(folder / _name(k), plan, k)]
@@ -312,7 +321,7 @@ def _arithmetic() -> str:
 def _begin(folder: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest, or check that the one there says the same."""
     try:
-        there = json.loads((folder / "manifest.json").read_bytes())
+        there = json.loads(read_bytes(folder / "manifest.json"))
     except FileNotFoundError:
         write_json(folder / "manifest.json", manifest)
         return
@@ -382,6 +391,7 @@ def _read(path: Path, plan: Plan, shard: int) -> Run:
     from safetensors import SafetensorError, safe_open
 
     try:
+        check_source(path)
         with safe_open(path, "pt") as file:
             about, u = json.loads(file.metadata()["about"]), file.get_tensor("u")
             p = file.get_tensor("parameters") if "parameters" in file.keys() else None  # noqa: SIM118

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from attractor.core.files import write_json
+from attractor.core.files import lock_folder, read_text, write_json
 
 FORMAT = 1
 Run = dict[str, Any]
@@ -129,11 +129,11 @@ def path_of(folder: Path | str, experiment: str, scale: str) -> Path:
 
 def read(path: Path, experiment: str, scale: str) -> dict[str, dict[int, Run]]:
     """The runs in a file, whatever they were made with; nothing if there is no file."""
-    if not path.exists():
-        return {}
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_text(path))
         runs = {arm: {int(s): run for s, run in seeds.items()} for arm, seeds in found["runs"].items()}
+    except FileNotFoundError:
+        return {}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{path} is no file of results ({type(error).__name__}: {error})") from None
     if found.get("format") != FORMAT:
@@ -151,13 +151,28 @@ def write(path: Path, experiment: str, scale: str, runs: Mapping[str, Mapping[in
     write_json(path, {"format": FORMAT, "experiment": experiment, "scale": scale, "runs": plain})
 
 
+def add(
+    path: Path, experiment: str, scale: str, arm: str, seed: int, run: Run, order: Iterable[str] = ()
+) -> None:
+    """Add a run to a file of results, in which other processes may keep theirs at the same time.
+
+    Args:
+        order: Names of arms in the order of the file; others come after them.
+    """
+    with lock_folder(path.parent):
+        runs = read(path, experiment, scale)
+        runs.setdefault(arm, {})[seed] = run
+        names = [*order, *(name for name in runs if name not in order)]
+        write(path, experiment, scale, {name: runs[name] for name in names if name in runs})
+
+
 @lru_cache(maxsize=8)
 def _by_digest(files: tuple[tuple[Path, int, int], ...]) -> dict[str, dict[int, Run]]:
     """All runs in these files, as they were at these times and in these places of the disk."""
     found: dict[str, dict[int, Run]] = {}
     for path, *_ in files:
         try:
-            kept = json.loads(path.read_text())
+            kept = json.loads(read_text(path))
             name, scale = kept["experiment"], kept["scale"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
@@ -204,16 +219,17 @@ def merge(experiment: Any, scale: str, folder: Path | str, others: Iterable[Path
         ValueError: a file is of another experiment or scale.
     """
     path = path_of(folder, experiment.name, scale)
-    runs = read(path, experiment.name, scale)
-    for other in others:
-        if not Path(other).exists():
-            raise FileNotFoundError(f"{other} is not there to be merged")
-        for arm, seeds in read(Path(other), experiment.name, scale).items():
-            for seed, run in seeds.items():
-                known = runs.setdefault(arm, {}).get(seed)
-                if known is None or (
-                    known["digest"] != run["digest"] == _current(experiment, arm, scale)
-                ):
-                    runs[arm][seed] = run
-    write(path, experiment.name, scale, runs)
+    with lock_folder(path.parent):
+        runs = read(path, experiment.name, scale)
+        for other in others:
+            if not Path(other).exists():
+                raise FileNotFoundError(f"{other} is not there to be merged")
+            for arm, seeds in read(Path(other), experiment.name, scale).items():
+                for seed, run in seeds.items():
+                    known = runs.setdefault(arm, {}).get(seed)
+                    if known is None or (
+                        known["digest"] != run["digest"] == _current(experiment, arm, scale)
+                    ):
+                        runs[arm][seed] = run
+        write(path, experiment.name, scale, runs)
     return load(experiment, scale, folder)

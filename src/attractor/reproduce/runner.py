@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from attractor import jobs
-from attractor.core.files import json_bytes
+from attractor.core.files import FolderLockedError, json_bytes, lock_folder
 from attractor.core.versions import versions
 from attractor.reproduce import results as kept
 from attractor.reproduce.experiment import Experiment
@@ -59,12 +60,14 @@ def run(
             Ray cluster, whose machines have the data at the same place. See `attractor.jobs.each`.
         threads: of a run on the CPU; None: one, or all where one run has the machine to itself. Sums,
             and so the last digits of what is trained, may depend on it.
-        part: such as "3/16": only every sixteenth run, from the third on. Parts that are made at the
-            same time need a folder each; `merge` puts them together.
+        part: such as "3/16": only every sixteenth run, from the third on. Processes on one machine may
+            work on one folder at the same time; on several machines each part needs a folder of its own,
+            and `merge` puts them together.
 
     Raises:
         ValueError: runs in the folder were made on other data than those in `data`.
         CheckpointError: a run that was interrupted had begun with other data.
+        FolderLockedError: another process is making the same run in the same folder.
     """
     engine = jobs.chosen(engine, workers, address)
     first, every = jobs.part_of(part or "1/1")
@@ -87,23 +90,33 @@ def run(
             _check_data(experiment, scale, found, [job for job in mine if job not in todo], context)
         if again:  # from the beginning, not from where it was interrupted
             for arm, seed in todo:
-                shutil.rmtree(f"{_scratch(scratch, experiment, arm, scale)}-{seed}", ignore_errors=True)
+                _clear(Path(f"{_scratch(scratch, experiment, arm, scale)}-{seed}"))
         how = {"engine": engine, "workers": workers, "address": address}
         for (arm, seed), outcome in _outcomes(experiment, scale, todo, context, budget, threads, how):
-            everything = kept.read(path, experiment.name, scale)
-            everything.setdefault(arm, {})[seed] = outcome
-            order = [*experiment.arms, *(a for a in everything if a not in experiment.arms)]
-            kept.write(
-                path, experiment.name, scale, {a: everything[a] for a in order if a in everything}
-            )
+            kept.add(path, experiment.name, scale, arm, seed, outcome, tuple(experiment.arms))
             found.runs.setdefault(arm, {})[seed] = outcome
             found.runs[arm] = dict(sorted(found.runs[arm].items()))
             value = outcome["metrics"].get(experiment.metric)
             told = "not finite" if value is None else f"{value:.5g}"
             tell(f"{arm}, seed {seed}: {experiment.metric} {told} [{outcome['seconds']:.0f} s]")
         if not found.missing():
-            shutil.rmtree(scratch, ignore_errors=True)
+            for left in scratch.glob("*"):
+                with suppress(FolderLockedError):
+                    _clear(left, wait=0.0)
+            with suppress(OSError):  # another process is working there
+                scratch.rmdir()
     return found
+
+
+def _clear(folder: Path, wait: float | None = None) -> None:
+    """Remove the checkpoints of a run, unless another process is making it.
+
+    Raises:
+        FolderLockedError: Another process is making the run.
+    """
+    if folder.is_dir():
+        with lock_folder(folder, wait=wait):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_data(
@@ -179,7 +192,8 @@ def arm(config: Mapping[str, Any], shard: Shard) -> Run:
         data = None if config["data"] is None else Path(config["data"])
         context = Context(seed, config["device"], data, scratch, config["tell"] or _silent, cache)
         try:
-            return one(config["task"], config["arms"][which], context)
+            with lock_folder(scratch):
+                return one(config["task"], config["arms"][which], context)
         except CheckpointError as error:
             raise CheckpointError(
                 f"{which}, seed {seed}, cannot go on where it was interrupted: {error}; or run it with "

@@ -6,9 +6,9 @@ itself. Whatever is wrong with a folder raises `CheckpointError`; its sizes are 
 taken.
 
 `save` writes the new files to a folder of a unique name, ``.next-`` and 32 digits. Renaming this folder
-to ``.next`` is the atomic switch: from then on the new checkpoint is the one that is read. Its files then
-replace the old ones, the manifest last. A lock on the folder lets one process do so at a time; reading
-takes no lock. Whatever is interrupted, the folder holds the old checkpoint or the new one.
+to ``.next`` is the atomic switch: from then on the new checkpoint is the one that is read. Its files
+then replace the old ones, the manifest last. A lock on the folder lets one process do so at a time;
+reading takes no lock. Whatever is interrupted, the folder holds the old checkpoint or the new one.
 """
 
 import hashlib
@@ -118,7 +118,11 @@ def _write(folder: Path, kind: str, tensors: dict[str, Tensor], config: dict[str
         }  # fmt: skip
         write_bytes(new / MANIFEST, json_bytes({**manifest, "own": _own_hash(manifest)}))
         new.rename(folder / NEXT)
-        sync_folder(folder)
+        try:
+            sync_folder(folder)
+        except BaseException:  # the old checkpoint stays
+            (folder / NEXT).rename(new)
+            raise
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
@@ -177,7 +181,10 @@ def _opened(folder: Path) -> Iterator[dict[str, FileIO]]:
 def _state(folder: Path) -> list[tuple[int, ...] | None]:
     """What identifies the files of a checkpoint: the same before and after if none was replaced."""
     found: list[tuple[int, ...] | None] = []
-    for path in (folder, *(folder / place / name for place in (NEXT, ".") for name in (*FILES, MANIFEST))):
+    for path in (
+        folder,
+        *(folder / place / name for place in (NEXT, ".") for name in (*FILES, MANIFEST)),
+    ):
         try:
             about = os.lstat(path)
         except OSError:
@@ -202,9 +209,7 @@ def _check_present(folder: Path) -> None:
         )
 
 
-def _read(
-    folder: Path, kind: str, files: dict[str, FileIO]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read(folder: Path, kind: str, files: dict[str, FileIO]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Check and return what three open files hold."""
     manifest, raw = json_of(files[MANIFEST], LARGEST_MANIFEST, folder / MANIFEST)
     try:

@@ -120,9 +120,7 @@ def tensors_of(file: FileIO, path: Path | str) -> tuple[dict[str, Tensor], str]:
         try:
             found[name] = torch.empty(shape, dtype=dtype)
         except (RuntimeError, OverflowError, TypeError):
-            raise CheckpointError(
-                f"{path} has a tensor {name!r} of shape {shape}: too large"
-            ) from None
+            raise CheckpointError(f"{path} has a tensor {name!r} of shape {shape}: too large") from None
         view = _bytes(found[name])
         _fill(file, view, path)
         digest.update(view)
