@@ -34,7 +34,7 @@ from attractor.cli.terminal import (
     told_as_usage,
 )
 from attractor.core import Status
-from attractor.core.files import write_bytes, write_json
+from attractor.core.files import read_text, write_bytes, write_json
 from attractor.ode import HybridSolver, Paper, make_trajectories, pretrained
 from attractor.ode import fit as fit_solver
 from attractor.ode.compare import SCHEMES
@@ -499,7 +499,7 @@ def _load(
     fitted = folder.parent / "fit.json"
     if fitted.is_file():  # as far as it was fitted, unless something else is asked for
         with suppress(ValueError, KeyError, TypeError):
-            found = replace(found, horizon=float(json.loads(fitted.read_text())["horizon"]))
+            found = replace(found, horizon=float(json.loads(read_text(fitted))["horizon"]))
     return loaded, found
 
 

@@ -55,9 +55,10 @@ def check_target(path: Path | str) -> None:
     except (FileNotFoundError, NotADirectoryError):  # writing raises where a folder is missing
         return
     if not stat.S_ISREG(mode):
+        is_device = stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
         raise FileTypeError(
-            f"{path} is {_kind(mode)}, and only plain files are written or replaced. Pass another path, "
-            "or remove it first."
+            f"{path} is {_kind(mode)}, and only plain files are written or replaced. Pass another path"
+            + ("." if is_device else ", or remove it first.")
         )
 
 

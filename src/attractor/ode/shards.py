@@ -31,6 +31,7 @@ import torch
 from attractor import jobs
 from attractor.core.files import (
     check_source,
+    check_target,
     json_bytes,
     lock_folder,
     open_plain,
@@ -246,6 +247,8 @@ def make_trajectories(
 
     mine = range(first, plan.shards, every)
     missing = [k for k in mine if not _is_good(folder / _name(k), plan, k)]
+    for k in missing:  # before anything is computed
+        check_target(folder / _name(k))
     done = len(mine) - len(missing)
     functions = {"rate": system_or_rate, "sample": sample, "parameters": parameters}
     job = _job(functions, plan, device, manifest["code"], engine)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attractor.core.files import json_bytes, sweep, write_new, write_text
+from attractor.core.files import json_bytes, read_bytes, read_text, sweep, write_new, write_text
 from attractor.core.versions import versions
 from attractor.train import checkpoint
 from attractor.train.checkpoint import CheckpointError
@@ -281,7 +281,7 @@ class RunFolder:
         if not path.exists():
             return None
         try:
-            return Definition.from_json(parse(path.read_bytes(), path))
+            return Definition.from_json(parse(read_bytes(path), path))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} does not describe a run ({error}); {ADVICE}") from None
 
@@ -335,7 +335,7 @@ class RunFolder:
     def _times(self, count: int) -> list[Row]:
         """Of so many epochs, as far as they are known: nothing depends on them."""
         try:
-            lines = (self.folder / "times.jsonl").read_text().splitlines()[:count]
+            lines = read_text(self.folder / "times.jsonl").splitlines()[:count]
             rows = [{k: row[k] for k in TIMES if k in row} for row in map(json.loads, lines)]
         except (OSError, ValueError, TypeError, RecursionError):
             rows = []

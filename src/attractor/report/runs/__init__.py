@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from attractor.core.files import check_source, read_text
 from attractor.report.page import Page
 from attractor.report.runs import benchmarks, comparisons, fits, probes, reproductions, trainings
 from attractor.report.runs.run import Run, side_by_side
@@ -42,10 +43,13 @@ def find(path: Path | str) -> list[Run]:
 
     Raises:
         ValueError: it holds none; says which folders in it do.
+        FileTypeError: the path is a link, a pipe or a device.
     """
     path = Path(path)
     if not path.exists():
         raise ValueError(f"there is no {path}; give a file or folder of a run: {WHAT}")
+    if not path.is_dir():
+        check_source(path)
     with _whole(path):
         found = _of_file(path) if path.is_file() else _of_folder(path)
     if found:
@@ -110,7 +114,7 @@ def _of_file(path: Path) -> list[Run]:
     if path.suffix != ".json":
         return []
     try:
-        there = json.loads(path.read_text())
+        there = json.loads(read_text(path))
     except ValueError as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(there, dict):
@@ -149,7 +153,7 @@ def _of_folder(path: Path) -> list[Run]:
 def _saved(folder: Path) -> str | None:
     """The kind of checkpoint in a folder, if it is one."""
     try:
-        return json.loads((folder / "manifest.json").read_text())["kind"]
+        return json.loads(read_text(folder / "manifest.json"))["kind"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from attractor.core.files import read_text
 from attractor.report.live import COLORS
 from attractor.report.page import Page, cell_text
 
@@ -59,7 +60,7 @@ def look(color: int, dash: int = 0, **more: Any) -> dict[str, Any]:
 def read_json(path: Path) -> Any:
     """A JSON file's content; an error that names the file."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(read_text(path))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from None
 

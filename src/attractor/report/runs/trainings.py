@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from attractor.core.files import read_text
 from attractor.report import live
 from attractor.report.page import Page
 from attractor.report.runs.run import Run, look, read_json
@@ -38,7 +39,7 @@ def read(path: Path, name: str) -> Run:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     try:
-        return [json.loads(line) for line in path.read_text().splitlines() if line]
+        return [json.loads(line) for line in read_text(path).splitlines() if line]
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as lines of JSON: {error}") from None
 
