@@ -5,6 +5,7 @@ Run the attack alone with `python -m tests.trust.test_concurrent_saves WRITERS S
 
 import json
 import multiprocessing
+import random
 import sys
 import tempfile
 import time
@@ -92,6 +93,42 @@ def test_simultaneous_saves_keep_a_complete_checkpoint(tmp_path):
 @pytest.mark.slow
 def test_a_thousand_simultaneous_saves_keep_a_complete_checkpoint(tmp_path):
     check_attack(tmp_path, 4, 250)
+
+
+def check_kills(folder, kills):
+    """Two processes save, and one of them is killed at a random moment and replaced, again and again."""
+    folder, errors = folder / "c", fork.Manager().Queue()
+    checkpoint.save(folder, "thing", {"w": torch.zeros(5_000), "n": torch.tensor(0)},
+                    {"writer": 0, "number": 0})  # fmt: skip
+    start = lambda writer: fork.Process(
+        target=save_repeatedly, args=(folder, writer, 10**6, errors), daemon=True
+    )
+    writers, chance = [start(0), start(1)], random.Random(0)
+    for writer in writers:
+        writer.start()
+    for kill in range(kills):
+        time.sleep(0.1 * chance.random())
+        writers[kill % 2].kill()
+        writers[kill % 2].join()
+        load_once(folder)
+        writers[kill % 2] = start(kill % 2)
+        writers[kill % 2].start()
+    for writer in writers:
+        writer.kill()
+        writer.join()
+    load_once(folder)
+    assert errors.empty()
+    checkpoint.save(folder, "thing", {}, {})
+    assert {p.name for p in folder.iterdir()} == {*checkpoint.FILES, checkpoint.MANIFEST}
+
+
+def test_killed_writers_leave_a_complete_checkpoint_and_no_lock(tmp_path):
+    check_kills(tmp_path, 8)
+
+
+@pytest.mark.slow
+def test_two_hundred_killed_writers_leave_a_complete_checkpoint(tmp_path):
+    check_kills(tmp_path, 200)
 
 
 def test_a_load_sees_one_checkpoint_whatever_happens_while_it_opens_files(tmp_path, monkeypatch):
