@@ -5,9 +5,11 @@ Run the attack alone with `python -m tests.trust.test_concurrent_saves WRITERS S
 
 import json
 import multiprocessing
+import queue
 import random
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -88,6 +90,19 @@ def check_attack(folder, writers, saves):
 
 def test_simultaneous_saves_keep_a_complete_checkpoint(tmp_path):
     check_attack(tmp_path, 2, 15)
+
+
+def test_threads_take_turns(tmp_path):
+    errors = queue.SimpleQueue()
+    threads = [
+        threading.Thread(target=save_repeatedly, args=(tmp_path / "c", n, 4, errors)) for n in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors.empty()
+    load_once(tmp_path / "c")
 
 
 @pytest.mark.slow
@@ -239,6 +254,19 @@ def test_two_reproductions_in_one_folder_lose_nothing(tmp_path, parts):
     path = results.path_of(tmp_path, "attns-example", "smoke")
     runs = results.read(path, "attns-example", "smoke")
     assert {arm: list(seeds) for arm, seeds in runs.items()} == {arm: list(range(18)) for arm in "ab"}
+
+
+def test_what_another_process_has_made_meanwhile_is_not_made_again(tmp_path):
+    options, lines, others = {"folder": tmp_path, "seeds": range(4)}, [], []
+
+    def tell(line):
+        lines.append(line)
+        run(EXAMPLE, "smoke", tell=others.append, **options)
+
+    found = run(EXAMPLE, "smoke", tell=tell, **options)
+    assert (len(lines), len(others)) == (1, 7)
+    assert not found.missing()
+    assert found.values("b") == [2.0, 3.0, 4.0, 5.0]
 
 
 def test_one_process_at_a_time_makes_a_run(tmp_path, monkeypatch):

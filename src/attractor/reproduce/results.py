@@ -54,9 +54,14 @@ class Results:
         """Whether runs that the claim is about are missing."""
         return any(arm not in self.extra for arm, _ in self.missing())
 
-    def missing(self) -> list[tuple[str, int]]:
-        """(arm, seed) of the runs that are not there, all arms of a seed before the next seed."""
-        return [(a, s) for s in self.seeds for a in self.arms if s not in self.runs.get(a, {})]
+    def missing(self, seeds: Iterable[int] | None = None) -> list[tuple[str, int]]:
+        """(arm, seed) of the runs that are not there, all arms of a seed before the next seed.
+
+        Args:
+            seeds: Only these, which need not be in `self.seeds`; None for `self.seeds`.
+        """
+        seeds = self.seeds if seeds is None else seeds
+        return [(a, s) for s in seeds for a in self.arms if s not in self.runs.get(a, {})]
 
     def values(self, arm: str, metric: str | None = None) -> list[float]:
         """A metric of an arm, of all its seeds; a number that was not finite is NaN."""

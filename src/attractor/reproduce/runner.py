@@ -92,13 +92,15 @@ def run(
             for arm, seed in todo:
                 _clear(Path(f"{_scratch(scratch, experiment, arm, scale)}-{seed}"))
         how = {"engine": engine, "workers": workers, "address": address}
-        for (arm, seed), outcome in _outcomes(experiment, scale, todo, context, budget, threads, how):
+        is_open = lambda job: again or job in kept.load(experiment, scale, place).missing((job[1],))
+        for (arm, seed), outcome in _outcomes(
+            experiment, scale, todo, is_open, context, budget, threads, how
+        ):
             kept.add(path, experiment.name, scale, arm, seed, outcome, tuple(experiment.arms))
-            found.runs.setdefault(arm, {})[seed] = outcome
-            found.runs[arm] = dict(sorted(found.runs[arm].items()))
             value = outcome["metrics"].get(experiment.metric)
             told = "not finite" if value is None else f"{value:.5g}"
             tell(f"{arm}, seed {seed}: {experiment.metric} {told} [{outcome['seconds']:.0f} s]")
+        found.runs = kept.load(experiment, scale, place).runs  # also of other processes
         if not found.missing():
             for left in scratch.glob("*"):
                 with suppress(FolderLockedError):
@@ -142,10 +144,10 @@ def _check_data(
 
 
 def _outcomes(
-    experiment: Experiment, scale: str, wanted: list[Shard], context: Context, budget: float,
-    threads: int | None, engine: dict[str, Any],
+    experiment: Experiment, scale: str, wanted: list[Shard], is_open: Callable[[Shard], bool],
+    context: Context, budget: float, threads: int | None, engine: dict[str, Any],
 ) -> Iterator[tuple[Shard, Run]]:  # fmt: skip
-    """Every run as it ends."""
+    """Every run as it ends, without those that are not open anymore when they would begin."""
     began = time.perf_counter()
     alone = engine["engine"] == "here"
     scratch, cache = context.scratch, context.cache
@@ -160,7 +162,7 @@ def _outcomes(
         "data": None if context.folder is None else str(context.folder.absolute()),
         "tell": context.tell if alone else None,
     }
-    in_time = takewhile(lambda job: time.perf_counter() - began <= budget, wanted)
+    in_time = takewhile(lambda job: time.perf_counter() - began <= budget, filter(is_open, wanted))
     job = jobs.Job(
         "attractor.reproduce.runner:arm", config, threads=threads, gpus=int("cuda" in context.device)
     )
