@@ -98,7 +98,7 @@ def read_bytes(path: Path | str, *, link: bool = False) -> bytes:
 
 
 def read_text(path: Path | str, *, link: bool = False) -> str:
-    """Return the content of a plain file in UTF-8, with any line ends; see `check_source`."""
+    """Return the text of a plain file in UTF-8, with line feeds as line ends; see `check_source`."""
     return read_bytes(path, link=link).decode().replace("\r\n", "\n")
 
 
