@@ -22,6 +22,7 @@ from torch.nn.functional import interpolate
 
 from attractor import equations
 from attractor.core.checks import nearest
+from attractor.core.files import read_text
 from attractor.core.limits import check_memory, parse_json
 from attractor.data import images
 from attractor.data.imagefolder import ENDINGS, centre_box, decoded
@@ -427,7 +428,7 @@ def texts(network: Network, path: Path, n: int, batch: int) -> Iterator[Any]:
     auto = _package("transformers", "text").AutoTokenizer
     tokenizer = _fetched(lambda: auto.from_pretrained(name, trust_remote_code=False), network.name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    lines = [line for line in path.read_text().splitlines() if line.strip()][:n]
+    lines = [line for line in read_text(path, link=True).splitlines() if line.strip()][:n]
     for start in range(0, len(lines), batch):
         part = lines[start : start + batch]
         yield tokenizer(part, padding=True, truncation=True, max_length=512, return_tensors="pt")

@@ -114,3 +114,121 @@ def test_a_new_file_is_written_once(tmp_path, monkeypatch, links):
     assert not files.write_new(path, b"second")
     assert path.read_bytes() == b"first"
     assert [p.name for p in path.parent.iterdir()] == ["run.json"]
+
+
+def test_a_folder_has_one_lock(tmp_path):
+    with files.lock_folder(tmp_path / "deep" / "x") as locked:
+        assert locked
+        told = r"deep/x is in use: another process or thread .* Pass another folder, or wait"
+        with (
+            pytest.raises(files.FolderLockedError, match=told),
+            files.lock_folder(tmp_path / "deep" / "x", wait=0.01),
+        ):
+            pass
+    with files.lock_folder(tmp_path / "deep" / "x", wait=0):
+        pass
+    assert not list((tmp_path / "deep" / "x").iterdir())
+
+
+def test_a_lock_is_of_the_folder_that_has_the_name_now(tmp_path):
+    """An owner may remove the folder: whoever waited must not lock what has no name anymore."""
+    with files.lock_folder(tmp_path / "x"):
+        (tmp_path / "x").rmdir()
+        with files.lock_folder(tmp_path / "x", wait=0):
+            assert (tmp_path / "x").is_dir()
+
+
+def test_a_lock_ends_with_its_owner_and_not_with_a_forked_child(tmp_path):
+    import multiprocessing
+    import signal
+
+    fork = multiprocessing.get_context("fork")
+    ready, held = fork.Event(), fork.Event()
+
+    def own():
+        with files.lock_folder(tmp_path):
+            child = fork.Process(target=ready.wait)  # as the workers of a loader
+            child.start()
+            held.set()
+            signal.pause()
+
+    owner = fork.Process(target=own)
+    owner.start()
+    held.wait()
+    owner.kill()
+    owner.join()
+    with files.lock_folder(tmp_path, wait=0):  # while the child lives
+        ready.set()
+
+
+def test_where_folders_cannot_be_locked_a_file_is(tmp_path, monkeypatch):
+    """NFS locks files that are open for writing only."""
+    lock = files.fcntl.flock
+
+    def refused(handle, flags):
+        if Path(f"/proc/self/fd/{handle}").resolve().is_dir():
+            raise OSError(9, "Bad file descriptor")
+        lock(handle, flags)
+
+    monkeypatch.setattr(files.fcntl, "flock", refused)
+    with files.lock_folder(tmp_path) as locked:
+        assert locked
+        assert [p.name for p in tmp_path.iterdir()] == [".lock"]
+        with pytest.raises(files.FolderLockedError), files.lock_folder(tmp_path, wait=0.01):
+            pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_any_locks_work_goes_on(tmp_path, monkeypatch):
+    def refused(handle, flags):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(files.fcntl, "flock", refused)
+    with files.lock_folder(tmp_path) as locked:
+        assert not locked
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(params=["link", "dangling link", "folder", "pipe", "device"])
+def no_plain_file(request, tmp_path):
+    path, target = tmp_path / "x.json", tmp_path / "target"
+    if request.param == "folder":
+        path.mkdir()
+    elif request.param == "pipe":
+        os.mkfifo(path)
+    elif request.param == "device":
+        return Path(os.devnull), "a device"
+    else:
+        if request.param == "link":
+            target.write_text("{}")
+        path.symlink_to(target)
+    return path, {"pipe": "a named pipe", "folder": "a folder"}.get(request.param, "a symbolic link")
+
+
+def test_only_plain_files_are_written(no_plain_file):
+    path, kind = no_plain_file
+    before = path.lstat()
+    for write in (files.write_text, files.write_json, lambda p, x: files.write_new(p, x.encode())):
+        with pytest.raises(files.FileTypeError, match=rf"{path} is {kind}, .* Pass another path"):
+            write(path, "new")
+    assert path.lstat().st_ino == before.st_ino
+    assert path.lstat().st_mode == before.st_mode
+
+
+def test_only_plain_files_are_read(no_plain_file):
+    path, kind = no_plain_file
+    for read in (files.read_text, files.read_bytes, files.open_plain, files.check_source):
+        with pytest.raises(files.FileTypeError, match=rf"{path} is not a plain file but {kind}"):
+            read(path)
+
+
+def test_links_to_folders_above_and_links_of_the_user_are_followed(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "data").symlink_to(tmp_path / "disk")
+    files.write_text(tmp_path / "data" / "x", "ä\r\nb")
+    assert files.read_text(tmp_path / "data" / "x") == "ä\nb"
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "x")
+    assert files.read_bytes(tmp_path / "link", link=True) == "ä\r\nb".encode()
+    (tmp_path / "null").symlink_to(os.devnull)
+    with pytest.raises(files.FileTypeError, match="is not a plain file but a device"):
+        files.read_bytes(tmp_path / "null", link=True)

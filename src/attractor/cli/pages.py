@@ -42,9 +42,11 @@ def report(
     """
     need("matplotlib", "report")
     need("plotly", "report")
+    from attractor.core.files import check_target
     from attractor.report import runs as kept
 
     with told_as_usage():
+        check_target(out)
         found = [run for path in runs for run in kept.find(path)]
         with console.status("writing"):
             written = kept.page(found, title).write(out)

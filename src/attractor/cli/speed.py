@@ -56,7 +56,7 @@ def bench(
     move and to compute.
     """
     from attractor.bench import run
-    from attractor.core.files import write_json
+    from attractor.core.files import check_target, write_json
 
     check_device(device)
     if dtype not in TYPES:
@@ -68,6 +68,7 @@ def bench(
     with told_as_usage():
         if out is not None:
             check_out(out.parent)
+            check_target(out)
         wanted = run.cases(what or run.KINDS, device, tokens)
     chosen = getattr(torch, dtype)
     results: dict[str, Any] = {**origin(), **run.header(device, chosen), "rows": []}

@@ -1,10 +1,17 @@
-"""Files that are never half written."""
+"""Files that are never half written, folders that one process writes to at a time, and plain files.
+
+`check_target` is what every writer calls, and `open_plain` (or `check_source`, where another library
+opens the file) what every reader calls, so that no link, pipe or device is written to or waited for.
+"""
 
 import json
 import os
 import re
+import stat
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import uuid4
@@ -14,12 +21,196 @@ try:
 except ImportError:  # Windows, where an open file cannot be removed
     fcntl = None  # type: ignore[assignment]
 
+LOCK_SECONDS = 30.0  # to wait for another process before an error
+LOCK = ".lock"  # the file that is locked where the file system cannot lock a folder, as NFS cannot
+_HELD: set[int] = set()  # handles of the locks of this process
+KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class FileTypeError(OSError):
+    """A path is not a plain file: it is a link, a folder, a pipe, a socket or a device."""
+
+
+class FolderLockedError(OSError):
+    """Another process or thread is writing to a folder."""
+
+
+def check_target(path: Path | str) -> None:
+    """Raise unless a path can be written to: it names a plain file, or nothing yet.
+
+    Folders above it may be symbolic links.
+
+    Raises:
+        FileTypeError: The path is a link, a folder, a pipe, a socket or a device.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):  # writing raises where a folder is missing
+        return
+    if not stat.S_ISREG(mode):
+        is_device = stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
+        raise FileTypeError(
+            f"{path} is {_kind(mode)}, and only plain files are written or replaced. Pass another path"
+            + ("." if is_device else ", or remove it first.")
+        )
+
+
+def check_source(path: Path | str, *, link: bool = False) -> int:
+    """Raise unless a path can be read: it names a plain file. Return the size of the file in bytes.
+
+    Args:
+        path: The file. Folders above it may be symbolic links.
+        link: Whether the path itself may be a symbolic link to a plain file.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        FileTypeError: The path is a link, a folder, a pipe, a socket or a device.
+    """
+    about = Path(path).stat(follow_symlinks=link)
+    _check_regular(about.st_mode, path)
+    return about.st_size
+
+
+def open_plain(path: Path | str, *, link: bool = False) -> FileIO:
+    """Open a plain file for reading; see `check_source`. A pipe or a device is never waited for."""
+    check_source(path, link=link)
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    file = FileIO(os.open(path, flags if link else flags | getattr(os, "O_NOFOLLOW", 0)))
+    try:  # once more, because the path may have been replaced since the check
+        _check_regular(os.fstat(file.fileno()).st_mode, path)
+    except FileTypeError:
+        file.close()
+        raise
+    return file
+
+
+def read_bytes(path: Path | str, *, link: bool = False) -> bytes:
+    """Return the content of a plain file; see `check_source`."""
+    with open_plain(path, link=link) as file:
+        return file.readall()
+
+
+def read_text(path: Path | str, *, link: bool = False) -> str:
+    """Return the text of a plain file in UTF-8, with line feeds as line ends; see `check_source`."""
+    return read_bytes(path, link=link).decode().replace("\r\n", "\n")
+
+
+def _check_regular(mode: int, path: Path | str) -> None:
+    if not stat.S_ISREG(mode):
+        raise FileTypeError(
+            f"{path} is not a plain file but {_kind(mode)}; only plain files are read. Pass the path of "
+            "the file itself, or a copy of it."
+        )
+
+
+def _kind(mode: int) -> str:
+    return KINDS.get(stat.S_IFMT(mode), "a special file")
+
+
+@contextmanager
+def lock_folder(folder: Path | str, *, wait: float | None = None) -> Iterator[bool]:
+    """Hold the only lock of a folder, which is created if it does not exist.
+
+    The lock ends with the process, however it ends. It is advisory: it excludes others that call
+    `lock_folder`, in this process and in others, and not those that read.
+
+    Args:
+        folder: The folder.
+        wait: Seconds to wait for another process or thread; None for `LOCK_SECONDS`.
+
+    Yields:
+        Whether the folder is locked. It is not on Windows and on file systems without locks.
+
+    Raises:
+        FolderLockedError: Another process or thread still has the lock after `wait` seconds.
+    """
+    folder = Path(folder)
+    handle, path = _acquire(folder, LOCK_SECONDS if wait is None else wait)
+    try:
+        yield handle is not None
+    finally:
+        if handle in _HELD:  # not in a child that was forked meanwhile
+            _HELD.discard(handle)
+            if path != folder:
+                path.unlink(missing_ok=True)
+            fcntl.flock(handle, fcntl.LOCK_UN)  # also for children that have not closed it yet
+            os.close(handle)
+
+
+def _acquire(folder: Path, wait: float) -> tuple[int | None, Path]:
+    """Lock a folder, or the file `LOCK` in it; return the handle and what is locked."""
+    if fcntl is None:
+        make_folder(folder)
+        return None, folder
+    path, flags = folder, os.O_RDONLY | os.O_DIRECTORY
+    deadline, pause = time.monotonic() + wait, 0.001
+    while True:
+        make_folder(folder)  # a former owner may have removed it
+        try:
+            handle = os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            if path == folder:
+                raise
+            return None, path
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(handle, path):
+                _HELD.add(handle)
+                return handle, path
+            os.close(handle)
+        except BlockingIOError:
+            os.close(handle)
+            if time.monotonic() >= deadline:
+                raise FolderLockedError(
+                    f"{folder} is in use: another process or thread has been writing to it for the "
+                    f"{wait:g} s that were waited. Pass another folder, or wait until it has ended."
+                ) from None
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        except OSError:
+            os.close(handle)
+            if path != folder:  # a file system without locks
+                path.unlink(missing_ok=True)
+                return None, path
+            path, flags = folder / LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Whether a path still names what the handle is of."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _close_inherited() -> None:
+    """Close the locks that a forked child has inherited, so that they end with their owner."""
+    for handle in _HELD:
+        os.close(handle)
+    _HELD.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_inherited)
+
 
 def write_bytes(path: Path | str, content: bytes) -> Path:
     """Write a file so that a reader sees the old content or the new, whatever is interrupted.
 
     The bytes go to a temporary file in the same folder, reach the disk, and then take the name; the
     name reaches the disk, too.
+
+    Raises:
+        FileTypeError: The path is a link, a folder, a pipe, a socket or a device.
     """
     return write_parts(path, (content,))
 
@@ -60,6 +251,7 @@ def _aside(path: Path, parts: Iterable[bytes | memoryview]) -> Iterator[Path]:
 
     The file is locked until it has its final name, so that `sweep` in another process keeps it.
     """
+    check_target(path)
     make_folder(path.parent)
     temporary, file = _open_temporary(path)
     try:
@@ -137,7 +329,7 @@ def sweep(path: Path) -> None:
     left = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{32}")
     for other in path.parent.iterdir() if path.parent.is_dir() else ():
         if left.fullmatch(other.name):
-            with suppress(FileNotFoundError, BlockingIOError, PermissionError):
+            with suppress(FileNotFoundError, BlockingIOError, PermissionError, FileTypeError):
                 _remove_unless_locked(other)
 
 
@@ -145,7 +337,7 @@ def _remove_unless_locked(path: Path) -> None:
     if fcntl is None:
         path.unlink()
         return
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()
 

@@ -6,7 +6,6 @@ estimated before they are allocated, so that a typing error ends in a message, n
 
 import json
 import os
-import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,8 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import torch
+
+from attractor.core.files import check_source, open_plain
 
 LARGEST_JSON = 2**24  # bytes; Python's objects take up to 25 times as much
 DEEPEST_JSON = 64  # levels of lists and objects; recursive functions fail beyond about 900
@@ -45,14 +46,18 @@ def parse_json(raw: bytes | str, source: Path | str) -> Any:
     return content
 
 
-def read_json(path: Path | str, limit: int = LARGEST_JSON) -> Any:
+def read_json(path: Path | str, limit: int = LARGEST_JSON, *, link: bool = False) -> Any:
     """Return the content of a JSON file of at most `limit` bytes.
+
+    Args:
+        link: Whether the path may be a symbolic link to a plain file.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is longer, is not a plain file, or is not JSON; see `parse_json`.
+        FileTypeError: It is not a plain file.
+        ValueError: It is longer, or is not JSON; see `parse_json`.
     """
-    return parse_json(read_bytes(path, limit), path)
+    return parse_json(read_bytes(path, limit, link=link), path)
 
 
 def read_json_lines(path: Path | str, limit: int = LARGEST_JSON) -> list[Any]:
@@ -60,24 +65,22 @@ def read_json_lines(path: Path | str, limit: int = LARGEST_JSON) -> list[Any]:
     return [parse_json(line, path) for line in read_bytes(path, limit).splitlines() if line]
 
 
-def read_bytes(path: Path | str, limit: int) -> bytes:
+def read_bytes(path: Path | str, limit: int, *, link: bool = False) -> bytes:
     """Return the bytes of a plain file, of which there are at most `limit`."""
-    check_size(path, limit)
-    with Path(path).open("rb") as file:
+    check_size(path, limit, link=link)
+    with open_plain(path, link=link) as file:
         raw = file.read(limit + 1)
     if len(raw) > limit:  # the file has grown since
         raise ValueError(f"{path} has more than the {limit:,} bytes that are read")
     return raw
 
 
-def check_size(path: Path | str, limit: int) -> None:
-    """Raise a ValueError unless a path is a plain file of at most `limit` bytes."""
-    about = Path(path).stat()
-    if not stat.S_ISREG(about.st_mode):
-        raise ValueError(f"{path} is not a plain file")
-    if about.st_size > limit:
+def check_size(path: Path | str, limit: int, *, link: bool = False) -> None:
+    """Raise unless a path is a plain file of at most `limit` bytes; see `read_json`."""
+    size = check_source(path, link=link)
+    if size > limit:
         raise ValueError(
-            f"{path} has {about.st_size:,} bytes, and at most {limit:,} are read; it is damaged, or not "
+            f"{path} has {size:,} bytes, and at most {limit:,} are read; it is damaged, or not "
             "a file of attractor"
         )
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from attractor.core.files import check_source
+
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"}
 
 
@@ -141,6 +143,7 @@ def decoded(path: Path | str) -> Any:
     from PIL import Image, ImageOps
 
     try:
+        check_source(path, link=True)
         with Image.open(path) as file:
             ImageOps.exif_transpose(file, in_place=True)
             picture: Any = file

@@ -14,6 +14,7 @@ and a name that is not in `NETWORKS` is not made.
 """
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from attractor import attention, residual
 from attractor.attention import pdes
 from attractor.core.checks import check_choice
+from attractor.core.files import check_source
 from attractor.core.limits import read_json
 from attractor.train import checkpoint
 from attractor.train.tensors import CheckpointError, read_tensors, write_tensors
@@ -42,7 +44,7 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
 EQUATIONS = {cls.__name__: cls for cls in pdes.BY_NAME.values()}
 PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LARGEST_CONFIG = 2**20  # bytes
-WEIGHTS = "model.safetensors"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 NOT_FETCHED = "is no folder here, and could not be fetched from the hub"
 
 
@@ -75,6 +77,9 @@ def load(name: str | Path, **options: Any) -> Any:
     """
     made = _class()
     try:
+        for file in (Path(name) / CONFIG, Path(name) / WEIGHTS):  # links, as in the cache of the hub
+            if Path(name).is_dir() and os.path.lexists(file):
+                check_source(file, link=True)
         return made.from_pretrained(str(name), **options)
     except CheckpointError:
         raise
@@ -220,8 +225,8 @@ def _check_config(name: str, options: Mapping[str, Any]) -> None:
             return  # the mixin reports it
     if place.exists():
         try:
-            read_json(place, LARGEST_CONFIG)
-        except ValueError as error:
+            read_json(place, LARGEST_CONFIG, link=True)
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{name} holds no network of attractor: {error}") from None
 
 

@@ -31,7 +31,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from attractor.core.files import json_bytes, write_bytes, write_new
+from attractor.core.files import json_bytes, read_bytes, write_bytes, write_new
 from attractor.core.fingerprint import fingerprint
 from attractor.core.limits import read_json
 from attractor.jobs.job import Artifact, Job, Shard, here, label
@@ -106,7 +106,7 @@ def keep(
     _claim(job, folder, about or {"config": job.config})
     for path in sorted(folder.glob("*.*.*")):
         name, _, start = path.stem.rpartition(".")
-        if name in wanted and (digest := sha256(content := path.read_bytes()).hexdigest())[:16] == start:
+        if name in wanted and (digest := sha256(content := read_bytes(path)).hexdigest())[:16] == start:
             yield Artifact(wanted.pop(name), content, digest, path.suffix == ".json")
     for made in each(job, wanted.values(), **options):
         ending = "json" if made.is_json else "bin"

@@ -9,6 +9,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from attractor.core.files import check_source
+
 
 @cache
 def named(name: str) -> Any:
@@ -25,6 +27,7 @@ def module_of_file(path: Path, known: bool = False) -> Any:
     Args:
         known: by its name in `sys.modules`, unless there is another of that name.
     """
+    check_source(path, link=True)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

@@ -18,6 +18,7 @@ from attractor.ode.compare import compare
 from attractor.ode.comparison import Comparison
 from attractor.ode.solver import HybridSolver
 from attractor.ode.trajectories import Sampler
+from attractor.train import checkpoint
 
 
 def compare_all(
@@ -95,5 +96,5 @@ def _packed(folder: Path) -> dict[str, str]:
     """The files of a folder as text."""
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}; give that of a saved solver")
-    files = sorted(p for p in folder.iterdir() if p.is_file())
-    return {p.name: base64.b64encode(p.read_bytes()).decode() for p in files}
+    files = checkpoint.read_files(folder)
+    return {name: base64.b64encode(files[name]).decode() for name in sorted(files)}

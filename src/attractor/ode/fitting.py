@@ -232,27 +232,28 @@ def fit(
     unit = "epoch" if isinstance(recipe, Paper) else "candidate"
     unfinished = Unfinished(out, what, unit, crew.rank == 0)
     unfinished.began = started
-    if isinstance(recipe, Paper):
-        ((name, own),) = candidates
-        with forked(pairs.u.device):
-            torch.manual_seed(seed)
-            factory = {"device": pairs.u.device, "dtype": torch.float32}
-            model: nn.Module = get_correction(name)(pairs.u.shape[-1], **shared, **own, **factory)
-        generator = torch.Generator().manual_seed(seed)
-        history = train_on_pairs(
-            model, pairs, recipe.epochs, recipe.loss_scale, generator, progress, unfinished, crew
-        )
-        chosen: dict[str, Any] = {"correction": name, "selection": judge(model)}
-        trust = trust.to(torch.float32)
-    else:
-        adam_steps = recipe.adam_steps
-        search = _Search(pairs, judge, seed, shared, adam_steps, unfinished, budget, progress, crew)
-        search.take_up()
-        crew.wait()  # until all have read what is there
-        model = search.run(candidates)
-        history, best = search.history, search.best
-        name, own = best["kind"]
-        chosen = {"correction": name, **own, "scale": best["scale"], "selection": best["rollout"]}
+    with unfinished.locked(crew):
+        if isinstance(recipe, Paper):
+            ((name, own),) = candidates
+            with forked(pairs.u.device):
+                torch.manual_seed(seed)
+                factory = {"device": pairs.u.device, "dtype": torch.float32}
+                model: nn.Module = get_correction(name)(pairs.u.shape[-1], **shared, **own, **factory)
+            generator = torch.Generator().manual_seed(seed)
+            history = train_on_pairs(
+                model, pairs, recipe.epochs, recipe.loss_scale, generator, progress, unfinished, crew
+            )
+            chosen: dict[str, Any] = {"correction": name, "selection": judge(model)}
+            trust = trust.to(torch.float32)
+        else:
+            adam_steps = recipe.adam_steps
+            search = _Search(pairs, judge, seed, shared, adam_steps, unfinished, budget, progress, crew)
+            search.take_up()
+            crew.wait()  # until all have read what is there
+            model = search.run(candidates)
+            history, best = search.history, search.best
+            name, own = best["kind"]
+            chosen = {"correction": name, **own, "scale": best["scale"], "selection": best["rollout"]}
     model.requires_grad_(False)
     if not math.isfinite(chosen["selection"]):
         raise LostTrajectoriesError(_why_lost(system_or_rate, scheme, dt, horizon, held))

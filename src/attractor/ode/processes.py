@@ -78,6 +78,17 @@ class Crew:
                 "them must make the same call. For one fit per process leave process_group at None"
             )
 
+    def raise_together(self, error: Exception | None) -> None:
+        """Raise in all processes if there is an error in any of them, so that none waits in vain."""
+        if self.count > 1:
+            failed: list[Any] = [False] * self.count
+            dist.all_gather_object(failed, error is not None, group=self.group)
+            ranks = [rank for rank, flag in enumerate(failed) if flag]
+            if ranks and error is None:
+                raise RuntimeError(f"Ranks {ranks} cannot begin to fit; see the error on each of them.")
+        if error is not None:
+            raise error
+
     def share(self, rows: Tensor) -> Tensor:
         """This process's part of some rows, all but equal ones."""
         return rows if self.count == 1 else rows.tensor_split(self.count)[self.rank]

@@ -30,7 +30,15 @@ import torch
 
 from attractor import jobs
 from attractor.core import limits
-from attractor.core.files import json_bytes, write_bytes, write_json
+from attractor.core.files import (
+    check_source,
+    check_target,
+    json_bytes,
+    lock_folder,
+    open_plain,
+    write_bytes,
+    write_json,
+)
 from attractor.core.scheme import Rate, call_rate
 from attractor.core.step import with_parameters
 from attractor.jobs.naming import name_of, named
@@ -90,7 +98,7 @@ class FineData:
         """
         folder = Path(folder)
         try:
-            manifest, _ = read_json(folder / "manifest.json", MANIFEST)
+            manifest, _ = read_json(folder / "manifest.json", MANIFEST, link=False)
             entries = dict(manifest["plan"])
             if "count" in entries:  # data of the first versions
                 entries["trajectories"] = entries.pop("count")
@@ -119,7 +127,7 @@ class FineData:
         """SHA-256 of all files and their names: equal for equal data."""
         total = hashlib.sha256()
         for name in ("manifest.json", *map(_name, range(self.plan.shards))):
-            with (self.folder / name).open("rb") as file:
+            with open_plain(self.folder / name) as file:
                 total.update(f"{name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
         return total.hexdigest()
 
@@ -238,10 +246,13 @@ def make_trajectories(
             }
         )
     )
-    _begin(folder, manifest)
+    with lock_folder(folder):  # shards need none: equal plans give equal files, written whole
+        _begin(folder, manifest)
 
     mine = range(first, plan.shards, every)
     missing = [k for k in mine if not _is_good(folder / _name(k), plan, k)]
+    for k in missing:  # before anything is computed
+        check_target(folder / _name(k))
     done = len(mine) - len(missing)
     functions = {"rate": system_or_rate, "sample": sample, "parameters": parameters}
     job = _job(functions, plan, device, manifest["code"], engine)
@@ -396,6 +407,7 @@ def _read(path: Path, plan: Plan, shard: int) -> Run:
     from safetensors import SafetensorError, safe_open
 
     try:
+        check_source(path)
         with safe_open(path, "pt") as file:
             about, u = limits.parse_json(file.metadata()["about"], path), file.get_tensor("u")
             p = file.get_tensor("parameters") if "parameters" in file.keys() else None  # noqa: SIM118

@@ -2,11 +2,15 @@
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from attractor.core.files import lock_folder
+from attractor.ode.processes import Crew
 from attractor.train.checkpoint import CheckpointError
 from attractor.train.runs import Kept
 
@@ -35,6 +39,24 @@ class Unfinished:
     def seconds(self) -> float:
         """Spent, those before a break included."""
         return time.monotonic() - self.began + self.before
+
+    @contextmanager
+    def locked(self, crew: Crew) -> Iterator[None]:
+        """Hold the lock of the folder in the process that writes; the other processes of `crew` wait.
+
+        Raises:
+            FolderLockedError: another fit is writing to the folder.
+            OSError: the folder cannot be created.
+        """
+        with ExitStack() as stack:
+            problem: Exception | None = None
+            try:
+                if self.kept and self.writes:
+                    stack.enter_context(lock_folder(self.kept.folder))
+            except OSError as error:
+                problem = error
+            crew.raise_together(problem)
+            yield
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Tensors and numbers of the latest state, if there is one.

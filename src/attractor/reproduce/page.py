@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from attractor.core.files import write_text
+from attractor.core.files import check_target, write_text
 from attractor.reproduce.experiment import PAPERS, SCALES, Experiment
 from attractor.reproduce.results import Results, load
 from attractor.reproduce.shelf import catalogue
@@ -261,6 +261,7 @@ def write_page(path: Path | str, folder: Path | str, draw: bool = True) -> list[
     An experiment that lacks runs has no picture, and what there was of former ones is removed.
     """
     path = Path(path)
+    check_target(path)
     pictures, made = path.parent / "results", []
     if draw:
         from attractor.report.figures import write

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from attractor.core.files import write_json
+from attractor.core.files import lock_folder, write_json
 from attractor.core.limits import read_json
 
 FORMAT = 1
@@ -58,9 +58,14 @@ class Results:
         """Whether runs that the claim is about are missing."""
         return any(arm not in self.extra for arm, _ in self.missing())
 
-    def missing(self) -> list[tuple[str, int]]:
-        """(arm, seed) of the runs that are not there, all arms of a seed before the next seed."""
-        return [(a, s) for s in self.seeds for a in self.arms if s not in self.runs.get(a, {})]
+    def missing(self, seeds: Iterable[int] | None = None) -> list[tuple[str, int]]:
+        """(arm, seed) of the runs that are not there, all arms of a seed before the next seed.
+
+        Args:
+            seeds: Only these, which need not be in `self.seeds`; None for `self.seeds`.
+        """
+        seeds = self.seeds if seeds is None else seeds
+        return [(a, s) for s in seeds for a in self.arms if s not in self.runs.get(a, {})]
 
     def values(self, arm: str, metric: str | None = None) -> list[float]:
         """A metric of an arm, of all its seeds; a number that was not finite is NaN."""
@@ -133,11 +138,11 @@ def path_of(folder: Path | str, experiment: str, scale: str) -> Path:
 
 def read(path: Path, experiment: str, scale: str) -> dict[str, dict[int, Run]]:
     """The runs in a file, whatever they were made with; nothing if there is no file."""
-    if not path.exists():
-        return {}
     try:
         found = read_json(path)
         runs = {arm: {int(s): run for s, run in seeds.items()} for arm, seeds in found["runs"].items()}
+    except FileNotFoundError:
+        return {}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{path} is no file of results ({type(error).__name__}: {error})") from None
     if found.get("format") != FORMAT:
@@ -178,6 +183,21 @@ def fault(run: Any, metric: str | None = None) -> str | None:
         if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
             return f"its metric {name[:LONGEST]!r} is of type {type(value).__name__}"
     return None
+
+
+def add(
+    path: Path, experiment: str, scale: str, arm: str, seed: int, run: Run, order: Iterable[str] = ()
+) -> None:
+    """Add a run to a file of results, in which other processes may keep theirs at the same time.
+
+    Args:
+        order: Names of arms in the order of the file; others come after them.
+    """
+    with lock_folder(path.parent):
+        runs = read(path, experiment, scale)
+        runs.setdefault(arm, {})[seed] = run
+        names = [*order, *(name for name in runs if name not in order)]
+        write(path, experiment, scale, {name: runs[name] for name in names if name in runs})
 
 
 @lru_cache(maxsize=8)
@@ -237,21 +257,23 @@ def merge(experiment: Any, scale: str, folder: Path | str, others: Iterable[Path
         ValueError: a file is of another experiment or scale, or a run in it is damaged.
     """
     path = path_of(folder, experiment.name, scale)
-    runs = read(path, experiment.name, scale)
-    for other in others:
-        if not Path(other).exists():
-            raise FileNotFoundError(f"{other} is not there to be merged")
-        for arm, seeds in read(Path(other), experiment.name, scale).items():
-            for seed, run in seeds.items():
+    with lock_folder(path.parent):
+        runs = read(path, experiment.name, scale)
+        for other in others:
+            if not Path(other).exists():
+                raise FileNotFoundError(f"{other} is not there to be merged")
+            for arm, seeds in read(Path(other), experiment.name, scale).items():
+                metric = experiment.metric if arm in experiment.arms else None
                 current = _current(experiment, arm, scale)
-                wrong = fault(run, experiment.metric if arm in experiment.arms else None)
-                if wrong:
-                    raise ValueError(
-                        f"{other} cannot be merged: {wrong}, in the run of arm {arm[:LONGEST]!r} and "
-                        f"seed {seed}; remove this run from the file"
-                    )
-                known = runs.setdefault(arm, {}).get(seed)
-                if known is None or fault(known) or known["digest"] != run["digest"] == current:
-                    runs[arm][seed] = run
-    write(path, experiment.name, scale, runs)
+                for seed, run in seeds.items():
+                    wrong = fault(run, metric)
+                    if wrong:
+                        raise ValueError(
+                            f"{other} cannot be merged: {wrong}, in the run of arm "
+                            f"{arm[:LONGEST]!r} and seed {seed}; remove this run from the file"
+                        )
+                    known = runs.setdefault(arm, {}).get(seed)
+                    if known is None or fault(known) or known["digest"] != run["digest"] == current:
+                        runs[arm][seed] = run
+        write(path, experiment.name, scale, runs)
     return load(experiment, scale, folder)

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from attractor import jobs
-from attractor.core.files import json_bytes
+from attractor.core.files import FolderLockedError, json_bytes, lock_folder
 from attractor.core.versions import versions
 from attractor.reproduce import results as kept
 from attractor.reproduce.experiment import Experiment
@@ -59,12 +60,14 @@ def run(
             Ray cluster, whose machines have the data at the same place. See `attractor.jobs.each`.
         threads: of a run on the CPU; None: one, or all where one run has the machine to itself. Sums,
             and so the last digits of what is trained, may depend on it.
-        part: such as "3/16": only every sixteenth run, from the third on. Parts that are made at the
-            same time need a folder each; `merge` puts them together.
+        part: such as "3/16": only every sixteenth run, from the third on. Processes on one machine may
+            work on one folder at the same time; on several machines each part needs a folder of its own,
+            and `merge` puts them together.
 
     Raises:
         ValueError: runs in the folder were made on other data than those in `data`.
         CheckpointError: a run that was interrupted had begun with other data.
+        FolderLockedError: another process is making the same run in the same folder.
     """
     engine = jobs.chosen(engine, workers, address)
     first, every = jobs.part_of(part or "1/1")
@@ -87,23 +90,35 @@ def run(
             _check_data(experiment, scale, found, [job for job in mine if job not in todo], context)
         if again:  # from the beginning, not from where it was interrupted
             for arm, seed in todo:
-                shutil.rmtree(f"{_scratch(scratch, experiment, arm, scale)}-{seed}", ignore_errors=True)
+                _clear(Path(f"{_scratch(scratch, experiment, arm, scale)}-{seed}"))
         how = {"engine": engine, "workers": workers, "address": address}
-        for (arm, seed), outcome in _outcomes(experiment, scale, todo, context, budget, threads, how):
-            everything = kept.read(path, experiment.name, scale)
-            everything.setdefault(arm, {})[seed] = outcome
-            order = [*experiment.arms, *(a for a in everything if a not in experiment.arms)]
-            kept.write(
-                path, experiment.name, scale, {a: everything[a] for a in order if a in everything}
-            )
-            found.runs.setdefault(arm, {})[seed] = outcome
-            found.runs[arm] = dict(sorted(found.runs[arm].items()))
+        is_open = lambda job: again or job in kept.load(experiment, scale, place).missing((job[1],))
+        for (arm, seed), outcome in _outcomes(
+            experiment, scale, todo, is_open, context, budget, threads, how
+        ):
+            kept.add(path, experiment.name, scale, arm, seed, outcome, tuple(experiment.arms))
             value = outcome["metrics"].get(experiment.metric)
             told = "not finite" if value is None else f"{value:.5g}"
             tell(f"{arm}, seed {seed}: {experiment.metric} {told} [{outcome['seconds']:.0f} s]")
+        found.runs = kept.load(experiment, scale, place).runs  # also of other processes
         if not found.missing():
-            shutil.rmtree(scratch, ignore_errors=True)
+            for left in scratch.glob("*"):
+                with suppress(FolderLockedError):
+                    _clear(left, wait=0.0)
+            with suppress(OSError):  # another process is working there
+                scratch.rmdir()
     return found
+
+
+def _clear(folder: Path, wait: float | None = None) -> None:
+    """Remove the checkpoints of a run, unless another process is making it.
+
+    Raises:
+        FolderLockedError: Another process is making the run.
+    """
+    if folder.is_dir():
+        with lock_folder(folder, wait=wait):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_data(
@@ -129,10 +144,10 @@ def _check_data(
 
 
 def _outcomes(
-    experiment: Experiment, scale: str, wanted: list[Shard], context: Context, budget: float,
-    threads: int | None, engine: dict[str, Any],
+    experiment: Experiment, scale: str, wanted: list[Shard], is_open: Callable[[Shard], bool],
+    context: Context, budget: float, threads: int | None, engine: dict[str, Any],
 ) -> Iterator[tuple[Shard, Run]]:  # fmt: skip
-    """Every run as it ends."""
+    """Every run as it ends, without those that are not open anymore when they would begin."""
     began = time.perf_counter()
     alone = engine["engine"] == "here"
     scratch, cache = context.scratch, context.cache
@@ -147,7 +162,7 @@ def _outcomes(
         "data": None if context.folder is None else str(context.folder.absolute()),
         "tell": context.tell if alone else None,
     }
-    in_time = takewhile(lambda job: time.perf_counter() - began <= budget, wanted)
+    in_time = takewhile(lambda job: time.perf_counter() - began <= budget, filter(is_open, wanted))
     job = jobs.Job(
         "attractor.reproduce.runner:arm", config, threads=threads, gpus=int("cuda" in context.device)
     )
@@ -179,7 +194,8 @@ def arm(config: Mapping[str, Any], shard: Shard) -> Run:
         data = None if config["data"] is None else Path(config["data"])
         context = Context(seed, config["device"], data, scratch, config["tell"] or _silent, cache)
         try:
-            return one(config["task"], config["arms"][which], context)
+            with lock_folder(scratch):
+                return one(config["task"], config["arms"][which], context)
         except CheckpointError as error:
             raise CheckpointError(
                 f"{which}, seed {seed}, cannot go on where it was interrupted: {error}; or run it with "

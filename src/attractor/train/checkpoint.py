@@ -2,28 +2,48 @@
 
 A checkpoint is a folder of three files: `tensors.safetensors`, `config.json`, and `manifest.json`,
 which holds the format's version, the kind of thing saved, size and hash of the two others and a hash of
-itself. A new one is written beside the old one, in `.next`, and takes its place when it is whole and on
-the disk: whatever is interrupted, the folder holds the old one or the new. Whatever is wrong with a
-folder raises `CheckpointError`; its sizes are checked before memory is taken.
+itself. Whatever is wrong with a folder raises `CheckpointError`; its sizes are checked before memory is
+taken.
+
+`save` writes the new files to a folder of a unique name, ``.next-`` and 32 digits. Renaming this folder
+to ``.next`` is the atomic switch: from then on the new checkpoint is the one that is read. Its files
+then replace the old ones, the manifest last. A lock on the folder lets one process do so at a time;
+reading takes no lock. Whatever is interrupted, the folder holds the old checkpoint or the new one.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from torch import Tensor, nn
 
-from attractor.core.files import json_bytes, make_folder, sync_folder, write_bytes
+from attractor.core.files import (
+    LOCK,
+    LOCK_SECONDS,
+    check_target,
+    json_bytes,
+    lock_folder,
+    make_folder,
+    sync_folder,
+    write_bytes,
+)
 from attractor.train.tensors import (
     CheckpointError,
     json_limit,
-    plain_size,
-    read_hashed,
+    json_of,
+    open_file,
     read_json,
+    tensors_of,
     write_tensors,
 )
 
@@ -34,28 +54,54 @@ READ = (1, 2)  # 1 has no sizes
 DEPTHS = ("depth", "depths", "layers")  # options that count modules
 FILES = ("tensors.safetensors", "config.json")
 MANIFEST, NEXT = "manifest.json", ".next"
+STAGING = re.compile(r"\.next-[0-9a-f]{32}")  # a checkpoint that is being written
 LARGEST_MANIFEST = 65_536
 
 
 def save(folder: Path | str, kind: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> Path:
     """Write a checkpoint; an older one in the same folder is replaced, when this one is whole.
 
+    Of several processes that save to one folder, one writes at a time and the others wait.
+
     Raises:
         ValueError: the folder holds other things, or a checkpoint of another kind, or the configuration
             is too long to be read again.
+        FileTypeError: a file to be replaced is a link, a pipe or a device.
+        FolderLockedError: another process has been writing to the folder for `LOCK_SECONDS`.
     """
     folder = Path(folder)
-    others = _names(folder) - {*FILES, MANIFEST, NEXT} if folder.is_dir() else set()
+    existed = folder.is_dir()
+    with lock_folder(folder) as locked:
+        try:
+            _check_contents(folder, kind, locked)
+            _write(folder, kind, tensors, config)
+            _settle(folder, locked)
+        except BaseException:
+            if not existed:
+                with suppress(OSError):  # it is not empty
+                    folder.rmdir()
+            raise
+    return folder
+
+
+def _check_contents(folder: Path, kind: str, locked: bool) -> None:
+    """Raise unless a checkpoint of that kind may be written to a folder."""
+    others = _foreign(_names(folder))
     if others:
         raise ValueError(f"{folder} holds {sorted(others)}; a checkpoint needs a folder of its own")
-    settle(folder)
+    for name in (*FILES, MANIFEST):
+        check_target(folder / name)
+    _settle(folder, locked)
     known = _kind_in(folder)
     if known not in (None, kind):
         raise ValueError(
             f"{folder} holds a {known!s:.60}, which a {kind} is not to replace; give another folder"
         )
-    new, text = folder / NEXT, json_bytes(config)
-    existed = folder.is_dir()
+
+
+def _write(folder: Path, kind: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Write a whole checkpoint beside the one in a folder, and switch to it."""
+    new, text = folder / f"{NEXT}-{uuid4().hex}", json_bytes(config)
     try:
         make_folder(new)
         digest, size = write_tensors(new / FILES[0], tensors)
@@ -71,28 +117,101 @@ def save(folder: Path | str, kind: str, tensors: dict[str, Tensor], config: dict
             "sha256": {FILES[0]: digest, FILES[1]: hashlib.sha256(text).hexdigest()},
         }  # fmt: skip
         write_bytes(new / MANIFEST, json_bytes({**manifest, "own": _own_hash(manifest)}))
+        new.rename(folder / NEXT)
+        try:
+            sync_folder(folder)
+        except BaseException:  # the old checkpoint stays
+            (folder / NEXT).rename(new)
+            raise
     except BaseException:
-        shutil.rmtree(new if existed else folder, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
         raise
-    settle(folder)
-    return folder
 
 
 def load(folder: Path | str, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and configuration of a checkpoint of that kind, after checking every byte."""
+    """Tensors and configuration of a checkpoint of that kind, after checking every byte.
+
+    While another process saves to the folder, this is the old checkpoint or the new one.
+    """
     folder = Path(folder)
+    with _opened(folder) as files:
+        return _read(folder, kind, files)
+
+
+def read_files(folder: Path | str) -> dict[str, bytes]:
+    """Return the content of the three files of one checkpoint by name, unchecked."""
+    with _opened(Path(folder)) as files:
+        return {name: file.readall() for name, file in files.items()}
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[dict[str, FileIO]]:
+    """Open the three files of one checkpoint, also while another process replaces them.
+
+    They are of one checkpoint if nothing in the folder was renamed from before the first was opened
+    until after the last was; otherwise they are opened again.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; a checkpoint is one")
-    try:
-        names = _names(folder)
-        places = {name: _place(folder, name) for name in (*FILES, MANIFEST)}
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from None
-    if not os.path.lexists(places[MANIFEST]):
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        with ExitStack() as stack:
+            files, problem, before = {}, None, _state(folder)
+            try:
+                _check_present(folder)
+                for name in (MANIFEST, *FILES):
+                    files[name] = stack.enter_context(open_file(_place(folder, name), link=False))
+            except CheckpointError as error:
+                problem = error
+            except OSError as error:
+                problem = CheckpointError(f"{folder} cannot be read: {error.strerror}")
+            if _state(folder) == before:
+                if problem is not None:
+                    raise problem
+                yield files
+                return
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{folder} was replaced again and again for {LOCK_SECONDS:g} s while it was read; load "
+                "it when the processes that save to it have ended"
+            )
+        time.sleep(0.001)
+
+
+def _state(folder: Path) -> list[tuple[int, ...] | None]:
+    """What identifies the files of a checkpoint: the same before and after if none was replaced."""
+    found: list[tuple[int, ...] | None] = []
+    for path in (
+        folder,
+        *(folder / place / name for place in (NEXT, ".") for name in (*FILES, MANIFEST)),
+    ):
+        try:
+            about = os.lstat(path)
+        except OSError:
+            found.append(None)
+        else:
+            found.append((about.st_dev, about.st_ino, *((about.st_ctime_ns,) if path != folder else ())))
+    return found
+
+
+def _check_present(folder: Path) -> None:
+    """Raise unless a folder holds the names of a checkpoint, and no others."""
+    if not os.path.lexists(_place(folder, MANIFEST)):
         raise CheckpointError(
             f"{folder} has no manifest.json: no checkpoint, or one whose writing was interrupted"
         )
-    manifest, raw = read_json(places[MANIFEST], LARGEST_MANIFEST, link=False)
+    names = _names(folder)
+    names |= {name for name in FILES if os.path.lexists(_place(folder, name))}
+    if _foreign(names) or not set(FILES) <= names:
+        raise CheckpointError(
+            f"{folder} holds {sorted(_foreign(names) | (names & set(FILES)))}; a checkpoint holds "
+            f"{sorted(FILES)}"
+        )
+
+
+def _read(folder: Path, kind: str, files: dict[str, FileIO]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Check and return what three open files hold."""
+    manifest, raw = json_of(files[MANIFEST], LARGEST_MANIFEST, folder / MANIFEST)
     try:
         own = manifest.pop("own")
         version, found, hashes = manifest["format"], manifest["kind"], manifest["sha256"]
@@ -108,23 +227,19 @@ def load(folder: Path | str, kind: str) -> tuple[dict[str, Tensor], dict[str, An
         )
     if found != kind:
         raise CheckpointError(f"{folder} holds a {found!s:.60}, not a {kind}")
-    names |= {name for name in FILES if places[name].parent != folder}
-    names -= {MANIFEST, NEXT}
-    if names != set(FILES):
-        raise CheckpointError(f"{folder} holds {sorted(names)}; a checkpoint holds {sorted(FILES)}")
     if any(not isinstance(x, dict) or set(x) != set(FILES) for x in (hashes, sizes or hashes)):
         raise CheckpointError(f"{folder}/{MANIFEST} is damaged: it names other files than {FILES}")
-    actual = {name: plain_size(places[name]) for name in FILES}
+    actual = {name: os.fstat(files[name].fileno()).st_size for name in FILES}
     for name in FILES:
         if sizes and actual[name] != sizes[name]:
             told = f"it has {actual[name]:,} bytes, not {sizes[name]!r:.20}"
             raise CheckpointError(f"{folder}/{name} is damaged: {told}")
-    config, raw = read_json(places[FILES[1]], json_limit(actual[FILES[0]]), link=False)
+    config, raw = json_of(files[FILES[1]], json_limit(actual[FILES[0]]), folder / FILES[1])
     if hashlib.sha256(raw).hexdigest() != hashes[FILES[1]]:
         raise CheckpointError(f"{folder}/{FILES[1]} is damaged: it does not match its hash")
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder}/{FILES[1]} is no configuration: it is not a JSON object")
-    tensors, digest = read_hashed(places[FILES[0]], link=False)
+    tensors, digest = tensors_of(files[FILES[0]], folder / FILES[0])
     if digest != hashes[FILES[0]]:
         raise CheckpointError(f"{folder}/{FILES[0]} is damaged: it does not match its hash")
     return tensors, config
@@ -198,22 +313,54 @@ def _few(names: list[str]) -> str:
 def _place(folder: Path, name: str) -> Path:
     """Where a file of the checkpoint is: in `.next` if it was interrupted on its way to its place."""
     new = folder / NEXT
-    return new / name if (new / MANIFEST).exists() and (new / name).exists() else folder / name
+    there = _has_next(folder) and os.path.lexists(new / MANIFEST) and os.path.lexists(new / name)
+    return new / name if there else folder / name
+
+
+def _has_next(folder: Path) -> bool:
+    """Whether there is a folder `.next`.
+
+    Raises:
+        CheckpointError: It is a link to a folder, or no folder.
+    """
+    try:
+        mode = os.lstat(folder / NEXT).st_mode
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISDIR(mode):
+        raise CheckpointError(
+            f"{folder / NEXT} is a link or a file, which no checkpoint has; remove it if you trust the "
+            "rest of the folder"
+        )
+    return True
 
 
 def settle(folder: Path) -> None:
-    """Let what lies whole in `.next` take its place, the manifest last; remove what is not whole."""
+    """Let a checkpoint that lies whole in `.next` take its place, and remove what is not whole.
+
+    Raises:
+        FolderLockedError: Another process is writing to the folder.
+    """
+    if any(name.startswith(NEXT) for name in _names(folder)):
+        with lock_folder(folder, wait=0.0) as locked:
+            _settle(folder, locked)
+
+
+def _settle(folder: Path, locked: bool) -> None:
+    """`settle` for the owner of the lock; without one, nothing of other writers is removed."""
     new = folder / NEXT
-    if not new.is_dir():
-        return
-    if (new / MANIFEST).exists():
-        for name in FILES:
-            if (new / name).exists():
-                (new / name).replace(folder / name)
-        sync_folder(folder)
-        (new / MANIFEST).replace(folder / MANIFEST)
-        sync_folder(folder)
-    shutil.rmtree(new)
+    if _has_next(folder):
+        if os.path.lexists(new / MANIFEST):
+            for name in FILES:
+                if os.path.lexists(new / name):
+                    (new / name).replace(folder / name)
+            sync_folder(folder)
+            (new / MANIFEST).replace(folder / MANIFEST)
+            sync_folder(folder)
+        shutil.rmtree(new)
+    for name in _names(folder) if locked else ():
+        if STAGING.fullmatch(name):
+            shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def _kind_in(folder: Path) -> Any:
@@ -227,6 +374,11 @@ def _kind_in(folder: Path) -> Any:
 def _names(folder: Path) -> set[str]:
     with os.scandir(folder) as entries:
         return {entry.name for _, entry in zip(range(100), entries)}
+
+
+def _foreign(names: set[str]) -> set[str]:
+    """The names that no checkpoint has."""
+    return {n for n in names - {*FILES, MANIFEST, NEXT, LOCK} if not STAGING.fullmatch(n)}
 
 
 def _own_hash(manifest: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attractor.core.files import write_json
+from attractor.core.files import lock_folder, write_json
 from attractor.train import generators
 from attractor.train.blame import blame, finite
 from attractor.train.bookkeeping import Counted, Sums, Tell, Watch
@@ -103,6 +103,8 @@ def train(
         RuntimeError: another process has not called `train` within
             `attractor.train.join.JOIN_SECONDS`, 120.
         OSError: the log or a checkpoint cannot be written, because the disk is full, say.
+        FolderLockedError: another process is training in `out`, and has not ended within
+            `attractor.core.files.LOCK_SECONDS`, 30.
         KeyboardInterrupt, TerminatedError: after Ctrl-C, after SIGTERM (a `SystemExit`).
     """
     place = Place.find(device, recipe.precision, distributed)
@@ -122,9 +124,10 @@ def train(
             stack.enter_context(compiled_blocks(model, blocks))
         history, begun = History(), None
         if folder:
-            stack.callback(folder.close)
             problem: Exception | None = None
             try:
+                if place.is_main:
+                    stack.enter_context(lock_folder(folder.folder))
                 if resume:
                     history, begun = folder.resume(model, training.optimiser, training.scaler)
                 elif place.is_main:
@@ -132,6 +135,7 @@ def train(
             except (CheckpointError, OSError) as error:
                 problem = error
             place.raise_together(problem)
+            stack.callback(folder.close)
             done = len(history) * (training.feed.steps + 1) + (begun.step if begun else 0)
             if int(place.total(torch.tensor([done]))) != place.share[1] * done:
                 raise ValueError(f"processes found other checkpoints in {out}; all must see one folder")

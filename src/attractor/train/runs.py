@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attractor.core.files import json_bytes, sweep, write_new, write_text
+from attractor.core.files import json_bytes, read_bytes, read_text, sweep, write_new, write_text
 from attractor.core.versions import versions
 from attractor.train import checkpoint
 from attractor.train.checkpoint import CheckpointError
@@ -46,7 +46,7 @@ class Kept:
         """Those that there are, the latest first."""
         names = {p: self.name.fullmatch(p.name) for p in self.folder.glob(f"{self.unit}-*")}
         return sorted(
-            (p for p, match in names.items() if match),
+            (p for p, match in names.items() if match and not p.is_symlink()),
             key=lambda p: tuple(int(x or 0) for x in names[p].groups()),  # type: ignore[union-attr]
             reverse=True,
         )
@@ -89,7 +89,7 @@ class Kept:
             if said and self.main:
                 warnings.warn(f"{'; '.join(said)}; going on from {path.name}", stacklevel=4)
             if self.main:
-                with suppress(OSError):  # it may lie where nothing can be written
+                with suppress(OSError):  # it is read-only, or another process is writing to it
                     checkpoint.settle(path)
             self.last = path
             return path, tensors, config
@@ -281,7 +281,7 @@ class RunFolder:
         if not path.exists():
             return None
         try:
-            return Definition.from_json(parse(path.read_bytes(), path))
+            return Definition.from_json(parse(read_bytes(path), path))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} does not describe a run ({error}); {ADVICE}") from None
 
@@ -335,7 +335,7 @@ class RunFolder:
     def _times(self, count: int) -> list[Row]:
         """Of so many epochs, as far as they are known: nothing depends on them."""
         try:
-            lines = (self.folder / "times.jsonl").read_text().splitlines()[:count]
+            lines = read_text(self.folder / "times.jsonl").splitlines()[:count]
             rows = [{k: row[k] for k in TIMES if k in row} for row in map(json.loads, lines)]
         except (OSError, ValueError, TypeError, RecursionError):
             rows = []
@@ -352,6 +352,9 @@ ADVICE = "give another out=, or resume=False to start anew"
 
 def _remove(folder: Path) -> None:
     """Its manifest first: what is left if that is interrupted is no checkpoint."""
+    if folder.is_symlink():  # what it points to is not ours
+        folder.unlink()
+        return
     with suppress(OSError):
         (folder / checkpoint.MANIFEST).unlink()
     shutil.rmtree(folder, ignore_errors=True)

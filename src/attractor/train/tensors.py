@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-import stat
 import struct
 from collections.abc import Iterator, Mapping
 from io import FileIO
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.core.files import write_parts
+from attractor.core.files import FileTypeError, open_plain, write_parts
 from attractor.core.limits import parse_json
 
 DTYPES = {
@@ -98,41 +97,49 @@ def read_tensors(path: Path | str, *, link: bool = True) -> dict[str, Tensor]:
 
 def read_hashed(path: Path | str, *, link: bool = True) -> tuple[dict[str, Tensor], str]:
     """All tensors of a safetensors file, and the SHA-256 of the bytes that were read."""
-    digest = hashlib.sha256()
     with open_file(path, link=link) as file:
-        size = os.fstat(file.fileno()).st_size
-        start = _read(file, min(8, size), path)
-        length = int.from_bytes(start, "little")
-        if size < 8 or length > size - 8:
-            raise CheckpointError(
-                f"{path} is no whole safetensors file: of its {size:,} bytes it claims {length:,} for "
-                "its header"
-            )
-        if length > json_limit(size):
-            raise CheckpointError(f"{path} has a header of {length:,} bytes, which is too long to read")
-        text = _read(file, length, path)
-        digest.update(start + text)
-        found = {}
-        for name, dtype, shape in _layout(text, size - 8 - length, path):
-            try:
-                found[name] = torch.empty(shape, dtype=dtype)
-            except (RuntimeError, OverflowError, TypeError):
-                raise CheckpointError(
-                    f"{path} has a tensor {name!r} of shape {shape}: too large"
-                ) from None
-            view = _bytes(found[name])
-            _fill(file, view, path)
-            digest.update(view)
+        return tensors_of(file, path)
+
+
+def tensors_of(file: FileIO, path: Path | str) -> tuple[dict[str, Tensor], str]:
+    """`read_hashed` for a file that is open; `path` names it in errors."""
+    digest = hashlib.sha256()
+    size = os.fstat(file.fileno()).st_size
+    start = _read(file, min(8, size), path)
+    length = int.from_bytes(start, "little")
+    if size < 8 or length > size - 8:
+        raise CheckpointError(
+            f"{path} is no whole safetensors file: of its {size:,} bytes it claims {length:,} for "
+            "its header"
+        )
+    if length > json_limit(size):
+        raise CheckpointError(f"{path} has a header of {length:,} bytes, which is too long to read")
+    text = _read(file, length, path)
+    digest.update(start + text)
+    found = {}
+    for name, dtype, shape in _layout(text, size - 8 - length, path):
+        try:
+            found[name] = torch.empty(shape, dtype=dtype)
+        except (RuntimeError, OverflowError, TypeError):
+            raise CheckpointError(f"{path} has a tensor {name!r} of shape {shape}: too large") from None
+        view = _bytes(found[name])
+        _fill(file, view, path)
+        digest.update(view)
     return found, digest.hexdigest()
 
 
 def read_json(path: Path | str, limit: int, *, link: bool = True) -> tuple[Any, bytes]:
     """What a JSON file says, and its bytes; one that is longer than the limit is not read."""
     with open_file(path, link=link) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > limit:
-            raise CheckpointError(f"{path} has {size:,} bytes, more than the {limit:,} it may have")
-        raw = _read(file, size, path)
+        return json_of(file, limit, path)
+
+
+def json_of(file: FileIO, limit: int, path: Path | str) -> tuple[Any, bytes]:
+    """`read_json` for a file that is open; `path` names it in errors."""
+    size = os.fstat(file.fileno()).st_size
+    if size > limit:
+        raise CheckpointError(f"{path} has {size:,} bytes, more than the {limit:,} it may have")
+    raw = _read(file, size, path)
     return parse(raw, path), raw
 
 
@@ -145,32 +152,15 @@ def parse(raw: bytes, path: Path | str) -> Any:
 
 
 def open_file(path: Path | str, *, link: bool) -> FileIO:
-    """A plain file, opened to be read; a pipe or a device, which could keep one waiting, is refused."""
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    if not link:
-        plain_size(path)
-        flags |= getattr(os, "O_NOFOLLOW", 0)
+    """`attractor.core.files.open_plain`, whose errors are raised as `CheckpointError`."""
     try:
-        file = FileIO(os.open(path, flags))
+        return open_plain(path, link=link)
     except FileNotFoundError:
         raise CheckpointError(f"there is no file {path}") from None
+    except FileTypeError as error:
+        raise CheckpointError(str(error)) from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise CheckpointError(f"{path} is not a plain file")
-    return file
-
-
-def plain_size(path: Path | str) -> int:
-    """Bytes of a file, which may not be a link: what a checkpoint holds is its own."""
-    try:
-        found = os.lstat(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{path} is not a plain file (but a link, a folder or a pipe)")
-    return found.st_size
 
 
 def _layout(text: bytes, size: int, path: Path | str) -> list[tuple[str, torch.dtype, list[int]]]:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from attractor.core.files import check_source
 from attractor.report.page import Page
 from attractor.report.runs import benchmarks, comparisons, fits, probes, reproductions, trainings
 from attractor.report.runs.run import Run, read_json, side_by_side
@@ -41,10 +42,13 @@ def find(path: Path | str) -> list[Run]:
 
     Raises:
         ValueError: it holds none; says which folders in it do.
+        FileTypeError: the path is a link, a pipe or a device.
     """
     path = Path(path)
     if not path.exists():
         raise ValueError(f"there is no {path}; give a file or folder of a run: {WHAT}")
+    if not path.is_dir():
+        check_source(path)
     with _whole(path):
         found = _of_file(path) if path.is_file() else _of_folder(path)
     if found:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot, pad, smooth_l1_loss
 from torch.utils.data import DataLoader, Dataset
 
-from attractor.core.files import write_json
+from attractor.core.files import read_bytes, write_json
 from attractor.data.folders import folder_of
 from attractor.data.imagefolder import decoded
 from attractor.reproduce.tasks import Context, Outcome
@@ -80,7 +80,7 @@ class Coco(Dataset[tuple[Tensor, ...]]):
     """
 
     def __init__(self, folder: Path, part: str, side: int, boxes: int) -> None:
-        content = (folder / f"annotations/instances_{part}.json").read_bytes()
+        content = read_bytes(folder / f"annotations/instances_{part}.json", link=True)
         self.name, self.digest = part, hashlib.sha256(content).hexdigest()
         self.folder, self.side, self.boxes, self.train = folder / part, side, boxes, "train" in part
         found = json.loads(content)
