@@ -259,7 +259,7 @@ def span_of_times(values: list[float]) -> str:
     """Return the smallest and the largest of some ratios."""
     if not values:
         return "-"
-    low, high = (f"{x:.2g}" for x in (min(values), max(values)))
+    low, high = (f"{x:.2g}" if x < 100 else f"{x:,.0f}" for x in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
 
 

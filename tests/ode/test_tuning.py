@@ -30,7 +30,7 @@ def strengths(n, generator):
 @pytest.fixture(scope="module")
 def tuned():
     return at.tune(
-        at.systems.ElasticPendulum(), error=1e-4, horizon=4.0, batch=50, budget=15, compile=False
+        at.systems.ElasticPendulum(), error=1e-4, horizon=4.0, batch=50, budget=120, compile=False
     )
 
 

@@ -19,22 +19,22 @@ from attractor.core.tableaus import AnyScheme
 from attractor.ode.solver import HybridSolver
 from attractor.ode.trajectories import Sampler, initial_states, sampled_parameters
 
-TIMED = 1000  # trajectories that `fit` times
-CHECKED = 200  # fresh trajectories on which errors are measured
+TIMED = 1000  # number of trajectories that `fit` times
+CHECKED = 200  # number of fresh trajectories on which errors are measured
 FIXED = ("dop853", "tsit5", "rk4")  # in the order in which they are tried
 ADAPTIVE = ("dop853", "tsit5")
 WIDTHS = (0, 16, 64)  # of hybrids, narrow ones first
 WIDE = (256, 64)  # the same for rates that take longer than such a network
-TRAJECTORIES = 200  # that a hybrid learns from
-FITS = 4  # of a hybrid with one scheme and width, in search of its largest step
-CLEAR = 1.1  # a hybrid has so many times fewer steps than the next best one, or is not fitted
+TRAJECTORIES = 200  # number of trajectories that a hybrid learns from
+FITS = 4  # number of fits per scheme and width, in search of the largest step
+CLEAR = 1.1  # a hybrid is fitted only if it has this many times fewer steps than the next best one
 MOST_STEPS = 200_000
-REPEATS = 5  # of a timing, the best of which counts
-ENOUGH = 0.5  # seconds of timing
+REPEATS = 5  # number of timings, of which the least counts
+ENOUGH = 0.5  # seconds of timing after which it is not repeated
 COMPILING = 15.0  # seconds that compiling a loop of steps takes, for most rates
-FEWER = 6  # a candidate that takes so many times the rate calls of another one is given up
-HOPELESS = 1.5  # times the cost of another candidate of its family, in rate calls: not compiled
-UNLIKELY = 3  # times the rate calls of another candidate: not timed, if others are compiled
+FEWER = 6  # candidates with this many times the rate calls of another one are given up
+HOPELESS = 1.5  # candidates with this many times the rate calls of another one are not compiled
+UNLIKELY = 3  # candidates with this many times the rate calls are not timed, if others are compiled
 SINGLE = 1e-5  # the smallest error for which float32 is tried
 REFERENCE = 0.01  # error of the reference, relative to the error that is asked for
 GRIDS = (256, 512, 1024)  # steps of the reference, before error control is tried
@@ -93,7 +93,7 @@ def fastest_hybrid(
     seed: int,
     progress: Callable[[str], None],
 ) -> HybridSolver:
-    """The hybrid of a scheme that reaches an error in the least time; for `fit`, which is passed.
+    """Return the hybrid of a scheme that reaches an error in the least time; `fit` is passed by itself.
 
     Raises:
         ValueError: The scheme does not reach the error, or no hybrid reaches it with fewer steps.
@@ -109,8 +109,8 @@ def fastest_hybrid(
         if plain is None:
             raise ValueError(f"{scheme.name} does not reach an error of {error:g} over {horizon:g}")
         search.fine_dt = plain.setting / 2 if scheme.name == "dop853" else None
-        found = search.hybrids([plain], widths)
-        timed = [search.timing(replace(c, compiled=True)) for c in found]
+        hybrids = search.hybrids([plain], widths)
+        timed = [search.timing(replace(c, compiled=True)) for c in hybrids]
     if not timed:
         reasons = "".join(f"; {note}" for note in search.notes)
         raise ValueError(
@@ -123,7 +123,7 @@ def fastest_hybrid(
 
 
 class Search:
-    """One search.
+    """A search for the fastest way to an error.
 
     Args:
         fit: `attractor.ode.fit`, which makes hybrids.
@@ -156,7 +156,7 @@ class Search:
         self.notes: list[str] = []
         self.solvers: dict[tuple[str, int, float, str], HybridSolver] = {}
         self.trajectories = TRAJECTORIES
-        # Streams that no fit uses.
+        # Random streams that no fit uses.
         fresh, timed = (torch.Generator().manual_seed(seed + 2**41 + i) for i in range(2))
         self.checked = initial_states(rate, sample, CHECKED, fresh, device)
         self.timed = initial_states(rate, sample, batch, timed, device)
@@ -170,7 +170,7 @@ class Search:
 
     @property
     def spent(self) -> bool:
-        """Whether the budget is spent; twice the budget as long as nothing has reached the error."""
+        """Whether the budget is spent: twice the budget as long as no candidate reaches the error."""
         return self.left <= (0 if math.isfinite(self.fewest_calls) else -self.budget)
 
     @property
@@ -182,8 +182,8 @@ class Search:
         """Return the candidates that reach the error and were timed, the fastest first."""
         self.progress("reference")
         self.reference()
-        plain = [found for name in FIXED if (found := self.fixed(get_scheme(name))) is not None]
-        adaptive = [found for name in ADAPTIVE if (found := self.adaptive(name)) is not None]
+        plain = [candidate for name in FIXED if (candidate := self.fixed(get_scheme(name))) is not None]
+        adaptive = [candidate for name in ADAPTIVE if (candidate := self.adaptive(name)) is not None]
         if not plain and not adaptive:
             raise ValueError(
                 f"no scheme reaches an error of {self.error:g} over {self.horizon:g}: the equation is "
@@ -217,7 +217,7 @@ class Search:
         self.hybrid_seconds += time.monotonic() - began
 
     def solver_of(self, way: Candidate) -> HybridSolver | None:
-        """The hybrid solver of a candidate; None if it is plain."""
+        """Return the hybrid solver of a candidate; None if it is plain."""
         if way.width is None:
             return None
         key = (way.scheme, way.width, way.setting, way.dtype)
@@ -226,28 +226,28 @@ class Search:
         return self.solvers[key]
 
     def reference(self) -> None:
-        """Find the final states of the checked trajectories, and the size of each component."""
-        found = self.reference_on_grids() or self.reference_with_control()
-        self.truth, self.scale = found.final, sizes(found)
+        """Compute the final states of the checked trajectories, and the size of each component."""
+        solution = self.reference_on_grids() or self.reference_with_control()
+        self.truth, self.scale = solution.final, sizes(solution)
 
     def reference_on_grids(self) -> Trajectory | None:
-        """The checked trajectories by equal steps of dop853; None if that takes too many of them."""
+        """Follow the checked trajectories by equal steps of dop853; None if they need too many."""
         before = None
         for n in GRIDS:
             t = torch.linspace(0.0, self.horizon, n + 1, dtype=torch.float64, device=self.checked.device)
-            found = evolve(self.rate, self.checked, t, "dop853", every=n, parameters=self.checked_p)
-            if not bool(found.ok.all()):
+            solution = evolve(self.rate, self.checked, t, "dop853", every=n, parameters=self.checked_p)
+            if not bool(solution.ok.all()):
                 return None
             # Half the step has a two hundredth of the error; a tenth of that gain is counted on.
             if before is not None:
-                change = distance(before.final, found.final, sizes(found))
+                change = distance(before.final, solution.final, sizes(solution))
                 if change <= 20 * REFERENCE * self.error:
-                    return found
-            before = found
+                    return solution
+            before = solution
         return None
 
     def reference_with_control(self) -> Trajectory:
-        """The checked trajectories by dop853 with error control."""
+        """Follow the checked trajectories by dop853 with error control."""
         tolerance = max(1e-13, 1e-3 * self.error)
         for _ in range(3):
             solved, finer = (
@@ -272,7 +272,7 @@ class Search:
         return finer
 
     def measured(self, way: Candidate) -> Candidate:
-        """The candidate with its error on the checked trajectories."""
+        """Return the candidate with its error on the checked trajectories."""
         try:
             problem = self.checked, 0.0, self.horizon, self.checked_p
             eager = replace(way, compiled=False)
@@ -282,11 +282,11 @@ class Search:
                 raise
             self.notes.append(f"float32, which the rate does not accept ({failure})")
             return way
-        found = distance(solved.final, self.truth, self.scale) if bool(solved.ok.all()) else math.inf
-        return replace(way, error=found, rate_calls=solved.stats.rate_calls)
+        error = distance(solved.final, self.truth, self.scale) if bool(solved.ok.all()) else math.inf
+        return replace(way, error=error, rate_calls=solved.stats.rate_calls)
 
     def timing(self, way: Candidate) -> Candidate:
-        """The candidate with the time it takes for the batch."""
+        """Return the candidate with the time that it takes for the batch."""
         self.progress(f"time of {way}")
         solver, problem = self.solver_of(way), (self.timed, 0.0, self.horizon, self.timed_p)
 
@@ -308,12 +308,12 @@ class Search:
         return replace(way, seconds=seconds)
 
     def fixed(self, scheme: AnyScheme) -> Candidate | None:
-        """The scheme with the fewest steps that reach the error."""
+        """Return the scheme with the fewest steps that reach the error; None if none does."""
         self.progress(f"steps of {scheme.name}")
         of = lambda n: self.measured(Candidate("fixed", scheme.name, self.horizon / n))
         n, last = 8, None
-        while (found := of(n)).error > self.error:
-            n, last = 2 * n, found
+        while (best := of(n)).error > self.error:
+            n, last = 2 * n, best
             if n > MOST_STEPS or n * scheme.rate_calls > self.most_calls or self.spent:
                 return None
         # Between the last two numbers of steps the error is a power of the step size.
@@ -322,42 +322,42 @@ class Search:
             if last is None or not math.isfinite(last.error) or many - few < max(2, many // 50):
                 guess = (few + many) // 2
             else:
-                slope = math.log(last.error / found.error) / math.log(many / few)
+                slope = math.log(last.error / best.error) / math.log(many / few)
                 guess = math.ceil(few * (last.error / self.error) ** (1 / max(slope, 0.5)) * 1.01)
             if not few < guess < many:
                 break
             middle = of(guess)
             if middle.error <= self.error:
-                many, found = guess, middle
+                many, best = guess, middle
             else:
                 few, last = guess, middle
-        self.fewest_calls = min(self.fewest_calls, found.rate_calls)
-        return found
+        self.fewest_calls = min(self.fewest_calls, best.rate_calls)
+        return best
 
     def adaptive(self, name: str) -> Candidate | None:
-        """The scheme with the largest tolerance that reaches the error."""
+        """Return the scheme with the largest tolerance that reaches the error; None if none does."""
         self.progress(f"tolerance of {name}")
         tolerance = min(1e-2, 10 * self.error)
         while tolerance > 1e-14:
-            found = self.measured(Candidate("adaptive", name, tolerance))
-            if found.error <= self.error:
-                self.fewest_calls = min(self.fewest_calls, found.rate_calls)
-                return found
-            if found.rate_calls > self.most_calls or self.spent:
+            candidate = self.measured(Candidate("adaptive", name, tolerance))
+            if candidate.error <= self.error:
+                self.fewest_calls = min(self.fewest_calls, candidate.rate_calls)
+                return candidate
+            if candidate.rate_calls > self.most_calls or self.spent:
                 return None
             # A tolerance is about proportional to the error; steps of at least a half decade.
-            share = self.error / found.error if math.isfinite(found.error) else 0.03
+            share = self.error / candidate.error if math.isfinite(candidate.error) else 0.03
             tolerance *= min(0.3, max(0.01, 0.7 * share))
         return None
 
     def hybrids(self, plain: list[Candidate], widths: tuple[int, ...] | None = None) -> list[Candidate]:
-        """Hybrids that reach the error with fewer steps than their scheme.
+        """Return hybrids that reach the error with fewer steps than their scheme.
 
         Schemes with the fewest rate calls come first, and narrow corrections first. A wider one begins
         where the narrower one ended. If the rate takes longer than a network, wide corrections of
         schemes with few stages come first, because only the number of rate calls counts.
         """
-        found: list[Candidate] = []
+        hybrids: list[Candidate] = []
         calls = min(c.rate_calls for c in plain) if plain else 0
         costly = bool(plain) and self.rate_takes_longer_than(WIDE[0])
         stages = lambda c: get_scheme(c.scheme).rate_calls
@@ -368,19 +368,19 @@ class Search:
             for width in widths or (WIDE if costly else WIDTHS):
                 best = self.largest_step(base.scheme, width, n)
                 if best is not None:
-                    found.append(best)
+                    hybrids.append(best)
                     n = round(self.horizon / best.setting)
                     calls = min(calls, best.rate_calls)
                 if self.left <= 0:
                     self.notes.append("further hybrids: the budget was spent")
-                    return found
-        return found
+                    return hybrids
+        return hybrids
 
     def rate_takes_longer_than(self, width: int) -> bool:
-        """Whether a call of the rate takes more than twice as long as a network of the stages of rk4.
+        """Return whether a call of the rate takes more than twice as long as a network.
 
-        Both are measured eagerly and for the batch. Compiled rates take a fraction of that time; a step
-        has at least four.
+        The network is one of the stages of rk4. Both are measured eagerly and for the batch. Compiled
+        rates take a fraction of that time, but a step calls the rate four times or more.
         """
         u, dim = self.timed, self.timed.shape[-1]
         inputs, hidden, outputs = (
@@ -397,7 +397,7 @@ class Search:
         return self.seconds_of(lambda: rate(t, u)) > 2 * self.seconds_of(network)
 
     def seconds_of(self, call: Callable[[], Any]) -> float:
-        """The least duration of a few calls, after one that is not counted."""
+        """Return the least duration of a few calls, after one that is not counted."""
         synchronize = torch.cuda.synchronize if self.timed.is_cuda else lambda: None
         durations = []
         for _ in range(REPEATS + 1):
@@ -409,7 +409,7 @@ class Search:
         return min(durations[1:])
 
     def largest_step(self, scheme: str, width: int, n: int) -> Candidate | None:
-        """The hybrid with the fewest steps that reach the error, fewer than n; None if none do.
+        """Return the hybrid with the fewest steps that reach the error, fewer than n; None if none does.
 
         A first fit takes half the steps. From then on the error is taken for a power of the step size,
         which predicts the steps of the next fit.
@@ -420,15 +420,15 @@ class Search:
             most = n if best is None else round(self.horizon / best.setting)
             if not (2 <= steps <= most / CLEAR) or self.left <= 0:
                 break
-            found = self.hybrid(scheme, width, steps)
-            if found is None or not math.isfinite(found.error):
+            hybrid = self.hybrid(scheme, width, steps)
+            if hybrid is None or not math.isfinite(hybrid.error):
                 steps = math.ceil(1.4 * steps)
                 continue
-            best, worst = (found, worst) if found.error <= self.error else (best, found)
+            best, worst = (hybrid, worst) if hybrid.error <= self.error else (best, hybrid)
             if best is not None and worst is not None:
                 ratio = math.log(worst.error / best.error) / math.log(worst.setting / best.setting)
                 order = max(1.0, ratio)
-            known = found if best is None else best
+            known = hybrid if best is None else best
             share = (known.error / self.error) ** (1 / order)
             steps = math.ceil(1.03 * share * self.horizon / known.setting)
             if worst is not None:
@@ -436,7 +436,7 @@ class Search:
         return best
 
     def hybrid(self, scheme: str, width: int, steps: int) -> Candidate | None:
-        """A fitted hybrid and its error; None if it cannot be fitted."""
+        """Return a fitted hybrid with its error; None if it cannot be fitted."""
         dt = self.horizon / steps
         way = Candidate("hybrid", scheme, dt, width)
         self.progress(f"fit of {way}")
@@ -458,13 +458,13 @@ class Search:
         return self.measured(way)
 
     def in_float32(self, timed: list[Candidate]) -> list[Candidate]:
-        """The candidates with the fewest calls of the rate in float32, where that reaches the error."""
+        """Return the candidates with the fewest rate calls in float32, where that reaches the error."""
         few = sorted(timed, key=lambda c: c.rate_calls)[:2]
-        found = [self.measured(replace(c, dtype="float32", seconds=math.inf)) for c in few]
-        return [self.timing(c) for c in found if c.error <= self.error]
+        candidates = [self.measured(replace(c, dtype="float32", seconds=math.inf)) for c in few]
+        return [self.timing(c) for c in candidates if c.error <= self.error]
 
     def compiled(self, timed: list[Candidate]) -> list[Candidate]:
-        """The most promising candidates, compiled.
+        """Return the most promising candidates, compiled and timed.
 
         Compiled steps have no overhead, so that their time is that of rate calls and networks: of each
         method and width the candidate with the fewest rate calls, in float32 if that is possible.
@@ -472,19 +472,19 @@ class Search:
         cost = lambda c: c.rate_calls * (CONTROL if c.method == "adaptive" else 1.0)
         by_cost = sorted(timed, key=lambda c: (cost(c), c.dtype, c.seconds))  # float32 first
         ways = {(c.method, c.width): c for c in reversed(by_cost)}
-        found: list[Candidate] = []
+        compiled: list[Candidate] = []
         for way in sorted(ways.values(), key=cost):
             if cost(way) > HOPELESS * cost(by_cost[0]):
                 break
-            if self.left <= 0 and found:
+            if self.left <= 0 and compiled:
                 self.notes.append(f"{way}, compiled: the budget was spent")
                 continue
-            found.append(self.timing(replace(way, compiled=True, seconds=math.inf)))
-        return found
+            compiled.append(self.timing(replace(way, compiled=True, seconds=math.inf)))
+        return compiled
 
 
 def in_dtype(solver: HybridSolver, dtype: str) -> HybridSolver:
-    """The solver, or a copy of it in another dtype."""
+    """Return the solver, or a copy of it in another dtype."""
     wanted = getattr(torch, dtype)
     if solver.dtype == wanted:
         return solver
@@ -506,51 +506,51 @@ def solved_by(
     scale: Tensor,
     error: float,
 ) -> Trajectory:
-    """The first and last states by a candidate, in the dtype of u0."""
+    """Return the first and the last states by a candidate, in the dtype of u0."""
     u = u0.to(getattr(torch, way.dtype))
     if way.method == "adaptive":
-        found = evolve(
+        solution = evolve(
             rate, u, [t0, t_end], way.scheme, rtol=way.setting, atol=way.setting * scale.to(u),
             parameters=parameters, compile=way.compiled,
         )  # fmt: skip
-        return replace(found, u=found.u.to(u0.dtype))
+        return replace(solution, u=solution.u.to(u0.dtype))
     length = abs(t_end - t0)
     if way.method == "fixed":
         n = max(1, math.ceil(length / way.setting - 1e-9))
         t = torch.linspace(t0, t_end, n + 1, dtype=torch.float64, device=u0.device)
         options: Any = {"parameters": parameters, "every": n, "compile": way.compiled}
-        found = evolve(rate, u, t, way.scheme, **options)
-        return replace(found, u=found.u.to(u0.dtype))
+        solution = evolve(rate, u, t, way.scheme, **options)
+        return replace(solution, u=solution.u.to(u0.dtype))
     assert solver is not None
     n = max(0, math.floor((t_end - t0) / solver.dt + 1e-9))
     reached = t0 + n * solver.dt
-    found = solver.solve(
+    solution = solver.solve(
         u, reached, t0, every=max(n, 1), compile=way.compiled and n > 0, parameters=parameters
     )
     if t_end - reached <= 1e-9 * max(length, abs(t_end)):
-        return replace(found, u=found.u.to(u0.dtype))
+        return replace(solution, u=solution.u.to(u0.dtype))
     # The last part of a step, by a scheme that needs no correction.
     last = evolve(
-        rate, found.final, [reached, t_end], "dop853", rtol=1e-2 * error,
+        rate, solution.final, [reached, t_end], "dop853", rtol=1e-2 * error,
         atol=1e-2 * error * scale.to(u), parameters=parameters,
     )  # fmt: skip
-    calls = found.stats.rate_calls + last.stats.rate_calls
+    calls = solution.stats.rate_calls + last.stats.rate_calls
     return Trajectory(
-        torch.stack((found.t[0], last.t[-1])),
-        torch.stack((found.u[0], last.final)).to(u0.dtype),
-        replace(found.stats, rate_calls=calls),
-        found.ok & last.ok,
-        torch.where(found.ok, last.until, found.until),
-        torch.where(last.ok, found.status, last.status),
+        torch.stack((solution.t[0], last.t[-1])),
+        torch.stack((solution.u[0], last.final)).to(u0.dtype),
+        replace(solution.stats, rate_calls=calls),
+        solution.ok & last.ok,
+        torch.where(solution.ok, last.until, solution.until),
+        torch.where(last.ok, solution.status, last.status),
     )
 
 
-def sizes(found: Trajectory) -> Tensor:
-    """The size of each component, the root of its mean square; 1 where that is 0."""
-    size = found.u.square().mean((0, 1)).sqrt()
+def sizes(solution: Trajectory) -> Tensor:
+    """Return the root mean square of each component; 1 where that is 0."""
+    size = solution.u.square().mean((0, 1)).sqrt()
     return torch.where(size > 0, size, 1.0)
 
 
 def distance(u: Tensor, truth: Tensor, scale: Tensor) -> float:
-    """The largest relative root mean square error of a component."""
+    """Return the largest relative root mean square error of a component."""
     return ((u - truth).square().mean(0).sqrt() / scale).max().item()
