@@ -292,20 +292,10 @@ class Search:
 
         def solve() -> None:
             solved_by(self.rate, way, solver, *problem, self.scale, self.error)
-            if self.timed.is_cuda:
-                torch.cuda.synchronize(self.timed.device)
 
         if way.compiled:
             solve()  # compiles
-        seconds, spent = math.inf, 0.0
-        for _ in range(REPEATS):
-            began = time.perf_counter()
-            solve()
-            taken = time.perf_counter() - began
-            seconds, spent = min(seconds, taken), spent + taken
-            if spent > ENOUGH:
-                break
-        return replace(way, seconds=seconds)
+        return replace(way, seconds=self.seconds_of(solve))
 
     def fixed(self, scheme: AnyScheme) -> Candidate | None:
         """Return the scheme with the fewest steps that reach the error; None if none does."""
@@ -397,16 +387,19 @@ class Search:
         return self.seconds_of(lambda: rate(t, u)) > 2 * self.seconds_of(network)
 
     def seconds_of(self, call: Callable[[], Any]) -> float:
-        """Return the least duration of a few calls, after one that is not counted."""
+        """Return the least duration of at most `REPEATS` calls."""
         synchronize = torch.cuda.synchronize if self.timed.is_cuda else lambda: None
-        durations = []
-        for _ in range(REPEATS + 1):
+        seconds, spent = math.inf, 0.0
+        for _ in range(REPEATS):
             synchronize()
             began = time.perf_counter()
             call()
             synchronize()
-            durations.append(time.perf_counter() - began)
-        return min(durations[1:])
+            duration = time.perf_counter() - began
+            seconds, spent = min(seconds, duration), spent + duration
+            if spent > ENOUGH:
+                break
+        return seconds
 
     def largest_step(self, scheme: str, width: int, n: int) -> Candidate | None:
         """Return the hybrid with the fewest steps that reach the error, fewer than n; None if none does.
