@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from attractor.attention import explain, kernels, pde_attention, pdes
 
@@ -218,7 +219,9 @@ def test_exported_programs_have_none(everywhere):
             return pde_attention(q, k, v, pde="diffusion", is_causal=True)
 
     given = [x.detach() for x in tensors(2, 2, 40, 16)]
-    sizes = {0: torch.export.Dim("batch", min=1), 2: torch.export.Dim("tokens", min=3)}
+    # Below torch 2.13, `export` cannot prove its guards for lengths less than the reach of two walls.
+    least = 3 if torch.__version__ >= TorchVersion("2.13") else 16
+    sizes = {0: torch.export.Dim("batch", min=1), 2: torch.export.Dim("tokens", min=least)}
     program = torch.export.export(Attention(), tuple(given), dynamic_shapes=[sizes] * 3)
     assert not any("attractor" in str(node.target) for node in program.graph.nodes)
     given = [x.detach() for x in tensors(3, 2, 70, 16)]

@@ -189,8 +189,8 @@ def _atomic_add(x, row, update, rows, D: tl.constexpr, BLOCK_D: tl.constexpr, MA
 def _transposed_product(tile, rows, DIM_BY_KEYS: tl.constexpr, PRECISION: tl.constexpr):
     """Return tile ``[rows, keys]``, transposed, times rows ``[rows, D]``: ``[keys, D]``.
 
-    DIM_BY_KEYS: Compute ``[D, keys]``, which takes fewer instructions. In another kernel ptxas 12.8
-    compiled such a product with an address that it never set.
+    DIM_BY_KEYS: Compute ``[D, keys]``, which takes fewer instructions. Not for a split equation, for
+    which ptxas 12.8 compiles such a product with an address that it never sets.
     """
     if DIM_BY_KEYS:
         product = tl.trans(tl.dot(tl.trans(rows), tile, input_precision=PRECISION))

@@ -30,7 +30,8 @@ TILES = {
     "split_backward": (128, 64, 8, 2),
     "split_key_gradients": (64, 128, 8, 2),
 }
-DIM_BY_KEYS = True  # the order of products in "backward", see `backward._transposed_product`
+# The order of products in "backward" unless the equation is split, see `backward._transposed_product`.
+DIM_BY_KEYS = True
 PROGRAMS = 264  # programs of a deterministic launch, about what fills a GPU
 BUFFERS = 8  # the most copies of key and value gradients that deterministic launches may use
 
@@ -172,7 +173,7 @@ def backward(
             launches * launch_blocks, *strides(do), *strides(q), *strides(k), *strides(v), *strides(o),
             *strides(k_mean), *strides(dq), STEPS=steps, LAG=max(steps - 2, 0), ORDERED=deterministic,
             BOUNDARY=0 if dq_interior is None else steps, COEFFICIENTS=coefficients,
-            DIM_BY_KEYS=DIM_BY_KEYS, **options,
+            DIM_BY_KEYS=DIM_BY_KEYS and dq_interior is None, **options,
         )  # fmt: skip
     if deterministic:
         dk, dv = dk.sum(2), dv.sum(2)
