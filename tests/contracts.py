@@ -261,7 +261,7 @@ every_correction = pytest.mark.parametrize("make", CORRECTIONS, ids=lambda c: c.
 
 def small(make, **factory):
     torch.manual_seed(1)
-    return make(4, **factory) if make is corrections.Linear else make(4, width=16, **factory)
+    return make(4, **({"width": 16} if make.fit_defaults else {}), **factory)
 
 
 def step_of(u, slope, t=None):
@@ -333,9 +333,7 @@ def test_correction_with_a_period_repeats_in_time(make):
 
 VARIANTS = ({"body": "lstm"}, {"body": "transformer"}, {"state": True}, {"times_dt": True},
             {"activation": "sine", "depth": 3}, {"skip": False})  # fmt: skip
-BODIES = [
-    (make, {} if make is corrections.Linear else {"width": 16, "skip": True}) for make in CORRECTIONS
-]
+BODIES = [(make, {"width": 16, "skip": True} if make.fit_defaults else {}) for make in CORRECTIONS]
 BODIES += [(corrections.Stages, {"width": 0})]
 BODIES += [(corrections.AttNS, {"width": 16, "skip": True, **more}) for more in VARIANTS]
 

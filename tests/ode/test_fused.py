@@ -422,14 +422,14 @@ def test_jacobians_by_transforms(kernels):
 @pytest.mark.parametrize("period", [None, 2.0])
 def test_fused_corrections(kernels, name, period):
     make = corrections.get_correction(name)
-    options = {} if name == "linear" else {"width": 20}
+    options = {"width": 20} if make.fit_defaults else {}
     correction = make(4, period=period, device=DEVICE, **options)
     twin = fused.fuse(correction)
     u, slope, t = drawn(6, 4), drawn(6, 4), torch.tensor(0.3, device=DEVICE)
     stages = (slope, u, 2 * slope, u + slope) if name == "stages" else ()
     given = (Step(u, slope, 0.1, t if period else None, stages),)
     torch.testing.assert_close(twin(*given), correction(*given), rtol=1e-4, atol=1e-5)
-    if name in ("csm", "linear"):  # several hidden layers, or none
+    if name in ("csm", "linear", "polynomial"):  # several hidden layers, or none
         assert torch.equal(twin(*given), correction(*given))
     assert {id(p) for p in twin.parameters()} == {id(p) for p in correction.parameters()}
     assert fused.fuse(twin) is twin

@@ -168,7 +168,7 @@ def solvers_to_save():
     region = TrustRegion.around(torch.randn(50, 2, **F64))
     small = {"width": 8, **F64}
     cases = {
-        name: (at.systems.VanDerPol(2.0), "rk4", make(2, **(small if name != "linear" else F64)), None)
+        name: (at.systems.VanDerPol(2.0), "rk4", make(2, **(small if make.fit_defaults else F64)), None)
         for name, make in BY_NAME.items()
     }
     network = lambda: at.corrections.AttNS(2, **small)
@@ -304,7 +304,7 @@ def test_modules_can_be_copied_averaged_and_shared(name):
         module = TrustRegion.around(torch.randn(40, 3, **F64))
         call = lambda m: m.distance(u)
     else:
-        module = BY_NAME[name](3, **F64) if name == "linear" else BY_NAME[name](3, width=8, **F64)
+        module = BY_NAME[name](3, **({"width": 8} if BY_NAME[name].fit_defaults else {}), **F64)
         call = lambda m: m(of(u))
     result = call(module)
     averaged = torch.optim.swa_utils.AveragedModel(module, use_buffers=True)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import attractor as at
-from attractor.ode.search import WIDTHS, Candidate, Search
+from attractor.ode.candidates import Candidate
+from attractor.ode.hybrid_search import WIDTHS, HybridSearch
 from attractor.ode.tuning import TuningReport
 
 F64 = {"dtype": torch.float64}
@@ -62,8 +63,10 @@ def test_every_way_ends_where_it_is_asked_to(tuned, way, tmp_path):
     solver = tuned.solver
     if way == "hybrid":
         n = round(4.0 / best.setting)
-        how = dict(dt=4.0 / n, horizon=4.0, scheme=best.scheme, correction="stages", width=best.width)
-        solver = at.fit(system, **how, trajectories=50)
+        how = {"correction": "stages", "width": best.width}
+        if best.degree is not None:
+            how = {"correction": "polynomial", "options": {"degree": best.degree}}
+        solver = at.fit(system, dt=4.0 / n, horizon=4.0, scheme=best.scheme, trajectories=2000, **how)
     one = at.TunedSolver(
         system, TuningReport(1e-4, 4.0, 50, "cpu", first, 1.0, 1.0), solver if way == "hybrid" else None
     )
@@ -98,15 +101,15 @@ def test_a_rate_that_takes_long_has_wide_corrections_of_schemes_with_few_stages(
 
     fits = []
     monkeypatch.setattr(
-        Search, "hybrid", lambda self, scheme, width, steps: fits.append((scheme, width))
+        HybridSearch, "hybrid", lambda self, way, steps: fits.append((way.scheme, way.width))
     )
     plain = [Candidate("fixed", name, 0.1, rate_calls=n) for name, n in (("dop853", 120), ("rk4", 400))]
     order = {}
     for rate, sample in ((slow, states), (at.systems.HarmonicOscillator(), None)):
-        search = Search(
+        search = HybridSearch(
             None, rate, 1e-4, 10.0, sample, None, 10, 1e3, None, None, 0, lambda message: None
         )
-        assert search.hybrids(plain) == []
+        assert search.stages(plain) == []
         order[rate], fits[:] = list(dict.fromkeys(fits)), []
     costly, quick = order.values()
     assert costly == [("rk4", 256), ("rk4", 64), ("dop853", 256), ("dop853", 64)]
@@ -126,7 +129,7 @@ def test_without_a_budget_only_plain_schemes_are_tried():
     report = at.tune(
         at.systems.VanDerPol(), error=1e-3, horizon=1.0, batch=5, budget=0.0, compile=False
     ).report
-    assert all(c.width is None for c in report.candidates)
+    assert not any(c.is_hybrid for c in report.candidates)
     assert report.break_even is None
     assert report.speedup == 1
 
@@ -136,7 +139,7 @@ def test_a_rate_of_time_has_no_hybrids_and_says_so():
         return torch.cos(t) * torch.ones_like(u) - u
 
     solver = at.tune(forced, error=1e-3, horizon=2.0, sample=states, batch=5, budget=10, compile=False)
-    assert all(c.width is None for c in solver.report.candidates)
+    assert not any(c.is_hybrid for c in solver.report.candidates)
     assert any("depends on t" in note for note in solver.report.notes)
 
 
@@ -161,9 +164,9 @@ def test_break_even_counts_the_search_of_hybrids():
 
 def test_a_fit_by_time_takes_the_fastest_hybrid_that_reaches_the_error(monkeypatch):
     times = lambda self, way: replace(way, seconds=way.setting if way.width else 10.0)
-    monkeypatch.setattr(Search, "timing", times)
-    monkeypatch.setattr("attractor.ode.search.WIDTHS", (0, 8))
-    monkeypatch.setattr("attractor.ode.search.FITS", 2)
+    monkeypatch.setattr(HybridSearch, "timing", times)
+    monkeypatch.setattr("attractor.ode.hybrid_search.WIDTHS", (0, 8))
+    monkeypatch.setattr("attractor.ode.hybrid_search.FITS", 2)
     pendulum = at.systems.ElasticPendulum()
     options = dict(error=1e-3, horizon=2.0, scheme="rk4", trajectories=30)
     solver = at.fit(pendulum, objective="time", **options)

@@ -9,9 +9,10 @@ on the CPU are longer: one loop of machine code from one kept state to the next.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from attractor.core.checks import check_values, is_whole
 from attractor.core.compiling import NotCompiledError, compiled, components_first, operations
 from attractor.core.control import Event, controlled
 from attractor.core.dense import GridOutput
+from attractor.core.identity import Identity
 from attractor.core.rounds import Control
 from attractor.core.runs import Guard, Looped, corrected_step, guarded_step, looped, only_alive, run
 from attractor.core.scheme import Rate, Scheme, broadcasts, check_unwritten, version
@@ -230,6 +232,9 @@ def check_parameters(u0: Tensor, parameters: Tensor | None) -> Tensor | None:
 # On a grid
 
 
+Loop: TypeAlias = Callable[..., Looped]  # (t, dt, count, u, anywhere, parameters), as for `looped`
+
+
 class _Survivors(NamedTuple):
     """Trajectories that are still followed, and the time up to which each one was; ``[*batch]`` each."""
 
@@ -250,7 +255,7 @@ class _March:
     dt: Any  # numbers, or a tensor where steps are compiled or differentiated
     saved: frozenset[int]
     compiled_length: int  # runs of this many steps are compiled; 0: none
-    loop: bool  # runs are compiled as a loop around one step
+    loop: Loop | None  # of steps, in machine code
     watch: bool
     guard: Guard | None
     outside: dict[int, Tensor]  # trajectories [*batch] outside of the guarded region, per step
@@ -268,7 +273,7 @@ class _March:
         inside = None if self.guard is None else self.guard.inside
         fixed = (self.f, self.scheme, self.correction, inside)
         u, p = _stand_in(u, survivors), _stand_in(self.parameters, survivors)
-        if self.loop:
+        if self.loop is not None:
             return self.looped_run(first, keep[-1], u, survivors, p)
         steps = run
         if keep[-1] == self.compiled_length:
@@ -281,9 +286,8 @@ class _March:
         self, first: int, count: int, u: Tensor, survivors: _Survivors | None, p: Tensor | None
     ) -> tuple[list[Tensor], Tensor | None]:
         """The same by a compiled loop, which stops where the guard has to step."""
-        guard = self.guard
-        fixed = (self.f, self.scheme, self.correction, None if guard is None else guard.inside)
-        loop = compiled(looped, u.device, *fixed, or_plain=False)
+        guard, loop = self.guard, self.loop
+        assert loop is not None
         u, p = components_first(u), None if p is None else components_first(p)
         everybody = torch.ones(u.shape[:-1], dtype=torch.bool, device=u.device)
         anywhere, stayed = everybody, everybody
@@ -292,7 +296,7 @@ class _March:
 
         def steps(done: int, most: int, u: Tensor, anywhere: Tensor) -> Looped:
             t, dt = (x[first + done : first + done + LOOP] for x in (self.times, self.dt))
-            return loop(*fixed, t, dt, torch.tensor(most), u, anywhere, p)
+            return loop(t, dt, torch.tensor(most), u, anywhere, p)
 
         done = 0
         while done < count:
@@ -468,9 +472,11 @@ def on_grid(
     spacing = n if not checkpoint else math.isqrt(n) + 1 if checkpoint is True else int(checkpoint)
     longest = max(1, min(RUN, spacing))
     recompute = bool(checkpoint) and torch.is_grad_enabled()
-    loop = loop and compile and not recompute and min(n, every) > SHORT
-    loop = loop and _may_loop(f, scheme, correction, times, dt, u0, parameters)
-    if loop:
+    compiled_loop: Loop | None = None
+    if loop and compile and n and not recompute:
+        problem = times, dt, u0, parameters
+        compiled_loop = _loop(f, scheme, correction, guard, min(n, every), *problem)
+    if compiled_loop is not None:
         longest = min(LOOP, every)  # a loop keeps its last state only
         # Every run is given as many times, of which the last one does not use all.
         times, dt = (torch.cat((x, x.new_zeros(LOOP))) for x in (times, dt))
@@ -492,8 +498,8 @@ def on_grid(
         times=times,
         dt=dt if compile else _as_numbers(dt, t),
         saved=frozenset(saved),
-        compiled_length=length if compile and not loop else 0,
-        loop=loop,
+        compiled_length=length if compile and compiled_loop is None else 0,
+        loop=compiled_loop,
         watch=watch,
         guard=guard,
         outside={},
@@ -590,6 +596,31 @@ def _may_loop(
     if not torch.is_grad_enabled():
         return True
     return not corrected_step(f, scheme, correction, t[0], dt[0], u, parameters).requires_grad
+
+
+def _loop(
+    f: Rate,
+    scheme: AnyScheme,
+    correction: Correction | None,
+    guard: Guard | None,
+    steps: int,
+    *problem: Any,
+) -> Loop | None:
+    """Return a loop of steps, the correction's own or a compiled one; None if runs cannot be loops.
+
+    Args:
+        steps: Number of steps between kept states.
+        problem: Times, step sizes, states and parameters, as for `_may_loop`.
+    """
+    own = getattr(correction, "identity_loop", None) if isinstance(scheme, Identity) else None
+    if (own is None and steps <= SHORT) or not _may_loop(f, scheme, correction, *problem):
+        return None
+    u = problem[2]
+    loop: Loop | None = None if own is None else own(u, guard)
+    if loop is not None or steps <= SHORT:
+        return loop
+    fixed = (f, scheme, correction, None if guard is None else guard.inside)
+    return partial(compiled(looped, u.device, *fixed, or_plain=False), *fixed)
 
 
 def _as_numbers(dt: Tensor, t: Tensor) -> Any:

@@ -24,11 +24,13 @@ class Guard:
             is called without gradients. Parameters follow the states, ``[*batch, d + k]``.
         replace: ``(rate, t, dt, u) -> state one step later``. None: the correction is applied
             everywhere, and trajectories that leave are only marked.
+        region: What `inside` is a method of, for loops of machine code that test states themselves.
         rate_calls: Calls of the rate that `replace` has made.
     """
 
     inside: Callable[[Tensor], Tensor]
     replace: Callable[[Rate, Tensor, Any, Tensor], Tensor] | None
+    region: Any = None
     rate_calls: int = 0
 
     def step(self, rate: Rate, t: Tensor, dt: Any, u: Tensor) -> Tensor:

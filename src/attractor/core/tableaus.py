@@ -3,10 +3,11 @@
 from difflib import get_close_matches
 from typing import TypeAlias
 
+from attractor.core.identity import Identity
 from attractor.core.scheme import Scheme
 from attractor.core.splitting import Splitting
 
-AnyScheme: TypeAlias = Scheme | Splitting
+AnyScheme: TypeAlias = Scheme | Splitting | Identity
 
 EULER = Scheme("euler", [[]], [1], [0], 1)
 
@@ -223,15 +224,19 @@ YOSHIDA4 = Splitting(
     order=4,
 )
 
-ALL: dict[str, AnyScheme] = {
+ALL: dict[str, Scheme | Splitting] = {
     scheme.name: scheme for scheme in list(globals().values()) if isinstance(scheme, Scheme | Splitting)
 }
+
+IDENTITY = Identity()  # not in ALL, because alone it solves nothing
 
 
 def get_scheme(name: str | AnyScheme) -> AnyScheme:
     """The scheme of that name, such as ``"rk4"``; a scheme is handed back as it is."""
-    if isinstance(name, Scheme | Splitting):
+    if isinstance(name, AnyScheme):
         return name
+    if name == IDENTITY.name:
+        return IDENTITY
     if not isinstance(name, str):
         raise TypeError(f"a scheme is a name, a Scheme or a Splitting, not a {type(name).__name__}")
     if name not in ALL:

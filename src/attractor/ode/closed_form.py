@@ -42,6 +42,8 @@ class ClosedForm:
         with torch.no_grad():
             x = model.inputs(pairs.step())
             self.mean, spread = x.mean(0), x.std(0)
+            if getattr(self.net, "odd", False):  # a shift would not leave it so
+                self.mean, spread = torch.zeros_like(self.mean), x.square().mean(0).sqrt()
             # A component that hardly moves is noise; leave it as small as it is.
             self.deviation = torch.where(spread > 1e-12 * (1 + self.mean.abs()), spread, 1.0)
             self.x = x

@@ -1,9 +1,9 @@
 """Does a hybrid solver pay? Error against work, beside plain schemes and other libraries' solvers.
 
-Two numbers describe a hybrid solver. m is the number of plain steps of the same scheme that reach the
-error of one hybrid step; m* is the cost of a hybrid step in plain steps. The hybrid beats its own scheme
-if and only if m > m*. It pays if it is also faster than every other method at its error, in compiled
-code and for the number of trajectories that are solved at once.
+Two numbers describe a hybrid solver. m is the number of plain steps of the same scheme (of rk4, where
+there is none) that reach the error of one hybrid step; m* is the cost of a hybrid step in plain steps.
+The hybrid beats its own scheme if and only if m > m*. It pays if it is also faster than every other
+method at its error, in compiled code and for the number of trajectories that are solved at once.
 
 >>> import attractor as at
 >>> from attractor.ode.compare import compare
@@ -82,7 +82,8 @@ def compare(
         ValueError: The solver loses trajectories, or was fitted with parameters and there are none.
     """
     steps = whole_steps(solver.dt, horizon)
-    rivals = [get_scheme(s) for s in schemes if s != solver.scheme.name]
+    base = get_scheme("rk4") if solver.scheme.order == 0 else solver.scheme
+    rivals = [get_scheme(s) for s in schemes if s != base.name]
     check_seed(seed)
     generator = torch.Generator().manual_seed(seed + 2**40)
     if u0 is None:
@@ -109,10 +110,10 @@ def compare(
             raise ValueError(
                 f"{solver} loses trajectories over horizon = {horizon:g}: nothing to compare"
             )
-        points = [p for s in (solver.scheme, *rivals) for p in race.refine(s, hybrid.error)]
+        points = [p for s in (base, *rivals) for p in race.refine(s, hybrid.error)]
         if peers:
             points += race.adaptive(jax_rate, hybrid.error)
-    plain = [p for p in points if p.method == solver.scheme.name]
+    plain = [p for p in points if p.method == base.name]
     reached = reach(plain, hybrid.error)
     one = min(plain, key=lambda p: abs(p.setting - solver.dt))
     by_method = [reach([p for p in points if p.method == m], hybrid.error) for m in methods_of(points)]

@@ -47,8 +47,9 @@ class Comparison:
 
     Attributes:
         hybrid: the hybrid solver's point. points: everybody else's, by method.
-        m: plain steps of the hybrid's scheme that reach its error; infinite if none was found to.
-        m_star: what a hybrid step costs in plain steps.
+        m: Plain steps of the hybrid's scheme, or of rk4 without a scheme, that reach the error of one
+            of its steps; infinite if none was found to.
+        m_star: Cost of a hybrid step in such plain steps.
         rival: The fastest other method at the hybrid's error, its time interpolated between settings;
             None if no other method reached it.
         about: The conditions: batch, horizon, dtype, threads, whether code was compiled, and the seconds

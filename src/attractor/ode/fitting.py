@@ -15,21 +15,23 @@ from torch import Tensor, nn
 from attractor.core import Splitting, evolve, get_scheme, stiffness
 from attractor.core.checks import check_number, check_whole, is_whole
 from attractor.core.limits import check_folder, check_memory
-from attractor.core.scheme import Rate, call_rate
+from attractor.core.scheme import Rate
 from attractor.core.step import with_parameters
 from attractor.core.tableaus import AnyScheme
 from attractor.ode.algorithm1 import train_on_pairs
 from attractor.ode.closed_form import ClosedForm
 from attractor.ode.corrections import BY_NAME, get_correction
+from attractor.ode.hybrid_search import fastest_hybrid
 from attractor.ode.pairs import Pairs, one_step
 from attractor.ode.processes import Crew, Group
+from attractor.ode.rate_checks import TIMES, check_rate
 from attractor.ode.recipes import Paper, Recipe, Ridge, get_recipe
-from attractor.ode.search import fastest_hybrid
 from attractor.ode.serialization import history_from_json
 from attractor.ode.shards import FineData
 from attractor.ode.solver import HybridSolver
 from attractor.ode.trajectories import (
-    GOLDEN,
+    LARGEST,
+    PHASES,
     LostTrajectoriesError,
     Plan,
     Run,
@@ -51,9 +53,6 @@ from attractor.train.generators import forked
 
 SCALES = (0.25, 0.15, 0.4, 0.08, 0.7)  # of the random first layer, for standardised inputs
 ADAM_ROUNDS = 5  # the last layer is solved, and rollouts are judged, after each
-LARGEST = 20_000  # trajectories followed at once
-TIMES = 64  # at which the rate is checked for a dependence on t
-PHASES = 8  # at which trajectories of an equation with a period start
 MARGIN = 1.5  # of the trust region: new trajectories of the sampler leave it in less than 1 % of cases
 # Whether the slope or the state determines the error depends on the equation, so "auto" tries both.
 AUTO: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -101,11 +100,14 @@ def fit(
         system_or_rate: One of `attractor.systems`, or any ``(t, u) -> du`` with `sample`.
         dt: The large step. None with ``objective="time"``, which chooses it.
         horizon: The duration of trajectories, a whole number of steps.
-        objective: "error": the smallest error with steps of `dt`. "time": a linear map or a narrow
-            network of the stages whose width (None: several are tried) and step size reach `error` in
-            the least time, compiled, on this machine. `tune` also says whether a plain scheme is faster.
+        objective: "error": the smallest error with steps of `dt`. "time": a polynomial of the state
+            without any scheme ("identity"), or a linear map or a narrow network of the stages of
+            `scheme`, whose degree or width and step size reach `error` in the least time, compiled, on
+            this machine. A `width` leaves out polynomials. `tune` also says whether a plain scheme is
+            faster.
         error: The error to reach with ``objective="time"``, as in `tune`.
-        scheme: The scheme to correct.
+        scheme: The scheme to correct. "identity" takes no step at all, so that the correction is the
+            whole change of the state and the rate is not called.
         correction: A name of `attractor.corrections`, or "auto": the slope (AttNS), the state (NeurVec)
             or both, whichever has the smallest error on held-out rollouts; with the paper's recipe
             AttNS. "auto" tries only those that accept all of `options`.
@@ -154,7 +156,8 @@ def fit(
     if dt is None:
         assert error is not None
         usual = {
-            "correction": correction in ("auto", "stages"), "recipe": recipe == Ridge(),
+            "correction": correction in ("auto", "polynomial", "stages"),
+            "recipe": recipe == Ridge(),
             "depth": depth is None, "activation": activation is None, "precision": precision is None,
             "fine_dt": fine_dt is None, "data": data is None, "options": not options,
             "out": out is None, "process_group": process_group is None,
@@ -162,9 +165,10 @@ def fit(
         if not all(usual.values()):
             given = ", ".join(name for name, is_usual in usual.items() if not is_usual)
             raise ValueError(f'objective="time" chooses the correction itself; leave out {given}')
+        family = "stages" if correction == "auto" and width is not None else correction
         return fastest_hybrid(
-            fit, system_or_rate, scheme, error=float(error), horizon=horizon, sample=sample,
-            parameters=parameters, widths=None if width is None else (width,),
+            fit, system_or_rate, scheme, correction=family, error=float(error), horizon=horizon,
+            sample=sample, parameters=parameters, widths=None if width is None else (width,),
             trajectories=trajectories, budget=budget, device=device, period=period, seed=seed,
             progress=progress,
         )  # fmt: skip
@@ -188,7 +192,7 @@ def fit(
         shared["parameters"] = few_p.shape[-1]
     shared |= {key: value for key, value in sizes.items() if value is not None}
     candidates = _candidates(correction, recipe, scheme, few.shape[-1], shared)
-    _check_rate(system_or_rate, [(0.0, few, few_p)], horizon, period)
+    check_rate(system_or_rate, [(0.0, few, few_p)], horizon, period)
 
     if width is not None and is_whole(width):
         check_memory(
@@ -211,7 +215,7 @@ def fit(
     if data is None:
         plans.append(replace(plan, substeps=substeps))
     held, test, *made = _runs(system_or_rate, sample, parameters, device, plans)
-    _check_rate(system_or_rate, _along(held, dt), horizon, period)
+    check_rate(system_or_rate, _along(held, dt), horizon, period)
     if data is None:
         (runs,) = made
     else:
@@ -435,11 +439,16 @@ class _Search:
     def make(self, name: str, own: dict[str, Any]) -> nn.Module:
         """Return the correction of a candidate."""
         like = self.pairs.u
-        activation = "cubic" if name == "stages" else "sine"
-        usual = {} if name == "linear" else {"width": 512, "activation": activation, "skip": True}
-        options = {**usual, **self.shared, **own, "dtype": torch.float64, "device": like.device}
+        kind = get_correction(name)
+        options = {
+            **kind.fit_defaults,
+            **self.shared,
+            **own,
+            "dtype": torch.float64,
+            "device": like.device,
+        }
         with forked(like.device):  # the weights that are drawn here are not kept
-            return get_correction(name)(like.shape[-1], **options)
+            return kind(like.shape[-1], **options)
 
     def put_down(self, last: bool = False) -> None:
         """Keep the best so far, and where random numbers are."""
@@ -591,12 +600,11 @@ def _check_data(rate: Rate, run: Run, dt: float, substeps: int, period: float | 
 
 
 def _check_choices(correction: str, recipe: Recipe, trajectories: int, period: float | None) -> None:
-    if correction != "auto" and correction not in BY_NAME:
-        get_correction(correction)
     check_whole("trajectories", trajectories, 1)
-    if isinstance(recipe, Ridge) and recipe.adam_steps and correction == "linear":
+    hidden = correction == "auto" or get_correction(correction).fit_defaults
+    if isinstance(recipe, Ridge) and recipe.adam_steps and not hidden:
         raise ValueError(
-            f"adam_steps = {recipe.adam_steps}: the linear correction has no hidden weights to train"
+            f"adam_steps = {recipe.adam_steps}: the {correction} correction has no hidden weights"
         )
     if period is not None and not 0 < period < math.inf:
         raise ValueError(f"period = {period} must be a positive number")
@@ -610,45 +618,3 @@ def _along(runs: list[Run], dt: float) -> list[tuple[float, Tensor, Tensor | Non
         for k in range(len(run.u))
     ]
     return points[:: math.ceil(len(points) / TIMES)]
-
-
-def _check_rate(
-    rate: Rate,
-    points: list[tuple[float, Tensor, Tensor | None]],
-    horizon: float,
-    period: float | None,
-) -> None:
-    """Raise if a rate depends on t without a period, or does not repeat with it.
-
-    Args:
-        points: Times, states and parameters at which it is called. Initial states alone may hide a
-            dependence: at rest, friction that varies in time does not show.
-    """
-
-    def call(t: float, u: Tensor, p: Tensor | None) -> Tensor:
-        with torch.no_grad():
-            time = torch.tensor(t, dtype=u.dtype, device=u.device)
-            return call_rate(with_parameters(rate, p), time, u)
-
-    for i in range(TIMES):
-        start, u, p = points[i % len(points)]
-        # Unevenly spread, or a rate that repeats with their spacing would look constant.
-        other = start + (i + i * GOLDEN % 1) / TIMES * horizon
-        before, after = call(start, u, p), call(other, u, p)
-        if not bool(torch.isfinite(before).all() and torch.isfinite(after).all()):
-            raise ValueError("the rate is non-finite at sampled states; change sample or the rate")
-        if period is None:
-            if not torch.equal(before, after):
-                raise ValueError(
-                    f"the rate depends on t (at one state it differs between t = {start:g} and t = "
-                    f"{other:g}), but a correction sees slope and state only; if the rate repeats in t, "
-                    "pass its period=, otherwise make t a component of the state (with rate 1)"
-                )
-            continue
-        later = call(other + period, u, p)
-        size = torch.maximum(after.abs(), later.abs()).amax(0)  # [d]
-        if not bool(((later - after).abs() <= 1e-6 * size + 1e-9 * size.max()).all()):
-            raise ValueError(
-                f"the rate does not repeat with period = {period:g}: at t = {other:g} and one period "
-                f"later it differs by {(later - after).abs().max().item():.2g}"
-            )

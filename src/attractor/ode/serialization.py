@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from attractor.core import Scheme, Splitting
+from attractor.core.identity import Identity
 from attractor.core.limits import parse_json
 from attractor.core.step import with_parameters
-from attractor.core.tableaus import AnyScheme
+from attractor.core.tableaus import IDENTITY, AnyScheme
 from attractor.ode import systems
 from attractor.ode.trust import TrustRegion
 from attractor.train import checkpoint
@@ -140,6 +141,8 @@ def history_from_json(saved: Any) -> list[dict[str, Any]]:
 
 def scheme_to_json(scheme: AnyScheme) -> dict[str, Any]:
     """Return the coefficients of a scheme."""
+    if isinstance(scheme, Identity):
+        return {"identity": True}
     if isinstance(scheme, Splitting):
         parts = {k: [x.hex() for x in getattr(scheme, k)] for k in ("kick", "drift")}
         return {"splitting": scheme.name, **parts, "order": scheme.order}
@@ -157,6 +160,8 @@ def scheme_to_json(scheme: AnyScheme) -> dict[str, Any]:
 
 def scheme_from_json(saved: dict[str, Any]) -> AnyScheme:
     """Return the scheme of `scheme_to_json`."""
+    if saved.get("identity"):
+        return IDENTITY
     if "splitting" in saved:
         kick, drift = ([float.fromhex(x) for x in saved[k]] for k in ("kick", "drift"))
         return Splitting(saved["splitting"], kick, drift, saved["order"])

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -82,18 +83,20 @@ class HybridSolver:
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype of states and results; None if the correction has no tensors, and any will do."""
-        return None if self._like is None else self._like.dtype
+        like = self._like
+        return None if like is None else like.dtype
 
     @property
     def device(self) -> torch.device | None:
         """The device of states and results; None if the correction has no tensors, and any will do."""
-        return None if self._like is None else self._like.device
+        like = self._like
+        return None if like is None else like.device
 
     @property
     def _like(self) -> Tensor | None:
         if not isinstance(self.correction, nn.Module):
             return None
-        tensors = (*self.correction.parameters(), *self.correction.buffers())
+        tensors = chain(self.correction.parameters(), self.correction.buffers())
         return next((x for x in tensors if x.is_floating_point()), None)
 
     @property
@@ -227,17 +230,18 @@ class HybridSolver:
         t, u0 = check_problem(u0, t), self._converted(u0)
         with without_vmap("a solver with a trust region"):
             return on_grid(
-                self.rate, u0, t.to(self.device), self.scheme, self.correction, every=every,
+                self.rate, u0, t.to(u0.device), self.scheme, self.correction, every=every,
                 compile=compile, guard=steps, parameters=self._parameters(u0, parameters),
             )  # fmt: skip
 
     def _converted(self, u: Tensor) -> Tensor:
         """States in the solver's dtype and on its device; what is no floating state as it is."""
-        if not (isinstance(u, Tensor) and u.is_floating_point()) or self._like is None:
+        like = self._like
+        if not (isinstance(u, Tensor) and u.is_floating_point()) or like is None:
             return u
-        if u.device != self.device:
+        if u.device != like.device:
             check_values("u", u)
-        return u.to(dtype=self.dtype, device=self.device)
+        return u.to(like)
 
     def _parameters(self, u: Tensor, parameters: Tensor | None) -> Tensor | None:
         """Parameters ``[*batch, k]`` beside states u, as many as the correction sees."""

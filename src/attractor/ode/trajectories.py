@@ -25,6 +25,8 @@ from attractor.ode import fused
 REFERENCE = "dop853"  # the scheme of fine data
 SUBSTEPS = (1, 2, 4, 8, 16, 32, 64, 128)
 SETTLED = 8  # a difference of order 8 may be so much larger for the same error as one of order 5
+LARGEST = 20_000  # trajectories followed at once
+PHASES = 8  # at which trajectories of an equation with a period start
 GOLDEN = (math.sqrt(5) - 1) / 2
 WORTH = 5  # steps for every line of a formula, from which on compiling it takes less time than they do
 ROUNDING = 1e-14  # that thousands of steps may gather, relative to a state

@@ -14,6 +14,7 @@ from attractor.core.tableaus import AnyScheme
 
 PLAIN_SUBSTEPS = 2  # of the solver's own scheme, where the accuracy of a fit is not known
 MOST_SUBSTEPS = 64  # of dop853, in place of one step
+ALL_PRODUCTS = 16  # components of which all products are features
 FEW = 16  # states for which compiled code adds up products by itself
 ROUNDING = 1e-13  # relative to a state: substeps are not asked to agree better
 
@@ -138,13 +139,13 @@ class TrustRegion(nn.Module):
             rounding = ROUNDING * torch.maximum(size, u.detach().abs())
             return settled_step(rate, t, dt, u, torch.maximum(self.accuracy, rounding))
 
-        return Guard(self.inside, substeps if replace else None)
+        return Guard(self.inside, substeps if replace else None, self)
 
     @staticmethod
     def _features(x: Tensor, dim: int = -1) -> Tensor:
         d = x.shape[dim]
         part = lambda start, stop: x.narrow(dim, start, stop - start)
-        products = [part(i, i + 1) * part(i, d) for i in range(d)] if d <= 16 else [x**2]
+        products = [part(i, i + 1) * part(i, d) for i in range(d)] if d <= ALL_PRODUCTS else [x**2]
         return torch.cat((*products, x, torch.ones_like(part(0, 1))), dim)
 
 

@@ -22,8 +22,9 @@ from attractor.core.checks import (
 from attractor.core.scheme import Rate
 from attractor.core.views import html_table
 from attractor.ode import serialization
+from attractor.ode.candidates import Candidate, in_dtype, solved_by
 from attractor.ode.fitting import fit
-from attractor.ode.search import Candidate, Search, in_dtype, solved_by
+from attractor.ode.hybrid_search import HybridSearch
 from attractor.ode.solver import HybridSolver
 from attractor.ode.trajectories import Sampler
 from attractor.train import checkpoint
@@ -64,7 +65,7 @@ class TuningReport:
     @property
     def plain(self) -> Candidate | None:
         """The fastest candidate without a correction."""
-        return next((c for c in self.candidates if c.width is None), None)
+        return next((c for c in self.candidates if not c.is_hybrid), None)
 
     @property
     def speedup(self) -> float:
@@ -74,7 +75,7 @@ class TuningReport:
     @property
     def break_even(self) -> float | None:
         """Trajectories after which a hybrid has saved the time its search took; None for a plain one."""
-        if self.plain is None or self.winner.width is None:
+        if self.plain is None or not self.winner.is_hybrid:
             return None
         saved = (self.plain.seconds - self.winner.seconds) / self.batch
         return self.hybrid_seconds / saved if saved > 0 else math.inf
@@ -243,10 +244,10 @@ def tune(
     """Find the fastest way to solve an equation with a given error, on this machine.
 
     Candidates are plain schemes with fixed steps, schemes with error control, and hybrids whose
-    correction is a linear map or a narrow network of the stages; each with the largest step or tolerance
-    that reaches the error; eager and compiled, and in float32 where the error allows it. All are
-    measured in this process, and the fastest one is returned. A plain scheme is among them, so that the
-    result is never slower than the best plain scheme that was found.
+    correction is a polynomial of the state, or a linear map or network of the stages; each with the
+    largest step or tolerance that reaches the error; eager and compiled, and in float32 where the error
+    allows it. All are measured in this process, and the fastest one is returned. A plain scheme is among
+    them, so that the result is never slower than the best plain scheme that was found.
 
     The error is the root mean square error of final states on trajectories that nothing else has seen,
     relative to the size of each component along the trajectories; the largest of all components counts.
@@ -287,7 +288,7 @@ def tune(
         raise ValueError(f"error = {error} must be between 0 and 1; it is relative to the states")
     if not (horizon > 0 and math.isfinite(horizon)):
         raise ValueError(f"horizon = {horizon} must be a positive number")
-    search = Search(
+    search = HybridSearch(
         fit, system_or_rate, float(error), float(horizon), sample, parameters, batch, budget, device,
         period, seed, progress,
     )  # fmt: skip

@@ -24,9 +24,20 @@ from attractor.ode.corrections.csm import CSM
 from attractor.ode.corrections.fsnet import FSNet
 from attractor.ode.corrections.linear import Linear
 from attractor.ode.corrections.neurvec import NeurVec
+from attractor.ode.corrections.polynomial import Polynomial
 from attractor.ode.corrections.stages import Stages
 
-__all__ = ["CSM", "AttNS", "AttNSM", "FSNet", "Linear", "NeurVec", "Stages", "get_correction"]
+__all__ = [
+    "CSM",
+    "AttNS",
+    "AttNSM",
+    "FSNet",
+    "Linear",
+    "NeurVec",
+    "Polynomial",
+    "Stages",
+    "get_correction",
+]
 
 BY_NAME: dict[str, type[Correction]] = {
     "attns": AttNS,
@@ -35,6 +46,7 @@ BY_NAME: dict[str, type[Correction]] = {
     "csm": CSM,
     "fsnet": FSNet,
     "linear": Linear,
+    "polynomial": Polynomial,
     "stages": Stages,
 }
 

@@ -1,6 +1,6 @@
 """What all corrections have in common: the call, and what joins the inputs of their networks."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -21,6 +21,8 @@ class Correction(nn.Module):
 
     takes_step = True
     needs_stages = False  # a call with (u, slope, dt) does not do
+    # Options with which `fit` makes it, unless it is told others; empty if there is no network.
+    fit_defaults: ClassVar[dict[str, Any]] = {"width": 512, "activation": "sine", "skip": True}
     net: Any
     config: dict[str, Any]
 

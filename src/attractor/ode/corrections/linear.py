@@ -1,6 +1,6 @@
 """Linear: a matrix, exact for linear systems."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -20,6 +20,8 @@ class Linear(Correction):
         period: for equations that repeat in time; the phase joins u as a cosine and a sine.
         parameters: of the equation, how many of each trajectory join u.
     """
+
+    fit_defaults: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self, dim: int, period: float | None = None, parameters: int = 0, **factory: Any

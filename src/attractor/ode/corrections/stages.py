@@ -1,6 +1,6 @@
 """Stages: a correction computed from the stages of the step."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ class Stages(Correction):
     """
 
     needs_stages = True
+    fit_defaults: ClassVar[dict[str, Any]] = {"width": 512, "activation": "cubic", "skip": True}
 
     def __init__(
         self,

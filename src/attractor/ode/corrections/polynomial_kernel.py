@@ -1,0 +1,154 @@
+"""Steps of `Polynomial` on the CPU, in C: compiled for each size in a fraction of a second.
+
+torch's own compiler needs minutes for a few hundred monomials in one loop, and one loop per degree takes
+ten times as long to run. Without a C compiler there is no kernel, and steps are taken in torch.
+"""
+
+import ctypes
+import math
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attractor.core.compiling import components_first
+from attractor.core.runs import Looped
+
+SOURCE = Path(__file__).with_suffix(".c")
+TYPES = {torch.float32: "float", torch.float64: "double"}
+MOST_KEPT = 4096  # monomials of lower degrees, which are held on the stack
+MOST_COMPONENTS = 64  # of a state, whose sums are unrolled
+SECONDS = 60  # after which a compiler is given up
+
+
+@dataclass(frozen=True)
+class Size:
+    """What the C code is compiled for.
+
+    Attributes:
+        dtype: float32 or float64.
+        state, parameters, phase: Number of components of each, the phase of the time with 2 or 0.
+        degree: Degree of the polynomial.
+        odd: Whether it has odd powers only.
+        features: Number of features of the trust region; 0 without one.
+        all_products: Whether they include products of different components.
+    """
+
+    dtype: torch.dtype
+    state: int
+    parameters: int
+    phase: int
+    degree: int
+    odd: bool
+    features: int = 0
+    all_products: bool = True
+
+    @property
+    def definitions(self) -> dict[str, Any]:
+        """The macros of the C code."""
+        inputs, stride = self.state + self.parameters + self.phase, 2 if self.odd else 1
+        count = lambda n: math.comb(inputs + n - 1, n)  # monomials of degree n
+        degree = self.degree - (self.odd and self.degree % 2 == 0)
+        terms = sum(map(count, range(1, degree + 1, stride)))
+        lower = terms - count(degree)
+        return {
+            "T": TYPES[self.dtype], "STATE": self.state, "PARAMETERS": self.parameters,
+            "PHASE": self.phase, "DEGREE": degree, "STRIDE": stride, "TERMS": terms,
+            "LOWER": max(1, lower),
+            "GUARDED": int(self.features > 0), "FEATURES": max(1, self.features),
+            "ALL_PRODUCTS": int(self.all_products),
+        }  # fmt: skip
+
+
+class Kernel:
+    """A loop of steps with the call and the result of `attractor.core.runs.looped`.
+
+    Args:
+        net: The `Monomials` of the correction.
+        size: What the kernel is compiled for.
+        region: The trust region, or None.
+
+    Attributes:
+        available: Whether there is a kernel of this size.
+    """
+
+    def __init__(self, net: Any, size: Size, region: Any) -> None:
+        self.net, self.size, self.function = net, size, compiled_kernel(size)
+        like = net.centre
+        self.region, self.limit = (like, like, like), math.inf
+        if region is not None:
+            inverse = region.deviation.reciprocal()
+            self.region = region.mean.contiguous(), inverse, region.factor.T.contiguous()
+            self.limit = float(region.limit)
+
+    @property
+    def available(self) -> bool:
+        """Whether there is a C compiler that compiles it."""
+        return self.function is not None
+
+    def __call__(
+        self,
+        t: Tensor,
+        dt: Tensor,
+        count: Tensor,
+        u: Tensor,
+        anywhere: Tensor,
+        parameters: Tensor | None = None,
+    ) -> Looped:
+        """Take `count` steps from u ``[*batch, d]``, or fewer; see `attractor.core.runs.looped`."""
+        rows = u.movedim(-1, 0).contiguous()
+        own = rows if parameters is None else parameters.movedim(-1, 0).contiguous()
+        phases = rows
+        if self.net.period is not None:
+            angle = 2 * math.pi / self.net.period * t[: int(count)]
+            phases = torch.stack((torch.cos(angle), torch.sin(angle)), -1).to(u.dtype).contiguous()
+        out, anywhere = torch.empty_like(rows), anywhere.contiguous()
+        inside, stayed = torch.empty_like(anywhere), torch.empty_like(anywhere)
+        net = self.net
+        tensors = (
+            rows, own, phases, out, net.centre, net.scale, net.head.weight.contiguous(), net.head.bias,
+            *self.region,
+        )  # fmt: skip
+        assert self.function is not None
+        taken = self.function(
+            *(x.data_ptr() for x in tensors), self.limit, anywhere.data_ptr(), inside.data_ptr(),
+            stayed.data_ptr(), anywhere.numel(), int(count), torch.get_num_threads(),
+        )  # fmt: skip
+        return Looped(torch.tensor(taken), components_first(out.movedim(0, -1)), inside, stayed)
+
+
+@cache
+def compiled_kernel(size: Size) -> Any:
+    """Return the C function for a size; None if it is too large, or no C compiler compiles it."""
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+    definitions = size.definitions
+    if compiler is None or definitions["LOWER"] > MOST_KEPT or size.state > MOST_COMPONENTS:
+        return None
+    arm = platform.machine() in ("aarch64", "arm64")
+    native = ["-mcpu=native"] if arm else ["-march=native", "-mprefer-vector-width=512"]
+    macros = [f"-D{name}={value}" for name, value in definitions.items()]
+    options = ["-O3", "-ffp-contract=fast", "-shared", "-fPIC", *macros]
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "polynomial.so"
+        for extra in ([*native, "-fopenmp"], native, []):  # the fastest that this compiler accepts
+            command = [compiler, *options, *extra, str(SOURCE), "-o", str(library)]
+            try:
+                subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
+                function = ctypes.CDLL(str(library)).steps
+            except (OSError, subprocess.SubprocessError):
+                continue
+            pointer, number = ctypes.c_void_p, ctypes.c_longlong
+            function.argtypes = [
+                *[pointer] * 11, ctypes.c_double, *[pointer] * 3, number, number, ctypes.c_int
+            ]  # fmt: skip
+            function.restype = number
+            return function
+    return None

@@ -1,0 +1,265 @@
+"""The search for a polynomial that replaces the rate: few and large steps of the scheme "identity".
+
+All polynomials learn from the same fine trajectories, and from steps that start at any point of them, so
+that the solver that is returned can start anywhere on a trajectory, not only where it was sampled.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attractor.core.scheme import call_rate
+from attractor.core.tableaus import IDENTITY
+from attractor.ode.candidates import Candidate, distance
+from attractor.ode.closed_form import ClosedForm
+from attractor.ode.corrections import Polynomial
+from attractor.ode.corrections.polynomial import count_terms
+from attractor.ode.pairs import one_step
+from attractor.ode.rate_checks import check_rate
+from attractor.ode.search import Search
+from attractor.ode.solver import HybridSolver
+from attractor.ode.trajectories import (
+    LARGEST,
+    PHASES,
+    Plan,
+    Run,
+    enough_substeps,
+    make_runs,
+    substeps_for,
+)
+
+GRID = 240  # steps of the fine trajectories, a number with many divisors
+STEPS = tuple(n for n in range(2, GRID // 2 + 1) if GRID % n == 0)  # of a polynomial
+TERMS = (350, 120, 40)  # of a polynomial, at most; the most accurate one first
+MORE_TERMS = (800, 2200)  # where fewer terms do not reach the error, or need many steps
+MANY_STEPS = 60
+FAR = 3  # times the most steps: a prediction of more ends the search
+HIGHEST = 16  # degree; of higher ones the monomials are too sensitive to rounding
+FITS = 6  # number of fits per degree, in search of the fewest steps
+MOST_TRAJECTORIES, FEWEST_TRAJECTORIES = 2000, 200
+ROWS_PER_TERM = 18  # steps that a polynomial learns from; they are free of noise
+FEWEST_ROWS = 25_000
+SHARE = 0.15  # of the budget that fine trajectories take, at most
+HOPELESS = 1e4  # more terms are tried if fewer terms came as close as this many times the error
+STAGES = 12  # rate calls per step of the reference
+
+
+class PolynomialSearch:
+    """A search among polynomials.
+
+    Args:
+        search: The search among plain schemes, which has measured some.
+        fit: `attractor.ode.fit`.
+        fine_dt: Step of dop853 that is accurate enough to learn from, half of that which reaches the
+            error; None if it is not known.
+    """
+
+    def __init__(self, search: Search, fit: Callable[..., HybridSolver], fine_dt: float | None) -> None:
+        self.search, self.fit, self.fine_dt = search, fit, fine_dt
+        self.runs: list[Run] = []
+        self.seconds_per_cube = 0.0  # of a fit
+        self.odd = self.is_odd()
+        self.start = (
+            4.0 if fine_dt is None else search.horizon / fine_dt / 6
+        )  # steps that are tried first
+
+    def run(self) -> list[Candidate]:
+        """Return the polynomials that reach the error, each of them fitted, with the fewest steps."""
+        search, degrees = self.search, self.degrees()
+        if not degrees:
+            search.notes.append(f"polynomials: {self.inputs} inputs have too many monomials")
+            return []
+        try:
+            check_rate(
+                search.rate, [(0.0, search.checked, search.checked_p)], search.horizon, search.period
+            )
+            return self.fitted(degrees)
+        except (ValueError, FloatingPointError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
+            search.notes.append(f"polynomials: {str(error).split(';')[0].split(':')[0]}")
+            return []
+
+    def fitted(self, degrees: list[int]) -> list[Candidate]:
+        """Return the polynomials of these degrees, and of larger ones where they are too inaccurate."""
+        search = self.search
+        search.progress("fine data of polynomials")
+        self.runs = self.fine_runs()
+        first, *cheaper = degrees
+        found = list[Candidate]()
+        cost = lambda: min((self.steps(c) * self.terms(c.degree) for c in found), default=math.inf)
+        attempt = lambda degree: self.fewest_steps(degree, cost() / self.terms(degree))
+        for degree in (first, *(n for n in map(self.degree, MORE_TERMS) if n > first)):
+            if not self.is_affordable(degree):
+                search.notes.append(f"polynomials of degree {degree}: the budget is too small")
+                break
+            tried = attempt(degree)
+            found += self.reached(tried)
+            near = min((c.error for c in tried), default=math.inf)
+            if near > HOPELESS * search.error or (found and self.steps(found[-1]) <= MANY_STEPS):
+                break
+        for degree in cheaper:
+            if not any(c.degree > degree for c in found if c.degree):
+                break
+            found += self.reached(attempt(degree))
+        return [done for candidate in found if (done := self.completed(candidate)) is not None]
+
+    def is_affordable(self, degree: int) -> bool:
+        """Return whether the budget allows two fits of a degree, whose time grows with terms cubed."""
+        return self.search.left > 2 * self.seconds_per_cube * self.terms(degree) ** 3
+
+    def reached(self, tried: list[Candidate]) -> list[Candidate]:
+        """Return a list of the candidate with the fewest steps that reach the error, or an empty one."""
+        return sorted((c for c in tried if c.error <= self.search.error), key=self.steps)[:1]
+
+    def steps(self, way: Candidate) -> int:
+        """Return the number of steps of a candidate."""
+        return round(self.search.horizon / way.setting)
+
+    def terms(self, degree: int | None) -> int:
+        """Return the number of monomials of a degree."""
+        assert degree is not None
+        return count_terms(self.inputs, degree, self.odd)
+
+    def degrees(self) -> list[int]:
+        """Return the degrees to try, the largest first; none if a state has too many components."""
+        return [n for n in dict.fromkeys(map(self.degree, TERMS)) if n]
+
+    def degree(self, terms: int) -> int:
+        """Return the largest degree with so few terms; 0 if there is none."""
+        degrees = range(HIGHEST - self.odd, 0, -2 if self.odd else -1)
+        return next((n for n in degrees if self.terms(n) <= terms), 0)
+
+    @property
+    def inputs(self) -> int:
+        """The number of components of a state, with its parameters and its phase."""
+        search = self.search
+        own = 0 if search.timed_p is None else search.timed_p.shape[-1]
+        return search.timed.shape[-1] + own + 2 * (search.period is not None)
+
+    def fine_runs(self) -> list[Run]:
+        """Return trajectories with `GRID` steps, as many as the budget allows."""
+        search, dt = self.search, self.search.horizon / GRID
+        if self.fine_dt is None:
+            substeps = enough_substeps(
+                search.rate, search.checked[:16], dt, GRID, period=search.period,
+                parameters=None if search.checked_p is None else search.checked_p[:16],
+            )  # fmt: skip
+        else:
+            substeps = substeps_for(dt, min(dt, self.fine_dt))
+        each = STAGES * GRID * substeps * search.rate_seconds(few=True) / len(search.checked)
+        affordable = SHARE * min(search.budget, 600.0) / each
+        count = int(min(MOST_TRAJECTORIES, max(FEWEST_TRAJECTORIES, affordable)))
+        spread = 1 if search.period is None else PHASES
+        size = min(LARGEST, math.ceil(count / spread))
+        plan = Plan(count, dt, GRID, substeps, search.seed, size, search.period, "polynomials")
+        shards = [(plan, k) for k in range(plan.shards)]
+        samplers = search.samplers
+        return make_runs(search.rate, samplers["sample"], shards, search.device, samplers["parameters"])
+
+    def fewest_steps(self, degree: int, limit: float = math.inf) -> list[Candidate]:
+        """Return the polynomials that were tried for the fewest steps, less than `limit`.
+
+        The error is taken for a power of the number of steps, which predicts those of the next fit.
+        """
+        allowed = [n for n in STEPS if n < limit]
+        low, high = -1, len(allowed)  # indices of numbers that miss the error, and reach it
+        guess = next((i for i, n in enumerate(allowed) if n >= self.start), len(allowed) - 1)
+        tried, order = list[Candidate](), degree + 1.0
+        while low < guess < high and len(tried) < FITS and self.search.left > 0:
+            candidate = self.tried(degree, allowed[guess])
+            tried.append(candidate)
+            share = candidate.error / self.search.error
+            low, high = (low, guess) if share <= 1 else (guess, high)
+            order = _order(*tried[-2:], order)
+            factor = 2.0 if not math.isfinite(share) else 1.03 * share ** (1 / order)
+            if high == len(allowed) and factor * allowed[guess] > FAR * allowed[-1]:
+                break
+            wanted = allowed[guess] * min(4.0, max(0.25, factor))
+            guess = next((i for i, n in enumerate(allowed) if n >= wanted), len(allowed) - 1)
+            guess = min(max(guess, low + 1), high - 1)
+        return tried
+
+    def tried(self, degree: int, steps: int) -> Candidate:
+        """Return a polynomial with its error on unguarded rollouts, not completed."""
+        search = self.search
+        way = Candidate("hybrid", IDENTITY.name, search.horizon / steps, degree=degree)
+        search.progress(f"fit of {way}")
+        began = time.monotonic()
+        pairs = one_step(
+            search.rate, IDENTITY, way.setting, self.steps_of(way), search.period is not None
+        )
+        own = 0 if pairs.parameters is None else pairs.parameters.shape[-1]
+        like = {"dtype": torch.float64, "device": pairs.u.device}
+        model = Polynomial(pairs.u.shape[-1], degree, search.period, own, self.odd, **like)
+        closed = ClosedForm(model, pairs, 0.0, torch.Generator().manual_seed(search.seed))
+        closed.solve()
+        self.seconds_per_cube = (time.monotonic() - began) / self.terms(degree) ** 3
+        solver = HybridSolver(search.rate, IDENTITY, closed.fold().requires_grad_(False), way.setting)
+        solved = solver.solve(search.checked, search.horizon, every=steps, parameters=search.checked_p)
+        if not bool(solved.ok.all()):
+            return way
+        return replace(way, error=distance(solved.final, search.truth, search.scale))
+
+    def steps_of(self, way: Candidate) -> list[Run]:
+        """Return large steps that start at all points of the trajectories.
+
+        There are about as many as a fit needs. Each trajectory takes part in steps from some points.
+        """
+        steps, dt = self.steps(way), self.search.horizon / GRID
+        stride = GRID // steps
+        starts = GRID - stride + 1
+        wanted = max(FEWEST_ROWS, ROWS_PER_TERM * self.terms(way.degree))
+        runs = []
+        for run in self.runs:
+            skip = max(1, run.u.shape[1] * len(self.runs) * starts // wanted)
+            for first in range(starts):
+                few, p = slice(first % skip, None, skip), run.parameters
+                states = run.u[[first, first + stride]][:, few]
+                if states.shape[1]:
+                    runs.append(Run(run.t0 + first * dt, states, None if p is None else p[few]))
+        return runs
+
+    def is_odd(self) -> bool:
+        """Return whether the rate changes its sign with the state, so that odd powers suffice."""
+        search = self.search
+        if search.checked_p is not None:
+            return False
+        half = 0.0 if search.period is None else search.period / 2
+        for t in (0.0, 0.3 * half, 1.1 * half):
+            here, there = (
+                call_rate(search.rate, torch.tensor(time, dtype=u.dtype, device=u.device), u)
+                for time, u in ((t, search.checked), (t + half, -search.checked))
+            )
+            if not torch.allclose(here, -there, rtol=1e-9, atol=1e-9 * float(here.abs().max())):
+                return False
+        return True
+
+    def completed(self, way: Candidate) -> Candidate | None:
+        """Return the polynomial as `fit` makes it, with a guard, and its error; None if it misses it."""
+        search = self.search
+        how: dict[str, Any] = {
+            "correction": "polynomial",
+            "options": {"degree": way.degree, "odd": self.odd},
+        }
+        solver = self.fit(
+            search.rate, dt=way.setting, horizon=search.horizon, scheme=IDENTITY, **how,
+            period=search.period, seed=search.seed, device=search.device,
+            fine_dt=None if self.fine_dt is None else min(way.setting, self.fine_dt),
+            data=self.steps_of(way), **search.samplers,
+        )  # fmt: skip
+        measured = search.add(way, solver)
+        return measured if measured.error <= search.error else None
+
+
+def _order(one: Candidate, *other: Any) -> float:
+    """Return the power of the step size that the error of two candidates is, or what is passed last."""
+    *candidates, default = other
+    for two in candidates:
+        ratio = two.error / one.error
+        if math.isfinite(ratio) and two.setting != one.setting and ratio > 0:
+            order = math.log(ratio) / math.log(two.setting / one.setting)
+            return min(max(order, 0.3), 2 * default)
+    return default
