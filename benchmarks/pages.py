@@ -196,8 +196,8 @@ def tune() -> str:
             milliseconds(min(scipy, default=None)), "-" if even is None else f"{even:,.0f}",
         ])  # fmt: skip
     head = ["", "error", "trajectories", "winner", "time", "best plain scheme", "SciPy", "break-even"]
-    gains = [report.speedup for report in reports if report.winner.width is not None]
-    tried = sum(any(c.width is not None and c.compiled for c in r.candidates) for r in reports)
+    gains = [report.speedup for report in reports if report.winner.is_hybrid]
+    tried = sum(any(c.is_hybrid and c.compiled for c in r.candidates) for r in reports)
     machines = sorted({f"{r['machine']['processor']}, {r['machine']['threads']} threads" for r in found})
     return (
         command("tune") + table(head, rows)
@@ -219,7 +219,7 @@ def tuned_summary() -> str:
         for r, report in zip(found, reports)
         if r["scipy"]["DOP853"]
     ]
-    hybrids = sum(report.winner.width is not None for report in reports)
+    hybrids = sum(report.winner.is_hybrid for report in reports)
     return (
         f"{len(found)} equations: {span_of_times(gains)} times faster than SciPy's DOP853, median "
         f"{statistics.median(gains):.2g}; the winner is a hybrid {hybrids} times (docs/hybrid.md)"

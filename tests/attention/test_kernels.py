@@ -213,6 +213,10 @@ def test_one_row_of_documents_serves_all_texts(everywhere):
 
 @needs_kernels
 @pytest.mark.slow
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.__version__ < TorchVersion("2.13"),
+    reason="below torch 2.13, `export` fails to state its guards for dynamic lengths on a GPU",
+)
 def test_exported_programs_have_none(everywhere):
     class Attention(torch.nn.Module):
         def forward(self, q, k, v):

@@ -141,12 +141,14 @@ def fit(
     parameters: ParametersOption = None,
     dt: Annotated[float | None, typer.Option(help="The big step.")] = None,
     horizon: Horizon = None,
-    scheme: Annotated[str, typer.Option(help="The scheme to correct.")] = "rk4",
+    scheme: Annotated[str, typer.Option(help="The scheme to correct; identity: none.")] = "rk4",
     correction: Annotated[
-        str, typer.Option(help="auto, stages, attns, neurvec, attns_m, csm, fsnet or linear.")
+        str,
+        typer.Option(help="auto, stages, polynomial, attns, neurvec, attns_m, csm, fsnet or linear."),
     ] = "auto",
     recipe: Annotated[str, typer.Option(help="default, or paper (slow).")] = "default",
     width: Annotated[int | None, typer.Option(min=0, help="Of the network.")] = None,
+    degree: Annotated[int | None, typer.Option(min=1, help="Of the polynomial.")] = None,
     precision: Annotated[str | None, typer.Option(help="float32: a quicker network.")] = None,
     trajectories: Annotated[
         int, typer.Option(min=1, help="Number of trajectories to learn from.")
@@ -186,6 +188,7 @@ def fit(
                 trajectories=trajectories, sample=found.sample, parameters=found.parameters,
                 fine_dt=fine_dt, period=_or(period, found.period), budget=budget, data=data, seed=seed,
                 device=device, out=out / "unfinished", progress=status.update,
+                options=None if degree is None else {"degree": degree},
                 process_group="world",  # a launched command is one fit
             )  # fmt: skip
             if Crew.of("world").rank:  # of several processes the first saves and reports

@@ -82,7 +82,7 @@ def compare(
         ValueError: The solver loses trajectories, or was fitted with parameters and there are none.
     """
     steps = whole_steps(solver.dt, horizon)
-    base = get_scheme("rk4") if solver.scheme.order == 0 else solver.scheme
+    base = solver.plain_scheme
     rivals = [get_scheme(s) for s in schemes if s != base.name]
     check_seed(seed)
     generator = torch.Generator().manual_seed(seed + 2**40)

@@ -70,6 +70,11 @@ class HybridSolver:
         return getattr(self.rate, "__name__", type(self.rate).__name__)
 
     @property
+    def plain_scheme(self) -> AnyScheme:
+        """The scheme that the solver is compared with: its own, or rk4 if its own is "identity"."""
+        return get_scheme("rk4") if self.scheme.order == 0 else self.scheme
+
+    @property
     def dim(self) -> int | None:
         """The size of a state according to the correction or the equation; None if neither has one."""
         known = getattr(self.correction, "config", {}).get("dim")

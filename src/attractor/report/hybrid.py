@@ -42,9 +42,9 @@ def test(
     substeps = max(32, 2 * enough_substeps(solver.rate, u0, solver.dt, n, parameters=p))
     truth = fine_trajectories(solver.rate, u0, solver.dt, n, substeps, parameters=p)
     solve = partial(solver.solve, u0, horizon, parameters=p)
-    plain = partial(evolve, solver.rate, u0, scheme=solver.scheme, parameters=p)
+    plain = partial(evolve, solver.rate, u0, scheme=solver.plain_scheme, parameters=p)
     grid = lambda k: torch.arange(n * k + 1, dtype=torch.float64, device=u0.device) * (solver.dt / k)
-    name = solver.scheme.name
+    name = solver.plain_scheme.name
     with torch.no_grad():
         hybrid = solve()
         solved = {
@@ -85,7 +85,8 @@ def fit_page(
     page = Page(f"A hybrid solver for {name}")
     page.text(
         f"A step of {solver.scheme.name} with dt = {solver.dt:g}, corrected by "
-        f"{type(solver.correction).__name__}. Fitted in {chosen['seconds']:.0f} s; on trajectories that "
+        f"{type(solver.correction).__name__}"
+        f"{', which replaces the rate' if solver.scheme.order == 0 else ''}. Fitted in {chosen['seconds']:.0f} s; on trajectories that "
         f"took no part in the fit its mean square error is {chosen['rollout']:.1e} (median "
         f"{chosen['median']:.1e}, worst {chosen['worst']:.1e}), without the correction "
         f"{chosen['plain']:.1e}."
