@@ -53,19 +53,26 @@ class HybridSearch(Search):
         self.fine_dt = next((c.setting / 2 for c in fixed if c.scheme == "dop853"), None)
         most = UNLIKELY * self.fewest_calls if compile else math.inf
         timed = [self.timing(c) for c in (*fixed, *adaptive) if c.rate_calls <= most]
+        with self.counted_for_hybrids(), self.reserved(2 * COMPILING if compile else 0.0):
+            polynomials = self.polynomials(compile)
         timed += self.variants(timed, compile)
         plain = min(c.seconds for c in timed)
+        timed += polynomials
         with self.counted_for_hybrids():
-            timed += self.polynomials(compile)
             if min(c.seconds for c in timed) * CLEARLY <= plain:
                 self.notes.append("corrections of the stages: a polynomial is much faster")
             else:
-                # Compiling a hybrid has its share of the budget, too.
-                self.reserve = min(COMPILING, 0.5 * self.left) if compile else 0.0
-                hybrids = [self.timing(c) for c in self.stages(fixed)]
-                self.reserve = 0.0
+                with self.reserved(COMPILING if compile else 0.0):
+                    hybrids = [self.timing(c) for c in self.stages(fixed)]
                 timed += hybrids + self.variants(hybrids, compile)
         return sorted(timed, key=lambda c: c.seconds)
+
+    @contextmanager
+    def reserved(self, seconds: float) -> Iterator[None]:
+        """Keep a part of the budget, at most half of what is left, for what follows."""
+        self.reserve = min(seconds, 0.5 * self.left)
+        yield
+        self.reserve = 0.0
 
     def variants(self, timed: list[Candidate], compile: bool) -> list[Candidate]:
         """Return the best candidates in float32 and compiled, where that is asked for and possible."""

@@ -5,7 +5,6 @@ that the solver that is returned can start anywhere on a trajectory, not only wh
 """
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -41,8 +40,10 @@ FAR = 3  # times the most steps: a prediction of more ends the search
 HIGHEST = 16  # degree; of higher ones the monomials are too sensitive to rounding
 FITS = 6  # number of fits per degree, in search of the fewest steps
 MOST_TRAJECTORIES, FEWEST_TRAJECTORIES = 2000, 200
+MOST_NUMBERS = 2**25  # of the trajectories
 ROWS_PER_TERM = 18  # steps that a polynomial learns from; they are free of noise
 FEWEST_ROWS = 25_000
+SPEED = 5e9  # rows times squared terms per second of a fit, at least
 SHARE = 0.15  # of the budget that fine trajectories take, at most
 HOPELESS = 1e4  # more terms are tried if fewer terms came as close as this many times the error
 STAGES = 12  # rate calls per step of the reference
@@ -61,11 +62,9 @@ class PolynomialSearch:
     def __init__(self, search: Search, fit: Callable[..., HybridSolver], fine_dt: float | None) -> None:
         self.search, self.fit, self.fine_dt = search, fit, fine_dt
         self.runs: list[Run] = []
-        self.seconds_per_cube = 0.0  # of a fit
         self.odd = self.is_odd()
-        self.start = (
-            4.0 if fine_dt is None else search.horizon / fine_dt / 6
-        )  # steps that are tried first
+        # A third of the steps of dop853 are tried first.
+        self.start = 4.0 if fine_dt is None else search.horizon / (6 * fine_dt)
 
     def run(self) -> list[Candidate]:
         """Return the polynomials that reach the error, each of them fitted, with the fewest steps."""
@@ -107,8 +106,13 @@ class PolynomialSearch:
         return [done for candidate in found if (done := self.completed(candidate)) is not None]
 
     def is_affordable(self, degree: int) -> bool:
-        """Return whether the budget allows two fits of a degree, whose time grows with terms cubed."""
-        return self.search.left > 2 * self.seconds_per_cube * self.terms(degree) ** 3
+        """Return whether the budget allows two fits of a degree."""
+        terms = self.terms(degree)
+        return self.search.left > 2 * self.rows(terms) * terms**2 / SPEED
+
+    def rows(self, terms: int) -> int:
+        """Return the number of steps that a polynomial learns from."""
+        return max(FEWEST_ROWS, ROWS_PER_TERM * terms)
 
     def reached(self, tried: list[Candidate]) -> list[Candidate]:
         """Return a list of the candidate with the fewest steps that reach the error, or an empty one."""
@@ -151,7 +155,8 @@ class PolynomialSearch:
             substeps = substeps_for(dt, min(dt, self.fine_dt))
         each = STAGES * GRID * substeps * search.rate_seconds(few=True) / len(search.checked)
         affordable = SHARE * min(search.budget, 600.0) / each
-        count = int(min(MOST_TRAJECTORIES, max(FEWEST_TRAJECTORIES, affordable)))
+        most = min(MOST_TRAJECTORIES, MOST_NUMBERS // ((GRID + 1) * search.checked.shape[-1]))
+        count = int(max(FEWEST_TRAJECTORIES, min(most, affordable)))
         spread = 1 if search.period is None else PHASES
         size = min(LARGEST, math.ceil(count / spread))
         plan = Plan(count, dt, GRID, substeps, search.seed, size, search.period, "polynomials")
@@ -173,7 +178,7 @@ class PolynomialSearch:
             tried.append(candidate)
             share = candidate.error / self.search.error
             low, high = (low, guess) if share <= 1 else (guess, high)
-            order = _order(*tried[-2:], order)
+            order = _order(tried[-2:], order)
             factor = 2.0 if not math.isfinite(share) else 1.03 * share ** (1 / order)
             if high == len(allowed) and factor * allowed[guess] > FAR * allowed[-1]:
                 break
@@ -187,7 +192,6 @@ class PolynomialSearch:
         search = self.search
         way = Candidate("hybrid", IDENTITY.name, search.horizon / steps, degree=degree)
         search.progress(f"fit of {way}")
-        began = time.monotonic()
         pairs = one_step(
             search.rate, IDENTITY, way.setting, self.steps_of(way), search.period is not None
         )
@@ -196,7 +200,6 @@ class PolynomialSearch:
         model = Polynomial(pairs.u.shape[-1], degree, search.period, own, self.odd, **like)
         closed = ClosedForm(model, pairs, 0.0, torch.Generator().manual_seed(search.seed))
         closed.solve()
-        self.seconds_per_cube = (time.monotonic() - began) / self.terms(degree) ** 3
         solver = HybridSolver(search.rate, IDENTITY, closed.fold().requires_grad_(False), way.setting)
         solved = solver.solve(search.checked, search.horizon, every=steps, parameters=search.checked_p)
         if not bool(solved.ok.all()):
@@ -211,7 +214,7 @@ class PolynomialSearch:
         steps, dt = self.steps(way), self.search.horizon / GRID
         stride = GRID // steps
         starts = GRID - stride + 1
-        wanted = max(FEWEST_ROWS, ROWS_PER_TERM * self.terms(way.degree))
+        wanted = self.rows(self.terms(way.degree))
         runs = []
         for run in self.runs:
             skip = max(1, run.u.shape[1] * len(self.runs) * starts // wanted)
@@ -229,10 +232,13 @@ class PolynomialSearch:
             return False
         half = 0.0 if search.period is None else search.period / 2
         for t in (0.0, 0.3 * half, 1.1 * half):
-            here, there = (
-                call_rate(search.rate, torch.tensor(time, dtype=u.dtype, device=u.device), u)
-                for time, u in ((t, search.checked), (t + half, -search.checked))
-            )
+            try:
+                here, there = (
+                    call_rate(search.rate, torch.tensor(time, dtype=u.dtype, device=u.device), u)
+                    for time, u in ((t, search.checked), (t + half, -search.checked))
+                )
+            except Exception:  # a rate may refuse states that no trajectory has
+                return False
             if not torch.allclose(here, -there, rtol=1e-9, atol=1e-9 * float(here.abs().max())):
                 return False
         return True
@@ -254,12 +260,12 @@ class PolynomialSearch:
         return measured if measured.error <= search.error else None
 
 
-def _order(one: Candidate, *other: Any) -> float:
-    """Return the power of the step size that the error of two candidates is, or what is passed last."""
-    *candidates, default = other
-    for two in candidates:
-        ratio = two.error / one.error
-        if math.isfinite(ratio) and two.setting != one.setting and ratio > 0:
-            order = math.log(ratio) / math.log(two.setting / one.setting)
-            return min(max(order, 0.3), 2 * default)
-    return default
+def _order(tried: list[Candidate], default: float) -> float:
+    """Return the power of the step size that the error of two candidates follows, if it is known."""
+    if len(tried) < 2:
+        return default
+    one, two = tried
+    ratio = two.error / one.error
+    if not (0 < ratio < math.inf):
+        return default
+    return min(max(math.log(ratio) / math.log(two.setting / one.setting), 0.3), 2 * default)

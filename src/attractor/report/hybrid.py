@@ -83,13 +83,13 @@ def fit_page(
     how = figures.history(tried, chosen.get("plain"), "what the fit tried")
 
     page = Page(f"A hybrid solver for {name}")
+    role = " in place of the rate" if solver.scheme.order == 0 else ""
     page.text(
         f"A step of {solver.scheme.name} with dt = {solver.dt:g}, corrected by "
-        f"{type(solver.correction).__name__}"
-        f"{', which replaces the rate' if solver.scheme.order == 0 else ''}. Fitted in {chosen['seconds']:.0f} s; on trajectories that "
-        f"took no part in the fit its mean square error is {chosen['rollout']:.1e} (median "
-        f"{chosen['median']:.1e}, worst {chosen['worst']:.1e}), without the correction "
-        f"{chosen['plain']:.1e}."
+        f"{type(solver.correction).__name__}{role}. Fitted in {chosen['seconds']:.0f} s; on "
+        "trajectories that took no part in the fit its mean square error is "
+        f"{chosen['rollout']:.1e} (median {chosen['median']:.1e}, worst {chosen['worst']:.1e}), "
+        f"without the correction {chosen['plain']:.1e}."
     )
     page.section(f"{TESTED} new trajectories")
     rows = [[k, r["error"], r["rate_calls"]] for k, r in tested["rows"].items()]
