@@ -72,7 +72,8 @@ def test_doctests(module):
     assert doctest.testmod(found).failed == 0
 
 
-LONG = {"causal_text.py", "duffing.py"}  # tutorials and the README do the same in small
+# Tutorials and the README do the same in small.
+LONG = {"causal_text.py", "duffing.py", "fastest_solver.py"}
 
 
 @pytest.mark.sampled(3)

@@ -244,6 +244,10 @@ def test_sizes_that_cannot_be_computed_are_refused():
         Polynomial(2, degree=0)
     with pytest.raises(TypeError, match="no option width"):
         Polynomial(2, width=3)
+    with pytest.raises(TypeError, match="odd = 'yes' must be True or False"):
+        Polynomial(2, odd="yes")
+    with pytest.raises(ValueError, match="odd=True serves rates that change their sign"):
+        Polynomial(2, odd=True, parameters=1)
 
 
 def test_parameters_and_phase_are_inputs():

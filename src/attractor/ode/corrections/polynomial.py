@@ -108,6 +108,13 @@ class Monomials(nn.Module):
         check_whole("parameters", parameters, 0)
         check_period(period)
         check_factory(factory)
+        if not isinstance(odd, bool):
+            raise TypeError(f"odd = {odd!r} must be True or False")
+        if odd and parameters:
+            raise ValueError(
+                f"odd=True serves rates that change their sign with the state, and the {parameters} "
+                "parameters do not; use odd=False"
+            )
         self.period, self.parameter_count, self.degree, self.odd = period, parameters, degree, odd
         inputs += parameters + 2 * (period is not None)
         terms = count_terms(inputs, degree, odd)
