@@ -92,7 +92,7 @@ def test_the_loop_in_c_equals_torch(dim, degree, options, dtype, guarded):
     for states in (1, 7, 300):
         u = torch.rand(states, 2 * dim, dtype=dtype)[:, ::2]
         p = torch.rand(states, 2, dtype=dtype) if "parameters" in options else None
-        kernel = correction.identity_loop(u, guard)
+        kernel = correction._identity_loop(u, guard)
         assert kernel is not None, "no C compiler"
         t, dt = torch.arange(8, dtype=dtype) * 0.2, torch.full((8,), 0.2, dtype=dtype)
         for anywhere in (torch.zeros(states, dtype=torch.bool), torch.arange(states) % 5 > 0):
@@ -117,7 +117,7 @@ def test_the_loop_in_c_equals_torch(dim, degree, options, dtype, guarded):
 
 def test_threads_share_the_trajectories_of_the_loop():
     correction, u, threads = small(3, 5), torch.rand(5000, 3, **F64), torch.get_num_threads()
-    call = lambda: correction.identity_loop(u, None)(
+    call = lambda: correction._identity_loop(u, None)(
         u.new_zeros(4), u.new_zeros(4), torch.tensor(4), u, torch.ones(5000, dtype=torch.bool)
     )
     alone = call()
@@ -134,7 +134,7 @@ def test_there_is_no_loop_in_c_where_it_would_compute_something_else(reason, mon
     correction, u = small(3, 4), torch.rand(20, 3, **F64)
     region = TrustRegion.around(u)
     guard = region.guard(IDENTITY)
-    assert correction.identity_loop(u, guard) is not None
+    assert correction._identity_loop(u, guard) is not None
     if reason == "no compiler":
         monkeypatch.setattr(polynomial_kernel.shutil, "which", lambda name: None)
         polynomial_kernel.compiled_kernel.cache_clear()
@@ -144,7 +144,7 @@ def test_there_is_no_loop_in_c_where_it_would_compute_something_else(reason, mon
         u = u.float()
     else:
         guard = Guard(lambda u: u[..., 0] > 0, None)
-    assert correction.identity_loop(u, guard) is None
+    assert correction._identity_loop(u, guard) is None
     polynomial_kernel.compiled_kernel.cache_clear()
 
 
@@ -214,7 +214,7 @@ def test_compiled_gradients_agree():
 
 @pytest.mark.slow
 def test_without_the_loop_in_c_torch_compiles_one(solver, monkeypatch):
-    monkeypatch.setattr(Polynomial, "identity_loop", lambda self, u, guard: None)
+    monkeypatch.setattr(Polynomial, "_identity_loop", lambda self, u, guard: None)
     u0 = states(50, torch.Generator().manual_seed(2))
     torch.testing.assert_close(
         solver.solve(u0, 4.0, every=8, compile=True).final, solver.solve(u0, 4.0).final

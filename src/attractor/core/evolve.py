@@ -612,7 +612,7 @@ def _loop(
         steps: Number of steps between kept states.
         problem: Times, step sizes, states and parameters, as for `_may_loop`.
     """
-    own = getattr(correction, "identity_loop", None) if isinstance(scheme, Identity) else None
+    own = getattr(correction, "_identity_loop", None) if isinstance(scheme, Identity) else None
     if (own is None and steps <= SHORT) or not _may_loop(f, scheme, correction, *problem):
         return None
     u = problem[2]

@@ -91,8 +91,9 @@ ACTIVATIONS = ["rational", "sine", "tanh", "relu", "gelu", "silu"]
 @cache
 def fitted(name: str, d: int, dtype: torch.dtype, **options: Any) -> Any:
     generator = torch.get_rng_state()
-    size = {} if name == "Linear" else {"width": 8}
-    correction = getattr(at.corrections, name)(d, **size, **dict(options), dtype=dtype)
+    kind = getattr(at.corrections, name)
+    size = {"width": 8} if kind.fit_defaults else {}
+    correction = kind(d, **size, **dict(options), dtype=dtype)
     torch.set_rng_state(generator)
     return correction.requires_grad_(False)
 
@@ -103,7 +104,9 @@ for _name in CORRECTIONS:
     @target(_place, random=True)
     def _make(m: Maker, name: str = _name) -> Call:
         options: dict[str, Any] = {}
-        if name != "Linear":
+        if name == "Polynomial":
+            options = {"degree": m.whole(1, 5), "odd": m.boolean()}
+        elif name != "Linear":
             options = {
                 "width": m.whole(1, 9),
                 "depth": m.whole(2, 4),

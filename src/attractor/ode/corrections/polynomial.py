@@ -61,7 +61,7 @@ class Polynomial(Correction):
         """Return the state."""
         return step.u
 
-    def identity_loop(self, u: Tensor, guard: Guard | None) -> Kernel | None:
+    def _identity_loop(self, u: Tensor, guard: Guard | None) -> Kernel | None:
         """Return a loop of steps of the scheme "identity" in C; None if there is none.
 
         Args:
