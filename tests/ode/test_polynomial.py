@@ -187,6 +187,28 @@ def test_states_outside_are_left_to_the_guard(solver, compile):
     torch.testing.assert_close(solved.final, reference(u0, 1.0), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_the_guard_of_a_large_step_takes_as_many_substeps_as_it_needs(known):
+    """Also where the accuracy of a fit is not known: substeps of the identity would stand still."""
+    region = TrustRegion.around(states(50, torch.Generator().manual_seed(0)))
+    if known:
+        region.accuracy = torch.full((2,), 1e-9, **F64)
+    solver = at.HybridSolver(cubic, IDENTITY, small(2, 3), 60.0, region)
+    u0 = torch.tensor([[4.0, 0.0]], **F64)
+    torch.testing.assert_close(solver.solve(u0, 60.0).final, reference(u0, 60.0), rtol=1e-5, atol=1e-5)
+
+
+def test_a_network_of_the_state_may_replace_the_rate():
+    """The slope of the identity is 0, and it has no stages: "auto" takes the state."""
+    solver = at.fit(
+        cubic, dt=0.5, horizon=2.0, scheme="identity", sample=states, trajectories=500, width=64
+    )
+    assert isinstance(solver.correction, at.corrections.NeurVec)
+    assert solver.fit_error < 1e-4
+    with pytest.raises(TypeError, match="identity has no stages"):
+        at.fit(cubic, dt=0.5, horizon=2.0, scheme="identity", sample=states, correction="stages")
+
+
 def test_a_compiled_solve_is_the_loop_in_c_and_agrees(solver, monkeypatch):
     calls, own = [], polynomial_kernel.Kernel.__call__
     spy = lambda self, *args: calls.append(self.size) or own(self, *args)

@@ -235,10 +235,10 @@ def get_scheme(name: str | AnyScheme) -> AnyScheme:
     """The scheme of that name, such as ``"rk4"``; a scheme is handed back as it is."""
     if isinstance(name, AnyScheme):
         return name
-    if name == IDENTITY.name:
-        return IDENTITY
     if not isinstance(name, str):
         raise TypeError(f"a scheme is a name, a Scheme or a Splitting, not a {type(name).__name__}")
+    if name == IDENTITY.name:
+        return IDENTITY
     if name not in ALL:
         near = get_close_matches(name, ALL, n=1)
         hint = f"; did you mean {near[0]!r}? There are" if near else "; there are"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from attractor.core import Splitting, evolve, get_scheme, stiffness
 from attractor.core.checks import check_number, check_whole, is_whole
+from attractor.core.identity import Identity
 from attractor.core.limits import check_folder, check_memory
 from attractor.core.scheme import Rate
 from attractor.core.step import with_parameters
@@ -501,8 +502,10 @@ def _candidates(
     name = "attns" if correction == "auto" else correction
     accepted, reasons = [], []
     for kind, own in AUTO if automatic else ((name, {}),):
+        if automatic and scheme.order == 0 and kind != "neurvec":
+            continue  # the slope is 0
         if kind == "stages":
-            if isinstance(scheme, Splitting):
+            if isinstance(scheme, Splitting | Identity):
                 reasons.append(f"{kind}: {scheme.name} has no stages")
                 continue
             own = {"stages": scheme.rate_calls, **own}

@@ -14,6 +14,8 @@ from attractor.core.tableaus import AnyScheme
 
 PLAIN_SUBSTEPS = 2  # of the solver's own scheme, where the accuracy of a fit is not known
 MOST_SUBSTEPS = 64  # of dop853, in place of one step
+MOST_OF_LARGE_STEPS = 1024  # the same for the scheme "identity", whose steps no stability limits
+FLOW_ACCURACY = 1e-9  # of these, relative to a state, where the accuracy of a fit is not known
 ALL_PRODUCTS = 16  # components of which all products are features
 FEW = 16  # states for which compiled code adds up products by itself
 ROUNDING = 1e-13  # relative to a state: substeps are not asked to agree better
@@ -133,11 +135,14 @@ class TrustRegion(nn.Module):
         """
 
         def substeps(rate: Rate, t: Tensor, dt: Any, u: Tensor) -> Tensor:
-            if bool((self.accuracy < 0).any()):
+            unknown = bool((self.accuracy < 0).any())
+            if unknown and scheme.order:
                 return _substeps(rate, scheme, t, dt, u, PLAIN_SUBSTEPS)
             size = (self.mean.abs() + self.deviation)[: self.dim]
             rounding = ROUNDING * torch.maximum(size, u.detach().abs())
-            return settled_step(rate, t, dt, u, torch.maximum(self.accuracy, rounding))
+            accuracy = FLOW_ACCURACY * size if unknown else self.accuracy
+            most = MOST_SUBSTEPS if scheme.order else MOST_OF_LARGE_STEPS
+            return settled_step(rate, t, dt, u, torch.maximum(accuracy, rounding), most)
 
         return Guard(self.inside, substeps if replace else None, self)
 
@@ -149,20 +154,22 @@ class TrustRegion(nn.Module):
         return torch.cat((*products, x, torch.ones_like(part(0, 1))), dim)
 
 
-def settled_step(rate: Rate, t: Tensor, dt: Any, u: Tensor, tolerance: Tensor) -> Tensor:
+def settled_step(
+    rate: Rate, t: Tensor, dt: Any, u: Tensor, tolerance: Tensor, most: int = MOST_SUBSTEPS
+) -> Tensor:
     """Return the states ``[*batch, d]`` one dt after u, by as many substeps of dop853 as they need.
 
     Each trajectory doubles its substeps until the estimated error of every component is within the
-    tolerance, or there are `MOST_SUBSTEPS`. Its substeps do not depend on the other trajectories.
+    tolerance, or there are `most`. Its substeps do not depend on the other trajectories.
     """
     scheme = get_scheme("dop853")
     with torch.no_grad():
         start, count = u.detach(), 1
         state = _substeps(rate, scheme, t, dt, start, count)
         settled = ~torch.isfinite(start).all(-1)
-        needed = torch.where(settled, count, MOST_SUBSTEPS)
+        needed = torch.where(settled, count, most)
         before = state
-        while count < MOST_SUBSTEPS and not bool(settled.all()):
+        while count < most and not bool(settled.all()):
             count *= 2
             after = _substeps(rate, scheme, t, dt, start, count)
             # Half as many substeps have 2^order times the error.
