@@ -90,11 +90,11 @@ class HybridSearch(Search):
         On a GPU torch's own compiler would need minutes for them.
         """
         compile = compile and self.timed.device.type == "cpu"
-        found = PolynomialSearch(self, self.fit, self.fine_dt).run()
+        candidates = PolynomialSearch(self, self.fit, self.fine_dt).run()
         if self.error >= SINGLE:
-            low = [self.measured(replace(c, dtype="float32")) for c in found]
-            found += [c for c in low if c.error <= self.error]
-        return [self.timing(replace(c, compiled=compile)) for c in found]
+            low = [self.measured(replace(c, dtype="float32")) for c in candidates]
+            candidates += [c for c in low if c.error <= self.error]
+        return [self.timing(replace(c, compiled=compile)) for c in candidates]
 
     @contextmanager
     def counted_for_hybrids(self) -> Iterator[None]:
@@ -239,8 +239,8 @@ def fastest_hybrid(
             and plain is not None
             and not (timed and search.are_much_faster(timed, plain))
         ):
-            found = search.stages([plain], widths)
-            timed += [search.timing(replace(c, compiled=True)) for c in found]
+            hybrids = search.stages([plain], widths)
+            timed += [search.timing(replace(c, compiled=True)) for c in hybrids]
     if not timed:
         reasons = "".join(f"; {note}" for note in search.notes)
         steps = f"does not reach an error of {error:g} over {horizon:g} itself"

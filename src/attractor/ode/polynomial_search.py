@@ -76,34 +76,34 @@ class PolynomialSearch:
             check_rate(
                 search.rate, [(0.0, search.checked, search.checked_p)], search.horizon, search.period
             )
-            return self.fitted(degrees)
+            return self.search_degrees(degrees)
         except (ValueError, FloatingPointError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             search.notes.append(f"polynomials: {str(error).split(';')[0].split(':')[0]}")
             return []
 
-    def fitted(self, degrees: list[int]) -> list[Candidate]:
+    def search_degrees(self, degrees: list[int]) -> list[Candidate]:
         """Return the polynomials of these degrees, and of larger ones where they are too inaccurate."""
         search = self.search
         search.progress("fine data of polynomials")
         self.runs = self.fine_runs()
         first, *cheaper = degrees
-        found = list[Candidate]()
-        cost = lambda: min((self.steps(c) * self.terms(c.degree) for c in found), default=math.inf)
+        results = list[Candidate]()
+        cost = lambda: min((self.steps(c) * self.terms(c.degree) for c in results), default=math.inf)
         attempt = lambda degree: self.fewest_steps(degree, cost() / self.terms(degree))
         for degree in (first, *(n for n in map(self.degree, MORE_TERMS) if n > first)):
             if not self.is_affordable(degree):
                 search.notes.append(f"polynomials of degree {degree}: the budget is too small")
                 break
-            tried = attempt(degree)
-            found += self.reached(tried)
-            near = min((c.error for c in tried), default=math.inf)
-            if near > HOPELESS * search.error or (found and self.steps(found[-1]) <= MANY_STEPS):
+            candidates = attempt(degree)
+            results += self.best(candidates)
+            least = min((c.error for c in candidates), default=math.inf)
+            if least > HOPELESS * search.error or (results and self.steps(results[-1]) <= MANY_STEPS):
                 break
         for degree in cheaper:
-            if not any(c.degree > degree for c in found if c.degree):
+            if not any(c.degree > degree for c in results if c.degree):
                 break
-            found += self.reached(attempt(degree))
-        return [done for candidate in found if (done := self.completed(candidate)) is not None]
+            results += self.best(attempt(degree))
+        return [final for candidate in results if (final := self.refit(candidate)) is not None]
 
     def is_affordable(self, degree: int) -> bool:
         """Return whether the budget allows two fits of a degree."""
@@ -114,9 +114,9 @@ class PolynomialSearch:
         """Return the number of steps that a polynomial learns from."""
         return max(FEWEST_ROWS, ROWS_PER_TERM * terms)
 
-    def reached(self, tried: list[Candidate]) -> list[Candidate]:
+    def best(self, candidates: list[Candidate]) -> list[Candidate]:
         """Return a list of the candidate with the fewest steps that reach the error, or an empty one."""
-        return sorted((c for c in tried if c.error <= self.search.error), key=self.steps)[:1]
+        return sorted((c for c in candidates if c.error <= self.search.error), key=self.steps)[:1]
 
     def steps(self, way: Candidate) -> int:
         """Return the number of steps of a candidate."""
@@ -165,30 +165,30 @@ class PolynomialSearch:
         return make_runs(search.rate, samplers["sample"], shards, search.device, samplers["parameters"])
 
     def fewest_steps(self, degree: int, limit: float = math.inf) -> list[Candidate]:
-        """Return the polynomials that were tried for the fewest steps, less than `limit`.
+        """Return the candidates of a search for the fewest steps, less than `limit`.
 
         The error is taken for a power of the number of steps, which predicts those of the next fit.
         """
-        allowed = [n for n in STEPS if n < limit]
-        low, high = -1, len(allowed)  # indices of numbers that miss the error, and reach it
-        guess = next((i for i, n in enumerate(allowed) if n >= self.start), len(allowed) - 1)
-        tried, order = list[Candidate](), degree + 1.0
-        while low < guess < high and len(tried) < FITS and self.search.left > 0:
-            candidate = self.tried(degree, allowed[guess])
-            tried.append(candidate)
+        counts = [n for n in STEPS if n < limit]
+        low, high = -1, len(counts)  # indices of numbers that miss the error, and reach it
+        guess = next((i for i, n in enumerate(counts) if n >= self.start), len(counts) - 1)
+        candidates, order = list[Candidate](), degree + 1.0
+        while low < guess < high and len(candidates) < FITS and self.search.left > 0:
+            candidate = self.candidate(degree, counts[guess])
+            candidates.append(candidate)
             share = candidate.error / self.search.error
             low, high = (low, guess) if share <= 1 else (guess, high)
-            order = _order(tried[-2:], order)
+            order = _order(candidates[-2:], order)
             factor = 2.0 if not math.isfinite(share) else 1.03 * share ** (1 / order)
-            if high == len(allowed) and factor * allowed[guess] > FAR * allowed[-1]:
+            if high == len(counts) and factor * counts[guess] > FAR * counts[-1]:
                 break
-            wanted = allowed[guess] * min(4.0, max(0.25, factor))
-            guess = next((i for i, n in enumerate(allowed) if n >= wanted), len(allowed) - 1)
+            target = counts[guess] * min(4.0, max(0.25, factor))
+            guess = next((i for i, n in enumerate(counts) if n >= target), len(counts) - 1)
             guess = min(max(guess, low + 1), high - 1)
-        return tried
+        return candidates
 
-    def tried(self, degree: int, steps: int) -> Candidate:
-        """Return a polynomial with its error on unguarded rollouts, not completed."""
+    def candidate(self, degree: int, steps: int) -> Candidate:
+        """Return a polynomial with its error on rollouts without a guard."""
         search = self.search
         way = Candidate("hybrid", IDENTITY.name, search.horizon / steps, degree=degree)
         search.progress(f"fit of {way}")
@@ -214,10 +214,10 @@ class PolynomialSearch:
         steps, dt = self.steps(way), self.search.horizon / GRID
         stride = GRID // steps
         starts = GRID - stride + 1
-        wanted = self.rows(self.terms(way.degree))
+        rows = self.rows(self.terms(way.degree))
         runs = []
         for run in self.runs:
-            skip = max(1, run.u.shape[1] * len(self.runs) * starts // wanted)
+            skip = max(1, run.u.shape[1] * len(self.runs) * starts // rows)
             for first in range(starts):
                 few, p = slice(first % skip, None, skip), run.parameters
                 states = run.u[[first, first + stride]][:, few]
@@ -243,8 +243,8 @@ class PolynomialSearch:
                 return False
         return True
 
-    def completed(self, way: Candidate) -> Candidate | None:
-        """Return the polynomial as `fit` makes it, with a guard, and its error; None if it misses it."""
+    def refit(self, way: Candidate) -> Candidate | None:
+        """Return the polynomial as `fit` makes it, with a guard; None if it misses the error then."""
         search = self.search
         how: dict[str, Any] = {
             "correction": "polynomial",
@@ -260,11 +260,11 @@ class PolynomialSearch:
         return measured if measured.error <= search.error else None
 
 
-def _order(tried: list[Candidate], default: float) -> float:
+def _order(candidates: list[Candidate], default: float) -> float:
     """Return the power of the step size that the error of two candidates follows, if it is known."""
-    if len(tried) < 2:
+    if len(candidates) < 2:
         return default
-    one, two = tried
+    one, two = candidates
     ratio = two.error / one.error
     if not (0 < ratio < math.inf):
         return default
