@@ -1,8 +1,8 @@
 """The search for the fastest hybrid: corrections of increasing cost, each with the largest step.
 
 Polynomials of the state come first: they replace all rate calls, and pay where a state has few
-components. Unless they are much faster than every plain scheme, linear maps and networks of the stages
-follow, on the schemes that the search among plain schemes has left.
+components. Unless they are clearly faster than every plain scheme, linear maps and networks of the
+stages follow, on the schemes that the search among plain schemes has left.
 """
 
 import math
@@ -30,7 +30,7 @@ WIDE = (256, 64)  # the same for rates that take longer than such a network
 TRAJECTORIES = 200  # number of trajectories that a hybrid learns from
 FITS = 4  # number of fits per scheme and correction, in search of the largest step
 CLEAR = 1.1  # a hybrid is fitted only if it has this many times fewer steps than the next best one
-CLEARLY = 3  # times faster than all plain schemes: other corrections are not that fast
+FASTER = 1.5  # times faster than all plain schemes: corrections of the stages are rarely that fast
 
 
 class HybridSearch(Search):
@@ -59,8 +59,8 @@ class HybridSearch(Search):
         plain = min(c.seconds for c in timed)
         timed += polynomials
         with self.counted_for_hybrids():
-            if min(c.seconds for c in timed) * CLEARLY <= plain:
-                self.notes.append("corrections of the stages: a polynomial is much faster")
+            if min(c.seconds for c in timed) * FASTER <= plain:
+                self.notes.append("corrections of the stages: a polynomial is faster")
             else:
                 with self.reserved(COMPILING if compile else 0.0):
                     hybrids = [self.timing(c) for c in self.stages(fixed)]
@@ -79,10 +79,10 @@ class HybridSearch(Search):
         low = self.in_float32(timed) if self.error >= SINGLE else []
         return low + (self.compiled(timed + low) if compile else [])
 
-    def are_much_faster(self, timed: list[Candidate], plain: Candidate) -> bool:
-        """Return whether one of the candidates is much faster than a plain scheme, compiled."""
+    def are_faster(self, timed: list[Candidate], plain: Candidate) -> bool:
+        """Return whether one of the candidates is clearly faster than a plain scheme, compiled."""
         seconds = self.timing(replace(plain, compiled=True)).seconds
-        return min(c.seconds for c in timed) * CLEARLY <= seconds
+        return min(c.seconds for c in timed) * FASTER <= seconds
 
     def polynomials(self, compile: bool) -> list[Candidate]:
         """Return polynomials that reach the error, timed; compiled ones need no time to compile.
@@ -237,7 +237,7 @@ def fastest_hybrid(
         if (
             correction in ("auto", "stages")
             and plain is not None
-            and not (timed and search.are_much_faster(timed, plain))
+            and not (timed and search.are_faster(timed, plain))
         ):
             hybrids = search.stages([plain], widths)
             timed += [search.timing(replace(c, compiled=True)) for c in hybrids]
