@@ -323,11 +323,52 @@ def test_steps_that_are_learned_from_start_at_all_points():
     own = polynomials()
     with torch.no_grad():
         own.runs = own.fine_runs()
-    runs = own.steps_of(Candidate("hybrid", "identity", 4.0 / 8, degree=3))
+    runs = own.steps_along(Candidate("hybrid", "identity", 4.0 / 8, degree=3))
     assert [run.t0 for run in runs] == pytest.approx([4.0 / GRID * i for i in range(len(runs))])
     assert len(runs) == GRID - GRID // 8 + 1
     after = torch.cat([reference(run.u[0, :3], 0.5) for run in runs[::40]])
     torch.testing.assert_close(torch.cat([run.u[1, :3] for run in runs[::40]]), after)
+
+
+@pytest.mark.parametrize(("period", "lists"), [(None, False), (2.0, False), (2.0, True)])
+def test_most_steps_that_are_learned_from_start_beside_the_trajectories(period, lists):
+    def rate(t, u):
+        if lists and t.dim():
+            raise ValueError("one time for all states")
+        return (
+            cubic(t, u) if period is None else cubic(t, u) + torch.cos(math.pi * t) * torch.ones_like(u)
+        )
+
+    own = polynomials(rate, period=period)
+    way = Candidate("hybrid", "identity", 4.0 / 8, degree=3)
+    with torch.no_grad():
+        own.runs = own.fine_runs()
+        along, runs = own.steps_along(way), own.steps_of(way)
+    before, after = (torch.cat([run.u[0] for run in x]) for x in (along, runs))
+    moved = (before != after).any(-1)
+    if lists:
+        assert not moved.any()
+        return
+    assert 0.6 < moved.double().mean() < 0.8
+    size = ((after - before)[moved] / before.std(0)).square().mean().sqrt()
+    assert size == pytest.approx(0.1, rel=0.1)
+    for run in runs[::60]:
+        t = run.t0 + torch.tensor([0.0, 0.5], **F64)
+        truth = at.evolve(rate, run.u[0, :5], t, "dop853", rtol=1e-12, atol=1e-12).final
+        torch.testing.assert_close(run.u[1, :5], truth, rtol=1e-9, atol=1e-9)
+
+
+def test_a_polynomial_of_a_thin_set_of_states_holds_beside_it():
+    """All trajectories start on one line; those that do not are close to it, and no guard steps."""
+    pendulum = at.systems.ElasticPendulum()
+    own = polynomials(pendulum, None, horizon=5.0, error=1e-5)
+    with torch.no_grad():
+        own.runs = own.fine_runs()
+        solver = own.search.solver_of(own.refit(Candidate("hybrid", "identity", 0.5, degree=6)))
+    u0 = pendulum.sample(100, torch.Generator().manual_seed(4), torch.float64)
+    u0 = u0 + torch.tensor([0.0, 0.05, 0.02, 0.1], **F64)
+    truth = at.evolve(pendulum, u0, [0.0, 5.0], "dop853", rtol=1e-11, atol=1e-11).final
+    assert (solver.solve(u0, 5.0, guard=False).final - truth).abs().max() < 1e-3
 
 
 def driven(t, u):

@@ -1,7 +1,9 @@
 """The search for a polynomial that replaces the rate: few and large steps of the scheme "identity".
 
-All polynomials learn from the same fine trajectories, and from steps that start at any point of them, so
-that the solver that is returned can start anywhere on a trajectory, not only where it was sampled.
+All polynomials learn from steps that start at any point of the same fine trajectories, or beside them.
+The solver that is returned can then start anywhere on a trajectory, not only where it was sampled. The
+states beside the trajectories keep a polynomial from being arbitrary where trajectories fill a thin set
+only: its rollouts would leave that set and diverge, and the trust region would not see it.
 """
 
 import math
@@ -11,7 +13,8 @@ from typing import Any
 
 import torch
 
-from attractor.core.scheme import call_rate
+from attractor.core import evolve
+from attractor.core.scheme import Rate, call_rate
 from attractor.core.tableaus import IDENTITY
 from attractor.ode.candidates import Candidate, distance
 from attractor.ode.closed_form import ClosedForm
@@ -28,6 +31,7 @@ from attractor.ode.trajectories import (
     Run,
     enough_substeps,
     make_runs,
+    shifted,
     substeps_for,
 )
 
@@ -41,6 +45,8 @@ HIGHEST = 16  # degree; of higher ones the monomials are too sensitive to roundi
 FITS = 6  # number of fits per degree, in search of the fewest steps
 MOST_TRAJECTORIES, FEWEST_TRAJECTORIES = 2000, 200
 MOST_NUMBERS = 2**25  # of the trajectories
+MOVED = 0.7  # share of the starting points of steps that lie beside the trajectories,
+BESIDE = 0.1  # by this many standard deviations of each component
 ROWS_PER_TERM = 18  # steps that a polynomial learns from; they are free of noise
 FEWEST_ROWS = 25_000
 SPEED = 5e9  # rows times squared terms per second of a fit, at least
@@ -62,6 +68,7 @@ class PolynomialSearch:
     def __init__(self, search: Search, fit: Callable[..., HybridSolver], fine_dt: float | None) -> None:
         self.search, self.fit, self.fine_dt = search, fit, fine_dt
         self.runs: list[Run] = []
+        self.large_steps: dict[tuple[int, int], list[Run]] = {}  # of the last candidate
         self.odd = self.is_odd()
         # A third of the steps of dop853 are tried first.
         self.start = 4.0 if fine_dt is None else search.horizon / (6 * fine_dt)
@@ -207,6 +214,43 @@ class PolynomialSearch:
         return replace(way, error=distance(solved.final, search.truth, search.scale))
 
     def steps_of(self, way: Candidate) -> list[Run]:
+        """Return large steps from all points of the trajectories and beside them, for a candidate."""
+        key = self.steps(way), self.rows(self.terms(way.degree))
+        if key not in self.large_steps:
+            self.large_steps = {key: self.beside(self.steps_along(way), way.setting)}
+        return self.large_steps[key]
+
+    def beside(self, runs: list[Run], length: float) -> list[Run]:
+        """Return steps of a length with most of their starting points moved at random, followed anew.
+
+        If a rate accepts one time for all states only, steps of different times remain as they are.
+        """
+        if self.fine_dt is None:
+            return runs
+        search, sizes = self.search, [run.u.shape[1] for run in runs]
+        like: Any = {"dtype": torch.float64, "device": runs[0].u.device}
+        generator = torch.Generator().manual_seed(search.seed + 2**42)
+        before, after = (torch.cat([run.u[i] for run in runs], 0) for i in (0, 1))
+        own = [run.parameters for run in runs if run.parameters is not None]
+        p = torch.cat(own) if own else None
+        rate: Rate | None = search.rate
+        if search.period is not None:
+            times = torch.cat([torch.full((n,), run.t0, **like) for run, n in zip(runs, sizes)])
+            rate = shifted(search.rate, times, before, p)
+        if rate is None:
+            return runs
+        noise = torch.randn(before.shape, generator=generator, dtype=torch.float64).to(before)
+        is_moved = torch.rand(len(before), 1, generator=generator).to(before) < MOVED
+        start = before + torch.where(is_moved, BESIDE * before.std(0) * noise, 0.0)
+        count = substeps_for(length, min(length, self.fine_dt))
+        t = torch.linspace(0.0, length, count + 1, **like)
+        solved = evolve(rate, start, t, "dop853", every=count, parameters=p)
+        ok = solved.ok[:, None]
+        pairs = torch.stack((torch.where(ok, start, before), torch.where(ok, solved.final, after)))
+        parts = pairs.split(sizes, 1)
+        return [Run(run.t0, part, run.parameters) for run, part in zip(runs, parts)]
+
+    def steps_along(self, way: Candidate) -> list[Run]:
         """Return large steps that start at all points of the trajectories.
 
         There are about as many as a fit needs. Each trajectory takes part in steps from some points.

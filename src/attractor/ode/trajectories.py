@@ -150,21 +150,21 @@ def make_runs(
     p = torch.cat(known) if known else None
     if len(set(starts)) > 1:
         each = torch.cat([torch.full((len(x),), t, dtype=torch.float64) for x, t in zip(states, starts)])
-        shifted = _shifted(rate, each.to(u0.device), u0, p)
-        if shifted is None:
+        timed = shifted(rate, each.to(u0.device), u0, p)
+        if timed is None:
             made: dict[int, Run] = {}
             for start in dict.fromkeys(starts):
                 same = [i for i, t in enumerate(starts) if t == start]
                 made |= zip(same, make_runs(rate, sample, [shards[i] for i in same], device, parameters))
             return [made[i] for i in range(len(shards))]
-        follow, t0 = shifted, 0.0
+        follow, t0 = timed, 0.0
     plan, _ = shards[0]
     u = fine_trajectories(follow, u0, plan.dt, plan.steps, plan.substeps, t0, parameters=p)
     parts = u.split([len(x) for x in states], 1)
     return [Run(start, part, q) for start, part, q in zip(starts, parts, own)]
 
 
-def _shifted(rate: Rate, t0: Tensor, u0: Tensor, parameters: Tensor | None) -> Rate | None:
+def shifted(rate: Rate, t0: Tensor, u0: Tensor, parameters: Tensor | None) -> Rate | None:
     """Return the rate with time counted from t0 ``[n]``, or None if it accepts one time only.
 
     Exact solutions and kernels of whole steps start at one time, so they have no such rate either.
