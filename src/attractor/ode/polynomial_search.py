@@ -40,7 +40,8 @@ STEPS = tuple(n for n in range(2, GRID // 2 + 1) if GRID % n == 0)  # of a polyn
 TERMS = (350, 120, 40)  # of a polynomial, at most; the most accurate one first
 MORE_TERMS = (800, 2200)  # where fewer terms do not reach the error, or need many steps
 MANY_STEPS = 60
-FAR = 3  # times the most steps: a prediction of more ends the search
+FAR = 3  # times the most steps: a prediction of more ends the search,
+NEAR = 30  # unless the error is at most so many times the error to reach
 HIGHEST = 16  # degree; of higher ones the monomials are too sensitive to rounding
 FITS = 6  # number of fits per degree, in search of the fewest steps
 MOST_TRAJECTORIES, FEWEST_TRAJECTORIES = 2000, 200
@@ -187,10 +188,11 @@ class PolynomialSearch:
             low, high = (low, guess) if share <= 1 else (guess, high)
             order = _order(candidates[-2:], order)
             factor = 2.0 if not math.isfinite(share) else 1.03 * share ** (1 / order)
-            if high == len(counts) and factor * counts[guess] > FAR * counts[-1]:
+            far = high == len(counts) and factor * counts[guess] > FAR * counts[-1]
+            if far and share > NEAR:
                 break
             target = counts[guess] * min(4.0, max(0.25, factor))
-            guess = next((i for i, n in enumerate(counts) if n >= target), len(counts) - 1)
+            guess = next((i for i, n in enumerate(counts) if n >= target and not far), len(counts) - 1)
             guess = min(max(guess, low + 1), high - 1)
         return candidates
 
