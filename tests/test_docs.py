@@ -85,6 +85,7 @@ LONG = {"causal_text.py", "duffing.py", "fastest_solver.py"}
 def test_examples_run(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [str(example)])
+    monkeypatch.setattr("torch.compile", lambda function, **_: function)  # needs a module with the code
     try:
         exec(compile(example.read_text(), str(example), "exec"), {"__name__": "__main__"})
     except SystemExit as end:

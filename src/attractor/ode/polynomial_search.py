@@ -7,6 +7,7 @@ only: its rollouts would leave that set and diverge, and the trust region would 
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -296,12 +297,14 @@ class PolynomialSearch:
             "correction": "polynomial",
             "options": {"degree": way.degree, "odd": self.odd},
         }
-        solver = self.fit(
-            search.rate, dt=way.setting, horizon=search.horizon, scheme=IDENTITY, **how,
-            period=search.period, seed=search.seed, device=search.device,
-            fine_dt=None if self.fine_dt is None else min(way.setting, self.fine_dt),
-            data=self.steps_of(way), **search.samplers,
-        )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # rollouts without a guard may diverge
+            solver = self.fit(
+                search.rate, dt=way.setting, horizon=search.horizon, scheme=IDENTITY, **how,
+                period=search.period, seed=search.seed, device=search.device,
+                fine_dt=None if self.fine_dt is None else min(way.setting, self.fine_dt),
+                data=self.steps_of(way), **search.samplers,
+            )  # fmt: skip
         measured = search.add(way, solver)
         return measured if measured.error <= search.error else None
 
