@@ -98,7 +98,7 @@ def test_the_loop_in_c_equals_torch(dim, degree, options, dtype, guarded):
         for anywhere in (torch.zeros(states, dtype=torch.bool), torch.arange(states) % 5 > 0):
             problem = t, dt, torch.tensor(5), u, anywhere, p
             found = kernel(*problem)
-            # The loop of Python: torch.while_loop takes no parameters that are views.
+            # The same steps, one after the other in Python.
             steps, inside_now, stayed, state = 0, torch.ones_like(anywhere), torch.ones_like(anywhere), u
             while True:
                 if inside is not None:

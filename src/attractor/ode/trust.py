@@ -15,7 +15,7 @@ from attractor.core.tableaus import AnyScheme
 PLAIN_SUBSTEPS = 2  # of the solver's own scheme, where the accuracy of a fit is not known
 MOST_SUBSTEPS = 64  # of dop853, in place of one step
 MOST_OF_LARGE_STEPS = 1024  # the same for the scheme "identity", whose steps no stability limits
-FLOW_ACCURACY = 1e-9  # of these, relative to a state, where the accuracy of a fit is not known
+FLOW_ACCURACY = 1e-9  # of such a step, relative to a state, if the accuracy of the fit is not known
 ALL_PRODUCTS = 16  # components of which all products are features
 FEW = 16  # states for which compiled code adds up products by itself
 ROUNDING = 1e-13  # relative to a state: substeps are not asked to agree better
