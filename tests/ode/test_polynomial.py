@@ -14,7 +14,7 @@ from attractor.ode.candidates import Candidate
 from attractor.ode.corrections import Polynomial, polynomial_kernel
 from attractor.ode.corrections.polynomial import Monomials, count_terms
 from attractor.ode.hybrid_search import HybridSearch
-from attractor.ode.polynomial_search import GRID, STEPS, PolynomialSearch
+from attractor.ode.polynomial_search import FITS, GRID, STEPS, PolynomialSearch
 from attractor.ode.trust import TrustRegion
 
 F64 = {"dtype": torch.float64}
@@ -401,6 +401,16 @@ def test_degrees_have_a_limited_number_of_terms():
     assert degrees(4) == [7, 4, 3]
     assert degrees(20) == [2, 1]
     assert degrees(500) == []
+
+
+@pytest.mark.parametrize("errors", [(1e200, 9.9e199), (1e-300, 1e200), (math.inf, 1e250), (0.0, 0.0)])
+def test_the_search_ends_whatever_errors_its_candidates_have(errors, monkeypatch):
+    own, rest = PolynomialSearch(search(), None, 0.1), itertools.cycle(errors)
+    candidate = lambda self, degree, steps: Candidate(
+        "hybrid", IDENTITY.name, 4.0 / steps, degree=degree, error=next(rest)
+    )
+    monkeypatch.setattr(PolynomialSearch, "candidate", candidate)
+    assert 1 <= len(own.fewest_steps(3)) <= FITS
 
 
 def test_the_fastest_hybrid_may_be_a_polynomial():

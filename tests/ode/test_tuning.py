@@ -125,6 +125,22 @@ def test_large_errors_are_tried_in_float32():
     assert solver.solve(u0, 4.0).u.dtype == torch.float64
 
 
+def test_a_rate_that_needs_float64_is_tuned_in_float64():
+    matrix = torch.tensor([[-1.0, 0.5], [0.0, -2.0]], dtype=torch.float64)
+    sample = lambda n, generator: torch.rand(n, 2, generator=generator, dtype=torch.float64)
+    report = at.tune(
+        lambda t, u: u @ matrix,
+        error=1e-3,
+        horizon=2.0,
+        sample=sample,
+        batch=20,
+        budget=0.0,
+        compile=False,
+    ).report
+    assert all(c.dtype == "float64" for c in report.candidates)
+    assert any("float32" in note for note in report.notes)
+
+
 def test_without_a_budget_only_plain_schemes_are_tried():
     report = at.tune(
         at.systems.VanDerPol(), error=1e-3, horizon=1.0, batch=5, budget=0.0, compile=False

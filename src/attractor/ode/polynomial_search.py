@@ -41,6 +41,7 @@ STEPS = tuple(n for n in range(2, GRID // 2 + 1) if GRID % n == 0)  # of a polyn
 TERMS = (350, 120, 40)  # of a polynomial, at most; the most accurate one first
 MORE_TERMS = (800, 2200)  # where fewer terms do not reach the error, or need many steps
 MANY_STEPS = 60
+HUGE = 1e30  # of an error, relative to that which is asked for; larger powers overflow
 FAR = 3  # times the most steps: a prediction of more ends the search,
 NEAR = 30  # unless the error is at most so many times the error to reach
 HIGHEST = 16  # degree; of higher ones the monomials are too sensitive to rounding
@@ -188,7 +189,7 @@ class PolynomialSearch:
             share = candidate.error / self.search.error
             low, high = (low, guess) if share <= 1 else (guess, high)
             order = _order(candidates[-2:], order)
-            factor = 2.0 if not math.isfinite(share) else 1.03 * share ** (1 / order)
+            factor = 2.0 if not math.isfinite(share) else 1.03 * min(share, HUGE) ** (1 / order)
             far = high == len(counts) and factor * counts[guess] > FAR * counts[-1]
             if far and share > NEAR:
                 break
@@ -314,7 +315,7 @@ def _order(candidates: list[Candidate], default: float) -> float:
     if len(candidates) < 2:
         return default
     one, two = candidates
-    ratio = two.error / one.error
+    ratio = two.error / one.error if one.error > 0 else math.inf
     if not (0 < ratio < math.inf):
         return default
     return min(max(math.log(ratio) / math.log(two.setting / one.setting), 0.3), 2 * default)

@@ -162,7 +162,7 @@ class Search:
             if way.dtype == "float64":
                 raise
             self.notes.append(f"float32, which the rate does not accept ({failure})")
-            return way
+            return replace(way, error=math.inf)
         error = distance(solved.final, self.truth, self.scale) if bool(solved.ok.all()) else math.inf
         return replace(way, error=error, rate_calls=solved.stats.rate_calls)
 
