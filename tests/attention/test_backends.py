@@ -150,11 +150,12 @@ class StandIns:
         ends = cum_seq_q.tolist()
         assert ends[0] == 0
         assert ends[-1] == len(query) == len(key)
-        assert max(b - a for a, b in pairwise(ends)) == max_q == max_k
+        assert max(b - a for a, b in pairwise(ends)) <= max_q == max_k
         left, right = (-1 if side >= max_k else side for side in sides)
         for a, b in pairwise(ends):
-            assert b > a
-            yield slice(a, b), band(b - a, b - a, left, right)
+            assert b > a or b == ends[-1]  # only the last ones may be empty
+            if b > a:
+                yield slice(a, b), band(b - a, b - a, left, right)
 
     def _flash_attention_backward(
         self, grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
@@ -424,6 +425,21 @@ def test_documents_that_may_not_be_looked_at_go_in_strips(gpu, monkeypatch):
         torch.testing.assert_close(found, out[..., selection.first_row(scope) :, :], rtol=0, atol=1e-12)
         torch.testing.assert_close(found_lse, lse, rtol=0, atol=1e-12)
     assert not gpu.ops.calls
+
+
+def test_documents_that_must_be_consecutive_are_packed_unseen(gpu, monkeypatch):
+    """As in the capture of a graph, which has room for any number of documents."""
+    monkeypatch.setattr(selection, "may_sync", lambda _: False)
+    choose = lambda scope: selection.choose_on_cuda(*inputs(scope), scope, consecutive=True)
+    for kind in ("documents", "documents, far"):
+        scope, _ = SCOPES[kind]
+        _, out, lse = truth(*inputs(scope), scope)
+        found, found_lse = softmax.attend(*inputs(scope), scope, SCALE, choose(scope))
+        torch.testing.assert_close(found, out[..., selection.first_row(scope) :, :], rtol=0, atol=1e-12)
+        torch.testing.assert_close(found_lse, lse, rtol=0, atol=1e-12)
+    assert set(gpu.ops.calls) == {"packed"}
+    with pytest.raises(RuntimeError, match="must be consecutive"):
+        choose(SCOPES["torn documents"][0])
 
 
 @pytest.mark.parametrize("kind", ["documents, far", "documents, window"])

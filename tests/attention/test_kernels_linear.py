@@ -231,6 +231,30 @@ def test_causal_equals_dense(tokens, steps, dim, heads, name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tokens", "steps", "heads", "shared", "lengths"),
+    [
+        (70, 2, 4, 2, None),
+        pytest.param(5, 4, 2, 1, None, marks=pytest.mark.slow),
+        pytest.param(90, 4, 6, 2, None, marks=pytest.mark.slow),
+        pytest.param(50, 3, 4, 2, [1, 2, 3, 4, 40], marks=pytest.mark.slow),
+    ],
+)
+def test_heads_that_share_keys_and_values_equal_dense(tokens, steps, heads, shared, lengths):
+    """Key and value are not repeated; their gradients, and the coefficients', sum over the group."""
+    documents = None if lengths is None else ids(lengths, lengths[::-1])
+    pde, leaves = equation("advection_diffusion", 1)
+    q = random(2, heads, tokens, 16)
+    k, v = (random(2, tokens, shared, 16).transpose(1, 2) for _ in range(2))
+    found = causal.causal(q, k, v, table_of(pde, steps, 1.0, v), 0.3, documents)
+    truth = pde_attention(
+        q, k, v, is_causal=True, scale=0.3, enable_gqa=True, pde=pde, steps=steps, documents=documents,
+        method="dense",
+    )  # fmt: skip
+    found, truth = (with_gradients(x, [q, k, v, *leaves]) for x in (found, truth))
+    assert worst(found, truth) < 1e-12
+
+
 def test_causal_equals_the_operator_without_kernels():
     pde, leaves = equation("advection_diffusion", 2)
     q, k, v = (random(1, 2, 70, 16) for _ in range(3))
@@ -327,7 +351,7 @@ def ids(*rows):
 
 def packed_attention(q, k, v, documents, table, scale=0.3):
     within = causal.packed(q, k, v, documents, table.shape[-1] // 2)
-    return causal.causal(q, k, v, table, scale, within)
+    return causal.causal(q, k, v, table, scale, documents, within)
 
 
 PACKED = {
@@ -463,7 +487,7 @@ def test_nothing_of_another_document_is_used_near_a_wall():
         later = of_far.clone()
         later[..., 68:70, :] = 0.0
         cut = later[..., :78, :]
-        keys = grad, q, v, row_weights, table, open, cut, cut, *sums, CAUSAL, 0, False
+        keys = grad, q, k, v, row_weights, table, open, cut, cut, *sums, CAUSAL, 0, False
         dk, dv, _ = boundary_kernels.boundary_backward_keys(*keys)
         results.append((out, lse[..., None], dq, dk, dv))
     for a, b in zip(*results):
@@ -519,7 +543,7 @@ def test_operators_keep_their_promises(walled):
     given = row_operands(v, q, k, v, out, lse, table, far, 0.25, True, faces)
     torch.library.opcheck(boundary_kernels.backward_rows_operator, given, **some)
     _, row_weights, _, _, *sums = boundary_kernels.boundary_backward_rows(*given)
-    given = v, q, v, row_weights, table, faces, far, far, *sums, CAUSAL, 0, True
+    given = v, q, k, v, row_weights, table, faces, far, far, *sums, CAUSAL, 0, True
     torch.library.opcheck(boundary_kernels.backward_keys_operator, given, **some)
 
 
@@ -548,6 +572,42 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(wave, (random(1),))
     with pytest.raises(RuntimeError, match="second derivatives"):
         torch.autograd.grad(made(alpha, beta).sum(), alpha, create_graph=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_operator_for_compiled_code_keeps_its_promises(packed):
+    documents = ids([3, 17], [20]) if packed else None
+    table = table_of(pdes.AdvectionDiffusion(0.2, 0.1), 2, 1.0, torch.empty(1, device=DEVICE))
+    q, k = random(2, 4, 20, 16, dtype=torch.float32), random(2, 2, 20, 16, dtype=torch.float32)
+    given = q, k, random(2, 20, 2, 16, dtype=torch.float32).transpose(1, 2), table.requires_grad_()
+    torch.library.opcheck(causal.attend_operator, (*given, 0.3, documents))
+    by_operator = causal.attend_operator(*given, 0.3, documents)[0]
+    directly = causal.causal(*given, 0.3, documents)
+    found, truth = (with_gradients(x, given) for x in (by_operator, directly))
+    assert all(torch.equal(a, b) for a, b in zip(found, truth))
+    if packed:
+        with pytest.raises(ValueError, match=r"in compiled code, .* must be consecutive"):
+            causal.attend_operator(*given, 0.3, documents.roll(1, 1))
+
+
+@pytest.mark.slow
+def test_compiled_in_one_graph_for_all_lengths():
+    """Lengths are symbols of one program, and padding and documents need no other."""
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=backend)
+    def attention(q, k, v):
+        return causal.causal(q, k, v, stencil_of(pdes.Diffusion(0.2), 2, 1.0, v), 0.25)
+
+    for tokens in range(20, 50):
+        q, k, v = (random(1, 2, tokens, 16, dtype=torch.float32) for _ in range(3))
+        attention(q, k, v)
+    assert len(graphs) == 1
 
 
 @pytest.mark.slow

@@ -237,7 +237,7 @@ def test_operators_keep_their_promises(with_pde):
     torch.library.opcheck(boundary.backward_rows_operator, given, **some)
     if with_pde:
         _, row_weights, _, _, *sums = boundary.boundary_backward_rows(*given)
-        given = grad, q, v, row_weights, table, None, *far[1:], *sums, *sides, True
+        given = grad, q, k, v, row_weights, table, None, *far[1:], *sums, *sides, True
         torch.library.opcheck(boundary.backward_keys_operator, given, **some)
 
 

@@ -97,7 +97,7 @@ class Call:
     evolution: Evolution = field(init=False)
 
     def __post_init__(self) -> None:
-        if not _alike(self.query, self.key, self.value):
+        if not _alike(self.query, self.key, self.value, self.enable_gqa):
             tensors = broadcast(self.query, self.key, self.value, self.enable_gqa)
             check_tensors(*tensors, self.enable_gqa)
             self.query, self.key, self.value = tensors
@@ -169,13 +169,28 @@ class Call:
         lengths = self.query.shape[-2], self.key.shape[-2]
         return Scope.of(*lengths, **{**self.masks, "attn_mask": mask})
 
-    def flattened(self) -> tuple[Tensor, Tensor, Tensor, float, Evolution]:
+    def valid_keys(self) -> Tensor | None:
+        """Return the keys that a single query may attend to, bool ``[batch or 1, keys]``; None: all.
+
+        Requires: Query has four dimensions or less, and nothing but `key_padding` and a bool `attn_mask`
+        that is the same for all heads decides on its keys.
+        """
+        valid, mask, keys = self.key_padding, self.attn_mask, self.key.shape[-2]
+        if mask is None:
+            return valid
+        mask = mask.expand(*mask.shape[:-1], keys).reshape(-1, keys)
+        return mask if valid is None else mask & valid
+
+    def flattened(self, share_heads: bool = False) -> tuple[Tensor, Tensor, Tensor, float, Evolution]:
         """Return query, key, value, scale and evolution as engines other than "dense" take them.
 
-        The tensors are ``[batch, heads, tokens, dim]`` with equal numbers of heads, and the scale is
-        positive.
+        The tensors are ``[batch, heads, tokens, dim]``, and the scale is positive.
+
+        Args:
+            share_heads: Leave key and value with their own number of heads. Without it, their heads are
+                repeated until there are as many as those of query.
         """
-        query, key, value = four_dimensions(self.query, self.key, self.value)
+        query, key, value = four_dimensions(self.query, self.key, self.value, share_heads)
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         if scale <= 0:  # operators multiply masked scores of -inf by the scale
             query, scale = (-query, -scale) if scale < 0 else (query * 0.0, 1.0)
@@ -185,14 +200,15 @@ class Call:
         return query, key, value, scale, evolution
 
 
-def _alike(query: Any, key: Any, value: Any) -> bool:
+def _alike(query: Any, key: Any, value: Any, enable_gqa: Any) -> bool:
     """Whether nothing has to be checked or changed about the three tensors, as is usual."""
     return (
         isinstance(query, Tensor)
         and isinstance(key, Tensor)
         and isinstance(value, Tensor)
         and query.ndim >= 2
-        and query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
+        and key.shape[:-2] == value.shape[:-2]
+        and (query.shape[:-2] == key.shape[:-2] or (enable_gqa is True and _share(query, key)))
         and query.shape[-1] == key.shape[-1] != 0
         and key.shape[-2] == value.shape[-2]
         and query.dtype == key.dtype == value.dtype
@@ -201,8 +217,18 @@ def _alike(query: Any, key: Any, value: Any) -> bool:
     )
 
 
-def four_dimensions(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all three as ``[batch, heads, tokens, dim]``, with as many heads each as query."""
+def _share(query: Tensor, key: Tensor) -> bool:
+    """Whether heads of key serve several heads of query each, in the same batch."""
+    if not query.ndim == key.ndim >= 3 or query.shape[:-3] != key.shape[:-3]:
+        return False
+    heads, shared = query.shape[-3], key.shape[-3]
+    return shared > 0 and heads % shared == 0
+
+
+def four_dimensions(
+    query: Tensor, key: Tensor, value: Tensor, share_heads: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return all three as ``[batch, heads, tokens, dim]``; with equal heads, unless `share_heads`."""
     while query.ndim < 4:
         query, key, value = query[None], key[None], value[None]
     # Compiled code always flattens. Dynamo (torch 2.13) takes an input of torch.func.grad for a tensor
@@ -210,7 +236,7 @@ def four_dimensions(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
     if query.ndim > 4 or torch.compiler.is_compiling():
         query, key, value = query.flatten(0, -4), key.flatten(0, -4), value.flatten(0, -4)
     heads, shared = query.shape[1], key.shape[1]
-    if shared not in (0, heads):
+    if shared not in (0, heads) and not share_heads:
         key = key.repeat_interleave(heads // shared, dim=1)
         value = value.repeat_interleave(heads // shared, dim=1)
     return query, key, value

@@ -142,11 +142,18 @@ def run(call: Call, plan: Plan) -> Tensor:
     """Return the output ``[*batch, heads, queries, value dim]`` of a call, computed as planned."""
     if plan.method == "dense":
         return _dense(call)[0]
-    query, key, value, scale, evolution = call.flattened()
-    if plan.method == "fused":
+    if plan.one_query:
+        query, key, value, scale, evolution = call.flattened(share_heads=True)
+        output = kernels.attend_row(query, key, value, call.valid_keys(), scale, evolution)
+        return output.reshape(*call.query.shape[:-1], output.shape[-1])
+    fused = plan.method == "fused"
+    share_heads = fused and call.evolution.linear and call.evolution.same_for_all_heads
+    query, key, value, scale, evolution = call.flattened(share_heads)
+    if fused:
         output = kernels.attend(
-            query, key, value, call.is_causal, scale, evolution, plan.documents, plan.operator
-        )
+            query, key, value, call.is_causal, scale, evolution, call.documents, plan.documents,
+            plan.operator,
+        )  # fmt: skip
     elif plan.single and plan.operator is not None:
         dtype = torch.promote_types(query.dtype, torch.float32)
         stencil = Stencil.of(evolution, dtype, query.device)

@@ -46,6 +46,7 @@ class Plan:
         documents: Packed documents as the kernels take them, or None.
         operator: The operator of torch that computes the softmax, if it was chosen.
         single: Whether the causal mask is the only one, so that `boundary.causal` computes all of it.
+        one_query: Whether `kernels.attend_row` computes it.
     """
 
     method: str
@@ -57,6 +58,7 @@ class Plan:
     documents: Any = field(default=None, compare=False, repr=False)
     operator: Operator | None = field(default=None, compare=False, repr=False)
     single: bool = field(default=False, compare=False, repr=False)
+    one_query: bool = field(default=False, compare=False, repr=False)
 
     def __str__(self) -> str:
         lines = [f"{self.method}: {self.reason}", f"  softmax   {self.backend}"]
@@ -80,11 +82,18 @@ def plan(call: Call) -> Plan:
         return _dense(only_dense, {})
     if only_dense and method != "dense":
         raise ValueError(f"method {method!r} cannot do this: {only_dense}; use 'dense'")
+    if call.query.shape[-2] == 1 and method in ("auto", "fused") and not _why_not_row(call):
+        reason, boundary = (
+            "there is a kernel for one query",
+            "the row takes the steps, within the kernel",
+        )
+        return Plan("fused", reason, "Triton kernels", boundary, one_query=True)
     not_fused, documents = _why_not_fused(call), None
     if call.documents is not None and not not_fused and method in ("auto", "fused"):
         documents, not_fused = kernels.packed(
-            call.query, call.key, call.value, call.documents, call.evolution
-        )
+            *four_dimensions(call.query, call.key, call.value, share_heads=True), call.documents,
+            call.evolution,
+        )  # fmt: skip
     if not not_fused and method in ("auto", "fused"):
         return _fused(call, documents)
     reasons = {"fused": not_fused, "stepped": _why_not_stepped(call), "tiled": _why_not_tiled(call)}
@@ -143,7 +152,9 @@ def _fused(call: Call, documents: Any) -> Plan:
     if call.evolution.linear:
         far = call.query.shape[-2] - call.evolution.reach
         backend = "scaled_dot_product_attention"
-        if documents is not None:
+        if call.is_causal and torch.compiler.is_compiling():
+            backend = "chosen when the program runs"
+        elif documents is not None:
             backend = documents.operator.name
         elif call.is_causal and far > 0:
             operator = choose_square_causal(_query(call), call.value, far)
@@ -213,6 +224,20 @@ def _why_not_fused(call: Call) -> str:
     if call.documents is not None and not (call.is_causal and call.evolution.linear):
         return "kernels know documents only with is_causal and a linear PDE"
     return kernels.why_not(call.query, call.value, call.evolution)
+
+
+def _why_not_row(call: Call) -> str:
+    """Return why the kernel for one query cannot compute the call, empty if it can."""
+    mask = call.attn_mask
+    if call.axis != "key" or call.walls != "mask" or call.dropout_p:
+        return "the kernel for one query knows no dropout, and only axis 'key' with walls 'mask'"
+    if call.is_causal or call.window is not None or call.documents is not None:
+        return "the kernel for one query knows no masks but key_padding and a row of attn_mask"
+    if mask is not None and (mask.dtype != torch.bool or (mask.ndim > 2 and mask.shape[-3] != 1)):
+        return "the kernel for one query takes a bool mask that is the same for all heads"
+    if call.query.ndim > 4:
+        return "the kernel for one query takes up to four dimensions"
+    return kernels.why_not_row(call.query, call.key, call.value, call.evolution)
 
 
 def _why_not_stepped(call: Call) -> str:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attractor.attention import kernels
+
 
 class BypassError(AttributeError):
     """A model reads the mask that was made for PDE attention, instead of handing it on."""
@@ -126,13 +128,31 @@ def _in_words(
     elif said and (q_offset != kv_offset or q_length != kv_length or "is_causal" in said):
         return None
 
-    padding = attention_mask
-    if padding is not None:
-        padding = padding[:, kv_offset : kv_offset + keys].bool().expand(batch_size, -1)
-        padding = pad(padding, (0, keys - padding.shape[-1]))
-        if not torch.compiler.is_compiling() and bool(padding.all()):
-            padding = None
-    return Mask((batch_size, 1, q_length, kv_length), keys, key_padding=padding, **said)
+    if attention_mask is not None:
+        valid = attention_mask[:, kv_offset : kv_offset + keys].bool().expand(batch_size, -1)
+        valid = pad(valid, (0, keys - valid.shape[-1]))
+        said |= _padding(valid, said, q_length)
+    return Mask((batch_size, 1, q_length, kv_length), keys, **said)
+
+
+def _padding(valid: Tensor, said: dict[str, Any], queries: int) -> dict[str, Any]:
+    """Return valid keys ``[batch, keys]`` in `pde_attention`'s words, beside those that are `said`.
+
+    Kernels compute causal attention within documents, and outputs at padded positions mean nothing to a
+    model, so padding that does not tear a text becomes documents of its own. Values are read once per
+    forward pass of the model, and not for a single query, whose kernel takes any valid keys.
+    """
+    compiled = torch.compiler.is_compiling()
+    if valid.device.type in kernels.DEVICES and queries == 1:
+        return {"key_padding": valid}
+    if valid.device.type in kernels.DEVICES and said == {"is_causal": True}:
+        ids = torch.where(valid, 1, 2 * valid.cumsum(-1).clamp(max=1))  # before, within and after a text
+        if compiled:  # the operator that is called looks at the ids
+            return {"documents": ids}
+        back = (ids[:, 1:] < ids[:, :-1]).any()
+        whole, torn = torch.stack((valid.all(), back)).tolist()
+        return {} if whole else {"key_padding": valid} if torn else {"documents": ids}
+    return {} if not compiled and bool(valid.all()) else {"key_padding": valid}
 
 
 def _said(mask_function: Any) -> dict[str, Any] | None:

@@ -5,12 +5,16 @@ An operator is a pair of functions for the part of a map that a `Strip` describe
     forward   (query, key, value, strip, scale) -> output, log-sum-exp [batch, heads, rows]
     backward  (grad, output, query, key, value, log-sum-exp, strip, scale) -> the three gradients
 
+Key and value may have fewer heads than query: each serves as many consecutive heads of it.
+FlashAttention, cuDNN and the operator for CPUs share them; the others get copies.
+
 A backward computes weights ``exp(score - log-sum-exp)`` and subtracts ``<grad, output>``, so it serves a
 part of a softmax too, given the output and log-sum-exp of the whole. `selection` chooses an operator.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +34,12 @@ class PackedSequences:
         cu_seqlens: Positions where documents begin, all batch rows joined, and last the number of
             tokens; int32 ``[documents + 1]``.
         max_seqlen: Number of tokens of the longest document.
+        single: Whether every batch row is known to be a single document.
     """
 
     cu_seqlens: Tensor
     max_seqlen: int
+    single: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +140,44 @@ def _cropped_grads(grads: Iterable[Tensor], *inputs: Tensor) -> tuple[Any, ...]:
     return tuple(_cropped(grad, x) for grad, x in zip(grads, inputs))
 
 
+Forward = Callable[[Tensor, Tensor, Tensor, Strip, float], tuple[Tensor, Tensor]]
+Backward = Callable[..., tuple[Any, ...]]
+
+
+def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return key and value with as many heads as query."""
+    group = q.shape[1] // k.shape[1]
+    return k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+
+
+def _for_equal_heads(forward: Forward) -> Forward:
+    """Decorate the forward of an operator that takes as many heads of key and value as of query."""
+
+    @wraps(forward)
+    def call(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
+        if q.shape[1] != k.shape[1]:
+            k, v = _repeated(q, k, v)
+        return forward(q, k, v, strip, scale)
+
+    return call
+
+
+def _for_equal_heads_backward(backward: Backward) -> Backward:
+    """Decorate the backward of such an operator."""
+
+    @wraps(backward)
+    def call(
+        grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, strip: Strip,
+        scale: float,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        if q.shape[1] == k.shape[1]:
+            return backward(grad, out, q, k, v, lse, strip, scale)
+        dq, *grads = backward(grad, out, q, *_repeated(q, k, v), lse, strip, scale)
+        return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in grads)
+
+    return call
+
+
 def cpu(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
     """Run the operator for CPUs, which takes every strip without a band and packed documents."""
     tensors: Sequence[Tensor] = (q, k, v)
@@ -188,6 +232,7 @@ def _laid_out_as(x: Tensor, like: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, like.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
+@_for_equal_heads
 def efficient(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
     """Run the memory-efficient operator: all keys, or a causal problem, in float32 too."""
     out, lse, _, _ = _aten._scaled_dot_product_efficient_attention(
@@ -196,6 +241,7 @@ def efficient(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tu
     return _cropped(out, v), lse[..., : q.shape[-2]]  # the operator rounds their number up
 
 
+@_for_equal_heads_backward
 def efficient_backward(
     grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, strip: Strip, scale: float
 ) -> tuple[Any, ...]:
@@ -271,7 +317,10 @@ class _FlashLayout(NamedTuple):
             bounds = cu_seqlens, cu_seqlens, longest, longest
             return cls(joined, bounds, lambda x: x.unflatten(0, (batch, -1)).transpose(1, 2))
         sequences = None, None, tensors[0].shape[-2], tensors[-2].shape[-2]
-        in_order = (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in tensors)
+        in_order = (
+            x.shape[1] == heads and (x.shape[0] == 1 or x.stride(0) == heads * x.stride(1))
+            for x in tensors
+        )  # fmt: skip
         if batch * heads > GRID or not all(in_order):
             transposed = [x.transpose(1, 2) for x in tensors]
             return cls(transposed, sequences, lambda x: x.transpose(1, 2))
@@ -279,6 +328,7 @@ class _FlashLayout(NamedTuple):
         return cls(single, sequences, lambda x: x.reshape(batch, heads, x.shape[1], x.shape[3]))
 
 
+@_for_equal_heads
 def plain(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
     """Compute a strip in plain torch, with its map in memory; no bands, no packed documents."""
     scores = _scores(q, k, strip, scale)
@@ -287,6 +337,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[
     return weights.to(v.dtype) @ v, lse
 
 
+@_for_equal_heads_backward
 def plain_backward(
     grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, strip: Strip, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -44,10 +44,17 @@ def constant_when_compiled(function: Function) -> Function:
     return function
 
 
-def choose(query: Tensor, key: Tensor, value: Tensor, scope: Scope) -> Operator:
-    """Return the operator for tensors ``[batch, heads, tokens, dim]`` and a scope."""
+def choose(
+    query: Tensor, key: Tensor, value: Tensor, scope: Scope, consecutive: bool = False
+) -> Operator:
+    """Return the operator for tensors ``[batch, heads, tokens, dim]`` and a scope.
+
+    Args:
+        consecutive: Whether a device that cannot be waited for may be told to fail if the tokens of a
+            document are not consecutive.
+    """
     if query.device.type == "cuda":
-        return choose_on_cuda(query, key, value, scope)
+        return choose_on_cuda(query, key, value, scope, consecutive)
     if query.device.type != "cpu":
         return PLAIN
     return replace(CPU, strip=_corner(scope)) if _one_corner(scope) else CPU
@@ -62,7 +69,9 @@ def choose_square_causal(query: Tensor, value: Tensor, tokens: int) -> Operator:
     return choose_on_cuda(query, query, value, Scope(tokens, tokens, right=0))
 
 
-def choose_on_cuda(query: Tensor, key: Tensor, value: Tensor, scope: Scope) -> Operator:
+def choose_on_cuda(
+    query: Tensor, key: Tensor, value: Tensor, scope: Scope, consecutive: bool = False
+) -> Operator:
     """Return what `choose` does on CUDA."""
     if scope.mask is not None or scope.bias is not None or scope.valid_keys is not None:
         return PLAIN
@@ -90,7 +99,7 @@ def choose_on_cuda(query: Tensor, key: Tensor, value: Tensor, scope: Scope) -> O
         return PLAIN
     if scope.documents is not None and len(scope.documents) != query.shape[0]:
         return PLAIN
-    strip_or_none = _band(scope) if scope.documents is None else _packed(scope)
+    strip_or_none = _band(scope) if scope.documents is None else _packed(scope, consecutive)
     if strip_or_none is None:
         return PLAIN
     name = "flash" if strip_or_none.packed is None else "packed flash"
@@ -207,22 +216,27 @@ def _band(scope: Scope) -> Strip | None:
     )
 
 
+TORN = "the tokens of each document, and the valid tokens of each padded row, must be consecutive"
+
 # What `_pack` has made of documents: their version then, and strips by the sides of the band.
 _packings: Any = WeakTensorKeyDictionary()
 
 
-def _packed(scope: Scope) -> Strip | None:
+def _packed(scope: Scope, consecutive: bool = False) -> Strip | None:
     """Return a band within documents of consecutive tokens; None if they are not, or cannot be read.
 
     Their number decides on the launch, so the device is waited for: once for a tensor, which all layers
-    of a model may share, until something is written to it. A band to one side of the diagonal is moved
-    onto it: row ``i + shift`` beside key i. Such a pair of two documents is a row without keys.
+    of a model may share, until something is written to it. While a graph is captured it cannot be read;
+    if the documents must be `consecutive`, the graph gets room for any number of them.
+
+    A band to one side of the diagonal is moved onto it: row ``i + shift`` beside key i. Such a pair of
+    two documents is a row without keys.
     """
     documents = scope.documents
     if documents is None or not scope.queries == scope.keys == documents.shape[-1]:
         return None
     if not may_sync(documents.device):
-        return None
+        return _pack(scope, documents) if consecutive and not torch.compiler.is_compiling() else None
     if documents.is_inference():  # has no version
         return _pack(scope, documents)
     version, strips = _packings.get(documents, (None, {}))
@@ -240,9 +254,19 @@ def torn(documents: Tensor) -> bool:
 
     This waits for the device.
     """
-    ids = documents.sort(dim=-1).values
-    runs, kinds = ((x[:, 1:] != x[:, :-1]).sum() for x in (documents, ids))
+    runs, kinds = _runs_and_kinds(documents).tolist()
     return bool(runs != kinds)
+
+
+def check_consecutive(documents: Tensor, also: Tensor | bool = True) -> None:
+    """Let the device fail, without waiting for it, if a document is torn or `also` is False."""
+    torch._assert_async((_runs_and_kinds(documents).diff() == 0) & also, TORN)
+
+
+def _runs_and_kinds(documents: Tensor) -> Tensor:
+    """Return the number of changes of the ids along the tokens ``[2]``: as they are, and sorted."""
+    ids = documents.sort(dim=-1).values
+    return torch.stack([(x[:, 1:] != x[:, :-1]).sum() for x in (documents, ids)])
 
 
 def _pack(scope: Scope, documents: Tensor) -> Strip | None:
@@ -259,10 +283,16 @@ def _pack(scope: Scope, documents: Tensor) -> Strip | None:
     begins = pad(own[:, 1:] != own[:, :-1], (1, 0), value=True).flatten()
     most = min(own.numel(), GRID)
     ends = begins.nonzero_static(size=most + 1, fill_value=own.numel())[:, 0]
-    falls = (documents[:, 1:] < documents[:, :-1]).sum()  # if there are none no document can be torn
-    count, longest, falls = torch.stack((begins.sum(), ends.diff().max(), falls)).tolist()
-    if count > most or (falls and torn(documents)):
-        return None
+    if may_sync(documents.device):
+        before, after = documents[:, :-1], documents[:, 1:]
+        falls = (after < before).sum()  # if there are none no document can be torn
+        found = torch.stack((begins.sum(), ends.diff().max(), falls, (after != before).sum()))
+        count, longest, falls, changes = found.tolist()
+        if count > most or (falls and torn(documents)):
+            return None
+    else:  # as many documents as there may be, most of them empty
+        check_consecutive(documents, begins.sum() <= most)
+        count, longest, changes = most, size, None
     shift = down - along
     empty_rows = (documents[:, rows] != own)[:, None] if shift else None
     return Strip(
@@ -271,5 +301,5 @@ def _pack(scope: Scope, documents: Tensor) -> Strip | None:
         empty_rows=empty_rows,
         left=None if left is None else left - shift,
         right=None if right is None else right + shift,
-        packed=PackedSequences(ends[: count + 1].int(), longest),
+        packed=PackedSequences(ends[: count + 1].int(), longest, changes == 0),
     )

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from attractor.attention.engines.selection import may_sync
 from attractor.attention.engines.values import step_values
 from attractor.attention.pdes import ReactionDiffusion
 from attractor.attention.pdes.evolution import Evolution
@@ -64,12 +63,49 @@ def why_not(query: Tensor, value: Tensor, evolution: Evolution) -> str:
     return ""
 
 
+def why_not_row(query: Tensor, key: Tensor, value: Tensor, evolution: Evolution) -> str:
+    """Return why `attend_row` cannot compute ``[*batch, heads, tokens, dim]``; empty if it can."""
+    if not evolution.linear:
+        return f"{type(evolution.pde).__name__} is not linear"
+    reason = why_not(query, value, evolution)
+    if reason:
+        return reason
+    from attractor.attention.kernels import decoding
+
+    heads = query.shape[-3] if query.ndim > 2 else 1
+    shared = key.shape[-3] if key.ndim > 2 else 1
+    if not evolution.same_for_all_heads and heads != shared:
+        return "heads that share keys have coefficients of their own"
+    return "" if decoding.usable(query, key, value) else "one query has a kernel without gradients only"
+
+
+def attend_row(
+    query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, scale: float, evolution: Evolution
+) -> Tensor:
+    """Return the output ``[batch, heads, 1, value dim]`` of one query, as in generation with a cache.
+
+    Requires: `why_not_row` is empty for these arguments.
+
+    Args:
+        query: ``[batch, heads, 1, dim]``.
+        key, value: ``[batch, shared heads, keys, dim]``.
+        valid: bool ``[batch or 1, keys]``, True = attend; None: all keys.
+    """
+    from attractor.attention.kernels.decoding import decode
+    from attractor.attention.kernels.stencils import stencil_table
+
+    return decode(query, key, value, valid, stencil_table(evolution, value), scale)
+
+
 def packed(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor, evolution: Evolution
 ) -> tuple["Documents | None", str]:
-    """Return documents ``[batch, tokens]`` as `attend` accepts them, or why causal kernels cannot."""
-    if not may_sync(documents.device):
-        return None, "kernels have to look at documents, which compiled or captured code cannot"
+    """Return documents ``[batch, tokens]`` as `attend` accepts them, or why causal kernels cannot.
+
+    Compiled code cannot look at them, and leaves that to the operator that it calls.
+    """
+    if torch.compiler.is_compiling():
+        return None, ""
     from attractor.attention.kernels import causal
 
     runs = causal.packed(query, key, value, documents, evolution.reach)
@@ -96,6 +132,7 @@ def attend(
     is_causal: bool,
     scale: float,
     evolution: Evolution,
+    ids: Tensor | None = None,
     documents: "Documents | None" = None,
     operator: "Operator | None" = None,
 ) -> Tensor:
@@ -104,9 +141,10 @@ def attend(
     Requires: `why_not` is empty for these arguments.
 
     Args:
-        query, key, value: ``[batch, heads, tokens, dim]``, with equal numbers of heads, and of tokens if
-            causal.
-        documents: Documents that `packed` has returned.
+        query, key, value: ``[batch, heads, tokens, dim]``, with equal numbers of tokens if causal. Key
+            and value may have fewer heads if the PDE is linear and the same for all heads.
+        ids: Of packed documents ``[batch, tokens]``, of causal attention.
+        documents: What `packed` has returned for them. None: they are packed later.
         operator: For the far keys of a causal call without documents. None: it is chosen later.
     """
     from attractor.attention.kernels import causal, reaction
@@ -120,8 +158,10 @@ def attend(
         )
     stencil = stencil_table(evolution, value)
     if is_causal:
-        return causal.causal(query, key, value, stencil, scale, documents, operator)
-    return scaled_dot_product_attention(query, key, step(value, stencil, None), scale=scale)
+        return causal.causal(query, key, value, stencil, scale, ids, documents, operator)
+    share = query.shape[1] != key.shape[1]
+    stepped = step(value, stencil, None)
+    return scaled_dot_product_attention(query, key, stepped, scale=scale, enable_gqa=share)
 
 
 def value_stepper(query: Tensor, value: Tensor, evolution: Evolution) -> Callable[..., Tensor] | None:

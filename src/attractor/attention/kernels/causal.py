@@ -11,22 +11,30 @@ the operator gets a band within documents.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from attractor.attention.engines import softmax
 from attractor.attention.engines.backends import Operator, in_rows
-from attractor.attention.engines.selection import choose, torn
+from attractor.attention.engines.selection import (
+    TORN,
+    check_consecutive,
+    choose,
+    may_sync,
+    torn,
+)
 from attractor.attention.kernels.boundary import (
     CAUSAL,
     boundary_backward_keys,
     boundary_backward_rows,
     boundary_forward,
+    like_output,
     reach_of,
 )
 from attractor.attention.kernels.launch import contiguous_rows
+from attractor.attention.kernels.operators import operator, traced
 from attractor.attention.kernels.values import step
 from attractor.attention.masks import Scope
 from attractor.attention.precision import first_derivatives_only
@@ -46,17 +54,25 @@ class Documents:
     scope: Scope
     operator: Operator
 
+    @property
+    def single(self) -> bool:
+        """Whether every batch row is known to be a single document."""
+        strip = self.operator.strip
+        return strip is not None and strip.packed is not None and strip.packed.single
+
 
 def packed(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, reach: int) -> Documents | None:
     """Return the documents of ids ``[batch, tokens]``; None if one of them is not a single run.
 
-    The host waits for the device to look at the ids, which compiled or captured code cannot do.
+    The host waits for the device to look at the ids, once per tensor of them.
     """
     tokens = documents.shape[-1]
     scope = Scope(tokens, tokens, right=-reach, documents=documents)
-    operator = choose(query, key, value, scope)
+    operator = choose(query, key, value, scope, consecutive=True)
     checked = operator.strip is not None and operator.strip.packed is not None
-    if not checked and torn(documents):
+    if not checked and not may_sync(documents.device):
+        check_consecutive(documents)
+    elif not checked and torn(documents):
         return None
     open = documents[:, 1:] == documents[:, :-1]
     return Documents(open[:, None, None], scope, operator)
@@ -68,19 +84,40 @@ def causal(
     value: Tensor,
     stencil: Tensor,
     scale: float,
+    ids: Tensor | None = None,
     documents: Documents | None = None,
     operator: Operator | None = None,
 ) -> Tensor:
     """Return the output ``[batch, heads, tokens, value dim]``, for any number of tokens.
 
+    Compiled code calls one operator, ``attractor::causal_attention``, and another one in backward. What
+    they run is decided when they run, so that one program serves all lengths.
+
     Args:
-        query, key, value: ``[batch, heads, tokens, dim]``, with equal numbers of heads and tokens.
+        query: ``[batch, heads, tokens, dim]``.
+        key, value: Likewise. If the stencil is the same for all heads, they may have fewer heads, each
+            of which serves as many consecutive heads of query.
         stencil: The table of `stencils.stencil_table`.
-        documents: Documents that do not see each other, which `packed` has returned for such tensors.
+        ids: Of documents that do not see each other ``[batch, tokens]``, each a single run of tokens.
+        documents: What `packed` has returned for them. None: they are packed here.
         operator: Computes the softmax over the far keys, a square causal problem, unless there are
             documents. None: it is chosen here.
     """
-    return _Causal.apply(query, key, value, stencil, scale, documents, operator)
+    if traced(query):
+        return cast(Tensor, attend_operator(query, key, value, stencil, scale, ids)[0])
+    if ids is not None and documents is None:
+        documents = _runs(query, key, value, ids, reach_of(stencil))
+    elif documents is not None and documents.single:
+        documents = None
+    return cast(Tensor, _Causal.apply(query, key, value, stencil, scale, documents, operator))
+
+
+def _runs(query: Tensor, key: Tensor, value: Tensor, ids: Tensor, reach: int) -> Documents | None:
+    """Return the packed documents of ids, or None if every batch row is a single one."""
+    documents = packed(query, key, value, ids, reach)
+    if documents is None:
+        raise ValueError(f"in compiled code, {TORN}; run this batch without torch.compile")
+    return None if documents.single else documents
 
 
 class _Causal(torch.autograd.Function):
@@ -96,21 +133,85 @@ class _Causal(torch.autograd.Function):
         operator: Operator | None,
     ) -> Tensor:
         query, key, value = map(contiguous_rows, (query, key, value))
-        stepped = step(value, stencil, None if documents is None else documents.open)
+        stepped = _stepped(value, stencil, documents)
         out, lse = forward(query, key, value, stepped, stencil, scale, documents, operator)
         ctx.scale, ctx.documents, ctx.operator = scale, documents, operator
-        ctx.save_for_backward(query, key, value, stepped, stencil, out, lse)
+        ctx.save_for_backward(query, key, value, stencil, out, lse)
         return out
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-        q, k, v, stepped, stencil, out, lse = ctx.saved_tensors
+        q, k, v, stencil, out, lse = ctx.saved_tensors
         grads = backward(
-            contiguous_rows(do), q, k, v, stepped, stencil, out, lse, ctx.scale, ctx.needs_input_grad[3],
-            ctx.documents, ctx.operator,
+            contiguous_rows(do), q, k, v, _stepped(v, stencil, ctx.documents), stencil, out, lse,
+            ctx.scale, ctx.needs_input_grad[3], ctx.documents, ctx.operator,
         )  # fmt: skip
         return *grads, None, None, None
+
+
+def _stepped(value: Tensor, stencil: Tensor, documents: Documents | None) -> Tensor:
+    """Return the stepped values. Backward computes them again, which takes less than to keep them."""
+    return step(value, stencil, None if documents is None else documents.open)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, stencil: Tensor, scale: float, ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return outputs and their log-sum-exp ``[batch, heads, tokens]``."""
+    query, key, value = map(contiguous_rows, (query, key, value))
+    with torch.no_grad():
+        documents = None if ids is None else _runs(query, key, value, ids, reach_of(stencil))
+        stepped = _stepped(value, stencil, documents)
+        return forward(query, key, value, stepped, stencil, scale, documents)
+
+
+def _fake_attend(
+    query: Tensor, key: Tensor, value: Tensor, stencil: Tensor, scale: float, ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return like_output(contiguous_rows(query), contiguous_rows(value))
+
+
+def _attend_backward(
+    do: Tensor, query: Tensor, key: Tensor, value: Tensor, stencil: Tensor, out: Tensor, lse: Tensor,
+    scale: float, ids: Tensor | None, of_stencil: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of query, key, value and the table, whose is empty unless `of_stencil`."""
+    do, query, key, value = map(contiguous_rows, (do, query, key, value))
+    with torch.no_grad():
+        documents = None if ids is None else _runs(query, key, value, ids, reach_of(stencil))
+        stepped = _stepped(value, stencil, documents)
+        *grads, d_stencil = backward(
+            do, query, key, value, stepped, stencil, out, lse, scale, of_stencil, documents
+        )
+    return *grads, stencil.new_empty(0) if d_stencil is None else d_stencil  # type: ignore[return-value]
+
+
+def _fake_attend_backward(
+    do: Tensor, query: Tensor, key: Tensor, value: Tensor, stencil: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(contiguous_rows(x)) for x in (query, key, value))
+    return dq, dk, dv, stencil.new_empty(stencil.shape if rest[-1] else 0)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale, ids = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*tensors, *output, ids)
+
+
+def _gradients(ctx: Any, do: Tensor, _: Any) -> tuple[Any, ...]:
+    *tensors, ids = ctx.saved_tensors
+    of_stencil = ctx.needs_input_grad[3]
+    *grads, d_stencil = attend_backward_operator(do, *tensors, ctx.scale, ids, of_stencil)
+    return *grads, d_stencil if of_stencil else None, None, None
+
+
+attend_operator = operator("causal_attention", transparent=False)(_attend)
+attend_operator.register_fake(_fake_attend)
+attend_operator.register_autograd(_gradients, setup_context=_save)
+attend_backward_operator = operator("causal_attention_backward", transparent=False)(_attend_backward)
+attend_backward_operator.register_fake(_fake_attend_backward)
 
 
 def forward(
@@ -120,7 +221,7 @@ def forward(
     """Return outputs and their log-sum-exp ``[batch, heads, tokens]``.
 
     Args:
-        q, k, v: With contiguous rows.
+        q, k, v: With contiguous rows; k and v may have fewer heads.
         stepped: v after all steps. If v is the beginning of a longer sequence, the steps may be those of
             all of it.
     """
@@ -145,7 +246,7 @@ def backward(
         do, q, k, v, out, lse, stencil, open, None, None, far_dq, 0, 0, CAUSAL, 0, scale, of_stencil
     )
     dk, dv, d_stencil = boundary_backward_keys(
-        do, q, v, row_weights, stencil, open, far_dk, far_dv, sums, edge_sums, CAUSAL, 0, of_stencil
+        do, q, k, v, row_weights, stencil, open, far_dk, far_dv, sums, edge_sums, CAUSAL, 0, of_stencil
     )
     return dq, dk, dv, d_stencil if of_stencil else None
 

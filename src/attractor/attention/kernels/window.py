@@ -206,7 +206,7 @@ def _backward(
     if stencil is None:
         return dq, dk.view(k.shape), dv.view(v.shape), d_global_k, d_global_v, None
     dk, dv, d_stencil = boundary_backward_keys(
-        do, q, v, row_weights, stencil, None, dk, dv, sums, edge_sums, *window, of_stencil
+        do, q, k, v, row_weights, stencil, None, dk, dv, sums, edge_sums, *window, of_stencil
     )
     return dq, dk, dv, d_global_k, d_global_v, d_stencil if of_stencil else None
 

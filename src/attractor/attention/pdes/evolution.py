@@ -60,6 +60,14 @@ class Evolution:
         return self.pde.linear
 
     @property
+    def same_for_all_heads(self) -> bool:
+        """Whether no coefficient differs from head to head."""
+        if self.constant:
+            return True
+        values = getattr(self.pde, "__dict__", {}).values()
+        return all(not isinstance(value, Tensor) or value.numel() == 1 for value in values)
+
+    @property
     def reach(self) -> int:
         """Number of neighbours on either side that all steps together look at."""
         return self.steps * self.pde.reach if self.steps else 0

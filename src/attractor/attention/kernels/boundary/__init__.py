@@ -80,6 +80,8 @@ def _forward(
     """Return outputs ``[batch, heads, tokens, value dim]`` and their log-sum-exp.
 
     Args:
+        q, k, v: ``[batch, heads, tokens, dim]``. Without a window, k and v may have fewer heads, each of
+            which serves as many consecutive heads of q.
         far: Output of the far keys for the rows of the band, ``[batch, heads, size, value dim]``; or for
             all heads as one sequence, ``[1, 1, size, value dim]``.
         far_lse: Its log-sum-exp. Both may be anything for rows that have no far keys in their document.
@@ -91,7 +93,7 @@ def _forward(
         left, right: Of the window; (CAUSAL, 0) for causal rows.
     """
     q, k, v, far = map(contiguous_rows, (q, k, v, far))
-    out, lse = _fake_forward(q, k, v, far)
+    out, lse = like_output(q, v)
     (_, heads, tokens, dim), reach, window = q.shape, reach_of(stencil), left != CAUSAL
     shape, programs = _shape("forward", q, v, left, reach)
     band, begin, end = band_of(tokens, reach, left, right), 0, tokens
@@ -102,9 +104,10 @@ def _forward(
     faces, face_strides = faces_of(open, v)
     wrap_triton(forward_kernel.forward)[(programs,)](
         q, k, v, far, far_lse.contiguous(), global_k, global_v, table, faces, out, lse,
-        *two_floats(scale), tokens, heads, begin, end, left, right, band.rows, band.size,
-        band.size if far.shape[:2] == q.shape[:2] else tokens, *strides(q), *strides(k), *strides(v),
-        *_strides_like(far, q), *strides(global_k), *strides(global_v), *strides(out), *face_strides,
+        *two_floats(scale), tokens, heads, heads // k.shape[1], begin, end, left, right, band.rows,
+        band.size, band.size if far.shape[:2] == q.shape[:2] else tokens, *strides(q), *strides(k),
+        *strides(v), *_strides_like(far, q), *strides(global_k), *strides(global_v), *strides(out),
+        *face_strides,
         0 if stencil is None else table_stride(table), reach, count, int(dim), int(v.shape[-1]),
         shape.columns, shape.value_columns, shape.strands, shape.run, shape.pieces,
         power_of_two(shape.rows + 2 * reach), window, open is not None, num_warps=shape.warps,
@@ -116,9 +119,18 @@ def _forward(
     return out, lse
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def like_output(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return empty outputs, laid out like v or q, and empty log-sum-exp."""
     lse = q.new_empty(q.shape[:3], dtype=accumulate_dtype(q.dtype))
-    return torch.empty_like(contiguous_rows(v)), lse
+    if q.shape[:3] == v.shape[:3]:
+        return torch.empty_like(v), lse
+    if q.shape[-1] == v.shape[-1]:
+        return torch.empty_like(q), lse
+    return q.new_empty(*q.shape[:3], v.shape[-1]), lse
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return like_output(contiguous_rows(q), contiguous_rows(v))
 
 
 def _globals(
@@ -165,9 +177,10 @@ def _backward_rows(
     faces, face_strides = faces_of(open, v)
     wrap_triton(rows_kernel.backward_rows)[(programs,)](
         do, q, k, v, out, lse.contiguous(), keys, values, table, faces, far, dq, row_weights, program_dk,
-        program_dv, sums, edge_sums, *two_floats(scale), tokens, heads, begin, end, left, right,
-        band.rows, band.size, *strides(do), *strides(q), *strides(k), *strides(v), *strides(out),
-        *strides(keys), *strides(values), *_strides_like(far, q), *strides(dq), *face_strides,
+        program_dv, sums, edge_sums, *two_floats(scale), tokens, heads, heads // k.shape[1], begin, end,
+        left, right, band.rows, band.size, *strides(do), *strides(q), *strides(k), *strides(v),
+        *strides(out), *strides(keys), *strides(values), *_strides_like(far, q), *strides(dq),
+        *face_strides,
         0 if stencil is None else table_stride(table), reach, count, int(dim), int(v.shape[-1]),
         shape.columns, shape.value_columns, shape.strands, shape.run, shape.pieces,
         power_of_two(shape.rows + 2 * reach), power_of_two(3 * reach * shape.run),
@@ -202,9 +215,9 @@ def _fake_backward_rows(
 
 
 def _backward_keys(
-    do: Tensor, q: Tensor, v: Tensor, row_weights: Tensor, stencil: Tensor, open: Tensor | None,
-    far_dk: Tensor, far_dv: Tensor, sums: Tensor, edge_sums: Tensor, left: int, right: int,
-    of_stencil: bool,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, row_weights: Tensor, stencil: Tensor,
+    open: Tensor | None, far_dk: Tensor, far_dv: Tensor, sums: Tensor, edge_sums: Tensor, left: int,
+    right: int, of_stencil: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of k, v and the table; the last has no entries unless `of_stencil`.
 
@@ -213,22 +226,22 @@ def _backward_keys(
         far_dk, far_dv: The far keys' shares of the gradients of keys and stepped values, for the keys of
             the band.
     """
-    do, q, v, far_dk, far_dv = map(contiguous_rows, (do, q, v, far_dk, far_dv))
-    stencil, (_, heads, tokens, dim), reach = stencil.contiguous(), q.shape, reach_of(stencil)
-    dk, dv = torch.empty_like(q), torch.empty_like(v)
-    shape, programs = _shape("backward_keys", q, v, left, reach)
+    do, q, k, v, far_dk, far_dv = map(contiguous_rows, (do, q, k, v, far_dk, far_dv))
+    stencil, (_, heads, tokens, dim), reach = stencil.contiguous(), k.shape, reach_of(stencil)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    shape, programs = _shape("backward_keys", k, v, left, reach)
     rows, _ = _shape("backward_rows", q, v, left, reach)
     free_sums = stencil.new_empty(programs if of_stencil else 0, stencil.shape[-1])
     faces, face_strides = faces_of(open, v)
     band = band_of(tokens, reach, left, right)
     wrap_triton(keys_kernel.backward_keys)[(programs,)](
         do, q, v, row_weights, stencil, faces, far_dk, far_dv, dk, dv, free_sums, tokens, heads, left,
-        right, band.keys, band.size, *strides(do), *strides(q), *strides(v), *_strides_like(far_dk, q),
-        *_strides_like(far_dv, q), *strides(dk), *strides(dv), *face_strides, table_stride(stencil),
+        right, band.keys, band.size, *strides(do), *strides(q), *strides(v), *_strides_like(far_dk, k),
+        *_strides_like(far_dv, k), *strides(dk), *strides(dv), *face_strides, table_stride(stencil),
         reach, int(dim), int(v.shape[-1]), shape.columns, shape.value_columns, shape.strands, shape.run,
         shape.pieces, rows.strands, rows.run, power_of_two(2 * reach + 1),
         power_of_two(shape.rows + 4 * reach), of_stencil, left != CAUSAL, open is not None,
-        num_warps=shape.warps,
+        q.shape[1] // heads, num_warps=shape.warps,
     )  # fmt: skip
     if not of_stencil:
         return dk, dv, free_sums.view(0)
@@ -237,9 +250,9 @@ def _backward_keys(
 
 
 def _fake_backward_keys(
-    do: Tensor, q: Tensor, v: Tensor, row_weights: Tensor, stencil: Tensor, *args: object
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, row_weights: Tensor, stencil: Tensor, *args: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dk, dv = torch.empty_like(contiguous_rows(q)), torch.empty_like(contiguous_rows(v))
+    dk, dv = torch.empty_like(contiguous_rows(k)), torch.empty_like(contiguous_rows(v))
     return dk, dv, stencil.new_empty(stencil.shape if args[-1] else 0)
 
 

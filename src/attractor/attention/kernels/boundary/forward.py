@@ -146,7 +146,7 @@ def _strands(
 @triton.jit(do_not_specialize=SIZES)
 def forward(
     q, k, v, far, far_lse, global_k, global_v, stencil, open, out, lse,
-    scale, scale_rest, tokens, heads, begin, end, left, right, shift, far_rows, far_line,
+    scale, scale_rest, tokens, heads, group, begin, end, left, right, shift, far_rows, far_line,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, far_b, far_h, far_t,
     global_k_b, global_k_h, global_k_t, global_v_b, global_v_h, global_v_t,
     out_b, out_h, out_t, open_b, open_h, open_t, stencil_h,
@@ -154,14 +154,17 @@ def forward(
     COLUMNS: tl.constexpr, DEEP: tl.constexpr, STRANDS: tl.constexpr, RUN: tl.constexpr, H: tl.constexpr,
     FACES_SEEN: tl.constexpr, WINDOW: tl.constexpr, FACES: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one head: boundary weights after their steps, and global ones, with the far keys."""
+    """Some rows of one head: boundary weights after their steps, and global ones, with the far keys.
+
+    `group` consecutive heads share a head of k and v.
+    """
     scale = from_two(scale, scale_rest, lse.dtype.element_ty)
     blocks = tl.cdiv(tokens, STRANDS * RUN)
     pair, start = tl.program_id(0) // blocks, (tl.program_id(0) % blocks) * STRANDS * RUN
     batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
     q += batch * q_b + head * q_h
-    k += batch * k_b + head * k_h
-    v += batch * v_b + head * v_h
+    k += batch * k_b + (head // group) * k_h
+    v += batch * v_b + (head // group) * v_h
     far += batch * far_b + head * far_h
     far_lse += pair.to(tl.int64) * far_line
     global_k += batch * global_k_b + head * global_k_h

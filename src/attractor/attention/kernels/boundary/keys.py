@@ -69,6 +69,34 @@ def _near_walls(
     return sums
 
 
+@triton.jit
+def _add_group(
+    sums, x, x_h, x_t, row_weights, line, first, tokens,
+    START: tl.constexpr, RUN: tl.constexpr, COUNT: tl.constexpr, ALL: tl.constexpr, TYPE: tl.constexpr,
+    ROW_STRANDS: tl.constexpr, ROW_RUN: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add to the keys of every strand what they get from the rows of all heads that share them.
+
+    Args:
+        x: Queries or gradients of outputs, of the first head of the group.
+        row_weights: Of that head; each head has ALL entries per row.
+    """
+    for head in range(GROUP):
+        entries = _entries(
+            row_weights + head * (ALL * line), line, first, tokens, START, RUN, COUNT, TYPE,
+            ROW_STRANDS, ROW_RUN,
+        )  # fmt: skip
+        rows = load_pieces(
+            x + head * x_h, x_t, first, tokens, 0, False, RUN + COUNT - 1, DIM, COLUMNS, 1
+        )
+        more = ()
+        for o in tl.static_range(RUN):
+            more = more + (add_shares(sums[o], entries, rows, o, COUNT),)
+        sums = more
+    return sums
+
+
 @triton.jit(do_not_specialize=SIZES)
 def backward_keys(
     do, q, v, row_weights, stencil, open, far_dk, far_dv, dk, dv, free_sums,
@@ -79,12 +107,12 @@ def backward_keys(
     REACH: tl.constexpr, DIM: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
     DEEP: tl.constexpr, STRANDS: tl.constexpr, RUN: tl.constexpr, H: tl.constexpr,
     ROW_STRANDS: tl.constexpr, ROW_RUN: tl.constexpr, WIDTH: tl.constexpr, FACES_SEEN: tl.constexpr,
-    OF_STENCIL: tl.constexpr, WINDOW: tl.constexpr, FACES: tl.constexpr,
+    OF_STENCIL: tl.constexpr, WINDOW: tl.constexpr, FACES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of some keys and values of one head.
+    """The gradients of some keys and values of one of their heads, which GROUP heads of rows share.
 
-    No far key of a WINDOW has a wall within reach, so all its rows are free. Without one, the rows
-    between the walls come first, then those near a wall, a tile at a time.
+    No far key of a WINDOW has a wall within reach, so all its rows are free, and its GROUP is 1. Without
+    one, the rows between the walls come first, then those near a wall, a tile at a time.
     """
     TYPE: tl.constexpr = stencil.dtype.element_ty
     SPAN: tl.constexpr = 2 * REACH
@@ -93,15 +121,15 @@ def backward_keys(
     blocks = tl.cdiv(tokens, ROWS)
     pair, start = tl.program_id(0) // blocks, (tl.program_id(0) % blocks) * ROWS
     batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
-    do += batch * do_b + head * do_h
-    q += batch * q_b + head * q_h
+    do += batch * do_b + head * GROUP * do_h
+    q += batch * q_b + head * GROUP * q_h
     v += batch * v_b + head * v_h
     far_dk += batch * far_dk_b + head * far_dk_h
     far_dv += batch * far_dv_b + head * far_dv_h
     dk += batch * dk_b + head * dk_h
     dv += batch * dv_b + head * dv_h
     line = tl.cdiv(tokens, ROW_STRANDS * ROW_RUN).to(tl.int64) * (ROW_STRANDS * ROW_RUN)
-    row_weights += pair.to(tl.int64) * (RIGHT + 3 * REACH) * line
+    row_weights += pair.to(tl.int64) * GROUP * (RIGHT + 3 * REACH) * line
     open += batch * open_b + head * open_h
     stencil += head * stencil_h
     free, tiles, enough = True, 2, True
@@ -124,15 +152,17 @@ def backward_keys(
             left_scores = _entries(
                 row_weights, line, near_left, tokens, 0, RUN, REACH, TYPE, ROW_STRANDS, ROW_RUN
             )
-        scores = _entries(
-            row_weights, line, after, tokens, RIGHT, RUN, REACH, TYPE, ROW_STRANDS, ROW_RUN
-        )
+        if GROUP == 1:
+            scores = _entries(
+                row_weights, line, after, tokens, RIGHT, RUN, REACH, TYPE, ROW_STRANDS, ROW_RUN
+            )
         for h in tl.static_range(H):
             if WINDOW:
                 left_queries = load_pieces(
                     q, q_t, near_left, tokens, h, False, RUN + REACH - 1, DIM, COLUMNS, H
                 )
-            queries = load_pieces(q, q_t, after, tokens, h, False, RUN + REACH - 1, DIM, COLUMNS, H)
+            if GROUP == 1:
+                queries = load_pieces(q, q_t, after, tokens, h, False, RUN + REACH - 1, DIM, COLUMNS, H)
             others = load_pieces(
                 far_dk, far_dk_t, first - shift, far_rows, h, WINDOW, RUN, DIM, COLUMNS, H
             )
@@ -142,25 +172,34 @@ def backward_keys(
             if WINDOW:
                 sums = add_band(sums, left_scores, left_queries, REACH, RUN, 1)
                 sums = add_band(sums, scores, queries, REACH, RUN, 1)
+            if GROUP > 1:
+                sums = _add_group(
+                    sums, q, q_h, q_t, row_weights, line, after, tokens, 0, RUN, REACH, 3 * REACH, TYPE,
+                    ROW_STRANDS, ROW_RUN, GROUP, DIM, COLUMNS,
+                )  # fmt: skip
             for o in tl.static_range(RUN):
                 row, ok = sums[o], first + o < end
                 if not WINDOW:
-                    row, ok = add_shares(row, scores, queries, o, REACH), ok & (first + o >= begin)
+                    ok = ok & (first + o >= begin)
+                    if GROUP == 1:
+                        row = add_shares(row, scores, queries, o, REACH)
                 store_piece(dk, dk_t, first + o, row, ok, h, DIM, COLUMNS, H)
         if WINDOW:
             left_patch = _entries(
                 row_weights, line, patch_left, tokens, REACH, RUN, SPAN, TYPE, ROW_STRANDS, ROW_RUN
             )
-        patch = _entries(
-            row_weights, line, after, tokens, RIGHT + REACH, RUN, SPAN, TYPE, ROW_STRANDS, ROW_RUN
-        )
+        if GROUP == 1:
+            patch = _entries(
+                row_weights, line, after, tokens, RIGHT + REACH, RUN, SPAN, TYPE, ROW_STRANDS, ROW_RUN
+            )
         weights = free_stencil(stencil, REACH)
         for h in tl.static_range(H):
             if WINDOW:
                 left_grads = load_pieces(
                     do, do_t, patch_left, tokens, h, False, RUN + SPAN - 1, DEPTH, DEEP, H
                 )
-            grads = load_pieces(do, do_t, after, tokens, h, False, RUN + SPAN - 1, DEPTH, DEEP, H)
+            if GROUP == 1:
+                grads = load_pieces(do, do_t, after, tokens, h, False, RUN + SPAN - 1, DEPTH, DEEP, H)
             others = load_pieces(
                 far_dv, far_dv_t, first - shift - REACH, far_rows, h, WINDOW, RUN + SPAN, DEPTH, DEEP, H
             )
@@ -173,10 +212,17 @@ def backward_keys(
             if WINDOW:
                 sums = add_band(sums, left_patch, left_grads, SPAN, RUN, 1)
                 sums = add_band(sums, patch, grads, SPAN, RUN, 1)
+            if GROUP > 1:
+                sums = _add_group(
+                    sums, do, do_h, do_t, row_weights, line, after, tokens, REACH, RUN, SPAN, 3 * REACH,
+                    TYPE, ROW_STRANDS, ROW_RUN, GROUP, DEPTH, DEEP,
+                )  # fmt: skip
             for o in tl.static_range(RUN):
                 value, row, ok = upcast(values[o], TYPE), sums[o], first + o < end
                 if not WINDOW:
-                    row, ok = add_shares(row, patch, grads, o, SPAN), ok & (first + o >= begin)
+                    ok = ok & (first + o >= begin)
+                    if GROUP == 1:
+                        row = add_shares(row, patch, grads, o, SPAN)
                     value = tl.where(ok[:, None], value, 0.0)
                 row, products = step_transposed(
                     row, products, others, weights, value, o, REACH, TYPE, OF_STENCIL
@@ -201,20 +247,26 @@ def backward_keys(
                 if FACES:
                     far_key = (after >= REACH)[:, None] & inside
                 sums = load_masked(far_dk, far_dk_t, key, column, far_key, TYPE)
-                scores = _entries(
-                    row_weights, line, key, tokens, 0, 1, REACH, TYPE, ROW_STRANDS, ROW_RUN
-                )
-                sums = _near_walls(
-                    sums, q, q_t, scores, key, after, tokens, column, inside, REACH, FACES, TYPE
-                )
+                for member in range(GROUP):
+                    of_head = row_weights + member * (3 * REACH * line)
+                    scores = _entries(
+                        of_head, line, key, tokens, 0, 1, REACH, TYPE, ROW_STRANDS, ROW_RUN
+                    )
+                    sums = _near_walls(
+                        sums, q + member * q_h, q_t, scores, key, after, tokens, column, inside, REACH,
+                        FACES, TYPE,
+                    )  # fmt: skip
                 store_piece(dk, dk_t, row, sums, ok, 0, DIM, COLUMNS, 1)
                 sums = tl.zeros([TILE, DEEP], dtype=TYPE)
-                patch = _entries(
-                    row_weights, line, key, tokens, REACH, 1, SPAN, TYPE, ROW_STRANDS, ROW_RUN
-                )
-                sums = _near_walls(
-                    sums, do, do_t, patch, key, after, tokens, deep, deep_inside, SPAN, FACES, TYPE
-                )
+                for member in range(GROUP):
+                    of_head = row_weights + member * (3 * REACH * line)
+                    patch = _entries(
+                        of_head, line, key, tokens, REACH, 1, SPAN, TYPE, ROW_STRANDS, ROW_RUN
+                    )
+                    sums = _near_walls(
+                        sums, do + member * do_h, do_t, patch, key, after, tokens, deep, deep_inside,
+                        SPAN, FACES, TYPE,
+                    )  # fmt: skip
                 value = tl.zeros([TILE, DEEP], dtype=TYPE)
                 if OF_STENCIL:
                     value = load_masked(v, v_t, key, deep, ok[:, None] & deep_inside, TYPE)

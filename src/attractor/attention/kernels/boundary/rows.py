@@ -278,7 +278,7 @@ def _strands(
 def backward_rows(
     do, q, k, v, out, lse, global_k, global_v, stencil, open, far,
     dq, row_weights, d_global_k, d_global_v, sums, edge_sums,
-    scale, scale_rest, tokens, heads, begin, end, left, right, shift, far_rows,
+    scale, scale_rest, tokens, heads, group, begin, end, left, right, shift, far_rows,
     do_b, do_h, do_t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t,
     global_k_b, global_k_h, global_k_t, global_v_b, global_v_h, global_v_t,
     far_b, far_h, far_t, dq_b, dq_h, dq_t, open_b, open_h, open_t, stencil_h,
@@ -288,7 +288,10 @@ def backward_rows(
     KINDS: tl.constexpr, DOTS: tl.constexpr, OF_STENCIL: tl.constexpr, WINDOW: tl.constexpr,
     FACES: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of some queries of one head, and what the module says of other outputs."""
+    """The gradients of some queries of one head, and what the module says of other outputs.
+
+    `group` consecutive heads share a head of k and v.
+    """
     TYPE: tl.constexpr = lse.dtype.element_ty
     SIDES: tl.constexpr = 2 if WINDOW else 1
     SIZE: tl.constexpr = 2 * REACH * REACH  # of one side's products
@@ -299,8 +302,8 @@ def backward_rows(
     pair, program = pair.to(tl.int64), tl.program_id(0).to(tl.int64)
     do += batch * do_b + head * do_h
     q += batch * q_b + head * q_h
-    k += batch * k_b + head * k_h
-    v += batch * v_b + head * v_h
+    k += batch * k_b + (head // group) * k_h
+    v += batch * v_b + (head // group) * v_h
     out += batch * out_b + head * out_h
     lse += pair * tokens
     global_k += batch * global_k_b + head * global_k_h
