@@ -57,7 +57,8 @@ def test_what_they_are_chosen_for(everywhere):
     for other in (
         {"key_padding": torch.ones(2, 100, dtype=torch.bool, device=DEVICE)},
         {"window": (8, 0)},
-        {"dropout_p": 0.1},
+        {"dropout_p": 0.1, "is_causal": True},  # without an operator that drops weights
+        {"dropout_p": 0.1, "pde": "reaction_diffusion"},
         {"steps": 9},
         {"steps": 0},
         {"axis": "query"},
@@ -90,7 +91,8 @@ def test_documents_they_are_chosen_for(everywhere):
         {"key_padding": real},
         {"window": (8, 0)},
         {"attn_mask": torch.zeros(100, 100, device=DEVICE)},
-        {"dropout_p": 0.1},
+        {"dropout_p": 0.1, "is_causal": True},  # without an operator that drops weights
+        {"dropout_p": 0.1, "pde": "reaction_diffusion"},
     ):
         assert explain(q, k, v, **given | other).method != "fused", other
     with pytest.raises(ValueError, match="every document to be one run of tokens; use 'stepped'"):

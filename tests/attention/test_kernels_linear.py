@@ -255,6 +255,61 @@ def test_heads_that_share_keys_and_values_equal_dense(tokens, steps, heads, shar
     assert worst(found, truth) < 1e-12
 
 
+class Dropping:
+    """A causal operator that drops the same weights every time, as `Dropout` asks for."""
+
+    def __init__(self, tokens, p):
+        generator = torch.Generator().manual_seed(7)
+        kept = torch.rand(1, 2, tokens, tokens, generator=generator, dtype=torch.float64) >= p
+        self.factors = (kept / (1 - p)).to(DEVICE)
+        strip = backends.Strip(slice(0, tokens), slice(0, tokens), causal=True)
+        self.operator = backends.Operator("dropping", self.forward, self.backward, strip)
+
+    def scores(self, q, k, scale):
+        allowed = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=DEVICE).tril()
+        return (scale * q @ k.mT).masked_fill(~allowed, -torch.inf)
+
+    def forward(self, q, k, v, strip, scale, dropout):
+        dropout.state = torch.tensor([7, 0], device=DEVICE)
+        scores = self.scores(q, k, scale)
+        return (scores.softmax(-1) * self.factors) @ v, scores.logsumexp(-1)
+
+    def backward(self, grad, out, q, k, v, lse, strip, scale, dropout):
+        assert dropout.state.tolist() == [7, 0]
+        weights = (self.scores(q, k, scale) - lse[..., None]).exp()
+        of_weights = (grad @ v.mT) * self.factors - (grad * out).sum(-1, keepdim=True)
+        of_scores = scale * weights * of_weights
+        return of_scores @ k, of_scores.mT @ q, (weights * self.factors).mT @ grad
+
+
+@pytest.mark.parametrize(("tokens", "far"), [(4, False), pytest.param(11, True, marks=pytest.mark.slow)])
+def test_dropout_has_the_gradients_of_the_same_draw(tokens, far):
+    """Boundary keys drop by the kernels' own numbers, far keys by the operator's."""
+    table = table_of(pdes.AdvectionDiffusion(0.2, 0.1), 4 if not far else 2, 1.0, random(1)).detach()
+    operator = Dropping(tokens - 2, 0.4).operator if far else None
+    q, k, v = (random(1, 2, tokens, 3) for _ in range(3))
+
+    def dropped(q, k, v, table):
+        torch.manual_seed(3)
+        return causal.causal(q, k, v, table, 0.3, None, None, operator, 0.4)
+
+    assert torch.equal(dropped(q, k, v, table), dropped(q, k, v, table))
+    assert torch.autograd.gradcheck(dropped, (q, k, v, table.requires_grad_()), fast_mode=True)
+
+
+@pytest.mark.slow
+def test_dropout_does_not_change_the_mean():
+    table = table_of(pdes.Diffusion(0.2), 4, 1.0, random(1)).detach()
+    q, k, v = (random(1, 1, 4, 3).detach() for _ in range(3))
+    whole = causal.causal(q, k, v, table, 0.3)
+    torch.manual_seed(0)
+    many = [x.expand(20, 20, -1, -1) for x in (q, k, v)]
+    draws = causal.causal(*many, table, 0.3, None, None, None, 0.4).flatten(0, 1)
+    spread = draws.std(0) / len(draws) ** 0.5
+    assert (draws.mean(0) - whole).abs().lt(5 * spread + 1e-12).all()
+    assert draws[:, 1].std() > 0.1
+
+
 def test_causal_equals_the_operator_without_kernels():
     pde, leaves = equation("advection_diffusion", 2)
     q, k, v = (random(1, 2, 70, 16) for _ in range(3))
@@ -581,14 +636,14 @@ def test_the_operator_for_compiled_code_keeps_its_promises(packed):
     table = table_of(pdes.AdvectionDiffusion(0.2, 0.1), 2, 1.0, torch.empty(1, device=DEVICE))
     q, k = random(2, 4, 20, 16, dtype=torch.float32), random(2, 2, 20, 16, dtype=torch.float32)
     given = q, k, random(2, 20, 2, 16, dtype=torch.float32).transpose(1, 2), table.requires_grad_()
-    torch.library.opcheck(causal.attend_operator, (*given, 0.3, documents))
-    by_operator = causal.attend_operator(*given, 0.3, documents)[0]
+    torch.library.opcheck(causal.attend_operator, (*given, 0.3, documents, 0.0))
+    by_operator = causal.attend_operator(*given, 0.3, documents, 0.0)[0]
     directly = causal.causal(*given, 0.3, documents)
     found, truth = (with_gradients(x, given) for x in (by_operator, directly))
     assert all(torch.equal(a, b) for a, b in zip(found, truth))
     if packed:
         with pytest.raises(ValueError, match=r"in compiled code, .* must be consecutive"):
-            causal.attend_operator(*given, 0.3, documents.roll(1, 1))
+            causal.attend_operator(*given, 0.3, documents.roll(1, 1), 0.0)
 
 
 @pytest.mark.slow

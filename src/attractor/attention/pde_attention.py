@@ -59,7 +59,8 @@ def pde_attention(
             bias. False is a wall, and so is a bias of -8192 or less (`masks.WALL`): softmax does not
             tell such a key from one of -inf, so a mask may be written with -inf, -1e9, -1e4 or the
             lowest number of any float type. All other biases, ALiBi's for one, are not walls.
-        dropout_p: probability that an entry of the first map A(0) is dropped.
+        dropout_p: probability that an entry of the first map A(0) is dropped; the others are divided by
+            ``1 - dropout_p``. Which entries are dropped differs from SDPA's under the same seed.
         is_causal: a query attends to keys up to its own position, both counted from 0.
         scale: of the scores, ``dim ** -0.5`` if None.
         enable_gqa: query may have a multiple of the heads of key and value.
@@ -152,7 +153,7 @@ def run(call: Call, plan: Plan) -> Tensor:
     if fused:
         output = kernels.attend(
             query, key, value, call.is_causal, scale, evolution, call.documents, plan.documents,
-            plan.operator,
+            plan.operator, call.dropout_p,
         )  # fmt: skip
     elif plan.single and plan.operator is not None:
         dtype = torch.promote_types(query.dtype, torch.float32)
@@ -166,7 +167,8 @@ def run(call: Call, plan: Plan) -> Tensor:
             output = without_walls(*where, call.axis, call.walls)
         elif plan.method == "stepped":
             step = kernels.value_stepper(query, value, evolution)
-            output = stepped(*where, step=step, operator=plan.operator)
+            dropout_p = call.dropout_p
+            output = stepped(*where, step=step, operator=plan.operator, dropout_p=dropout_p)
         else:
             output = tiled(*where, dropout_p=call.dropout_p)
     if call.query.ndim == 4:

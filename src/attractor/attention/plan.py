@@ -4,7 +4,7 @@ The first engine of this list that can compute the call does, unless `method` na
 
     fused      causal or unmasked attention on a GPU, by Triton kernels
     dense      maps with no more rows than values have dimensions
-    stepped    linear PDEs; tiled if dropout or walls anywhere need single weights
+    stepped    linear PDEs; tiled if walls anywhere, or dropout near moving ones, need single weights
     dense      small maps
     tiled      everything else on the key axis
     dense      everything
@@ -214,16 +214,18 @@ def _why_not_fused(call: Call) -> str:
     """Return why kernels cannot compute the call, empty if they can, apart from documents."""
     if call.query.device.type not in kernels.DEVICES:
         return f"kernels are for {' and '.join(kernels.DEVICES)}, not {call.query.device.type}"
-    if call.masked or call.dropout_p or call.axis != "key" or call.walls != "mask":
-        return (
-            "kernels know no masks but is_causal and documents, no dropout, and only axis 'key' with "
-            "walls 'mask'"
-        )
+    if call.masked or call.axis != "key" or call.walls != "mask":
+        return "kernels know no masks but is_causal and documents, and only axis 'key' with walls 'mask'"
     if call.is_causal and call.query.shape[-2] != call.key.shape[-2]:
         return "causal kernels need as many queries as keys"
     if call.documents is not None and not (call.is_causal and call.evolution.linear):
         return "kernels know documents only with is_causal and a linear PDE"
-    return kernels.why_not(call.query, call.value, call.evolution)
+    reason = kernels.why_not(call.query, call.value, call.evolution)
+    if reason or not call.dropout_p:
+        return reason
+    if call.dropout_p == 1:
+        return "kernels cannot drop everything"
+    return kernels.why_no_dropout(call.query, call.value, call.evolution, call.is_causal)
 
 
 def _why_not_row(call: Call) -> str:
@@ -265,11 +267,14 @@ def _why_weights(call: Call) -> tuple[str, Scope | None]:
     """
     if call.axis != "key" or call.walls != "mask":
         return "", None
-    if call.dropout_p:
-        return "dropout needs the weights themselves", None
+    near = "dropout near a wall that moves with the row needs the weights themselves"
+    if call.dropout_p and (call.is_causal or call.window is not None or call.documents is not None):
+        return near, None
     if call.attn_mask is None or call.empty:
         return "", None
     scope = call.scope()
+    if call.dropout_p and scope.banded:
+        return near, scope
     if scope.mask is None:
         return "", scope
     if torch.compiler.is_compiling():

@@ -5,6 +5,8 @@ An operator is a pair of functions for the part of a map that a `Strip` describe
     forward   (query, key, value, strip, scale) -> output, log-sum-exp [batch, heads, rows]
     backward  (grad, output, query, key, value, log-sum-exp, strip, scale) -> the three gradients
 
+Those of FlashAttention and cuDNN also take a `Dropout`, the same in both.
+
 Key and value may have fewer heads than query: each serves as many consecutive heads of it.
 FlashAttention, cuDNN and the operator for CPUs share them; the others get copies.
 
@@ -84,6 +86,26 @@ class Strip:
         return torch.where(self.allowed, bias, -torch.inf)
 
 
+@dataclass(eq=False)
+class Dropout:
+    """Dropout of weights after the softmax.
+
+    Attributes:
+        p: Probability that a weight is dropped. Others are divided by ``1 - p``.
+        state: What the operator's backward needs to drop the same weights: int64 ``[2]``, which its
+            forward leaves here.
+    """
+
+    p: float
+    state: Tensor | None = None
+
+    @property
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """Both entries of the state."""
+        assert self.state is not None, "the forward of the operator has not run"
+        return self.state[0], self.state[1]
+
+
 @dataclass(frozen=True, eq=False)
 class Operator:
     """An attention operator for one problem.
@@ -120,6 +142,11 @@ def in_rows(x: Tensor) -> Tensor:
     for size, step in zip(x.shape[:-1], x.stride()):
         aligned = aligned and (size == 1 or (step > 0 and step % unit == 0))
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def probability(dropout: Dropout | None) -> float:
+    """Return the probability that a weight is dropped."""
+    return 0.0 if dropout is None else dropout.p
 
 
 def padded_dim(query: Tensor, value: Tensor) -> int:
@@ -200,17 +227,23 @@ def cpu_backward(
     return _cropped_grads(grads, q, k, v)
 
 
-def cudnn(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
+def cudnn(
+    q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float, dropout: Dropout | None = None
+) -> tuple[Tensor, Tensor]:
     """Run cuDNN's operator: all keys, or a square causal problem; head dimensions up to 128."""
-    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-        *_padded(padded_dim(q, v), q, k, v), None, True, 0.0, strip.causal, False, scale=scale
-    )
+    out, lse, *rest = _aten._scaled_dot_product_cudnn_attention(
+        *_padded(padded_dim(q, v), q, k, v), None, True, probability(dropout), strip.causal, False,
+        scale=scale,
+    )  # fmt: skip
+    if dropout is not None:
+        dropout.state = torch.stack([x.reshape(()) for x in rest[4:6]])
     return _cropped(out, v), lse.reshape(q.shape[:-1])
 
 
 def cudnn_backward(
-    grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, strip: Strip, scale: float
-) -> tuple[Any, ...]:
+    grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, strip: Strip, scale: float,
+    dropout: Dropout | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """Run the backward of `cudnn`."""
     dim = padded_dim(q, v)
     tensors = _padded(dim, q, k, v)
@@ -218,9 +251,10 @@ def cudnn_backward(
     # grad, out and log-sum-exp had when it was made: these must always have the same one, query's.
     grad, out = (_laid_out_as(x, tensors[0]) for x in _padded(dim, grad, out))
     none = torch.empty((), dtype=torch.long, device=q.device)
+    state = (none, none) if dropout is None else dropout.pair
     grads = _aten._scaled_dot_product_cudnn_attention_backward(
-        grad, *tensors, out, lse.contiguous()[..., None], none, none, None, None, None,
-        q.shape[-2], k.shape[-2], 0.0, strip.causal, scale=scale,
+        grad, *tensors, out, lse.contiguous()[..., None], *state, None, None, None,
+        q.shape[-2], k.shape[-2], probability(dropout), strip.causal, scale=scale,
     )  # fmt: skip
     return _cropped_grads(grads, q, k, v)
 
@@ -256,24 +290,29 @@ def efficient_backward(
     return _cropped_grads(grads, q, k, v)
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float, dropout: Dropout | None = None
+) -> tuple[Tensor, Tensor]:
     """Run FlashAttention: all keys, or a band, within packed documents; head dimensions up to 256.
 
     Empty rows have finite outputs of no meaning.
     """
     layout = _FlashLayout.of(strip, *_padded(padded_dim(q, v), q, k, v))
-    out, lse, *_ = _aten._flash_attention_forward(
-        *layout.tensors, *layout.sequences, 0.0, False, False, scale=scale,
+    out, lse, state, *_ = _aten._flash_attention_forward(
+        *layout.tensors, *layout.sequences, probability(dropout), False, False, scale=scale,
         window_size_left=_side(strip.left), window_size_right=_side(strip.right),
     )  # fmt: skip
+    if dropout is not None:
+        dropout.state = state.view(torch.int64)
     if strip.packed is not None:
         lse = lse.unflatten(-1, (q.shape[0], -1)).transpose(0, 1)
     return _cropped(layout.restore(out), v), lse.reshape(q.shape[:-1])
 
 
 def flash_backward(
-    grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, strip: Strip, scale: float
-) -> tuple[Any, ...]:
+    grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, strip: Strip, scale: float,
+    dropout: Dropout | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """Run the backward of `flash`."""
     layout = _FlashLayout.of(strip, *_padded(padded_dim(q, v), grad, q, k, v, out))
     if strip.empty_rows is not None:
@@ -284,8 +323,11 @@ def flash_backward(
         batches, _, heads, _ = layout.tensors[1].shape
         lse = lse.contiguous().view(batches, heads, -1)
     none = torch.empty((), dtype=torch.long, device=q.device)
+    state = none
+    if dropout is not None and dropout.state is not None:
+        state = dropout.state.view(torch.uint64)
     grads = _aten._flash_attention_backward(
-        *layout.tensors, lse, *layout.sequences, 0.0, False, none, none, scale=scale,
+        *layout.tensors, lse, *layout.sequences, probability(dropout), False, state, none, scale=scale,
         window_size_left=_side(strip.left), window_size_right=_side(strip.right),
     )  # fmt: skip
     return _cropped_grads((layout.restore(x) for x in grads), q, k, v)

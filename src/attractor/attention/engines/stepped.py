@@ -36,6 +36,7 @@ def stepped(
     others: Others | None = None,
     step: StepValues | None = None,
     operator: Operator | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Return the output ``[batch, heads, queries, value dim]`` of a linear PDE on the key axis.
 
@@ -47,6 +48,8 @@ def stepped(
         step: A faster function than `values.step_values` for these tensors, or None.
         operator: What `selection.choose` returns for the keys that no moving wall is near to. None: it
             is chosen later.
+        dropout_p: Probability that a weight of the map A(0) is dropped. Requires that walls are the same
+            for all rows, so that every weight meets a stepped value.
     """
     open = scope.open_faces()
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -63,7 +66,7 @@ def stepped(
     else:
         far_values = step_values(evolution, value.to(dtype), open).to(value.dtype)
     if not near and others is None:
-        return softmax_attention(query, key, far_values, scope, scale, operator)
+        return softmax_attention(query, key, far_values, scope, scale, operator, dropout_p)
     scores = [boundary.scores(query, key, scope, scale, band) for band in near]
     if others is not None:
         scores.append(others[0])
@@ -110,8 +113,12 @@ def softmax_attention(
     scope: Scope,
     scale: float,
     operator: Operator | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
-    """Return ordinary attention within a scope, zeros for rows that may attend to no key."""
+    """Return ordinary attention within a scope, zeros for rows that may attend to no key.
+
+    Requires: Without dropout, or with padding and bias only.
+    """
     if scope.only_causal:
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     if scope.documents is not None or scope.banded or scope.mask is not None:
@@ -124,14 +131,15 @@ def softmax_attention(
         bias = (bias - largest.masked_fill(largest == -torch.inf, 0.0)).clamp(max=0.0)
     if valid is None:
         mask = None if bias is None else bias.to(query.dtype)
-        return scaled_dot_product_attention(query, key, value, mask, scale=scale)
+        return scaled_dot_product_attention(query, key, value, mask, dropout_p, scale=scale)
     some = valid.any(
         -1, keepdim=True
     )  # operators differ on rows without keys: let them attend, then not
     mask = valid | ~some
     if bias is not None:
         mask = torch.where(mask, bias.to(query.dtype), -torch.inf)
-    return scaled_dot_product_attention(query, key, value, mask, scale=scale).masked_fill(~some, 0.0)
+    out = scaled_dot_product_attention(query, key, value, mask, dropout_p, scale=scale)
+    return out.masked_fill(~some, 0.0)
 
 
 def _all_rows(out: Tensor, scope: Scope) -> Tensor:

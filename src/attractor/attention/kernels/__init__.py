@@ -135,6 +135,7 @@ def attend(
     ids: Tensor | None = None,
     documents: "Documents | None" = None,
     operator: "Operator | None" = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Return the output ``[batch, heads, queries, value dim]`` of a PDE on the key axis.
 
@@ -146,6 +147,7 @@ def attend(
         ids: Of packed documents ``[batch, tokens]``, of causal attention.
         documents: What `packed` has returned for them. None: they are packed later.
         operator: For the far keys of a causal call without documents. None: it is chosen later.
+        dropout_p: Of the entries of A(0), for linear PDEs.
     """
     from attractor.attention.kernels import causal, reaction
     from attractor.attention.kernels.stencils import stencil_table
@@ -158,10 +160,24 @@ def attend(
         )
     stencil = stencil_table(evolution, value)
     if is_causal:
-        return causal.causal(query, key, value, stencil, scale, ids, documents, operator)
+        options = ids, documents, operator, dropout_p
+        return causal.causal(query, key, value, stencil, scale, *options)
     share = query.shape[1] != key.shape[1]
     stepped = step(value, stencil, None)
-    return scaled_dot_product_attention(query, key, stepped, scale=scale, enable_gqa=share)
+    return scaled_dot_product_attention(
+        query, key, stepped, None, dropout_p, scale=scale, enable_gqa=share
+    )
+
+
+def why_no_dropout(query: Tensor, value: Tensor, evolution: Evolution, is_causal: bool) -> str:
+    """Return why `attend` cannot drop weights; empty if it can. Requires: `why_not` is empty."""
+    if not evolution.linear:
+        return f"kernels of {type(evolution.pde).__name__} know no dropout"
+    if not is_causal:
+        return ""
+    from attractor.attention.kernels import causal
+
+    return causal.why_no_dropout(query, value)
 
 
 def value_stepper(query: Tensor, value: Tensor, evolution: Evolution) -> Callable[..., Tensor] | None:

@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 
 from attractor.attention.engines import softmax
-from attractor.attention.engines.backends import Operator, in_rows
+from attractor.attention.engines.backends import Dropout, Operator, in_rows, padded_dim
 from attractor.attention.engines.selection import (
+    FLASH_DIM,
+    HALF,
     TORN,
     check_consecutive,
     choose,
+    flash_works,
     may_sync,
     torn,
 )
@@ -87,6 +90,7 @@ def causal(
     ids: Tensor | None = None,
     documents: Documents | None = None,
     operator: Operator | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Return the output ``[batch, heads, tokens, value dim]``, for any number of tokens.
 
@@ -102,14 +106,62 @@ def causal(
         documents: What `packed` has returned for them. None: they are packed here.
         operator: Computes the softmax over the far keys, a square causal problem, unless there are
             documents. None: it is chosen here.
+        dropout_p: Probability that an entry of A(0) is dropped. The operator draws what it drops of the
+            far keys, and `boundary.sides.kept` what is dropped of the boundary keys. Requires that
+            `why_no_dropout` is empty.
     """
     if traced(query):
-        return cast(Tensor, attend_operator(query, key, value, stencil, scale, ids)[0])
+        return cast(Tensor, attend_operator(query, key, value, stencil, scale, ids, float(dropout_p))[0])
     if ids is not None and documents is None:
         documents = _runs(query, key, value, ids, reach_of(stencil))
     elif documents is not None and documents.single:
         documents = None
-    return cast(Tensor, _Causal.apply(query, key, value, stencil, scale, documents, operator))
+    given = query, key, value, stencil, scale, documents, operator, float(dropout_p)
+    return cast(Tensor, _Causal.apply(*given))
+
+
+def why_no_dropout(query: Tensor, value: Tensor) -> str:
+    """Return why `causal` cannot drop weights of these tensors; empty if it can."""
+    if query.dtype not in HALF:
+        return f"operators that drop weights take half precision, not {query.dtype}"
+    if padded_dim(query, value) > FLASH_DIM or not flash_works(query.device.index):
+        return "FlashAttention, which drops weights, is not available for these tensors"
+    return ""
+
+
+@dataclass(frozen=True, eq=False)
+class _Dropout:
+    """Dropout of the entries of A(0).
+
+    Attributes:
+        p: Probability of an entry to be dropped.
+        seed: For the boundary keys, int64 ``[1]``.
+        far: For the far keys.
+    """
+
+    p: float
+    seed: Tensor
+    far: Dropout
+
+    @classmethod
+    def new(cls, p: float, device: torch.device) -> "_Dropout | None":
+        """Return a dropout that draws other entries each time; None if p is 0."""
+        if not p:
+            return None
+        return cls(p, torch.randint(1 << 62, (1,), device=device), Dropout(p))
+
+    @classmethod
+    def again(cls, p: float, state: Tensor) -> "_Dropout | None":
+        """Return the dropout that has left a state; None if p is 0."""
+        return cls(p, state[:1], Dropout(p, state[1:])) if p else None
+
+
+def _state(dropout: _Dropout | None, like: Tensor) -> Tensor:
+    """Return what `_Dropout.again` needs, int64 ``[3]``, or ``[0]`` without dropout."""
+    if dropout is None:
+        return like.new_empty(0, dtype=torch.int64)
+    far = dropout.seed.new_zeros(2) if dropout.far.state is None else dropout.far.state
+    return torch.cat((dropout.seed, far))
 
 
 def _runs(query: Tensor, key: Tensor, value: Tensor, ids: Tensor, reach: int) -> Documents | None:
@@ -131,23 +183,25 @@ class _Causal(torch.autograd.Function):
         scale: float,
         documents: Documents | None,
         operator: Operator | None,
+        dropout_p: float,
     ) -> Tensor:
         query, key, value = map(contiguous_rows, (query, key, value))
-        stepped = _stepped(value, stencil, documents)
-        out, lse = forward(query, key, value, stepped, stencil, scale, documents, operator)
-        ctx.scale, ctx.documents, ctx.operator = scale, documents, operator
-        ctx.save_for_backward(query, key, value, stencil, out, lse)
+        stepped, dropout = _stepped(value, stencil, documents), _Dropout.new(dropout_p, query.device)
+        out, lse = forward(query, key, value, stepped, stencil, scale, documents, operator, dropout)
+        ctx.scale, ctx.documents, ctx.operator, ctx.p = scale, documents, operator, dropout_p
+        ctx.save_for_backward(query, key, value, stencil, out, lse, _state(dropout, lse))
         return out
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-        q, k, v, stencil, out, lse = ctx.saved_tensors
+        q, k, v, stencil, out, lse, state = ctx.saved_tensors
         grads = backward(
             contiguous_rows(do), q, k, v, _stepped(v, stencil, ctx.documents), stencil, out, lse,
             ctx.scale, ctx.needs_input_grad[3], ctx.documents, ctx.operator,
+            _Dropout.again(ctx.p, state),
         )  # fmt: skip
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
 def _stepped(value: Tensor, stencil: Tensor, documents: Documents | None) -> Tensor:
@@ -156,25 +210,29 @@ def _stepped(value: Tensor, stencil: Tensor, documents: Documents | None) -> Ten
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, stencil: Tensor, scale: float, ids: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return outputs and their log-sum-exp ``[batch, heads, tokens]``."""
+    query: Tensor, key: Tensor, value: Tensor, stencil: Tensor, scale: float, ids: Tensor | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return outputs, their log-sum-exp ``[batch, heads, tokens]``, and the state of the dropout."""
     query, key, value = map(contiguous_rows, (query, key, value))
     with torch.no_grad():
         documents = None if ids is None else _runs(query, key, value, ids, reach_of(stencil))
-        stepped = _stepped(value, stencil, documents)
-        return forward(query, key, value, stepped, stencil, scale, documents)
+        stepped, dropout = _stepped(value, stencil, documents), _Dropout.new(dropout_p, query.device)
+        out, lse = forward(query, key, value, stepped, stencil, scale, documents, None, dropout)
+        return out, lse, _state(dropout, lse)
 
 
 def _fake_attend(
-    query: Tensor, key: Tensor, value: Tensor, stencil: Tensor, scale: float, ids: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return like_output(contiguous_rows(query), contiguous_rows(value))
+    query: Tensor, key: Tensor, value: Tensor, stencil: Tensor, scale: float, ids: Tensor | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    out, lse = like_output(contiguous_rows(query), contiguous_rows(value))
+    return out, lse, query.new_empty(3 if dropout_p else 0, dtype=torch.int64)
 
 
 def _attend_backward(
     do: Tensor, query: Tensor, key: Tensor, value: Tensor, stencil: Tensor, out: Tensor, lse: Tensor,
-    scale: float, ids: Tensor | None, of_stencil: bool,
+    state: Tensor, scale: float, ids: Tensor | None, dropout_p: float, of_stencil: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of query, key, value and the table, whose is empty unless `of_stencil`."""
     do, query, key, value = map(contiguous_rows, (do, query, key, value))
@@ -182,8 +240,9 @@ def _attend_backward(
         documents = None if ids is None else _runs(query, key, value, ids, reach_of(stencil))
         stepped = _stepped(value, stencil, documents)
         *grads, d_stencil = backward(
-            do, query, key, value, stepped, stencil, out, lse, scale, of_stencil, documents
-        )
+            do, query, key, value, stepped, stencil, out, lse, scale, of_stencil, documents, None,
+            _Dropout.again(dropout_p, state),
+        )  # fmt: skip
     return *grads, stencil.new_empty(0) if d_stencil is None else d_stencil  # type: ignore[return-value]
 
 
@@ -194,17 +253,17 @@ def _fake_attend_backward(
     return dq, dk, dv, stencil.new_empty(stencil.shape if rest[-1] else 0)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, ids = inputs
-    ctx.mark_non_differentiable(output[1])
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.scale, ids, ctx.p = inputs
+    ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*tensors, *output, ids)
 
 
-def _gradients(ctx: Any, do: Tensor, _: Any) -> tuple[Any, ...]:
+def _gradients(ctx: Any, do: Tensor, *_: Any) -> tuple[Any, ...]:
     *tensors, ids = ctx.saved_tensors
     of_stencil = ctx.needs_input_grad[3]
-    *grads, d_stencil = attend_backward_operator(do, *tensors, ctx.scale, ids, of_stencil)
-    return *grads, d_stencil if of_stencil else None, None, None
+    *grads, d_stencil = attend_backward_operator(do, *tensors, ctx.scale, ids, ctx.p, of_stencil)
+    return *grads, d_stencil if of_stencil else None, None, None, None
 
 
 attend_operator = operator("causal_attention", transparent=False)(_attend)
@@ -217,6 +276,7 @@ attend_backward_operator.register_fake(_fake_attend_backward)
 def forward(
     q: Tensor, k: Tensor, v: Tensor, stepped: Tensor, stencil: Tensor, scale: float,
     documents: Documents | None = None, operator: Operator | None = None,
+    dropout: _Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return outputs and their log-sum-exp ``[batch, heads, tokens]``.
 
@@ -226,34 +286,43 @@ def forward(
             all of it.
     """
     open = None if documents is None else documents.open
-    far, far_lse = _far_forward(q, k, stepped, reach_of(stencil), scale, documents, operator)
+    options = () if dropout is None else (dropout.far,)
+    far, far_lse = _far_forward(q, k, stepped, reach_of(stencil), scale, documents, operator, *options)
     return boundary_forward(
-        q, k, v, far, far_lse, stencil, open, None, None, None, None, CAUSAL, 0, scale
-    )
+        q, k, v, far, far_lse, stencil, open, None, None, None, None, CAUSAL, 0, scale,
+        *_boundary_dropout(dropout),
+    )  # fmt: skip
 
 
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, stepped: Tensor, stencil: Tensor, out: Tensor,
     lse: Tensor, scale: float, of_stencil: bool, documents: Documents | None = None,
-    operator: Operator | None = None,
+    operator: Operator | None = None, dropout: _Dropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Return the gradients of q, k, v, and of the stencil table or None."""
     open = None if documents is None else documents.open
+    options = () if dropout is None else (dropout.far,)
     far_dq, far_dk, far_dv = _far_backward(
-        do, q, k, stepped, out, lse, reach_of(stencil), scale, documents, operator
+        do, q, k, stepped, out, lse, reach_of(stencil), scale, documents, operator, *options
     )
     dq, row_weights, _, _, sums, edge_sums = boundary_backward_rows(
-        do, q, k, v, out, lse, stencil, open, None, None, far_dq, 0, 0, CAUSAL, 0, scale, of_stencil
-    )
+        do, q, k, v, out, lse, stencil, open, None, None, far_dq, 0, 0, CAUSAL, 0, scale, of_stencil,
+        *_boundary_dropout(dropout),
+    )  # fmt: skip
     dk, dv, d_stencil = boundary_backward_keys(
         do, q, k, v, row_weights, stencil, open, far_dk, far_dv, sums, edge_sums, CAUSAL, 0, of_stencil
     )
     return dq, dk, dv, d_stencil if of_stencil else None
 
 
+def _boundary_dropout(dropout: _Dropout | None) -> tuple[Any, ...]:
+    """Return the last arguments of the boundary kernels."""
+    return () if dropout is None else (dropout.seed, dropout.p)
+
+
 def _far_forward(
     q: Tensor, k: Tensor, stepped: Tensor, reach: int, scale: float, documents: Documents | None,
-    operator: Operator | None,
+    operator: Operator | None, *dropout: Dropout,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return what the operator computes from keys up to i - reach of row i, for rows from `reach` on.
 
@@ -268,16 +337,18 @@ def _far_forward(
             far, lse = softmax.attend(q, k, stepped, scope, scale)
             return far, lse[..., reach:]
         q, k, stepped = (in_rows(x) for x in (q, k, stepped))
-        return operator.forward(*operator.strip.cut(q, k, stepped), operator.strip, scale)
+        return operator.forward(*operator.strip.cut(q, k, stepped), operator.strip, scale, *dropout)
     cut = q[..., reach:, :], k[..., :size, :], stepped[..., :size, :]
-    if operator is not None and operator.strip is not None:
-        return operator.forward(*(in_rows(x) for x in cut), operator.strip, scale)
+    if operator is None:
+        operator = choose(*cut, Scope(size, size, right=0))
+    if operator.strip is not None:
+        return operator.forward(*(in_rows(x) for x in cut), operator.strip, scale, *dropout)
     return softmax.attend(*cut, Scope(size, size, right=0), scale)
 
 
 def _far_backward(
     do: Tensor, q: Tensor, k: Tensor, stepped: Tensor, out: Tensor, lse: Tensor, reach: int,
-    scale: float, documents: Documents | None, operator: Operator | None,
+    scale: float, documents: Documents | None, operator: Operator | None, *dropout: Dropout,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return gradients of all queries but the first, and of all keys and stepped values but the last."""
     size = q.shape[-2] - reach
@@ -291,9 +362,11 @@ def _far_backward(
             return dq[..., reach:, :], dk[..., :size, :], dv[..., :size, :]
         do, out, q, k, stepped = (in_rows(x) for x in (do, out, q, k, stepped))
         cut = operator.strip.cut(q, k, stepped)
-        return operator.backward(do, out, *cut, lse[..., reach:], operator.strip, scale)
+        return operator.backward(do, out, *cut, lse[..., reach:], operator.strip, scale, *dropout)
     cut, lse = (q[..., reach:, :], k[..., :size, :], stepped[..., :size, :]), lse[..., reach:]
-    if operator is not None and operator.strip is not None:
+    if operator is None:
+        operator = choose(*cut, Scope(size, size, right=0))
+    if operator.strip is not None:
         rows = [in_rows(x) for x in (do, out, *cut)]
-        return operator.backward(*rows, lse, operator.strip, scale)
+        return operator.backward(*rows, lse, operator.strip, scale, *dropout)
     return softmax.attend_backward(do, *cut, out, lse, Scope(size, size, right=0), scale)

@@ -75,7 +75,8 @@ def _strides_like(x: Tensor, q: Tensor) -> tuple[int, int, int]:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, far: Tensor, far_lse: Tensor, stencil: Tensor | None,
     open: Tensor | None, global_k: Tensor | None, global_v: Tensor | None, first_rows: Tensor | None,
-    last_rows: Tensor | None, left: int, right: int, scale: float,
+    last_rows: Tensor | None, left: int, right: int, scale: float, seed: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return outputs ``[batch, heads, tokens, value dim]`` and their log-sum-exp.
 
@@ -91,6 +92,7 @@ def _forward(
         first_rows, last_rows: In windows, outputs of the rows that are not computed here. Their
             log-sum-exp is infinite: they have no weights.
         left, right: Of the window; (CAUSAL, 0) for causal rows.
+        seed: Of the dropout of boundary weights, int64 ``[1]``; None without dropout, and in windows.
     """
     q, k, v, far = map(contiguous_rows, (q, k, v, far))
     out, lse = like_output(q, v)
@@ -104,13 +106,15 @@ def _forward(
     faces, face_strides = faces_of(open, v)
     wrap_triton(forward_kernel.forward)[(programs,)](
         q, k, v, far, far_lse.contiguous(), global_k, global_v, table, faces, out, lse,
+        lse if seed is None else seed, dropout_p,
         *two_floats(scale), tokens, heads, heads // k.shape[1], begin, end, left, right, band.rows,
         band.size, band.size if far.shape[:2] == q.shape[:2] else tokens, *strides(q), *strides(k),
         *strides(v), *_strides_like(far, q), *strides(global_k), *strides(global_v), *strides(out),
         *face_strides,
         0 if stencil is None else table_stride(table), reach, count, int(dim), int(v.shape[-1]),
         shape.columns, shape.value_columns, shape.strands, shape.run, shape.pieces,
-        power_of_two(shape.rows + 2 * reach), window, open is not None, num_warps=shape.warps,
+        power_of_two(shape.rows + 2 * reach), window, open is not None, seed is not None,
+        num_warps=shape.warps,
     )  # fmt: skip
     if first_rows is not None and last_rows is not None:
         out[:, :, :begin] = first_rows
@@ -145,13 +149,15 @@ def _globals(
 def _backward_rows(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, stencil: Tensor | None,
     open: Tensor | None, global_k: Tensor | None, global_v: Tensor | None, far: Tensor, begin: int,
-    end: int, left: int, right: int, scale: float, of_stencil: bool,
+    end: int, left: int, right: int, scale: float, of_stencil: bool, seed: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q and of the global keys and values, and what `backward_keys` needs.
 
     Args:
         far: The far keys' share of the gradient of q, for the rows of the band, as in forward.
         begin, end: In windows, the rows that are computed.
+        seed, dropout_p: As in forward.
 
     Returns:
         The gradient of q; the gradients of the boundary scores and the patch weights ``[batch * heads,
@@ -177,15 +183,15 @@ def _backward_rows(
     faces, face_strides = faces_of(open, v)
     wrap_triton(rows_kernel.backward_rows)[(programs,)](
         do, q, k, v, out, lse.contiguous(), keys, values, table, faces, far, dq, row_weights, program_dk,
-        program_dv, sums, edge_sums, *two_floats(scale), tokens, heads, heads // k.shape[1], begin, end,
-        left, right, band.rows, band.size, *strides(do), *strides(q), *strides(k), *strides(v),
-        *strides(out), *strides(keys), *strides(values), *_strides_like(far, q), *strides(dq),
-        *face_strides,
+        program_dv, sums, edge_sums, lse if seed is None else seed, dropout_p, *two_floats(scale),
+        tokens, heads, heads // k.shape[1], begin, end, left, right, band.rows, band.size, *strides(do),
+        *strides(q), *strides(k), *strides(v), *strides(out), *strides(keys), *strides(values),
+        *_strides_like(far, q), *strides(dq), *face_strides,
         0 if stencil is None else table_stride(table), reach, count, int(dim), int(v.shape[-1]),
         shape.columns, shape.value_columns, shape.strands, shape.run, shape.pieces,
         power_of_two(shape.rows + 2 * reach), power_of_two(3 * reach * shape.run),
         power_of_two(3 * reach), power_of_two(2 * reach**2), power_of_two(reach), dots, of_stencil,
-        window, open is not None, num_warps=shape.warps,
+        window, open is not None, seed is not None, num_warps=shape.warps,
     )  # fmt: skip
     if count:
         dk, dv = (
@@ -198,7 +204,7 @@ def _backward_rows(
 def _fake_backward_rows(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, stencil: Tensor | None,
     open: Tensor | None, global_k: Tensor | None, global_v: Tensor | None, far: Tensor, begin: int,
-    end: int, left: int, right: int, scale: float, of_stencil: bool,
+    end: int, left: int, right: int, scale: float, of_stencil: bool, *_: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     reach, window, pairs = reach_of(stencil), left != CAUSAL, q.shape[0] * q.shape[1]
     shape, programs = _shape("backward_rows", q, v, left, reach)

@@ -17,6 +17,7 @@ from attractor.attention.kernels.boundary.sides import (
     boundary_stencil,
     inner,
     inner_band,
+    kept,
     keys_before,
     load_far,
     load_last,
@@ -39,11 +40,11 @@ from attractor.attention.kernels.device import (
 @triton.jit
 def _strands(
     q, k, v, far, far_lse, global_k, global_v, stencil, open, out, lse,
-    scale, tokens, begin, end, left, right, shift, far_rows, first,
+    scale, seed, dropout_p, line, tokens, begin, end, left, right, shift, far_rows, first,
     q_t, k_t, v_t, far_t, global_k_t, global_v_t, out_t, open_t,
     REACH: tl.constexpr, COUNT: tl.constexpr, DIM: tl.constexpr, DEPTH: tl.constexpr,
     COLUMNS: tl.constexpr, DEEP: tl.constexpr, RUN: tl.constexpr, H: tl.constexpr,
-    WINDOW: tl.constexpr, FREE: tl.constexpr, FACES: tl.constexpr,
+    WINDOW: tl.constexpr, FREE: tl.constexpr, FACES: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Rows ``first`` to ``first + RUN - 1`` of every strand; with RUN and H 1 and no WINDOW if not FREE.
 
@@ -113,8 +114,13 @@ def _strands(
             total += exps[m]
         totals = totals + (most + tl.log(total),)
         over = 1.0 / total
+        if DROPOUT:
+            factors = kept(seed, line + first + o, dropout_p, REACH, TYPE)
         for m in tl.static_range(ALL):
-            weights = weights + (exps[m] * over,)
+            if DROPOUT:
+                weights = weights + (exps[m] * over * factors[m],)
+            else:
+                weights = weights + (exps[m] * over,)
         for h in tl.static_range(H):
             sums = sums + ((far_weight * over)[:, None] * upcast(others[o * H + h], TYPE),)
     if COUNT > 0:
@@ -145,18 +151,18 @@ def _strands(
 
 @triton.jit(do_not_specialize=SIZES)
 def forward(
-    q, k, v, far, far_lse, global_k, global_v, stencil, open, out, lse,
+    q, k, v, far, far_lse, global_k, global_v, stencil, open, out, lse, seed, dropout_p,
     scale, scale_rest, tokens, heads, group, begin, end, left, right, shift, far_rows, far_line,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, far_b, far_h, far_t,
     global_k_b, global_k_h, global_k_t, global_v_b, global_v_h, global_v_t,
     out_b, out_h, out_t, open_b, open_h, open_t, stencil_h,
     REACH: tl.constexpr, COUNT: tl.constexpr, DIM: tl.constexpr, DEPTH: tl.constexpr,
     COLUMNS: tl.constexpr, DEEP: tl.constexpr, STRANDS: tl.constexpr, RUN: tl.constexpr, H: tl.constexpr,
-    FACES_SEEN: tl.constexpr, WINDOW: tl.constexpr, FACES: tl.constexpr,
+    FACES_SEEN: tl.constexpr, WINDOW: tl.constexpr, FACES: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Some rows of one head: boundary weights after their steps, and global ones, with the far keys.
 
-    `group` consecutive heads share a head of k and v.
+    `group` consecutive heads share a head of k and v. DROPOUT drops boundary weights, without a WINDOW.
     """
     scale = from_two(scale, scale_rest, lse.dtype.element_ty)
     blocks = tl.cdiv(tokens, STRANDS * RUN)
@@ -175,6 +181,9 @@ def forward(
     stencil += head * stencil_h
     if not WINDOW:  # constants of causal rows
         begin, end, right, shift, far_rows = 2 * REACH - 1, tokens, 0, REACH, tokens - REACH
+    line = pair.to(tl.int64) * tokens
+    if DROPOUT:
+        seed = tl.load(seed)
     free = True
     if FACES:
         free = no_wall(open, open_t, start, tokens, 2 * REACH - 1, 0, STRANDS * RUN, FACES_SEEN)
@@ -184,9 +193,10 @@ def forward(
     if free:
         first = start + tl.arange(0, STRANDS) * RUN
         _strands(
-            q, k, v, far, far_lse, global_k, global_v, stencil, open, out, lse, scale, tokens, begin,
-            end, left, right, shift, far_rows, first, q_t, k_t, v_t, far_t, global_k_t, global_v_t,
-            out_t, open_t, REACH, COUNT, DIM, DEPTH, COLUMNS, DEEP, RUN, H, WINDOW, True, FACES,
+            q, k, v, far, far_lse, global_k, global_v, stencil, open, out, lse, scale, seed, dropout_p,
+            line, tokens, begin, end, left, right, shift, far_rows, first, q_t, k_t, v_t, far_t,
+            global_k_t, global_v_t, out_t, open_t, REACH, COUNT, DIM, DEPTH, COLUMNS, DEEP, RUN, H,
+            WINDOW, True, FACES, DROPOUT,
         )  # fmt: skip
     if not WINDOW:
         tiles, stop = (start == 0).to(tl.int32), tl.minimum(begin, tokens)
@@ -196,8 +206,8 @@ def forward(
         for tile in range(tiles):
             first = start + tile * TILE + tl.arange(0, TILE)
             _strands(
-                q, k, v, far, far_lse, global_k, global_v, stencil, open, out, lse, scale, tokens, 0,
-                stop, left, right, shift, far_rows, first, q_t, k_t, v_t, far_t, global_k_t,
-                global_v_t, out_t, open_t, REACH, COUNT, DIM, DEPTH, COLUMNS, DEEP, 1, 1, False, False,
-                FACES,
+                q, k, v, far, far_lse, global_k, global_v, stencil, open, out, lse, scale, seed,
+                dropout_p, line, tokens, 0, stop, left, right, shift, far_rows, first, q_t, k_t, v_t,
+                far_t, global_k_t, global_v_t, out_t, open_t, REACH, COUNT, DIM, DEPTH, COLUMNS, DEEP,
+                1, 1, False, False, FACES, DROPOUT,
             )  # fmt: skip

@@ -20,6 +20,7 @@ from attractor.attention.kernels.boundary.sides import (
     boundary_stencil,
     inner,
     inner_band,
+    kept,
     keys_before,
     load_far,
     load_last,
@@ -59,10 +60,10 @@ def _products(left, right, sums, DOTS: tl.constexpr):
 @triton.jit
 def _side(
     dq, queries, grads, deltas, totals, keys, values, stencil, row_weights, line,
-    scale, before, begin, end, first, place,
+    scale, seed, dropout_p, number, before, begin, end, first, place,
     REACH: tl.constexpr, STRANDS: tl.constexpr, RUN: tl.constexpr, H: tl.constexpr,
     ENTRIES: tl.constexpr, DOTS: tl.constexpr, OF_STENCIL: tl.constexpr,
-    LEFT: tl.constexpr, WINDOW: tl.constexpr, FREE: tl.constexpr,
+    LEFT: tl.constexpr, WINDOW: tl.constexpr, FREE: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Add one side's share to the gradients of queries, and write its `row_weights`.
 
@@ -70,6 +71,7 @@ def _side(
         deltas: Inner products of outputs and their gradients.
         row_weights: Of this side. `place` is where the first rows' entries are in a line (`place_of`),
             and `line` is the distance of one entry from the next.
+        number: What `kept` adds to the number of a row.
 
     Returns:
         The gradients of queries, and products of boundary weights and the gradients of patch weights:
@@ -89,17 +91,25 @@ def _side(
         weights, d_weights, more = (), (), ()
         for n in tl.static_range(SPAN):
             d_weights = d_weights + (d_patch[(o + n) * RUN + o],)
+        if DROPOUT:
+            factors = kept(seed, number + first + o, dropout_p, REACH, TYPE)
         for m in tl.static_range(REACH):
             score = scores[(o + m) * RUN + o] * scale
             if not FREE:
                 score = tl.where(before >= REACH - 1 - m, score, -float("inf"))
             weight = tl.where(ok, tl.exp(score - totals[o]), 0.0)
             d_weight = -deltas[o]
+            if DROPOUT:
+                d_weight = tl.zeros_like(weight)
             for n in tl.static_range(SPAN):
                 if (LEFT and n <= m + REACH) or (not LEFT and n >= m):
                     d_weight += d_weights[n] * table[m * SPAN + n]
-            weights = weights + (weight,)
+            if DROPOUT:
+                d_weight = d_weight * factors[m] - deltas[o]
             d_scores = d_scores + (tl.where(ok, weight * d_weight * scale, 0.0),)
+            if DROPOUT:
+                weight = weight * factors[m]
+            weights = weights + (weight,)
             if OF_STENCIL and not WINDOW:
                 for n in tl.static_range(SPAN):
                     if n < m:
@@ -180,12 +190,13 @@ def _global_keys(
 def _strands(
     do, q, k, v, out, lse, global_k, global_v, stencil, open, far,
     dq, row_weights, d_global_k, d_global_v, sums, free_sums, edge_sums,
-    scale, tokens, begin, end, left, right, shift, far_rows, line, first, place,
+    scale, seed, dropout_p, number, tokens, begin, end, left, right, shift, far_rows, line, first, place,
     do_t, q_t, k_t, v_t, out_t, global_k_t, global_v_t, open_t, far_t, dq_t,
     REACH: tl.constexpr, COUNT: tl.constexpr, DIM: tl.constexpr, DEPTH: tl.constexpr,
     COLUMNS: tl.constexpr, DEEP: tl.constexpr, STRANDS: tl.constexpr, RUN: tl.constexpr,
     H: tl.constexpr, ENTRIES: tl.constexpr, PLACES: tl.constexpr, DOTS: tl.constexpr,
     OF_STENCIL: tl.constexpr, WINDOW: tl.constexpr, FREE: tl.constexpr, FACES: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Rows ``first`` to ``first + RUN - 1`` of every strand; with RUN and H 1 and no WINDOW if not FREE.
 
@@ -225,8 +236,8 @@ def _strands(
         values = load_rows(v, v_t, first - left, tokens, RUN + SPAN - 1, DEPTH, DEEP, H)
         d_queries, products = _side(
             d_queries, queries, grads, deltas, totals, keys, values, stencil, row_weights, line, scale,
-            before, begin, end, first, place, REACH, STRANDS, RUN, H, ENTRIES, DOTS, OF_STENCIL,
-            True, True, True,
+            seed, dropout_p, number, before, begin, end, first, place, REACH, STRANDS, RUN, H, ENTRIES,
+            DOTS, OF_STENCIL, True, True, True, False,
         )  # fmt: skip
         m, n = tl.arange(0, FEW)[:, None], tl.arange(0, FEW)[None, :]
         if OF_STENCIL:
@@ -237,8 +248,8 @@ def _strands(
     if REACH > 0:
         d_queries, products = _side(
             d_queries, queries, grads, deltas, totals, keys, values, stencil, row_weights, line, scale,
-            before, begin, end, first, place, REACH, STRANDS, RUN, H, ENTRIES, DOTS, OF_STENCIL,
-            False, WINDOW, FREE,
+            seed, dropout_p, number, before, begin, end, first, place, REACH, STRANDS, RUN, H, ENTRIES,
+            DOTS, OF_STENCIL, False, WINDOW, FREE, DROPOUT,
         )  # fmt: skip
         if OF_STENCIL and WINDOW:
             tl.store(sums + (m + REACH) * SPAN + n, products, mask=(m < REACH) & (n < SPAN))
@@ -277,7 +288,7 @@ def _strands(
 @triton.jit(do_not_specialize=SIZES)
 def backward_rows(
     do, q, k, v, out, lse, global_k, global_v, stencil, open, far,
-    dq, row_weights, d_global_k, d_global_v, sums, edge_sums,
+    dq, row_weights, d_global_k, d_global_v, sums, edge_sums, seed, dropout_p,
     scale, scale_rest, tokens, heads, group, begin, end, left, right, shift, far_rows,
     do_b, do_h, do_t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t,
     global_k_b, global_k_h, global_k_t, global_v_b, global_v_h, global_v_t,
@@ -286,11 +297,11 @@ def backward_rows(
     COLUMNS: tl.constexpr, DEEP: tl.constexpr, STRANDS: tl.constexpr, RUN: tl.constexpr, H: tl.constexpr,
     FACES_SEEN: tl.constexpr, ENTRIES: tl.constexpr, ENTRIES_OF_ROW: tl.constexpr, PLACES: tl.constexpr,
     KINDS: tl.constexpr, DOTS: tl.constexpr, OF_STENCIL: tl.constexpr, WINDOW: tl.constexpr,
-    FACES: tl.constexpr,
+    FACES: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """The gradients of some queries of one head, and what the module says of other outputs.
 
-    `group` consecutive heads share a head of k and v.
+    `group` consecutive heads share a head of k and v. DROPOUT is that of `forward`.
     """
     TYPE: tl.constexpr = lse.dtype.element_ty
     SIDES: tl.constexpr = 2 if WINDOW else 1
@@ -321,6 +332,9 @@ def backward_rows(
         edge_sums += program * REACH * SIZE
     else:
         edge_sums += pair * REACH * SIZE
+    number = pair * tokens
+    if DROPOUT:
+        seed = tl.load(seed)
     free_total = tl.zeros([PLACES], dtype=TYPE)
     edge_total = tl.zeros([KINDS, PLACES], dtype=TYPE)
     if not WINDOW:  # constants of causal rows
@@ -335,10 +349,10 @@ def backward_rows(
         first, place = start + tl.arange(0, STRANDS) * RUN, start + tl.arange(0, STRANDS)
         free_total, edge_total = _strands(
             do, q, k, v, out, lse, global_k, global_v, stencil, open, far, dq, row_weights, d_global_k,
-            d_global_v, sums, free_total, edge_total, scale, tokens, begin, end, left, right, shift,
-            far_rows, line, first, place, do_t, q_t, k_t, v_t, out_t, global_k_t, global_v_t, open_t,
-            far_t, dq_t, REACH, COUNT, DIM, DEPTH, COLUMNS, DEEP, STRANDS, RUN, H, ENTRIES, PLACES, DOTS,
-            OF_STENCIL, WINDOW, True, FACES,
+            d_global_v, sums, free_total, edge_total, scale, seed, dropout_p, number, tokens, begin, end,
+            left, right, shift, far_rows, line, first, place, do_t, q_t, k_t, v_t, out_t, global_k_t,
+            global_v_t, open_t, far_t, dq_t, REACH, COUNT, DIM, DEPTH, COLUMNS, DEEP, STRANDS, RUN, H,
+            ENTRIES, PLACES, DOTS, OF_STENCIL, WINDOW, True, FACES, DROPOUT,
         )  # fmt: skip
     if not WINDOW:
         tiles, stop = (start == 0).to(tl.int32), tl.minimum(begin, tokens)
@@ -350,10 +364,11 @@ def backward_rows(
             place = place_of(first, STRANDS, RUN)
             free_total, edge_total = _strands(
                 do, q, k, v, out, lse, global_k, global_v, stencil, open, far, dq, row_weights,
-                d_global_k, d_global_v, sums, free_total, edge_total, scale, tokens, 0, stop, left,
-                right, shift, far_rows, line, first, place, do_t, q_t, k_t, v_t, out_t, global_k_t,
-                global_v_t, open_t, far_t, dq_t, REACH, COUNT, DIM, DEPTH, COLUMNS, DEEP, STRANDS, 1, 1,
-                ENTRIES_OF_ROW, PLACES, DOTS, OF_STENCIL, False, False, FACES,
+                d_global_k, d_global_v, sums, free_total, edge_total, scale, seed, dropout_p, number,
+                tokens, 0, stop, left, right, shift, far_rows, line, first, place, do_t, q_t, k_t, v_t,
+                out_t, global_k_t, global_v_t, open_t, far_t, dq_t, REACH, COUNT, DIM, DEPTH, COLUMNS,
+                DEEP, STRANDS, 1, 1, ENTRIES_OF_ROW, PLACES, DOTS, OF_STENCIL, False, False, FACES,
+                DROPOUT,
             )  # fmt: skip
         if OF_STENCIL:
             place, kind = tl.arange(0, PLACES), tl.arange(0, KINDS)[:, None]

@@ -108,6 +108,27 @@ def patch_weights(
 
 
 @triton.jit
+def kept(seed, row, p, REACH: tl.constexpr, TYPE: tl.constexpr):
+    """What dropout multiplies each boundary weight of a row by: 0, or 1 / (1 - p).
+
+    Args:
+        row: The number of each row, in which heads and batch are counted as well.
+
+    Returns:
+        A tuple of REACH vectors ``[rows]``, the same for the same seed.
+    """
+    CALLS: tl.constexpr = (REACH + 3) // 4  # of four numbers each
+    factors = ()
+    for call in tl.static_range(CALLS):
+        first, second, third, fourth = tl.rand4x(seed, row * CALLS + call)
+        numbers = (first, second, third, fourth)
+        for n in tl.static_range(4):
+            if 4 * call + n < REACH:
+                factors = factors + (tl.where(numbers[n] >= p, 1.0 / (1.0 - p), 0.0).to(TYPE),)
+    return factors
+
+
+@triton.jit
 def row_of(rows, n: tl.constexpr, H: tl.constexpr):
     """Entry n of a tuple of rows."""
     row = ()
