@@ -39,7 +39,12 @@ from attractor.attention import masks, pde_attention
 from attractor.attention.pde_attention import attention_and_map
 from attractor.attention.pdes import BY_NAME, PDE, LearnedPDE, get_pde
 from attractor.attention.precision import accumulate_dtype, for_scores
-from attractor.integrations.transformers_masks import BypassError, Mask, make_mask
+from attractor.integrations.transformers_masks import (
+    BypassError,
+    Mask,
+    describe_masks,
+    make_mask,
+)
 from attractor.integrations.transformers_modules import (
     UNKNOWN,
     asking,
@@ -98,6 +103,7 @@ def register(
                 + (f"transformers gives {reserved[0]!r} a meaning" if reserved else "it is taken")
             )
         made[name] = _Attention(name, Setting(equation, steps, dt, walls, method))
+    describe_masks()
     for name, function in made.items():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, make_mask)

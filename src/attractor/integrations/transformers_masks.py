@@ -4,7 +4,9 @@ transformers calls `make_mask` once for a forward pass, and each of its attentio
 returns to the attention function. Of use there only: `attractor.integrations.transformers` registers it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch
@@ -145,8 +147,10 @@ def _padding(valid: Tensor, said: dict[str, Any], queries: int) -> dict[str, Any
     compiled = torch.compiler.is_compiling()
     if valid.device.type in kernels.DEVICES and queries == 1:
         return {"key_padding": valid}
-    if valid.device.type in kernels.DEVICES and said == {"is_causal": True}:
+    if valid.device.type in kernels.DEVICES and said.keys() - {"documents"} == {"is_causal"}:
         ids = torch.where(valid, 1, 2 * valid.cumsum(-1).clamp(max=1))  # before, within and after a text
+        if "documents" in said:
+            return {"documents": 3 * said["documents"] + ids}
         if compiled:  # the operator that is called looks at the ids
             return {"documents": ids}
         back = (ids[:, 1:] < ids[:, :-1]).any()
@@ -155,32 +159,60 @@ def _padding(valid: Tensor, said: dict[str, Any], queries: int) -> dict[str, Any
     return {} if not compiled and bool(valid.all()) else {"key_padding": valid}
 
 
+DESCRIPTION = "pde_attention"  # the attribute of a mask function that holds `pde_attention`'s words
+
+
+def describe_masks() -> None:
+    """Let the mask functions that transformers makes from now on say what they mask.
+
+    Nothing else about them changes. Their closures hold the same, but compiled code cannot look into
+    closures.
+    """
+    from transformers import masking_utils
+
+    descriptions: dict[str, Callable[..., dict[str, Any] | None]] = {
+        "and_masks": _all_of,
+        "packed_sequence_mask_function": lambda ids: {"documents": ids},
+        "sliding_window_overlay": lambda size: {"window": (size - 1, -1)},
+        "sliding_window_bidirectional_overlay": lambda size: {"window": (size, size)},
+    }
+    for name, description in descriptions.items():
+        factory = getattr(masking_utils, name, None)
+        if factory is not None and not hasattr(factory, DESCRIPTION):
+            setattr(masking_utils, name, _described(factory, description))
+
+
+def _described(factory: Callable[..., Any], description: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a factory whose functions have a description of what they were made of."""
+
+    @wraps(factory)
+    def make(*args: Any) -> Any:
+        function = factory(*args)
+        setattr(function, DESCRIPTION, description(*args))
+        return function
+
+    setattr(make, DESCRIPTION, None)
+    return make
+
+
+def _all_of(*functions: Any) -> dict[str, Any] | None:
+    """Return what several mask functions say together, or None if one says nothing."""
+    together: dict[str, Any] = {}
+    for function in functions:
+        said = _said(function)
+        if said is None or together.keys() & said.keys():
+            return None
+        together |= said
+    return together
+
+
 def _said(mask_function: Any) -> dict[str, Any] | None:
-    """What a mask function of transformers says, in `pde_attention`'s words; None for any other."""
+    """Return what a mask function says, in `pde_attention`'s words; None if it says nothing."""
     from transformers import masking_utils
 
     if mask_function is None or mask_function is masking_utils.causal_mask_function:
         return {"is_causal": True}
     if mask_function is masking_utils.bidirectional_mask_function:
         return {}
-    if torch.compiler.is_compiling():  # which does not look into closures
-        return None
-    closure = getattr(mask_function, "__closure__", None)
-    if not closure or mask_function.__module__ != masking_utils.__name__:
-        return None
-    inside = dict(zip(mask_function.__code__.co_freevars, (cell.cell_contents for cell in closure)))
-    match mask_function.__qualname__.split(".")[0], *inside.items():
-        case "and_masks", ("mask_functions", functions):
-            said: dict[str, Any] = {}
-            for part in map(_said, functions):
-                if part is None or said.keys() & part.keys():
-                    return None
-                said |= part
-            return said
-        case "sliding_window_overlay", ("sliding_window", size):
-            return {"window": (size - 1, -1)}
-        case "sliding_window_bidirectional_overlay", ("sliding_window", size):
-            return {"window": (size, size)}
-        case "packed_sequence_mask_function", ("packed_sequence_mask", documents):
-            return {"documents": documents}
-    return None
+    said = getattr(mask_function, DESCRIPTION, None)
+    return None if said is None else dict(said)
