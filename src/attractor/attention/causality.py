@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attractor.core.checks import check_number, check_tensor, check_values
+from attractor.core.modes import evaluation_mode
 
 ALL_POSITIONS = 64  # Inputs with up to this many tokens are tested at every position.
 SAMPLED_POSITIONS = 16  # Longer inputs are tested at this many positions.
@@ -65,17 +66,10 @@ def assert_causal(model: Callable[[Tensor], Any], inputs: Tensor, tolerance: flo
             "or floats [..., tokens, dim]"
         )
     token_dim = inputs.ndim - (1 if is_ids else 2)
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    modes = [module.training for module in modules]
-    try:
-        for module in modules:
-            module.training = False
+    with evaluation_mode(model):
         _check_outputs(model, inputs, token_dim, tolerance)
         if not is_ids:
             _check_gradients(model, inputs, token_dim, tolerance)
-    finally:
-        for module, mode in zip(modules, modes):
-            module.training = mode
 
 
 @torch.no_grad()

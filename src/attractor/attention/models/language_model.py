@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from attractor.attention.cache import PDECache
-from attractor.attention.models.sampling import check_sampling, evaluation_mode, sample_token
+from attractor.attention.models.sampling import check_sampling, sample_token
 from attractor.attention.models.stack import Embedding, Stack, initialise
 from attractor.attention.tracing import is_symbolic
 from attractor.core.checks import check_beside, check_input
+from attractor.core.modes import evaluation_mode
 
 
 class LanguageModel(nn.Module):
@@ -57,8 +58,8 @@ class LanguageModel(nn.Module):
         Args:
             ids: Integer token ids ``[batch, tokens]``.
             key_padding: Bool ``[batch, tokens]``, True for valid tokens and False for padding.
-            documents: Integer ids ``[batch, tokens]`` of packed texts. A token attends only to
-                tokens of its own text.
+            documents: Integer ids ``[batch, tokens]`` of packed texts. A token attends only to tokens of
+                its own text.
         """
         return self.logits(self.states(ids, key_padding, documents))
 
@@ -72,10 +73,7 @@ class LanguageModel(nn.Module):
         """Return the states ``[batch, tokens, dim]`` from which `logits` predicts.
 
         Args:
-            ids: Integer token ids ``[batch, tokens]``. With caches, only the new tokens.
-            key_padding: Bool ``[batch, tokens]``, True for valid tokens and False for padding.
-            documents: Integer ids ``[batch, tokens]`` of packed texts. A token attends only to
-                tokens of its own text.
+            ids, key_padding, documents: As in `forward`. With caches, of the new tokens only.
             caches: One cache per attention of the stack, with the previous tokens.
         """
         start, prefix_lengths = (len(caches[0]), caches[0].real_tokens) if caches else (0, None)

@@ -1,11 +1,9 @@
-"""Sampling of tokens: the choice of the next one, and the checks and modes of a generation loop."""
+"""Sampling of the next token of a text."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attractor.core.checks import check_number, check_tensor, check_whole
 
@@ -24,18 +22,6 @@ def sample_token(
         threshold = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < threshold, -torch.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and restore the mode of every submodule on exit."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def check_sampling(ids: Any, tokens: Any, temperature: Any, top_k: Any) -> None:
