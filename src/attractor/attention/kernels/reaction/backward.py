@@ -31,6 +31,7 @@ from attractor.attention.kernels.reaction.device import (
     logistic,
     program_rows,
     reciprocal,
+    store_rows,
     to_float32,
 )
 from attractor.attention.kernels.reaction.forward import (
@@ -328,14 +329,10 @@ def backward_kernel(
     do = load_rows(do + batch * stride_gb + head * stride_gh, stride_gm, at, valid, DV, BLOCK_DV)
     o = load_rows(o + batch * stride_ob + head * stride_oh, stride_om, at, valid, DV, BLOCK_DV)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    column = tl.arange(0, BLOCK_D)
-    dq += batch * stride_db + head * stride_dh
-    offset = row.to(tl.int64)[:, None] * stride_dm + column[None, :]
-    mask = valid[:, None] & (column < D)[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     if BOUNDARY:
         dq_interior += batch * stride_db + head * stride_dh
-        acc = tl.load(dq_interior + offset, mask=mask, other=0.0)
+        acc = load_rows(dq_interior, stride_dm, row, valid, D, BLOCK_D)
     remainder = tl.zeros([BLOCK_M, 4], dtype=tl.float32)
     dalpha = tl.zeros([BLOCK_M, 4], dtype=tl.float32)
     dbeta = tl.zeros([BLOCK_M, 4], dtype=tl.float32)
@@ -369,7 +366,8 @@ def backward_kernel(
     tl.store(excess + pair * queries + row, row_excess, mask=valid)
     k_mean += batch * stride_mb + head * stride_mh
     acc -= row_excess[:, None] * load_rows(k_mean, stride_mm, at, valid, D, BLOCK_D).to(tl.float32)
-    tl.store(dq + offset, (acc * scale).to(dq.dtype.element_ty), mask=mask)
+    dq += batch * stride_db + head * stride_dh
+    store_rows(dq, stride_dm, row, acc * scale, valid, D, BLOCK_D)
     if COEFFICIENTS:
         block = first_block + launch_blocks - 1 - tl.program_id(0) % launch_blocks
         dcoefficients += (pair * blocks + block) * 2

@@ -54,6 +54,14 @@ def load_rows(x, stride, row, valid, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def store_rows(x, stride, row, tile, valid, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store the valid rows of a tile ``[n, BLOCK_D]``, without columns from D, in the dtype of x."""
+    column = tl.arange(0, BLOCK_D)[None, :]
+    pointers = x + row.to(tl.int64)[:, None] * stride + column
+    tl.store(pointers, tile.to(x.dtype.element_ty), mask=valid[:, None] & (column < D))
+
+
+@triton.jit
 def exp2(x):
     """Return 2 to the power of x, flushing results below 1e-38 to zero."""
     if NVIDIA:

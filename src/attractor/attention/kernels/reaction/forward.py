@@ -28,6 +28,7 @@ from attractor.attention.kernels.reaction.device import (
     logistic,
     program_rows,
     softmax_weights,
+    store_rows,
     to_float32,
 )
 
@@ -172,13 +173,9 @@ def forward_kernel(
     lse = tl.load(lse + pair * queries + at)
     q = load_rows(q + batch * stride_qb + head * stride_qh, stride_qm, at, at >= 0, D, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
-    column = tl.arange(0, BLOCK_DV)
-    o += batch * stride_ob + head * stride_oh
-    offset = row.to(tl.int64)[:, None] * stride_om + column[None, :]
-    mask = (row < queries)[:, None] & (column < DV)[None, :]
     if BOUNDARY:
         o_interior += batch * stride_ob + head * stride_oh
-        acc = tl.load(o_interior + offset, mask=mask, other=0.0)
+        acc = load_rows(o_interior, stride_om, row, row < queries, DV, BLOCK_DV)
     start, length = free_segments(lo, hi, STEPS, BLOCK_N)
     edges, stop, edge_length = _edge_segments(lo, hi, start, length, BLOCK_N, BOUNDARY)
     if not BOUNDARY:  # noqa: SIM102  (known at compile time)
@@ -193,4 +190,5 @@ def forward_kernel(
         acc, q, k, v, stride_kn, stride_vn, edges, stop, edge_length, lo, hi, lse, a, b, gain, scale,
         keys, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, STEPS, True, BOUNDARY, PRECISION,
     )  # fmt: skip
-    tl.store(o + offset, acc.to(o.dtype.element_ty), mask=mask)
+    o += batch * stride_ob + head * stride_oh
+    store_rows(o, stride_om, row, acc, row < queries, DV, BLOCK_DV)

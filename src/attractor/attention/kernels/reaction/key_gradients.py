@@ -19,6 +19,7 @@ from attractor.attention.kernels.reaction.device import (
     key_interval,
     load_rows,
     reciprocal,
+    store_rows,
     to_float32,
 )
 
@@ -114,15 +115,8 @@ def key_gradients_kernel(
             excess, first_key, last_key, gain, scale, queries, keys, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV,
             CAUSAL, INTERVALS, SPLIT, BOUNDARY, False, PRECISION,
         )  # fmt: skip
-    column, line = tl.arange(0, BLOCK_D)[None, :], key.to(tl.int64)[:, None]
-    dk += pair * keys * D
-    dv += pair * keys * DV
-    dk_visits += pair * keys * D
-    mask = (key < keys)[:, None] & (column < D)
     if VISITS:
-        dk_acc += tl.load(dk_visits + line * D + column, mask=mask, other=0.0)
-    tl.store(dk + line * D + column, (dk_acc * scale).to(dk.dtype.element_ty), mask=mask)
+        dk_acc += load_rows(dk_visits + pair * keys * D, D, key, key < keys, D, BLOCK_D)
+    store_rows(dk + pair * keys * D, D, key, dk_acc * scale, key < keys, D, BLOCK_D)
     if SPLIT:
-        column = tl.arange(0, BLOCK_DV)[None, :]
-        mask = (key < keys)[:, None] & (column < DV)
-        tl.store(dv + line * DV + column, dv_acc.to(dv.dtype.element_ty), mask=mask)
+        store_rows(dv + pair * keys * DV, DV, key, dv_acc, key < keys, DV, BLOCK_DV)

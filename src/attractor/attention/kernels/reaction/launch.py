@@ -201,10 +201,11 @@ def key_gradients(
         dk_visits: Result of `backward`, if it was called.
         boundary: Number of keys before a causal wall that were visited, if the equation is split.
     """
-    q, k = contiguous_rows(q), contiguous_rows(k)
     split = do is not None and v is not None
-    do, v = (contiguous_rows(do), contiguous_rows(v)) if do is not None and v is not None else (q, k)
-    dk, dv = _empty(k), _empty(v) if split else v.new_empty(0)
+    dk, dv = _key_gradients_like(do, q, k, v)
+    do, q, k, v = map(
+        contiguous_rows, (do, q, k, v) if do is not None and v is not None else (q, q, k, k)
+    )
     name = "split_key_gradients" if split else "key_gradients"
     options = _options(name, q, v, first_key, is_causal)
     grid = (q.shape[0] * q.shape[1] * cdiv(k.shape[2], options["BLOCK_N"]),)
@@ -290,8 +291,7 @@ def split_backward(
     If `boundary` is not 0, `backward` must complete dq, which is then float32, and excess.
     """
     do, q, k, v_stepped, o, k_mean = map(contiguous_rows, (do, q, k, v_stepped, o, k_mean))
-    dq = _empty(q, torch.float32 if boundary else q.dtype)
-    delta, excess = _row_numbers(q), _row_numbers(q)
+    dq, delta, excess, _ = _split_backward_like(do, q, boundary, coefficients)
     options = _options("split_backward", q, v_stepped, first_key, is_causal)
     grid = _row_grid(q, options)
     dbeta = lse.new_empty(grid[0] if coefficients else 0, 1)

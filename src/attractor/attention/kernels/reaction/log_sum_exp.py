@@ -13,6 +13,7 @@ from attractor.attention.kernels.reaction.device import (
     key_interval,
     load_rows,
     program_rows,
+    store_rows,
     to_float32,
 )
 
@@ -55,8 +56,6 @@ def log_sum_exp_kernel(
     result = tl.where(total > 0, (maximum + tl.log2(total)) / LOG2E, 0.0)
     tl.store(lse + pair * queries + row, result, mask=valid)
     if MEAN:
-        column = tl.arange(0, BLOCK_D)
         sums /= tl.where(total > 0, total, 1.0)[:, None]
         k_mean += batch * stride_mb + head * stride_mh
-        k_mean += row.to(tl.int64)[:, None] * stride_mm + column[None, :]
-        tl.store(k_mean, sums.to(k_mean.dtype.element_ty), mask=valid[:, None] & (column < D)[None, :])
+        store_rows(k_mean, stride_mm, row, sums, valid, D, BLOCK_D)

@@ -18,6 +18,7 @@ from attractor.attention.kernels.reaction.device import (
     program_rows,
     reciprocal,
     softmax_weights,
+    store_rows,
     to_float32,
 )
 
@@ -88,10 +89,8 @@ def split_forward_kernel(
         acc, q, k, v, stride_kn, stride_vn, stop, end, lo, hi, lse, gain, scale, keys, D, DV,
         BLOCK_N, BLOCK_D, BLOCK_DV, True, PRECISION,
     )  # fmt: skip
-    column = tl.arange(0, BLOCK_DV)
-    o += batch * stride_ob + head * stride_oh + row.to(tl.int64)[:, None] * stride_om + column[None, :]
-    mask = (row < queries)[:, None] & (column < DV)[None, :]
-    tl.store(o, acc.to(o.dtype.element_ty), mask=mask)
+    o += batch * stride_ob + head * stride_oh
+    store_rows(o, stride_om, row, acc, row < queries, DV, BLOCK_DV)
 
 
 @triton.jit
@@ -174,10 +173,7 @@ def split_backward_kernel(
         k_mean += batch * stride_mb + head * stride_mh
         acc -= row_excess[:, None] * load_rows(k_mean, stride_mm, at, valid, D, BLOCK_D).to(tl.float32)
         acc *= scale
-    column = tl.arange(0, BLOCK_D)
-    mask = valid[:, None] & (column < D)[None, :]
-    dq += batch * stride_db + head * stride_dh + row.to(tl.int64)[:, None] * stride_dm + column[None, :]
-    tl.store(dq, acc.to(dq.dtype.element_ty), mask=mask)
+    store_rows(dq + batch * stride_db + head * stride_dh, stride_dm, row, acc, valid, D, BLOCK_D)
     tl.store(excess + line + row, row_excess, mask=valid)
     if COEFFICIENTS:
         tl.store(dcoefficients + tl.program_id(0), tl.sum(tl.where(valid, dbeta, 0.0), 0))
