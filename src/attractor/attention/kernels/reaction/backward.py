@@ -288,14 +288,14 @@ def _visit(
 
 @triton.jit(do_not_specialize=["first_block", "launch_blocks", "blocks"])
 def backward_kernel(
-    do, q, k, v, o, k_mean, lse, alpha, beta, first_key, last_key, dq_interior, excess_interior,
-    dq, excess, dk, dv, dcoefficients, scale, queries, keys, heads, first_block, launch_blocks, blocks,
+    do, q, k, v, o, k_mean, lse, alpha, beta, dq_interior, excess_interior, dq, excess, dk, dv,
+    dcoefficients, scale, queries, keys, heads, first_block, launch_blocks, blocks,
     stride_gb, stride_gh, stride_gm, stride_qb, stride_qh, stride_qm,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om, stride_mb, stride_mh, stride_mm, stride_db, stride_dh, stride_dm,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, STEPS: tl.constexpr, LAG: tl.constexpr,
-    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, BOUNDARY: tl.constexpr, ORDERED: tl.constexpr,
+    CAUSAL: tl.constexpr, BOUNDARY: tl.constexpr, ORDERED: tl.constexpr,
     COEFFICIENTS: tl.constexpr, DIM_BY_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of a block of queries, and add to those of keys and values.
@@ -321,9 +321,7 @@ def backward_kernel(
     a, b, gain = tl.load(alpha + head), tl.load(beta + head), 1.0
     if BOUNDARY:
         b, gain = 0.0, tl.exp(b)
-    first_key += batch * queries
-    last_key += batch * queries
-    lo, hi = key_interval(first_key, last_key, at, keys, CAUSAL, INTERVALS)
+    lo, hi = key_interval(at, keys, CAUSAL)
     lse = tl.load(lse + pair * queries + at)
     q = load_rows(q + batch * stride_qb + head * stride_qh, stride_qm, at, at >= 0, D, BLOCK_D)
     do = load_rows(do + batch * stride_gb + head * stride_gh, stride_gm, at, valid, DV, BLOCK_DV)

@@ -28,14 +28,11 @@ def program_rows(first_block, blocks, heads, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def key_interval(first_key, last_key, row, keys, CAUSAL: tl.constexpr, INTERVALS: tl.constexpr):
-    """Return the first and the last key of rows. The first is after the last where a row has no key."""
+def key_interval(row, keys, CAUSAL: tl.constexpr):
+    """Return the first and the last key of rows."""
     lo, hi = row * 0, row * 0 + (keys - 1)
     if CAUSAL:
         hi = tl.minimum(hi, row)
-    if INTERVALS:
-        lo = tl.maximum(lo, tl.load(first_key + row))
-        hi = tl.minimum(hi, tl.load(last_key + row))
     return lo, hi
 
 
