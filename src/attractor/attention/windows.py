@@ -161,10 +161,8 @@ def _attend_joint_rows(query: Tensor, key: Tensor, value: Tensor, options: _Opti
         )  # fmt: skip
         return output[..., start:, :]
 
-    right, count = options.window[1], options.global_tokens
-    if options.is_causal:
-        return [attend(rows, right)]
-    outputs = [attend(count, -1)] if count else []
+    right, count = options.window[1], 0 if options.is_causal else options.global_tokens
+    outputs = [attend(count, -1)] if count else []  # the global tokens, which attend to all keys
     return [*outputs, attend(rows, right, start=count)] if count < rows else outputs
 
 

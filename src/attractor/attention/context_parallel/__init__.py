@@ -63,13 +63,9 @@ def context_parallel_attention(
     Args:
         query, key: The tokens of this process, ``[*batch, heads, own tokens, dim]``.
         value: ``[*batch, heads, own tokens, value dim]``.
-        pde: A linear equation of `attractor.pdes`, a user-defined one, or a name such as
-            ``"diffusion"``. None, like ``steps=0``, is standard attention.
-        steps: Number of steps of the attention map.
-        dt: Size of a step in pseudo-time.
+        pde: As in `pde_attention`, but the equation must be linear. None is standard attention.
+        steps, dt, scale, enable_gqa: As in `pde_attention`.
         is_causal: Whether a query attends only to keys up to its own position in the whole sequence.
-        scale: Scale of the scores; ``dim ** -0.5`` if None.
-        enable_gqa: Whether query may have a multiple of the number of heads of key and value.
         parts: The tokens of each process. Runs may be shorter than the PDE's reach; halos then come from
             processes further away than the neighbours. If None, the tokens of rank n directly precede
             those of rank n + 1; the processes exchange their lengths in every call, which synchronizes

@@ -54,13 +54,8 @@ def performer_attention(
         key: ``[*batch, heads, keys, dim]``.
         value: ``[*batch, heads, keys, value dim]``.
         features: A `RandomFeatures`, or its `projection`, ``[dim, count]`` or ``[heads, dim, count]``.
-        is_causal: Whether a query attends only to keys up to its own position, both counted from 0.
-        key_padding: ``[batch, keys]`` bool, True for valid keys.
-        scale: Scale of the scores; ``dim ** -0.5`` if None.
-        enable_gqa: Whether query may have a multiple of the number of heads of key and value.
-        pde: An equation or its name; None for Performer attention without a PDE.
-        steps: Number of steps of the attention map.
-        dt: Size of a step.
+        is_causal, key_padding, scale, enable_gqa: As in `pde_attention`.
+        pde, steps, dt: As in `pde_attention`, but the equation must be linear, or None for no PDE.
         chunk: Number of rows per block of causal attention. It affects only speed and memory.
 
     Returns:
