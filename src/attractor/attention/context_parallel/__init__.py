@@ -120,17 +120,17 @@ def _attend(
     scale: float,
     is_causal: bool,
 ) -> Tensor:
-    """Return attention to far keys by the ring, and to the keys near a causal wall by this process."""
+    """Return the output; this process computes keys near causal walls, and the ring all others."""
     runs, rank, reach = parts.runs, processes.rank, evolution.reach
-    near = reach if is_causal else 0  # number of keys per row whose weights take the steps
-    key_halo = extend_runs(runs, near, 0, parts.tokens)
-    value_halo = extend_runs(runs, reach + near, reach - near, parts.tokens)
-    far = extend_runs(runs, near, -near, parts.tokens)
+    width = reach if is_causal else 0  # number of keys per row whose weights take the steps
+    key_halo = extend_runs(runs, width, 0, parts.tokens)
+    value_halo = extend_runs(runs, reach + width, reach - width, parts.tokens)
+    far = extend_runs(runs, width, -width, parts.tokens)
     value = fetch(value, processes, runs, value_halo)
     stepped = _step_runs(value, value_halo[rank], far[rank], evolution)
     ring = Ring(processes, runs, far, reach if is_causal else None)
     dtype = accumulate_dtype(query.dtype)
-    if not near:
+    if not width:
         no_scores = query.new_empty(*query.shape[:-1], 0, dtype=dtype)
         return ring_softmax(query, key, stepped, no_scores, ring, scale)[0]
 
