@@ -29,7 +29,11 @@ def program_rows(first_block, blocks, heads, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def key_interval(row, keys, CAUSAL: tl.constexpr):
-    """Return the first and the last key of rows."""
+    """Return the first and the last key of rows.
+
+    The first is always 0. It is a tensor, like the last, because with a constant ptxas 12.9 spills more
+    registers in `forward_kernel`.
+    """
     lo, hi = row * 0, row * 0 + (keys - 1)
     if CAUSAL:
         hi = tl.minimum(hi, row)
