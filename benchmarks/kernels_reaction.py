@@ -154,10 +154,10 @@ def kernels(split: bool, tokens: int) -> dict[str, Call]:
     q, k, v, grad = (x.detach() for x in inputs(BATCH[tokens], tokens))
     pde, _ = equation(split)
     alpha, beta = (x.detach().flatten().contiguous() for x in (pde.alpha, pde.beta))
-    intervals, options = (None, None), (False, SCALE)
-    lse, mean = reaction.row_statistics(q, k, *intervals, *options, True)
+    options = False, SCALE
+    lse, mean = reaction.row_statistics(q, k, *options, True)
     excess, dk = lse * 0.01, torch.zeros_like(k, dtype=torch.float32)  # of plausible sizes
-    saved = lse, mean, *intervals
+    saved = lse, mean
     if split:
         return {
             "split_forward": lambda: launch.split_reaction(
@@ -167,7 +167,7 @@ def kernels(split: bool, tokens: int) -> dict[str, Call]:
                 grad, q, k, v, v, beta, *saved, *options, 0, True
             ),
             "split_key_gradients": lambda: launch.key_gradients(
-                grad, q, k, v, beta, lse, lse, excess, *intervals, None, *options, 0
+                grad, q, k, v, beta, lse, lse, excess, None, *options, 0
             ),
         }
     return {
@@ -175,10 +175,10 @@ def kernels(split: bool, tokens: int) -> dict[str, Call]:
             grad, q, k, v, v, alpha, beta, *saved, None, None, *options, STEPS, True, False
         ),
         "key_gradients": lambda: launch.key_gradients(
-            None, q, k, None, beta, lse, None, excess, *intervals, dk, *options, 0
+            None, q, k, None, beta, lse, None, excess, dk, *options, 0
         ),
         "forward": lambda: launch.reaction(q, k, v, alpha, beta, *saved, *options, STEPS),
-        "log_sum_exp": lambda: launch.log_sum_exp(q, k, *intervals, *options, True),
+        "log_sum_exp": lambda: launch.log_sum_exp(q, k, *options, True),
     }
 
 

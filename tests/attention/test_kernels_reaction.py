@@ -14,7 +14,6 @@ pytest.importorskip("triton")
 from attractor.attention import pde_attention, pdes  # noqa: E402
 from attractor.attention.kernels import reaction  # noqa: E402
 from attractor.attention.kernels.reaction import launch  # noqa: E402
-from attractor.attention.masks import Scope  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -65,27 +64,15 @@ def with_gradients(out, inputs):
     return out, *torch.autograd.grad(out, inputs, torch.randn(out.shape).to(out))
 
 
-def both(q, k, v, steps, split, scope=None, causal=False, **masks):
+def both(q, k, v, steps, split, causal=False):
     """(output, gradients) of the kernels, and of the dense algorithm in double precision."""
-    first = last = open = None
-    if scope is not None:
-        open, ranges = scope.open_faces(), scope.document_ranges()
-        if ranges is not None:
-            first, last = ranges[0], ranges[1] - 1
-        else:
-            order = torch.arange(scope.keys, device=DEVICE)
-            real = scope.valid_keys[:, 0, 0]
-            first = torch.where(real, order, scope.keys).amin(-1, True).expand(-1, scope.queries)
-            last = torch.where(real, order, -1).amax(-1, True).expand(-1, scope.queries)
     pde, leaves = equation(q.shape[1], split)
-    out = reaction.attend(
-        q, k, v, 0.3, pde=pde, steps=steps, dt=0.8, is_causal=causal, first=first, last=last, open=open
-    )
+    out = reaction.attend(q, k, v, 0.3, pde=pde, steps=steps, dt=0.8, is_causal=causal)
     found = with_gradients(out, [q, k, v, *leaves])
     pde, leaves = equation(q.shape[1], split, torch.float64)
     inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
     out = pde_attention(
-        *inputs, scale=0.3, is_causal=causal, pde=pde, steps=steps, dt=0.8, method="dense", **masks
+        *inputs, scale=0.3, is_causal=causal, pde=pde, steps=steps, dt=0.8, method="dense"
     )
     return found, with_gradients(out, [*inputs, *leaves])
 
@@ -151,21 +138,6 @@ def test_as_exact_as_dense_at_full_size(causal, dtype, dim, kind):
         error, allowed = (((x.double() - truth).norm() / truth.norm()).item() for x in (ours, dense))
         few = 8 * torch.finfo(dtype).eps if n > 3 else 1e-3  # coefficients: three numbers
         assert error <= (2 if n == 0 else 3) * allowed + few, n
-
-
-def test_walls_of_documents_and_padding(kind):
-    q, k, v = (random(2, 1, 26, 16) for _ in range(3))
-    ids = torch.zeros(2, 26, dtype=torch.long, device=DEVICE)
-    ids[0, 5:], ids[0, 6:], ids[1, 20:] = 1, 2, 1
-    scope = Scope.of(26, 26, documents=ids)
-    found, truth = both(q, k, v, 2, kind == "split", scope, causal=True, documents=ids)
-    assert worst(found, truth) < 1e-5
-    real = torch.ones(2, 26, dtype=torch.bool, device=DEVICE)
-    real[0, 21:], real[1, :] = False, False
-    scope = Scope.of(26, 26, key_padding=real)
-    found, truth = both(q, k, v, 2, kind == "split", scope, key_padding=real)
-    assert worst(found, truth) < 1e-5
-    assert (found[0][1] == 0).all()  # nothing to attend to
 
 
 @pytest.mark.slow
@@ -277,25 +249,24 @@ def test_coefficients_for_all_heads():
 def test_operators_keep_their_promises():
     q, k, v = (random(1, 1, 3, 16) for _ in range(3))
     alpha, beta = (torch.full((1,), x, device=DEVICE, requires_grad=True) for x in (0.2, 0.1))
-    first, last = (torch.full((1, 3), x, dtype=torch.int32, device=DEVICE) for x in (0, 1))
-    torch.library.opcheck(launch.log_sum_exp, (q.detach(), k.detach(), first, last, True, 0.3, True))
-    lse, mean = launch.log_sum_exp(q.detach(), k.detach(), None, None, True, 0.3, True)
-    rows = lse, mean, None, None, True, 0.3, 1
+    torch.library.opcheck(launch.log_sum_exp, (q.detach(), k.detach(), True, 0.3, True))
+    lse, mean = launch.log_sum_exp(q.detach(), k.detach(), True, 0.3, True)
+    rows = lse, mean, True, 0.3, 1
     torch.library.opcheck(launch.reaction, (q, k, v, alpha, beta, *rows))
     torch.library.opcheck(launch.split_reaction, (q, k, v, v.detach(), alpha, beta, *rows))
     q, k, v, alpha, beta = (x.detach() for x in (q, k, v, alpha, beta))
-    intervals, options = (None, None), (True, 0.3, 1)
-    saved = v, q, k, v, v, alpha, beta, lse, mean, *intervals
+    options = True, 0.3, 1
+    saved = v, q, k, v, v, alpha, beta, lse, mean
     dk = k.float()
     for operator, given in (
         (launch.backward, (*saved, None, None, *options, True, False)),
         (launch.backward, (*saved, None, None, *options, False, False)),
         (launch.backward, (*saved, None, None, *options, True, True)),
         (launch.backward, (*saved, q.float(), lse, *options, True, False)),
-        (launch.key_gradients, (None, q, k, None, beta, lse, None, lse, *intervals, dk, True, 0.3, 0)),
-        (launch.key_gradients, (v, q, k, v, beta, lse, lse, lse, *intervals, dk, *options)),
-        (launch.key_gradients, (v, q, k, v, beta, lse, lse, lse, *intervals, None, False, 0.3, 0)),
-        (launch.split_backward, (v, q, k, v, v, beta, lse, mean, *intervals, *options, True)),
+        (launch.key_gradients, (None, q, k, None, beta, lse, None, lse, dk, True, 0.3, 0)),
+        (launch.key_gradients, (v, q, k, v, beta, lse, lse, lse, dk, *options)),
+        (launch.key_gradients, (v, q, k, v, beta, lse, lse, lse, None, False, 0.3, 0)),
+        (launch.split_backward, (v, q, k, v, v, beta, lse, mean, *options, True)),
     ):
         torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attractor.core.checks import check_number, check_tensor, check_values
+from attractor.core.modes import evaluation_mode
 
 ALL_POSITIONS = 64  # Inputs with up to this many tokens are tested at every position.
 SAMPLED_POSITIONS = 16  # Longer inputs are tested at this many positions.
@@ -65,29 +66,24 @@ def assert_causal(model: Callable[[Tensor], Any], inputs: Tensor, tolerance: flo
             "or floats [..., tokens, dim]"
         )
     token_dim = inputs.ndim - (1 if is_ids else 2)
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    modes = [module.training for module in modules]
-    try:
-        for module in modules:
-            module.training = False
-        _check_outputs(model, inputs, token_dim, tolerance)
+    run = lambda x: _output(model(x), inputs.shape[token_dim], token_dim)
+    with evaluation_mode(model):
+        _check_outputs(run, inputs, token_dim, tolerance, isinstance(model, nn.Module))
         if not is_ids:
-            _check_gradients(model, inputs, token_dim, tolerance)
-    finally:
-        for module, mode in zip(modules, modes):
-            module.training = mode
+            _check_gradients(run, inputs, token_dim, tolerance)
 
 
 @torch.no_grad()
 def _check_outputs(
-    model: Callable[[Tensor], Any], inputs: Tensor, token_dim: int, tolerance: float
+    run: Callable[[Tensor], Tensor],
+    inputs: Tensor,
+    token_dim: int,
+    tolerance: float,
+    is_module: bool = False,
 ) -> None:
-    """Raise if an output changes when only later tokens change."""
-    tokens = inputs.shape[token_dim]
-    output = _output(model(inputs), tokens, token_dim)
-    repeated = _output(model(inputs), tokens, token_dim)
-    if (size := _differences(output, repeated, token_dim).max().item()) > tolerance:
-        is_module = isinstance(model, nn.Module)
+    """Raise if an output changes when only later tokens change, or when nothing changes."""
+    tokens, output = inputs.shape[token_dim], run(inputs)
+    if (size := _differences(output, run(inputs), token_dim).max().item()) > tolerance:
         remedy = "fix its seed" if is_module else "use its modules in evaluation mode, fix its seed"
         raise ValueError(
             f"the output of the model changes by {size:.2g} between two calls with the same inputs: "
@@ -99,7 +95,7 @@ def _check_outputs(
     for i in _positions(tokens):
         past = inputs.narrow(token_dim, 0, i + 1)
         future = other.narrow(token_dim, i + 1, tokens - i - 1)
-        perturbed = _output(model(torch.cat((past, future), token_dim)), tokens, token_dim)
+        perturbed = run(torch.cat((past, future), token_dim))
         changes = _differences(output, perturbed, token_dim)[: i + 1]
         leaks += [(int(p), i, changes[p].item()) for p in (changes > tolerance).nonzero()[:1, 0]]
     if leaks:
@@ -113,18 +109,17 @@ def _check_outputs(
 
 
 def _check_gradients(
-    model: Callable[[Tensor], Any], inputs: Tensor, token_dim: int, tolerance: float
+    run: Callable[[Tensor], Tensor], inputs: Tensor, token_dim: int, tolerance: float
 ) -> None:
     """Raise if an output has a gradient with respect to a later input."""
-    tokens = inputs.shape[token_dim]
     with torch.enable_grad():
         leaf = inputs.detach().clone().requires_grad_()
-        output = _output(model(leaf), tokens, token_dim)
+        output = run(leaf)
         if not output.requires_grad:
             return
         # In an unweighted sum gradients may cancel, for example after a layer norm.
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
-        for i in _positions(tokens):
+        for i in _positions(inputs.shape[token_dim]):
             weighted_sum = (weights * output).select(token_dim, i).sum()
             (gradient,) = torch.autograd.grad(weighted_sum, leaf, retain_graph=True, allow_unused=True)
             if gradient is None:

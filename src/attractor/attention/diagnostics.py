@@ -8,7 +8,7 @@ because a softmax map is not stationary under diffusion; `hybrid_errors` measure
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -59,15 +59,13 @@ class PDETrace:
     @property
     def spread(self) -> Tensor:
         """Effective range: root mean square distance of attention from the mean key of its row."""
-        moments = _moment(self._normalised_rows(), self._keys(), None)
-        return self._average(moments).clamp(min=0).sqrt()
+        rows = self._normalised_rows()
+        return self._deviation(rows, rows @ self._positions(-1))
 
     @property
     def distance(self) -> Tensor:
         """Root mean square distance of attention from the position of its query."""
-        positions = torch.arange(self.maps.shape[-2], device=self.maps.device, dtype=self.maps.dtype)
-        moments = _moment(self._normalised_rows(), self._keys(), positions)
-        return self._average(moments).clamp(min=0).sqrt()
+        return self._deviation(self._normalised_rows(), self._positions(-2))
 
     @property
     def entropy(self) -> Tensor:
@@ -97,8 +95,13 @@ class PDETrace:
         names = ("smoothness", "variance", "spread", "distance", "entropy", "mass", "leaked")
         return {name: getattr(self, name) for name in names}
 
-    def _keys(self) -> Tensor:
-        return torch.arange(self.maps.shape[-1], device=self.maps.device, dtype=self.maps.dtype)
+    def _positions(self, dim: int) -> Tensor:
+        return torch.arange(self.maps.shape[dim], device=self.maps.device, dtype=self.maps.dtype)
+
+    def _deviation(self, rows: Tensor, centres: Tensor) -> Tensor:
+        """Return the root mean square distance of rows from `centres` ``[..., queries]``."""
+        squares = (self._positions(-1) - centres.unsqueeze(-1)).square()
+        return self._average((rows * squares).sum(-1)).clamp(min=0).sqrt()
 
     def _normalised_rows(self) -> Tensor:
         mass = self.row_mass.unsqueeze(-1)
@@ -110,13 +113,6 @@ class PDETrace:
             return rows.mean(-1)
         nonempty = self.allowed.any(-1).expand(rows.shape[1:])
         return (rows * nonempty).sum(-1) / nonempty.sum(-1).clamp(min=1)
-
-
-def _moment(weights: Tensor, keys: Tensor, centres: Tensor | None) -> Tensor:
-    """Return the second moments of rows, ``[..., queries]``, about `centres`, or the mean if None."""
-    if centres is None:
-        centres = weights @ keys
-    return (weights * (keys - centres.unsqueeze(-1)).square()).sum(-1)
 
 
 @torch.no_grad()
@@ -144,8 +140,10 @@ def trace(
     """Return the attention map of `pde_attention` before the first step and after each step.
 
     The product of the last map and the values equals the result of `pde_attention` up to rounding. The
-    map is materialised, so this is for short sequences. A split reaction acts before the first step, as
-    in `pde_attention`. Options with which a causal model sees its future are not rejected.
+    map is materialised, so this is for short sequences. The reaction of a split equation acts within the
+    first step. Options with which a causal model sees its future are not rejected.
+
+    Arguments that are not listed below are those of `pde_attention`.
 
     >>> import torch
     >>> from attractor.attention import pdes
@@ -155,8 +153,6 @@ def trace(
     (torch.Size([9, 1, 4, 16, 16]), torch.Size([9, 1, 4]))
     >>> bool((result.smoothness.diff(dim=0) < 0).all())
     True
-
-    The arguments are those of `pde_attention` without `value`, and `limit`.
 
     Args:
         dropout_p: Probability that an entry of A(0) is dropped. With the same seed, the same entries are
@@ -290,7 +286,7 @@ def coefficients(model: nn.Module) -> list[dict[str, Any]]:
             continue
         with torch.no_grad():
             equation: Any = module()
-        for field in fields(equation) if is_dataclass(equation) else ():
+        for field in fields(equation):
             coefficient = getattr(equation, field.name)
             if isinstance(coefficient, bool) or not isinstance(coefficient, (float, int, Tensor)):
                 continue

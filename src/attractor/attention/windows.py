@@ -9,7 +9,7 @@ Time and memory are O(T) for every PDE. Rows are computed in two groups:
 On a GPU, linear PDEs, and attention without a PDE, use the kernels in `kernels/window.py`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,26 +93,18 @@ def window_attention(
     right = 0 if is_causal else right
     if left < 0 <= right and global_tokens and not is_causal:
         left = tokens - 1  # no limit either, but global tokens attend to keys beyond `right`
-    options = _Options(
-        (left, right),
-        min(global_tokens, tokens),
-        is_causal,
-        call.key_padding,
-        dropout_p,
-        scale,
-        evolution,
-    )
+    count, padding = min(global_tokens, tokens), call.key_padding
+    options = _Options((left, right), count, is_causal, padding, dropout_p, scale, evolution)
     if left < 0:
-        return options.attend(query, key, value, key_padding=call.key_padding, window=(left, right))
-    unmasked = not dropout_p and call.key_padding is None
-    if unmasked and not _why_no_kernels(query, value, (left, right), options.global_tokens, evolution):
+        return options.attend(query, key, value, key_padding=padding, window=(left, right))
+    plain = padding is None and not dropout_p
+    if plain and not _why_no_kernels(query, value, (left, right), count, evolution):
         return _attend_by_kernels(query, key, value, options)
     joint_rows = min(tokens, options.joint_rows)
-    joint, separate = (0, options.joint_keys(tokens)), (joint_rows - left, tokens)
-    first = 0, options.global_tokens
+    ranges = (0, options.joint_keys(tokens)), (joint_rows - left, tokens), (0, count)
     query, separate_query = _slices(query, (0, joint_rows), (joint_rows, tokens))
-    key, separate_key, global_key = _slices(key, joint, separate, first)
-    value, separate_value, global_value = _slices(value, joint, separate, first)
+    key, separate_key, global_key = _slices(key, *ranges)
+    value, separate_value, global_value = _slices(value, *ranges)
     outputs = _attend_joint_rows(query, key, value, options)
     if joint_rows < tokens:
         separate_rows = _attend_separate_rows(
@@ -124,11 +116,7 @@ def window_attention(
 
 @dataclass(frozen=True, eq=False)
 class _Options:
-    """The validated arguments of `window_attention` that all rows have in common.
-
-    `window` is (left, right), -1 for no limit; `scale` is greater than 0, and the evolution has
-    coefficients for maps of four dimensions.
-    """
+    """The arguments of `window_attention` that all rows have in common, as `Call` returns them."""
 
     window: tuple[int, int]
     global_tokens: int
@@ -159,7 +147,7 @@ class _Options:
 
 
 def _attend_joint_rows(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> list[Tensor]:
-    """Return the output of the joint rows, given all keys that they attend to, in one or two tensors."""
+    """Return the output of the joint rows in one or two tensors, given all keys they attend to."""
     rows, keys, padding = query.shape[-2], key.shape[-2], options.key_padding
 
     def attend(stop: int, right: int, start: int = 0) -> Tensor:
@@ -173,10 +161,8 @@ def _attend_joint_rows(query: Tensor, key: Tensor, value: Tensor, options: _Opti
         )  # fmt: skip
         return output[..., start:, :]
 
-    right, count = options.window[1], options.global_tokens
-    if options.is_causal:
-        return [attend(rows, right)]
-    outputs = [attend(count, -1)] if count else []
+    right, count = options.window[1], 0 if options.is_causal else options.global_tokens
+    outputs = [attend(count, -1)] if count else []  # the global tokens, which attend to all keys
     return [*outputs, attend(rows, right, start=count)] if count < rows else outputs
 
 
@@ -190,7 +176,7 @@ def _attend_separate_rows(
 ) -> Iterator[Tensor]:
     """Yield the output of the separate rows, block by block.
 
-    Keys and values are those from the first one in the window of the first separate row to the last.
+    Keys and values begin with the first one in the window of the first separate row.
     """
     (left, right), evolution, dropout_p = options.window, options.evolution, options.dropout_p
     rows, keys, count = query.shape[-2], key.shape[-2], options.global_tokens
@@ -206,13 +192,10 @@ def _attend_separate_rows(
     linear = evolution.linear and not dropout_p
     one_block = right < 0 or (linear and query.device.type == "cuda")
     size = rows if one_block else max(ROWS, left, right)
-    lengths = [left, *([size] * ((rows - 1) // size)), (rows - 1) % size + 1]
-    key_blocks, value_blocks = (x.split(lengths, -2) for x in (key, value))
-    for n, q in enumerate(query.split(size, -2), 1):
-        k, v = key, value
-        if len(lengths) > 2:
-            k, v = (_with_margins(x, n, left, right) for x in (key_blocks, value_blocks))
-        start = (n - 1) * size  # the first key that these rows attend to
+    last = (rows - 1) // size  # block; a block attends to the keys from its first row's window on
+    ranges = [(n * size, keys if n == last else (n + 1) * size + left + right) for n in range(last + 1)]
+    blocks = zip(ranges, query.split(size, -2), _slices(key, *ranges), _slices(value, *ranges))
+    for (start, _), q, k, v in blocks:
         block_valid = None if valid is None else valid[..., start : start + k.shape[-2]]
         # Row i of a block attends to its keys i to i + left + right.
         scope = Scope(q.shape[-2], k.shape[-2], 0, None if right < 0 else left + right, block_valid)
@@ -222,13 +205,6 @@ def _attend_separate_rows(
             yield stepped(q, k, v, scope, options.scale, evolution, others, step)
         else:
             yield tiled(q, k, v, scope, options.scale, evolution, dropout_p, others)
-
-
-def _with_margins(blocks: Sequence[Tensor], n: int, left: int, right: int) -> Tensor:
-    """Return block n with the last tokens of the previous block and the first of the next one."""
-    before = blocks[n - 1][..., blocks[n - 1].shape[-2] - left :, :]
-    after = [] if right <= 0 or n + 1 == len(blocks) else [blocks[n + 1][..., :right, :]]
-    return torch.cat((before, blocks[n], *after), -2)
 
 
 def _why_no_kernels(
@@ -250,8 +226,8 @@ def _why_no_kernels(
 def _attend_by_kernels(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> Tensor:
     """Return the output of all rows by kernels, without padding and dropout.
 
-    Unless attention is causal, joint rows and the last rows, whose windows end behind the last key, are
-    computed without kernels.
+    Unless attention is causal, the joint rows and the last rows, whose windows extend beyond the last
+    key, are computed without kernels.
     """
     from attractor.attention.kernels import window as window_kernels
     from attractor.attention.kernels.stencils import stencil_table
@@ -287,7 +263,7 @@ def _attend_by_kernels(query: Tensor, key: Tensor, value: Tensor, options: _Opti
 def _slices(x: Tensor, *ranges: tuple[int, int]) -> tuple[Tensor, ...]:
     """Return the tokens start to stop - 1 of x for each range, with one gradient tensor for all slices.
 
-    Requires: no other code uses the gradient of a slice that contains all tokens, because the gradients
+    Requires: No other code uses the gradient of a slice that contains all tokens, because the gradients
     of the other slices are added to it in place.
     """
     if torch.compiler.is_compiling():  # compiled code adds the gradients in one kernel

@@ -1,18 +1,18 @@
 """Attention over sequences longer than one device: each process of a group holds some of the tokens.
 
 A stepped value depends only on values within its reach, so each process fetches a halo of this width and
-steps its own values; only the ends of the whole sequence are walls. What remains is ordinary attention
+steps its own values; only the ends of the whole sequence are walls. What remains is standard attention
 to the keys of all processes (`ring`), merged by log-sum-exp, in O(tokens / processes) memory.
 
-Under a causal mask, the last `reach` keys of a row take the steps themselves, as in `engines.stepped`.
-Row i attends to the far keys up to ``i - reach``. Shifted by `reach`, this is an ordinary causal mask,
-so each block of the ring is complete, causal or empty. Nothing is fetched from the right, and blocks
+Under a causal mask, the last `reach` keys of a row take the steps themselves (`engines.boundary`), and
+row i attends to the far keys up to ``i - reach``. Shifted by `reach`, this is an ordinary causal mask,
+so each block of the ring is complete, causal or empty. No tokens are fetched from the right, and blocks
 of later keys are not computed: causality is exact. PyTorch's own ring attention
 (`torch.distributed.tensor.experimental.context_parallel`) does not return the log-sum-exp that this
 needs.
 """
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -23,13 +23,18 @@ from attractor.attention.context_parallel.exchange import Processes, fetch
 from attractor.attention.context_parallel.parts import Parts, Runs, count_tokens, extend_runs, split_runs
 from attractor.attention.context_parallel.ring import Ring, ring_softmax
 from attractor.attention.engines import boundary
-from attractor.attention.engines.bands import band_scores, band_values
+from attractor.attention.engines.bands import band_values
 from attractor.attention.engines.values import step_values
+from attractor.attention.masks import Scope
 from attractor.attention.pdes import PDE, Diffusion
 from attractor.attention.pdes.evolution import Evolution
 from attractor.attention.precision import accumulate_dtype
 
 __all__ = ["Parts", "context_parallel_attention"]
+
+INVALID = -1  # what a process reports as its number of tokens if it rejects its arguments
+# What all processes must have in common.
+COMMON = "batch size times heads", "dim", "value dim", "bytes per element", "steps", "is_causal"
 
 
 @autocast_as_sdpa
@@ -58,13 +63,9 @@ def context_parallel_attention(
     Args:
         query, key: The tokens of this process, ``[*batch, heads, own tokens, dim]``.
         value: ``[*batch, heads, own tokens, value dim]``.
-        pde: A linear equation of `attractor.pdes`, a user-defined one, or a name such as
-            ``"diffusion"``. None, like ``steps=0``, is standard attention.
-        steps: Number of steps of the attention map.
-        dt: Size of a step in pseudo-time.
+        pde: As in `pde_attention`, but the equation must be linear. None is standard attention.
+        steps, dt, scale, enable_gqa: As in `pde_attention`.
         is_causal: Whether a query attends only to keys up to its own position in the whole sequence.
-        scale: Scale of the scores; ``dim ** -0.5`` if None.
-        enable_gqa: Whether query may have a multiple of the number of heads of key and value.
         parts: The tokens of each process. Runs may be shorter than the PDE's reach; halos then come from
             processes further away than the neighbours. If None, the tokens of rank n directly precede
             those of rank n + 1; the processes exchange their lengths in every call, which synchronizes
@@ -88,19 +89,18 @@ def context_parallel_attention(
     torch.Size([1, 8, 100, 64])
     """
     steps, pde = (0, Diffusion()) if pde is None else (steps, pde)
-    processes, call, error = Processes.of(group), None, None
+    processes = Processes.of(group)
     try:
         call = Call(
             query, key, value, None, 0.0, is_causal, scale, enable_gqa, pde=pde, steps=steps, dt=dt
         )
         _check_call(call)
-    except (TypeError, ValueError) as invalid:
-        error = invalid
-    if parts is None:
-        parts = _gather_parts(processes, query, call, error)
-    if error:
-        raise error
-    assert call is not None
+    except (TypeError, ValueError):
+        if parts is None:  # the other processes wait for the numbers of this one
+            device = query.device if isinstance(query, Tensor) else None
+            processes.all_gather([INVALID] * (1 + len(COMMON)), device)
+        raise
+    parts = _gather_parts(processes, call) if parts is None else parts
     _check_parts(parts, processes, call.query)
     shape = *call.query.shape[:-1], value.shape[-1]
     if call.empty:
@@ -120,41 +120,36 @@ def _attend(
     scale: float,
     is_causal: bool,
 ) -> Tensor:
-    """Return attention to far keys by the ring, and to the keys near a causal wall by this process."""
+    """Return the output; this process computes keys near causal walls, and the ring all others."""
     runs, rank, reach = parts.runs, processes.rank, evolution.reach
-    near = reach if is_causal else 0  # number of keys per row whose weights take the steps
-    left, right = (2 * reach, 0) if is_causal else (reach, reach)
-    key_halo = extend_runs(runs, near, 0, parts.tokens)
-    value_halo = extend_runs(runs, left, right, parts.tokens)
-    far = extend_runs(runs, near, -near, parts.tokens)
+    width = reach if is_causal else 0  # number of keys per row whose weights take the steps
+    key_halo = extend_runs(runs, width, 0, parts.tokens)
+    value_halo = extend_runs(runs, reach + width, reach - width, parts.tokens)
+    far = extend_runs(runs, width, -width, parts.tokens)
     value = fetch(value, processes, runs, value_halo)
     stepped = _step_runs(value, value_halo[rank], far[rank], evolution)
     ring = Ring(processes, runs, far, reach if is_causal else None)
     dtype = accumulate_dtype(query.dtype)
-    if not near:
+    if not width:
         no_scores = query.new_empty(*query.shape[:-1], 0, dtype=dtype)
         return ring_softmax(query, key, stepped, no_scores, ring, scale)[0]
 
     starts, key_starts, value_starts = (
-        [start for start, _ in x[rank]] for x in (runs, key_halo, value_halo)
+        [start for start, _ in layout[rank]] for layout in (runs, key_halo, value_halo)
     )
+    queries = split_runs(query, runs[rank])
     keys = split_runs(fetch(key, processes, runs, key_halo), key_halo[rank])
-    far_key = torch.cat([k[..., : stop - start, :] for k, (start, stop) in zip(keys, far[rank])], -2)
-    scores = [
-        _boundary_scores(q.to(dtype), k.to(dtype), reach, start, key_start, scale)
-        for q, k, start, key_start in zip(split_runs(query, runs[rank]), keys, starts, key_starts)
-    ]
-    out, weights = ring_softmax(query, far_key, stepped, torch.cat(scores, -2), ring, scale)
-    band = boundary.before_wall(0, reach)
-    patches = [
-        boundary.spread(w, band, evolution, row=start)
-        for w, start in zip(split_runs(weights, runs[rank]), starts)
-    ]
     values = split_runs(value.to(dtype), value_halo[rank])
-    sums = [
-        band_values(patch, v, start + band.patch - value_start)
-        for patch, v, start, value_start in zip(patches, values, starts, value_starts)
-    ]
+    far_key = torch.cat([k[..., : stop - start, :] for k, (start, stop) in zip(keys, far[rank])], -2)
+    band, scores = boundary.before_wall(0, reach), []
+    for q, k, start, key_start in zip(queries, keys, starts, key_starts):
+        relative = band._replace(first=start + band.first - key_start)
+        scores.append(boundary.scores(q, k, Scope(q.shape[-2], k.shape[-2]), scale, relative))
+    out, weights = ring_softmax(query, far_key, stepped, torch.cat(scores, -2), ring, scale)
+    sums = []
+    for w, v, start, value_start in zip(split_runs(weights, runs[rank]), values, starts, value_starts):
+        patch = boundary.spread(w, band, evolution, row=start)
+        sums.append(band_values(patch, v, start + band.patch - value_start))
     return out + torch.cat(sums, -2)
 
 
@@ -170,19 +165,6 @@ def _step_runs(value: Tensor, source: Runs, target: Runs, evolution: Evolution) 
         stepped = step_values(evolution, v.to(accumulate_dtype(v.dtype)), None)
         runs.append(stepped[..., start - source_start : stop - source_start, :].to(v.dtype))
     return torch.cat(runs, -2)
-
-
-def _boundary_scores(
-    query: Tensor, key: Tensor, reach: int, start: int, key_start: int, scale: float
-) -> Tensor:
-    """Return the scores ``[batch, heads, rows, reach]`` of each row with the last keys up to its own.
-
-    Queries begin at position `start`, keys at `key_start`. Before the first key, scores are -inf.
-    """
-    scores = scale * band_scores(query, key, start - reach + 1 - key_start, reach)
-    row = torch.arange(start, start + query.shape[-2], device=query.device)[:, None]
-    missing = row + torch.arange(1 - reach, 1, device=query.device) < 0
-    return scores.masked_fill(missing, -torch.inf)
 
 
 def _check_call(call: Call) -> None:
@@ -207,45 +189,27 @@ def _check_call(call: Call) -> None:
         )
 
 
-def _gather_parts(
-    processes: Processes, query: Tensor, call: Call | None, error: ValueError | TypeError | None
-) -> Parts:
-    """Return one run per process in the order of their ranks, with the lengths that they report.
-
-    `call` is None and `error` says why if the arguments of this process are invalid. Either all
-    processes raise or none.
-    """
-    names = (
-        "invalid arguments", "tokens", "batch size times heads", "dim", "value dim",
-        "bytes per element", "steps", "is_causal",
-    )  # fmt: skip
-    numbers = [1] + [0] * (len(names) - 1)
-    if call is not None and not error:
-        q, v = call.query, call.value
-        numbers = [
-            0, q.shape[-2], q.shape[:-2].numel(), q.shape[-1], v.shape[-1], q.element_size(),
-            call.steps, int(call.is_causal),
-        ]  # fmt: skip
-    device = query.device if isinstance(query, Tensor) else None
-    invalid, lengths, *columns = zip(*processes.all_gather(numbers, device))
-    if error:
-        raise error
-    if any(invalid):
-        ranks = [rank for rank, flag in enumerate(invalid) if flag]
+def _gather_parts(processes: Processes, call: Call) -> Parts:
+    """Return one run per process in the order of their ranks, with the lengths that they report."""
+    q, v = call.query, call.value
+    sizes = q.shape[:-2].numel(), q.shape[-1], v.shape[-1], q.element_size()
+    numbers = [q.shape[-2], *sizes, call.steps, int(call.is_causal)]
+    lengths, *columns = zip(*processes.all_gather(numbers, q.device))
+    invalid = [rank for rank, length in enumerate(lengths) if length == INVALID]
+    if invalid:
         raise ValueError(
-            f"Ranks {ranks} rejected their arguments; see the error on each of those ranks."
+            f"Ranks {invalid} rejected their arguments; see the error on each of those ranks."
         )
     if min(lengths) < 1:
         raise ValueError(
             f"The ranks hold {list(lengths)} tokens, but each needs at least one; use fewer processes."
         )
-    for name, column in zip(names[2:], columns):
+    for name, column in zip(COMMON, columns):
         if len(set(column)) > 1:
             raise ValueError(
                 f"The ranks differ in {name}: {list(column)}; only the number of tokens may differ."
             )
-    ends = [sum(lengths[:rank]) for rank in range(len(lengths) + 1)]
-    return Parts(tuple((run,) for run in pairwise(ends)))
+    return Parts(tuple((run,) for run in pairwise(accumulate(lengths, initial=0))))
 
 
 def _check_parts(parts: Any, processes: Processes, query: Tensor) -> None:

@@ -15,7 +15,7 @@ TOKENS, GRADIENTS = 0, 1  # tags of messages
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a group of `torch.distributed` (None: all), and the rank of this one."""
+    """The processes of a group of `torch.distributed`, all if None, and the rank of this one."""
 
     group: Any
     rank: int
@@ -39,13 +39,12 @@ class Processes:
         incoming: list[tuple[int, Tensor]],
         tag: int = TOKENS,
     ) -> list[Any]:
-        """Start to send and to receive pairs of a peer's rank and a tensor; return the requests.
+        """Start to send and to receive pairs of a peer's rank and a tensor, and return the requests.
 
-        Requires: every tensor stays alive, and unchanged if it is outgoing, until all requests are
-        complete.
+        Requires: Every tensor stays alive, and unchanged if it is outgoing, until all requests complete.
         """
         operations = [
-            dist.P2POp(operation, x, self._global_rank(peer), self.group, tag)
+            dist.P2POp(operation, x, group=self.group, tag=tag, group_peer=peer)
             for operation, pairs in ((dist.isend, outgoing), (dist.irecv, incoming))
             for peer, x in pairs
             if x.numel()
@@ -60,9 +59,6 @@ class Processes:
         rows = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(rows, own, self.group)
         return torch.stack(rows).tolist()
-
-    def _global_rank(self, rank: int) -> int:
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 
 def wait(requests: list[Any]) -> None:
@@ -81,8 +77,6 @@ def fetch(x: Tensor, processes: Processes, source: Layout, target: Layout) -> Te
 
 
 class _Fetch(torch.autograd.Function):
-    """Redistribute tokens, and their gradients in the opposite direction."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, processes: Processes, source: Layout, target: Layout) -> Tensor:
         ctx.processes, ctx.source, ctx.target = processes, source, target
@@ -96,10 +90,12 @@ class _Fetch(torch.autograd.Function):
 
 def _redistribute(x: Tensor, processes: Processes, source: Layout, target: Layout) -> Tensor:
     """Return the tokens of this process in another layout, summed where a token occurs repeatedly."""
-    rank, peers = processes.rank, [p for p in range(processes.size) if p != processes.rank]
+    rank = processes.rank
     output = x.new_zeros(*x.shape[:-2], count_tokens(target[rank]), x.shape[-1])
     outgoing, incoming = [], []
-    for peer in peers:
+    for peer in range(processes.size):
+        if peer == rank:
+            continue
         slices = overlaps(source[rank], target[peer])
         if slices:
             tokens = torch.cat([x[..., i : i + length, :] for i, _, length in slices], -2)

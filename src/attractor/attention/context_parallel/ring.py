@@ -31,12 +31,12 @@ class Ring:
     keys: Layout
     reach: int | None
 
-    def blocks(self, owner: int) -> Iterator[tuple[slice, slice, bool]]:
-        """Yield the (rows, columns, causal) of each block of the map of own queries and an owner's keys.
+    def blocks(self, turn: int) -> Iterator[tuple[slice, slice, Scope]]:
+        """Yield (rows, columns, scope) of each block of the map of own queries and the keys of a turn.
 
-        A block that is not causal is complete. Blocks without any allowed pair are left out.
+        A block is causal or complete. Blocks without any allowed pair are left out.
         """
-        row = 0
+        owner, row = self.owner(turn), 0
         for start, stop in self.rows[self.processes.rank]:
             column = 0
             for (owner_start, _), (key_start, key_stop) in zip(self.rows[owner], self.keys[owner]):
@@ -48,7 +48,7 @@ class Ring:
                 causal = self.reach is not None and owner_start == start
                 if causal:
                     rows = slice(rows.stop - length, rows.stop)  # earlier rows attend to none of them
-                yield rows, columns, causal
+                yield rows, columns, Scope(rows.stop - rows.start, length, right=0 if causal else None)
             row += stop - start
 
     def owner(self, turn: int) -> int:
@@ -56,9 +56,9 @@ class Ring:
         return (self.processes.rank - turn) % self.processes.size
 
     def pass_on(self, x: Tensor, turn: int, tag: int = TOKENS) -> tuple[Tensor, list[Any]]:
-        """Start to send x ``[..., keys, dim]`` to the next process, and to receive from the previous.
+        """Start to send x ``[..., keys, dim]`` to the next process, and receive from the previous one.
 
-        Return the tensor that is received into, which is needed at `turn`, and the requests to wait for.
+        Return the tensor to receive into, which is needed at `turn`, and the requests to wait for.
         """
         rank, size = self.processes.rank, self.processes.size
         incoming = x.new_empty(*x.shape[:-2], count_tokens(self.keys[self.owner(turn)]), x.shape[-1])
@@ -68,7 +68,7 @@ class Ring:
         return incoming, requests
 
     def turns(self, tokens: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield each turn and the tokens that are here at that turn, the own ones first.
+        """Yield each turn and the tokens that are here at that turn, beginning with the own ones.
 
         While the caller computes, the tokens of the next turn are transferred.
         """
@@ -114,9 +114,9 @@ class _RingSoftmax(torch.autograd.Function):
         lse = boundary_scores.logsumexp(-1)
         out = boundary_scores.new_zeros(*query.shape[:-1], value.shape[-1])
         for turn, tokens in ring.turns(torch.cat((key, value), -1)):
-            for rows, columns, causal in ring.blocks(ring.owner(turn)):
+            for rows, columns, scope in ring.blocks(turn):
                 q, k, v = query[..., rows, :], tokens[..., columns, :dim], tokens[..., columns, dim:]
-                block_out, block_lse = attend(q, k, v, _scope(q, k, causal), scale)
+                block_out, block_lse = attend(q, k, v, scope, scale)
                 total_lse = torch.logaddexp(lse[..., rows], block_lse)
                 out[..., rows, :] *= (lse[..., rows] - total_lse).exp()[..., None]
                 out[..., rows, :] += block_out.to(out.dtype) * (block_lse - total_lse).exp()[..., None]
@@ -139,11 +139,11 @@ class _RingSoftmax(torch.autograd.Function):
         requests: list[Any] = []
         for turn, tokens in ring.turns(torch.cat((key, value), -1)):
             gradient = torch.zeros_like(tokens, dtype=out.dtype)  # of keys and values
-            for rows, columns, causal in ring.blocks(ring.owner(turn)):
+            for rows, columns, scope in ring.blocks(turn):
                 q, k, v = query[..., rows, :], tokens[..., columns, :dim], tokens[..., columns, dim:]
                 block_dq, block_dk, block_dv = attend_backward(
                     do[..., rows, :], q, k, v, effective_out[..., rows, :], lse[..., rows],
-                    _scope(q, k, causal), ctx.scale,
+                    scope, ctx.scale,
                 )  # fmt: skip
                 dq[..., rows, :] += block_dq
                 gradient[..., columns, :dim] += block_dk
@@ -162,8 +162,3 @@ class _RingSoftmax(torch.autograd.Function):
         dk, dv = own_gradient[..., :dim].to(key.dtype), own_gradient[..., dim:].to(value.dtype)
         grad_scores = weights * (grad_weights - total)
         return dq.to(query.dtype), dk, dv, grad_scores, None, None
-
-
-def _scope(query: Tensor, key: Tensor, causal: bool) -> Scope:
-    """Return the scope of a block that is causal or complete."""
-    return Scope(query.shape[-2], key.shape[-2], right=0 if causal else None)

@@ -17,10 +17,7 @@ class Classifier(nn.Module):
     Args:
         vocabulary: Number of token ids.
         classes: Number of classes.
-        dim: Number of features per token.
-        heads: Number of heads, a divisor of `dim`.
-        layers: Number of layers.
-        hidden: Width of the feed-forward networks.
+        dim, heads, layers, hidden: As in `Stack`.
         max_tokens: Largest number of tokens per text.
         dropout: Dropout probability on the embeddings, the residual branches and the pooled state.
         pooling: "mean" averages the states of the valid tokens. "first" takes the state of the first

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from attractor.attention.cache import PDECache
-from attractor.attention.models.sampling import check_sampling, evaluation_mode, sample_token
 from attractor.attention.models.stack import Embedding, Stack, initialise
 from attractor.attention.tracing import is_symbolic
-from attractor.core.checks import check_beside, check_input
+from attractor.core.checks import check_beside, check_input, check_number, check_tensor, check_whole
+from attractor.core.modes import evaluation_mode
 
 
 class LanguageModel(nn.Module):
@@ -22,10 +22,7 @@ class LanguageModel(nn.Module):
 
     Args:
         vocabulary: Number of token ids.
-        dim: Number of features per token.
-        heads: Number of heads, a divisor of `dim`.
-        layers: Number of layers.
-        hidden: Width of the feed-forward networks.
+        dim, heads, layers, hidden: As in `Stack`.
         max_tokens: Largest number of tokens per text.
         dropout: Dropout probability on the embeddings and the residual branches.
         **options: Options of `Stack` and `PDEAttention`, such as ``pde``, ``steps``, ``learn`` and
@@ -57,8 +54,8 @@ class LanguageModel(nn.Module):
         Args:
             ids: Integer token ids ``[batch, tokens]``.
             key_padding: Bool ``[batch, tokens]``, True for valid tokens and False for padding.
-            documents: Integer ids ``[batch, tokens]`` of packed texts. A token attends only to
-                tokens of its own text.
+            documents: Integer ids ``[batch, tokens]`` of packed texts. A token attends only to tokens of
+                its own text.
         """
         return self.logits(self.states(ids, key_padding, documents))
 
@@ -72,10 +69,7 @@ class LanguageModel(nn.Module):
         """Return the states ``[batch, tokens, dim]`` from which `logits` predicts.
 
         Args:
-            ids: Integer token ids ``[batch, tokens]``. With caches, only the new tokens.
-            key_padding: Bool ``[batch, tokens]``, True for valid tokens and False for padding.
-            documents: Integer ids ``[batch, tokens]`` of packed texts. A token attends only to
-                tokens of its own text.
+            ids, key_padding, documents: As in `forward`. With caches, of the new tokens only.
             caches: One cache per attention of the stack, with the previous tokens.
         """
         start, prefix_lengths = (len(caches[0]), caches[0].real_tokens) if caches else (0, None)
@@ -122,7 +116,13 @@ class LanguageModel(nn.Module):
             cache: Whether to cache keys and values if every attention supports it. This affects the
                 cost and not the texts.
         """
-        check_sampling(ids, tokens, temperature, top_k)
+        check_tensor("ids", ids, "of integers [batch, tokens]", floating=False)
+        if ids.ndim != 2 or not ids.shape[1]:
+            raise ValueError(f"ids {list(ids.shape)} must be [batch, tokens], with at least one token")
+        check_whole("tokens", tokens, 0)
+        check_number("temperature", temperature, 0.0)
+        if top_k is not None:
+            check_whole("top_k", top_k, 1)
         max_tokens = self.embed.positions.num_embeddings
         with evaluation_mode(self):
             caches = self._new_caches(min(ids.shape[1] + tokens, max_tokens)) if cache else None
@@ -131,7 +131,7 @@ class LanguageModel(nn.Module):
                     caches = None  # All positions shift, so the cached keys are no longer valid.
                 new_ids = ids[:, len(caches[0]) :] if caches else ids[:, -max_tokens:]
                 logits = self.logits(self.states(new_ids, caches=caches)[:, -1])
-                ids = torch.cat((ids, sample_token(logits, temperature, top_k, generator)), 1)
+                ids = torch.cat((ids, _sample_token(logits, temperature, top_k, generator)), 1)
         return ids
 
     def _new_caches(self, capacity: int) -> list[PDECache] | None:
@@ -140,3 +140,19 @@ class LanguageModel(nn.Module):
         if not all(attention.can_cache for attention in attentions):
             return None
         return [attention.new_cache(capacity) for attention in attentions]
+
+
+def _sample_token(
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
+) -> Tensor:
+    """Return one token ``[batch, 1]`` per row of logits ``[batch, vocabulary]``.
+
+    The arguments are those of `LanguageModel.generate`.
+    """
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    logits = logits.float() / temperature
+    if top_k is not None:
+        threshold = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -125,11 +126,11 @@ class PDEAttention(nn.Module):
         batch, tokens, dim = x.shape
         heads = self.project(x).view(batch, tokens, 3, self.heads, dim // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, tokens, dim / heads]
-        if cache is None:
-            output = self._attend(query, key, value, key_padding, documents)
-            return self.out(output.transpose(1, 2).reshape(batch, tokens, dim))
-        with unchanged_on_error(cache):
-            output = cache.attend(query, key, value, key_padding)
+        with nullcontext() if cache is None else unchanged_on_error(cache):
+            if cache is None:
+                output = self._attend(query, key, value, key_padding, documents)
+            else:
+                output = cache.attend(query, key, value, key_padding)
             return self.out(output.transpose(1, 2).reshape(batch, tokens, dim))
 
     def equation(self) -> PDE | None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -131,31 +132,23 @@ class Stack(nn.Module):
             x: The input states ``[batch, tokens, dim]``.
             caches: One cache per attention, in the order of `attentions`, or None. If an exception is
                 raised, the caches remain unchanged.
-            key_padding: Bool ``[batch, tokens]``, True for valid tokens and False for padding.
-            documents: Integer ids ``[batch, tokens]`` of packed texts. A token attends only to
-                tokens of its own text.
+            key_padding, documents: As in `PDEAttention.forward`.
         """
         if not is_symbolic(x):
             check_tensor("x", x, "[batch, tokens, dim]")
         attentions = len(self.layers) + (self.after is not None)
         masks = {"key_padding": key_padding, "documents": documents}
-        if not caches:
-            return self._apply_layers(x, [None] * attentions, masks)
-        if len(caches) != attentions:
+        if caches and len(caches) != attentions:
             raise ValueError(
                 f"caches has {len(caches)} entries; pass one for each of {attentions} attentions"
             )
-        with unchanged_on_error(*caches):
-            return self._apply_layers(x, caches, masks)
-
-    def _apply_layers(
-        self, x: Tensor, caches: Sequence[PDECache | None], masks: dict[str, Any]
-    ) -> Tensor:
-        for layer, cache in zip(self.layers, caches):
-            x = layer(x, cache=cache, **masks)
-        if self.after is not None:
-            x = self.after(x, cache=caches[-1], **masks)
-        return self.norm(x)
+        with unchanged_on_error(*caches) if caches else nullcontext():
+            caches = caches or [None] * attentions
+            for layer, cache in zip(self.layers, caches):
+                x = layer(x, cache=cache, **masks)
+            if self.after is not None:
+                x = self.after(x, cache=caches[-1], **masks)
+            return self.norm(x)
 
 
 class Embedding(nn.Module):
@@ -184,7 +177,7 @@ class Embedding(nn.Module):
 
         Args:
             ids: Integer token ids ``[batch, tokens]``.
-            key_padding: Bool ``[batch, tokens]``, True for valid tokens and False for padding.
+            key_padding: As in `PDEAttention.forward`.
             start: Number of tokens per text before `ids`, padding included.
             prefix_lengths: Number of valid tokens per text before `ids`, ``[batch, 1]``; None if all
                 `start` tokens are valid.
@@ -201,7 +194,14 @@ class Embedding(nn.Module):
                 f"{start + ids.shape[1]} tokens are more than the {max_tokens} positions of this model; "
                 "make it with a larger max_tokens, or pass fewer tokens"
             )
-        _check_key_padding(key_padding, ids)
+        if key_padding is not None:
+            check_tensor("key_padding", key_padding, "of bools [batch, tokens]", floating=False)
+            check_beside("key_padding", key_padding, "ids", ids)
+            if key_padding.dtype != torch.bool or key_padding.shape != ids.shape:
+                raise ValueError(
+                    f"key_padding {list(key_padding.shape)} of {key_padding.dtype} must be bool "
+                    f"{list(ids.shape)}, True for valid tokens"
+                )
         ids = ids if ids.dtype in (torch.int64, torch.int32) else ids.long()
         first = start if prefix_lengths is None else prefix_lengths
         if key_padding is None:
@@ -216,19 +216,6 @@ class Embedding(nn.Module):
                 f"{self.tokens.num_embeddings - 1}"
             ) from None
         return self.dropout(tokens + self.positions(positions))
-
-
-def _check_key_padding(key_padding: Any, ids: Tensor) -> None:
-    """Raise unless `key_padding` is None or a bool tensor with the shape of `ids`."""
-    if key_padding is None:
-        return
-    check_tensor("key_padding", key_padding, "of bools [batch, tokens]", floating=False)
-    check_beside("key_padding", key_padding, "ids", ids)
-    if key_padding.dtype != torch.bool or key_padding.shape != ids.shape:
-        raise ValueError(
-            f"key_padding {list(key_padding.shape)} of {key_padding.dtype} must be bool "
-            f"{list(ids.shape)}, True for valid tokens"
-        )
 
 
 def initialise(model: nn.Module) -> None:

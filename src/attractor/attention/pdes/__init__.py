@@ -1,10 +1,10 @@
-"""How an attention map moves in pseudo-time, one PDE per file.
+"""The PDEs under which attention maps evolve in pseudo-time, one per file.
 
 A PDE is a small frozen dataclass with five members: `linear` (a step is a matrix, so that the values
-can be stepped instead of the map), `reach` (how many neighbours away a step looks), ``max_dt(axis)``,
-``check(dt, axis)``, and ``step(u, velocity, line, dt)``, written with ``line.laplacian`` and
-``line.gradient``. The `Line` knows the walls, and whether u is a map or, through ``line.adjoint``, the
-values; the PDE does not. Coefficients are numbers, or tensors that broadcast as ``[heads, 1, 1]``.
+can be stepped instead of the map), `reach` (the number of neighbours that a step uses on either side),
+``max_dt(axis)``, ``check(dt, axis)``, and ``step(u, velocity, line, dt)``, written with
+``line.laplacian`` and ``line.gradient``. The `Line` contains the walls, and ``line.adjoint`` applies the
+same steps to values. Coefficients are numbers, or tensors that broadcast as ``[heads, 1, 1]``.
 
 >>> import torch
 >>> row = torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0])
@@ -12,7 +12,7 @@ values; the PDE does not. Coefficients are numbers, or tensors that broadcast as
 >>> evolve(Diffusion(alpha=0.1), row, Line(open=wall), steps=2, dt=1.0)
 tensor([0.0100, 0.1700, 0.8200, 0.0000, 0.0000])
 
-A PDE of one's own, here fourth-order smoothing, is such a class anywhere:
+Such a class can be defined anywhere, for example for fourth-order smoothing:
 
 >>> from dataclasses import dataclass
 >>> @dataclass(frozen=True)
@@ -33,10 +33,10 @@ A PDE of one's own, here fourth-order smoothing, is such a class anywhere:
 >>> evolve(Smoothing(), row, Line(), steps=1, dt=1.0)
 tensor([-0.0200,  0.0800,  0.8800,  0.0800, -0.0200])
 
-With one more member, ``interval(name, dt, axis)``, its coefficients can be learnt: `LearnedPDE` keeps
-them where the PDE is stable. `for_length` is the paper's advice on how they go with a text's length.
+With one more method, ``interval(name, dt, axis)``, its coefficients can be learnt: `LearnedPDE` keeps
+them where the PDE is stable. `for_length` scales coefficients with the length of a text.
 
-To add one here: a file, a line below; `tests/contracts.py` then tests it.
+To add a PDE to the library, add a file and its lines below; `tests/contracts.py` then tests it.
 """
 
 from typing import Any
@@ -77,7 +77,7 @@ BY_NAME: dict[str, type[Any]] = {
 
 
 def get_pde(name: str) -> type[Any]:
-    """Return the PDE class of that name, such as ``"diffusion"``."""
+    """Return the PDE class with this name, such as ``"diffusion"``."""
     if not isinstance(name, str) or name not in BY_NAME:
         hint = nearest(name, list(BY_NAME))
         raise ValueError(f"no PDE is called {name!r}; there are {', '.join(BY_NAME)}{hint}")

@@ -22,11 +22,11 @@ from attractor.attention.pdes.pde import (
 class AdvectionDiffusion:
     """``dA/dt = alpha L A + beta G A``, by Euler steps; beta > 0 moves mass to lower keys.
 
-    G has the face flux ``(A_j + A_{j+1}) / 2``, zero at walls, so that mass is conserved. Keeps
-    A >= 0 up to its limit if ``|beta| / 2 <= alpha``.
+    G has the face flux ``(A_j + A_{j+1}) / 2``, zero at walls, so that mass is conserved. Stable steps
+    keep A >= 0 if ``|beta| <= 2 alpha``.
 
     Args:
-        alpha, beta: numbers, or tensors that broadcast as ``[heads, 1, 1]``.
+        alpha, beta: Numbers, or tensors that broadcast as ``[heads, 1, 1]``.
     """
 
     alpha: float | Tensor = 0.10
@@ -41,19 +41,22 @@ class AdvectionDiffusion:
     __eq__ = same
 
     def max_dt(self, axis: str = "key") -> float:
-        """Return the largest stable step, ``min(1 / (2 alpha), 2 alpha / beta²)``; half on both axes."""
+        """Return the largest stable step size: ``min(1 / (2 alpha), 2 alpha / beta²)``.
+
+        On both axes it is half as large.
+        """
         limits = [min(over(1, 2 * a), over(2 * a, b * b)) for a, b in each_head(self.alpha, self.beta)]
         return min(limits) / dimensions(axis)
 
     def check(self, dt: float, axis: str = "key") -> None:
-        """Raise if dt is unstable."""
+        """Raise a ValueError if steps of size dt are unstable."""
         formula = "min(1 / (2 alpha), 2 alpha / beta²)"
         check_dt(self, dt, axis, f"{formula} / 2" if axis == "both" else formula)
 
     def interval(self, name: str, dt: float, axis: str = "key") -> tuple[float | Tensor, float | Tensor]:
         """Return the lowest and the highest value of a coefficient for steps of size dt.
 
-        For beta it is where A stays non-negative, which is less than what is stable without walls.
+        The interval of beta keeps A non-negative, which is narrower than stability without walls.
         """
         check_step_size(dt)
         if name == "alpha":
@@ -63,6 +66,6 @@ class AdvectionDiffusion:
     def step(
         self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float
     ) -> tuple[Tensor, Tensor | None]:
-        """Return u after one step, and the velocity as it is."""
+        """Return u after one step, and the velocity unchanged."""
         spread = plus(u, dt * self.alpha, line.laplacian(u))
         return plus(spread, dt * self.beta, line.gradient(u)), velocity

@@ -1,4 +1,4 @@
-"""An equation, the number of its steps and their size, checked once."""
+"""An equation, the number of its steps and their size, validated once."""
 
 import math
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class Evolution:
         pde: The equation.
         steps: Number of steps.
         dt: Size of a step.
-        constant: Whether all coefficients are numbers. There is one object per PDE, steps and dt then.
+        constant: Whether all coefficients are numbers. Calls with equal arguments then share one object.
         stencils: Matrices of all steps together, which `engines.values` and `kernels.stencils` compute
             once per dtype. It stays empty unless `constant`.
     """
@@ -40,10 +40,10 @@ class Evolution:
 
     @classmethod
     def of(cls, pde: PDE | str, steps: int, dt: float, axis: str = "key") -> "Evolution":
-        """Return the evolution of an equation or of the name of one.
+        """Return the evolution of an equation, which may be given by its name.
 
         Raises:
-            ValueError: There is no such equation, `steps` or `dt` is not allowed, or a step is unstable.
+            ValueError: The equation, `steps` or `dt` is invalid, or a step is unstable.
         """
         if not torch.compiler.is_compiling():
             values = () if type(pde) is str else _numbers(pde)
@@ -69,7 +69,7 @@ class Evolution:
 
     @property
     def reach(self) -> int:
-        """Number of neighbours on either side that all steps together look at."""
+        """Number of neighbours on either side that all steps together use."""
         return self.steps * self.pde.reach if self.steps else 0
 
     def of_map(self, attention_map: Tensor, line: Neighbourhood) -> Tensor:
@@ -77,16 +77,16 @@ class Evolution:
         return evolve(self.pde, attention_map, line, self.steps, self.dt)
 
     def of_linear(self, u: Tensor, line: Neighbourhood) -> Tensor:
-        """Return u after the steps alone, without what a PDE does to a map before the first of them."""
+        """Return u after all steps, without the PDE's ``start``."""
         return take_steps(self.pde, u, line, self.steps, self.dt)
 
     def with_pde(self, pde: PDE) -> "Evolution":
-        """Return the same steps of an equation whose coefficients have other shapes."""
+        """Return the same steps of an equation with coefficients of other shapes."""
         return self if pde is self.pde else Evolution(pde, self.steps, self.dt)
 
 
 def _numbers(pde: Any) -> tuple[Any, ...] | None:
-    """Return the fields of an equation of this library, None if one of them is a tensor."""
+    """Return the fields of an equation of this library, or None if one of them is a tensor."""
     if type(pde) not in IMMUTABLE:
         return None
     values = tuple(vars(pde).values())
@@ -95,7 +95,7 @@ def _numbers(pde: Any) -> tuple[Any, ...] | None:
 
 @lru_cache(maxsize=256, typed=True)
 def _shared(kind: Any, values: tuple[Any, ...], steps: int, dt: float, axis: str) -> Evolution:
-    """Return the one evolution of an equation, given by its name or by its class and fields."""
+    """Return the shared evolution of an equation, given by its name or by its class and fields."""
     pde = kind if isinstance(kind, str) else kind(*values)
     return _checked(pde, steps, dt, axis, constant=True)
 

@@ -1,12 +1,12 @@
-"""Where a PDE acts: positions in a row, with walls between some of them.
+"""Positions along a dimension of a tensor, with walls between some of them, where a PDE acts.
 
-A face is the place between positions j and j + 1. Differences and means carry positions to faces, and
-their transposes carry faces back:
+A face is the place between positions j and j + 1. Differences and means map positions to faces, and
+their transposes map faces to positions:
 
     laplacian = divergence . open . difference          divergence = -difference^T
     gradient = divergence . open . mean                 gradient^T = -mean^T . open . difference
 
-where `open` sets the flux through a wall to zero. Sums along the line are conserved, walls or not.
+where `open` sets the flux through a wall to zero. Sums along the line are conserved with any walls.
 """
 
 from dataclasses import dataclass, replace
@@ -23,11 +23,11 @@ class Neighbourhood(Protocol):
     """The space in which a PDE acts: a `Line`, or a `Plane` of two lines."""
 
     def laplacian(self, u: Tensor) -> Tensor:
-        """Return the discrete second derivative, of u's shape."""
+        """Return the discrete second derivative, with the shape of u."""
         ...
 
     def gradient(self, u: Tensor) -> Tensor:
-        """Return the discrete first derivative in flux form, of u's shape."""
+        """Return the discrete first derivative in flux form, with the shape of u."""
         ...
 
 
@@ -36,12 +36,12 @@ class Line:
     """Positions along one dimension of a tensor.
 
     Args:
-        dim: the dimension, counted from the end: -1 for the keys of a map, -2 for its queries or for
+        dim: The dimension, counted from the end: -1 for the keys of a map, -2 for its queries or for
             the keys of values.
-        open: bool, True where something may flow between positions j and j + 1; it broadcasts against
-            a tensor with n - 1 positions along `dim`. None: everywhere.
-        periodic: the last position is the first one's neighbour; there are no walls then.
-        transposed: the gradient is replaced by its transpose; see `adjoint`.
+        open: Bool, False where a wall separates positions j and j + 1. It broadcasts against a tensor
+            with n - 1 positions along `dim`. None: there are no walls but the ends.
+        periodic: Whether the first position follows the last one. There are no walls then.
+        transposed: Whether the gradient is replaced by its transpose; see `adjoint`.
     """
 
     dim: int = -1
@@ -112,7 +112,7 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class Plane:
-    """Keys and queries together: derivatives along both are summed."""
+    """Keys and queries together. Derivatives are the sums of those along both."""
 
     keys: Line
     queries: Line

@@ -43,12 +43,12 @@ class PDE(Protocol):
     def step(
         self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float
     ) -> tuple[Tensor, Tensor | None]:
-        """Return u and its velocity after one step; PDEs of first order in time pass the velocity on."""
+        """Return u and its velocity after one step; first-order PDEs return the velocity unchanged."""
         ...
 
 
 def as_equation(pde: Any) -> Any:
-    """Return an equation, or the one with this name and its default coefficients; raise for others."""
+    """Return an equation, or the default one with this name; raise for anything else."""
     if isinstance(pde, str):
         from attractor.attention.pdes import get_pde
 
@@ -60,7 +60,7 @@ def as_equation(pde: Any) -> Any:
 
 
 def evolve(pde: PDE, u: Tensor, line: Neighbourhood, steps: int, dt: float) -> Tensor:
-    """Return the map u after that many steps, starting at rest.
+    """Return the map u after a number of steps from rest.
 
     A PDE may have a method ``start(u, time)``, which changes the map entry by entry before the first
     step; `time` is the pseudo-time of all steps.
@@ -71,7 +71,7 @@ def evolve(pde: PDE, u: Tensor, line: Neighbourhood, steps: int, dt: float) -> T
 
 
 def take_steps(pde: PDE, u: Tensor, line: Neighbourhood, steps: int, dt: float) -> Tensor:
-    """Return a map or values after that many steps, without the PDE's ``start``."""
+    """Return a map or values after a number of steps, without the PDE's ``start``."""
     check_tensor("u", u, "[..., positions]")
     pde = as_equation(pde)
     if not hasattr(line, "laplacian"):
@@ -83,7 +83,7 @@ def take_steps(pde: PDE, u: Tensor, line: Neighbourhood, steps: int, dt: float) 
 
 
 def plus(u: Tensor, factor: float | Tensor, change: Tensor) -> Tensor:
-    """Return ``u + factor * change``, in one pass over memory."""
+    """Return ``u + factor * change``, computed in one pass over memory."""
     if not torch.compiler.is_compiling():
         check_factor(u, factor, change)
     if isinstance(factor, Tensor):
@@ -92,19 +92,19 @@ def plus(u: Tensor, factor: float | Tensor, change: Tensor) -> Tensor:
 
 
 def check_factor(u: Tensor, factor: float | Tensor, change: Tensor) -> None:
-    """Raise unless ``u + factor * change`` can be computed; u may broadcast to the others' heads."""
+    """Raise unless ``u + factor * change`` can be computed; u may broadcast along heads."""
     check_tensor("u", u, "[..., positions]")
     check_beside("velocity", change, "u", u)
     for name, shape in (("a velocity", change.shape), ("coefficients", getattr(factor, "shape", ()))):
         sizes = zip(reversed(shape), reversed(u.shape))
         if any(size != own and 1 not in (size, own) for size, own in sizes):
             raise ValueError(
-                f"{name} {list(shape)} and u {list(u.shape)} do not go together; coefficients are "
-                "[heads, 1, 1], a velocity is like u"
+                f"{name} {list(shape)} and u {list(u.shape)} do not broadcast; coefficients must be "
+                "[heads, 1, 1], and a velocity must have the shape of u"
             )
     if not isinstance(factor, Tensor) and not abs(factor) <= torch.finfo(u.dtype).max:
         raise ValueError(
-            f"dt times a coefficient is {factor:g}, more than {u.dtype} holds; take smaller steps"
+            f"dt times a coefficient is {factor:g}, which overflows {u.dtype}; take smaller steps"
         )
 
 
@@ -124,12 +124,12 @@ def each_head(*coefficients: float | Tensor) -> list[tuple[float, ...]]:
 
 
 def over(a: float, b: float) -> float:
-    """Return a / b of non-negative numbers, infinity for b = 0: the limit of a step without a limit."""
+    """Return a / b for b > 0, and infinity for b = 0, where any step size is stable."""
     return a / b if b > 0 else math.inf
 
 
 def check_dt(pde: Any, dt: float, axis: str, formula: str) -> None:
-    """Raise if dt is above the limit. Tensors are not checked; learnt ones are always stable."""
+    """Raise if dt is above the limit. Coefficients that are tensors are not checked."""
     if any(isinstance(getattr(pde, field.name), Tensor) for field in fields(pde)):
         return
     check_number("dt", dt)
@@ -147,7 +147,7 @@ def check_dt(pde: Any, dt: float, axis: str, formula: str) -> None:
 
 
 def check_step_size(dt: Any) -> None:
-    """Raise unless dt is a finite number above 0."""
+    """Raise unless dt is a finite positive number."""
     check_number("dt", dt)
     if not dt > 0:
         raise ValueError(f"dt = {dt} must be more than 0")
@@ -164,7 +164,7 @@ def check_coefficient(pde: Any, name: str, signed: bool = False) -> None:
 
 
 def check_heads(pde: Any, shape: Sequence[int]) -> None:
-    """Raise unless coefficients that are tensors suit maps of this shape, ``[*batch, heads]``."""
+    """Raise unless all tensors in pde broadcast to maps of this shape, ``[*batch, heads]``."""
     for field in fields(pde) if is_dataclass(pde) else ():
         coefficient = getattr(pde, field.name)
         if not isinstance(coefficient, Tensor):
@@ -190,7 +190,7 @@ def with_coefficients(pde: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def for_heads(pde: Any, shape: Sequence[int]) -> Any:
-    """Return the equation for maps of this shape, ``[*batch, heads]``, flattened to four dimensions."""
+    """Return the equation for maps ``[*batch, heads]`` that are flattened to four dimensions."""
     most = max(len(shape), 2) + 2
 
     def reshape(x: Tensor) -> Tensor:

@@ -22,10 +22,12 @@ from attractor.attention.pdes.pde import (
 
 @dataclass(frozen=True)
 class Wave:
-    """``d²A/dt² = c² L A``, by symplectic Euler steps from rest. Conserves mass; A may turn negative.
+    """``d²A/dt² = c² L A``, by symplectic Euler steps from rest.
+
+    The steps conserve mass, but A may become negative.
 
     Args:
-        c: the speed, a number, or a tensor that broadcasts as ``[heads, 1, 1]``.
+        c: Speed, a number or a tensor that broadcasts as ``[heads, 1, 1]``.
     """
 
     c: float | Tensor = 0.15
@@ -38,15 +40,15 @@ class Wave:
     __eq__ = same
 
     def max_dt(self, axis: str = "key") -> float:
-        """Return the largest stable step size, ``1 / c``; 1 / sqrt 2 of it on both axes."""
+        """Return the largest stable step size: ``1 / c``, or ``1 / (c sqrt 2)`` on both axes."""
         return min(over(1, abs(c)) for (c,) in each_head(self.c)) / dimensions(axis) ** 0.5
 
     def check(self, dt: float, axis: str = "key") -> None:
-        """Raise if dt is unstable."""
+        """Raise a ValueError if steps of size dt are unstable."""
         check_dt(self, dt, axis, "1 / (c sqrt 2)" if axis == "both" else "1 / c")
 
     def interval(self, name: str, dt: float, axis: str = "key") -> tuple[float | Tensor, float | Tensor]:
-        """Return the lowest and the highest c that is stable for steps of size dt."""
+        """Return the lowest and the highest c for which steps of size dt are stable."""
         check_step_size(dt)
         return 0.0, 1 / (dt * dimensions(axis) ** 0.5)
 

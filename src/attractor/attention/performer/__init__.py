@@ -53,27 +53,23 @@ def performer_attention(
         query: ``[*batch, heads, queries, dim]``.
         key: ``[*batch, heads, keys, dim]``.
         value: ``[*batch, heads, keys, value dim]``.
-        features: A `RandomFeatures`, or the directions themselves, ``[dim, count]`` or
-            ``[heads, dim, count]``.
-        is_causal: Whether a query attends only to keys up to its own position, both counted from 0.
-        key_padding: ``[batch, keys]`` bool, True for valid keys.
-        scale: Scale of the scores; ``dim ** -0.5`` if None.
-        enable_gqa: Whether query may have a multiple of the number of heads of key and value.
-        pde: An equation or its name; None for Performer attention without a PDE.
-        steps: Number of steps of the attention map.
-        dt: Size of a step.
+        features: A `RandomFeatures`, or its `projection`, ``[dim, count]`` or ``[heads, dim, count]``.
+        is_causal, key_padding, scale, enable_gqa: As in `pde_attention`.
+        pde, steps, dt: As in `pde_attention`, but the equation must be linear, or None for no PDE.
         chunk: Number of rows per block of causal attention. It affects only speed and memory.
 
     Returns:
-        ``[*batch, heads, queries, value dim]``, in the dtype of query; half precisions are summed in
-        float32. The output of a query that may attend to no key is zero.
+        ``[*batch, heads, queries, value dim]``, in the dtype of query; sums are in at least float32. The
+        output of a query that may attend to no key is zero.
 
     Raises:
         TypeError, ValueError: An argument is invalid, or the PDE is not linear.
     """
     check_whole("chunk", chunk, 1)
-    options = is_causal, key_padding, scale, enable_gqa, pde, steps, dt
-    call, evolution, log_q, log_k, values = _log_features(query, key, value, features, *options)
+    call, evolution, log_q, log_k, values = _log_features(
+        query, key, value, features, pde, steps, dt=dt, is_causal=is_causal, key_padding=key_padding,
+        scale=scale, enable_gqa=enable_gqa,
+    )  # fmt: skip
     if evolution.steps:
         if not evolution.linear:
             raise ValueError(
@@ -167,13 +163,15 @@ def performer_dense(
     steps: int = 4,
     dt: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output of `performer_attention`, and the map ``[..., queries, keys]``, which is built.
+    """Return the output of `performer_attention`, and its map ``[*batch, heads, queries, keys]``.
 
-    The arguments are those of `performer_attention`, but the PDE may be any. Scales are the largest over
-    all keys, so that the output is causal up to rounding.
+    The arguments are those of `performer_attention`, but the PDE need not be linear. The map is built,
+    and all of its rows share a scale, so the output is causal only up to rounding.
     """
-    options = is_causal, key_padding, scale, enable_gqa, pde, steps, dt
-    call, evolution, log_q, log_k, values = _log_features(query, key, value, features, *options)
+    call, evolution, log_q, log_k, values = _log_features(
+        query, key, value, features, pde, steps, dt=dt, is_causal=is_causal, key_padding=key_padding,
+        scale=scale, enable_gqa=enable_gqa,
+    )  # fmt: skip
     phi_q = (log_q - log_q.detach().amax(-1, keepdim=True)).exp()
     phi_k = (log_k - log_k.detach().amax((-2, -1), keepdim=True)).exp()
     A = phi_q @ phi_k.mT
@@ -192,32 +190,23 @@ def _log_features(
     key: Tensor,
     value: Tensor,
     features: RandomFeatures | Tensor,
-    is_causal: bool,
-    key_padding: Tensor | None,
-    scale: float | None,
-    enable_gqa: bool,
     pde: PDE | str | None,
     steps: int,
-    dt: float,
+    **options: Any,
 ) -> tuple[Call, Evolution, Tensor, Tensor, Tensor]:
     """Return the call, its evolution, the logarithms of the features of query and key, and the values.
 
-    Tensors are ``[batch, heads, tokens, count or value dim]``, in at least float32. Factors of a row
-    that do not depend on the key are left out, because they cancel.
+    Tensors are ``[batch, heads, tokens, count or value dim]``, in at least float32. The features lack
+    factors that are equal for all keys of a row, because these cancel.
     """
     steps, pde = (0, "diffusion") if pde is None else (steps, pde)
-    call = Call(
-        query, key, value, None, 0.0, is_causal, scale, enable_gqa, pde=pde, steps=steps, dt=dt,
-        key_padding=key_padding,
-    )  # fmt: skip
+    call = Call(query, key, value, pde=pde, steps=steps, **options)
     projection = features.projection if isinstance(features, RandomFeatures) else features
     check_tensor("features", projection, "[dim, count] or [heads, dim, count]")
     check_beside("features", projection, "query", query)
     dim, lead = query.shape[-1], call.query.shape[:-2]
-    fits = projection.ndim == 2 or (
-        projection.ndim == 3 and projection.shape[0] in (1, lead[-1] if lead else 1)
-    )
-    if not fits or projection.shape[-2] != dim:
+    per_head = projection.ndim == 3 and projection.shape[0] in (1, *lead[-1:])
+    if not (projection.ndim == 2 or per_head) or projection.shape[-2] != dim:
         raise ValueError(
             f"features {list(projection.shape)} must be [{dim}, count] or [heads, {dim}, count] for "
             f"query {list(query.shape)}"
@@ -225,7 +214,7 @@ def _log_features(
     if not key.shape[-2]:
         raise ValueError(f"key {list(key.shape)} holds no tokens; pass at least one")
     query, key, value = four_dimensions(call.query, call.key, call.value)
-    scale = dim**-0.5 if scale is None else scale
+    scale = dim**-0.5 if call.scale is None else call.scale
     root = math.sqrt(abs(scale))
     dtype = accumulate_dtype(query.dtype)
     q, k, w = query.to(dtype) * math.copysign(root, scale), key.to(dtype) * root, projection.to(dtype)

@@ -1,10 +1,9 @@
 """Reaction-diffusion attention in O(T) memory, by Triton kernels. Torch twin: `engines.tiled`.
 
-Rows attend to an interval of keys: all of them, those up to their own (causal), or as given.
-`log_sum_exp` computes the softmax normalisation first, so that every kernel has the weights of any keys
-at once; they take their steps in registers (`forward`, `backward`) and the map is never stored.
-`key_gradients` completes the backward. If the equation is split, `split` computes all keys that no
-causal wall reaches.
+Rows attend to all keys or, if causal, to those up to their own. `log_sum_exp` computes the softmax
+normalisation first, so that all other kernels can compute the weights of any keys. Weights take their
+steps in registers (`forward`, `backward`), and the map is never stored. `key_gradients` completes the
+backward. If the equation is split, `split` computes all keys that no causal wall reaches.
 """
 
 import torch
@@ -38,9 +37,6 @@ def attend(
     steps: int,
     dt: float,
     is_causal: bool = False,
-    first: Tensor | None = None,
-    last: Tensor | None = None,
-    open: Tensor | None = None,
 ) -> Tensor:
     """Return the output ``[batch, heads, queries, value dim]`` of reaction-diffusion on the key axis.
 
@@ -49,21 +45,17 @@ def attend(
     Args:
         query, key, value: ``[batch, heads, tokens, dim]``, with equal numbers of heads.
         pde: Equation whose coefficients are numbers, or tensors with one entry or one per head.
-        is_causal: Row i attends to keys up to i.
-        first, last: Integers ``[batch, queries]``, the interval of keys of each row. Pass both or none.
-        open: bool ``[batch or 1, 1, 1, keys - 1]``, False at walls. Requires a split `pde`.
+        is_causal: Whether row i attends to keys up to i only.
     """
     heads, device = query.shape[1], query.device
     alpha, beta = (_per_head(c, heads, device) for c in (pde.alpha, pde.beta))
-    if first is not None and last is not None:
-        first, last = (x.to(torch.int32).contiguous() for x in (first, last))
     inputs = query, key, value, alpha, beta
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    lse, k_mean = row_statistics(query, key, first, last, is_causal, scale, needs_grad)
-    rows = lse, k_mean, first, last, is_causal, scale, steps
+    lse, k_mean = row_statistics(query, key, is_causal, scale, needs_grad)
+    rows = lse, k_mean, is_causal, scale, steps
     if not pde.split:
         return launch.reaction(query, key, value, alpha * dt, beta * dt, *rows)
-    stepped = stepped_values(Evolution(Diffusion(pde.alpha), steps, dt), value, open)
+    stepped = stepped_values(Evolution(Diffusion(pde.alpha), steps, dt), value, None)
     return launch.split_reaction(query, key, value, stepped, alpha * dt, beta * (dt * steps), *rows)
 
 
@@ -74,20 +66,14 @@ def _per_head(coefficient: float | Tensor, heads: int, device: torch.device) -> 
 
 
 def row_statistics(
-    query: Tensor,
-    key: Tensor,
-    first: Tensor | None,
-    last: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    mean: bool,
+    query: Tensor, key: Tensor, is_causal: bool, scale: float, mean: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exp of scores ``[batch, heads, queries]`` and, if `mean`, the mean keys."""
     square, aligned = query.shape[-2] == key.shape[-2], query.shape[-1] % 8 == 0
     half = query.is_cuda and query.dtype != torch.float32
-    if BY_OPERATOR and mean and first is None and half and square and aligned:
+    if BY_OPERATOR and mean and half and square and aligned:
         with torch.no_grad():
             scope = Scope(query.shape[-2], key.shape[-2], right=0 if is_causal else None)
             k_mean, lse = softmax.attend(query, key, key, scope, scale)
         return lse.float().contiguous(), k_mean
-    return launch.log_sum_exp(query.detach(), key.detach(), first, last, is_causal, scale, mean)
+    return launch.log_sum_exp(query.detach(), key.detach(), is_causal, scale, mean)

@@ -31,6 +31,7 @@ from attractor.attention.kernels.reaction.device import (
     logistic,
     program_rows,
     reciprocal,
+    store_rows,
     to_float32,
 )
 from attractor.attention.kernels.reaction.forward import (
@@ -287,14 +288,14 @@ def _visit(
 
 @triton.jit(do_not_specialize=["first_block", "launch_blocks", "blocks"])
 def backward_kernel(
-    do, q, k, v, o, k_mean, lse, alpha, beta, first_key, last_key, dq_interior, excess_interior,
-    dq, excess, dk, dv, dcoefficients, scale, queries, keys, heads, first_block, launch_blocks, blocks,
+    do, q, k, v, o, k_mean, lse, alpha, beta, dq_interior, excess_interior, dq, excess, dk, dv,
+    dcoefficients, scale, queries, keys, heads, first_block, launch_blocks, blocks,
     stride_gb, stride_gh, stride_gm, stride_qb, stride_qh, stride_qm,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om, stride_mb, stride_mh, stride_mm, stride_db, stride_dh, stride_dm,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, STEPS: tl.constexpr, LAG: tl.constexpr,
-    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, BOUNDARY: tl.constexpr, ORDERED: tl.constexpr,
+    CAUSAL: tl.constexpr, BOUNDARY: tl.constexpr, ORDERED: tl.constexpr,
     COEFFICIENTS: tl.constexpr, DIM_BY_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of a block of queries, and add to those of keys and values.
@@ -320,22 +321,16 @@ def backward_kernel(
     a, b, gain = tl.load(alpha + head), tl.load(beta + head), 1.0
     if BOUNDARY:
         b, gain = 0.0, tl.exp(b)
-    first_key += batch * queries
-    last_key += batch * queries
-    lo, hi = key_interval(first_key, last_key, at, keys, CAUSAL, INTERVALS)
+    lo, hi = key_interval(at, keys, CAUSAL)
     lse = tl.load(lse + pair * queries + at)
     q = load_rows(q + batch * stride_qb + head * stride_qh, stride_qm, at, at >= 0, D, BLOCK_D)
     do = load_rows(do + batch * stride_gb + head * stride_gh, stride_gm, at, valid, DV, BLOCK_DV)
     o = load_rows(o + batch * stride_ob + head * stride_oh, stride_om, at, valid, DV, BLOCK_DV)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    column = tl.arange(0, BLOCK_D)
-    dq += batch * stride_db + head * stride_dh
-    offset = row.to(tl.int64)[:, None] * stride_dm + column[None, :]
-    mask = valid[:, None] & (column < D)[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     if BOUNDARY:
         dq_interior += batch * stride_db + head * stride_dh
-        acc = tl.load(dq_interior + offset, mask=mask, other=0.0)
+        acc = load_rows(dq_interior, stride_dm, row, valid, D, BLOCK_D)
     remainder = tl.zeros([BLOCK_M, 4], dtype=tl.float32)
     dalpha = tl.zeros([BLOCK_M, 4], dtype=tl.float32)
     dbeta = tl.zeros([BLOCK_M, 4], dtype=tl.float32)
@@ -369,7 +364,8 @@ def backward_kernel(
     tl.store(excess + pair * queries + row, row_excess, mask=valid)
     k_mean += batch * stride_mb + head * stride_mh
     acc -= row_excess[:, None] * load_rows(k_mean, stride_mm, at, valid, D, BLOCK_D).to(tl.float32)
-    tl.store(dq + offset, (acc * scale).to(dq.dtype.element_ty), mask=mask)
+    dq += batch * stride_db + head * stride_dh
+    store_rows(dq, stride_dm, row, acc * scale, valid, D, BLOCK_D)
     if COEFFICIENTS:
         block = first_block + launch_blocks - 1 - tl.program_id(0) % launch_blocks
         dcoefficients += (pair * blocks + block) * 2

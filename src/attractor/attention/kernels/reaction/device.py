@@ -28,14 +28,15 @@ def program_rows(first_block, blocks, heads, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def key_interval(first_key, last_key, row, keys, CAUSAL: tl.constexpr, INTERVALS: tl.constexpr):
-    """Return the first and the last key of rows. The first is after the last where a row has no key."""
+def key_interval(row, keys, CAUSAL: tl.constexpr):
+    """Return the first and the last key of rows.
+
+    The first is always 0. It is a tensor, like the last, because with a constant ptxas 12.9 spills more
+    registers in `forward_kernel`.
+    """
     lo, hi = row * 0, row * 0 + (keys - 1)
     if CAUSAL:
         hi = tl.minimum(hi, row)
-    if INTERVALS:
-        lo = tl.maximum(lo, tl.load(first_key + row))
-        hi = tl.minimum(hi, tl.load(last_key + row))
     return lo, hi
 
 
@@ -51,6 +52,14 @@ def load_rows(x, stride, row, valid, D: tl.constexpr, BLOCK_D: tl.constexpr):
     column = tl.arange(0, BLOCK_D)[None, :]
     pointers = x + row.to(tl.int64)[:, None] * stride + column
     return tl.load(pointers, mask=valid[:, None] & (column < D), other=0.0)
+
+
+@triton.jit
+def store_rows(x, stride, row, tile, valid, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store the valid rows of a tile ``[n, BLOCK_D]``, without columns from D, in the dtype of x."""
+    column = tl.arange(0, BLOCK_D)[None, :]
+    pointers = x + row.to(tl.int64)[:, None] * stride + column
+    tl.store(pointers, tile.to(x.dtype.element_ty), mask=valid[:, None] & (column < D))
 
 
 @triton.jit

@@ -19,17 +19,18 @@ from attractor.attention.kernels.reaction.device import (
     key_interval,
     load_rows,
     reciprocal,
+    store_rows,
     to_float32,
 )
 
 
 @triton.jit
 def _add_rows(
-    dk, dv, k, v, q, do, stride_qm, stride_gm, begin, end, key, lse, delta, excess, first_key, last_key,
-    gain, scale, queries, keys,
+    dk, dv, k, v, q, do, stride_qm, stride_gm, begin, end, key, lse, delta, excess, gain, scale, queries,
+    keys,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SPLIT: tl.constexpr,
-    BOUNDARY: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr, SPLIT: tl.constexpr, BOUNDARY: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what rows begin to end - 1 contribute to the gradients of a block of keys and values."""
     for start in range(begin, end, BLOCK_M):
@@ -39,7 +40,7 @@ def _add_rows(
         scores = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
         w = exp2(scores * (scale * LOG2E) - (tl.load(lse + at) * LOG2E)[None, :])
         if MASKED:
-            lo, hi = key_interval(first_key, last_key, at, keys, CAUSAL, INTERVALS)
+            lo, hi = key_interval(at, keys, CAUSAL)
             allowed = (key[:, None] >= lo[None, :]) & (key[:, None] <= hi[None, :])
             w = tl.where(allowed, w, 0.0)
         correction = tl.load(excess + at, mask=valid, other=0.0)
@@ -64,11 +65,11 @@ def _add_rows(
 
 @triton.jit
 def key_gradients_kernel(
-    do, q, k, v, lse, delta, excess, beta, first_key, last_key, dk_visits, dk, dv,
+    do, q, k, v, lse, delta, excess, beta, dk_visits, dk, dv,
     scale, queries, keys, heads, stride_gb, stride_gh, stride_gm, stride_qb, stride_qh, stride_qm,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr, INTERVALS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr,
     SPLIT: tl.constexpr, BOUNDARY: tl.constexpr, VISITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of a block of keys and, if SPLIT, of their stepped values.
@@ -86,8 +87,6 @@ def key_gradients_kernel(
     lse += pair * queries
     delta += pair * queries
     excess += pair * queries
-    first_key += batch * queries
-    last_key += batch * queries
     k = load_rows(k + batch * stride_kb + head * stride_kh, stride_kn, key, key < keys, D, BLOCK_D)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
     gain, v_tile, dv_acc = 1.0, k, dk_acc
@@ -101,28 +100,18 @@ def key_gradients_kernel(
     if CAUSAL:
         top = tl.minimum(begin // BLOCK_M * BLOCK_M, queries)
         full = tl.minimum(tl.cdiv(begin + BLOCK_N - 1 + BOUNDARY, BLOCK_M) * BLOCK_M, queries)
-    if INTERVALS:
-        full = queries
     dk_acc, dv_acc = _add_rows(
-        dk_acc, dv_acc, k, v_tile, q, do, stride_qm, stride_gm, top, full, key, lse, delta, excess,
-        first_key, last_key, gain, scale, queries, keys, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, CAUSAL,
-        INTERVALS, SPLIT, BOUNDARY, True, PRECISION,
+        dk_acc, dv_acc, k, v_tile, q, do, stride_qm, stride_gm, top, full, key, lse, delta, excess, gain,
+        scale, queries, keys, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, CAUSAL, SPLIT, BOUNDARY, True,
+        PRECISION,
     )  # fmt: skip
-    if not INTERVALS:
-        dk_acc, dv_acc = _add_rows(
-            dk_acc, dv_acc, k, v_tile, q, do, stride_qm, stride_gm, full, queries, key, lse, delta,
-            excess, first_key, last_key, gain, scale, queries, keys, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV,
-            CAUSAL, INTERVALS, SPLIT, BOUNDARY, False, PRECISION,
-        )  # fmt: skip
-    column, line = tl.arange(0, BLOCK_D)[None, :], key.to(tl.int64)[:, None]
-    dk += pair * keys * D
-    dv += pair * keys * DV
-    dk_visits += pair * keys * D
-    mask = (key < keys)[:, None] & (column < D)
+    dk_acc, dv_acc = _add_rows(
+        dk_acc, dv_acc, k, v_tile, q, do, stride_qm, stride_gm, full, queries, key, lse, delta, excess,
+        gain, scale, queries, keys, D, DV, BLOCK_M, BLOCK_D, BLOCK_DV, CAUSAL, SPLIT, BOUNDARY, False,
+        PRECISION,
+    )  # fmt: skip
     if VISITS:
-        dk_acc += tl.load(dk_visits + line * D + column, mask=mask, other=0.0)
-    tl.store(dk + line * D + column, (dk_acc * scale).to(dk.dtype.element_ty), mask=mask)
+        dk_acc += load_rows(dk_visits + pair * keys * D, D, key, key < keys, D, BLOCK_D)
+    store_rows(dk + pair * keys * D, D, key, dk_acc * scale, key < keys, D, BLOCK_D)
     if SPLIT:
-        column = tl.arange(0, BLOCK_DV)[None, :]
-        mask = (key < keys)[:, None] & (column < DV)
-        tl.store(dv + line * DV + column, dv_acc.to(dv.dtype.element_ty), mask=mask)
+        store_rows(dv + pair * keys * DV, DV, key, dv_acc, key < keys, DV, BLOCK_DV)

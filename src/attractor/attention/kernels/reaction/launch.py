@@ -1,9 +1,8 @@
 """Operators that launch the kernels, and their gradients. Torch twin: `engines.tiled`.
 
-Tensors are ``[batch, heads, tokens, dim]``; alpha and beta ``[heads]`` are multiplied by the time that
-they act; lse and k_mean are constants of `reaction` and `split_reaction`, whose gradients of query and
-key include those through the softmax; first_key and last_key ``[batch, queries]`` are both int32, or
-both None.
+Tensors are ``[batch, heads, tokens, dim]``. alpha and beta ``[heads]`` are multiplied by the pseudo-time
+for which they act. lse and k_mean are constants of `reaction` and `split_reaction`, whose gradients of
+query and key include those through the softmax.
 """
 
 from typing import Any
@@ -36,17 +35,14 @@ PROGRAMS = 264  # programs of a deterministic launch, about what fills a GPU
 BUFFERS = 8  # the most copies of key and value gradients that deterministic launches may use
 
 
-def _options(
-    name: str, q: Tensor, v: Tensor | None, first_key: Tensor | None, is_causal: bool
-) -> dict[str, Any]:
+def _options(name: str, q: Tensor, v: Tensor | None, is_causal: bool) -> dict[str, Any]:
     """Return the keyword arguments that all kernels have in common; DV and BLOCK_DV unless v is None."""
     BLOCK_M, BLOCK_N, warps, stages = TILES[name]
     options: dict[str, Any] = {} if v is None else {"DV": int(v.shape[-1]), "BLOCK_DV": _columns(v)}
     precision = "tf32x3" if q.dtype == torch.float32 else "ieee"  # half precision has only one
     return options | {
         "D": int(q.shape[-1]), "BLOCK_D": _columns(q), "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N,
-        "CAUSAL": is_causal, "INTERVALS": first_key is not None, "PRECISION": precision,
-        "num_warps": warps, "num_stages": stages,
+        "CAUSAL": is_causal, "PRECISION": precision, "num_warps": warps, "num_stages": stages,
     }  # fmt: skip
 
 
@@ -88,16 +84,15 @@ def _output(q: Tensor, v: Tensor) -> Tensor:
 
 @operator("reaction_log_sum_exp", transparent=True)
 def log_sum_exp(
-    q: Tensor, k: Tensor, first_key: Tensor | None, last_key: Tensor | None, is_causal: bool,
-    scale: float, mean: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, is_causal: bool, scale: float, mean: bool
+) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exp of the scores of each row, and mean keys, which are empty unless `mean`."""
     q, k = contiguous_rows(q), contiguous_rows(k)
-    lse, k_mean = _log_sum_exp_like(q, k, first_key, last_key, is_causal, scale, mean)
-    options, means = _options("log_sum_exp", q, None, first_key, is_causal), k_mean if mean else q
+    lse, k_mean = _log_sum_exp_like(q, k, is_causal, scale, mean)
+    options, means = _options("log_sum_exp", q, None, is_causal), k_mean if mean else q
     wrap_triton(log_sum_exp_kernel)[_row_grid(q, options)](
-        q, k, *_pointers(lse, first_key, last_key), lse, means, scale, *_sizes(q, k), *strides(q),
-        *strides(k), *strides(means), MEAN=mean, **options,
+        q, k, lse, means, scale, *_sizes(q, k), *strides(q), *strides(k), *strides(means), MEAN=mean,
+        **options,
     )  # fmt: skip
     return lse, k_mean
 
@@ -112,34 +107,31 @@ log_sum_exp.register_fake(_log_sum_exp_like)
 @operator("reaction", transparent=True)
 def reaction(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, lse: Tensor, k_mean: Tensor,
-    first_key: Tensor | None, last_key: Tensor | None, is_causal: bool, scale: float, steps: int,
+    is_causal: bool, scale: float, steps: int,
 ) -> Tensor:  # fmt: skip
     """Return the output of reaction-diffusion; alpha and beta are multiplied by dt."""
     o = _output(q, v)
-    _forward(q, k, v, lse, alpha, beta, first_key, last_key, lse, o, is_causal, scale, steps, 0)
+    _forward(q, k, v, lse, alpha, beta, lse, o, is_causal, scale, steps, 0)
     return o
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, alpha: Tensor, beta: Tensor, first_key: Tensor | None,
-    last_key: Tensor | None, o_interior: Tensor, o: Tensor, is_causal: bool, scale: float, steps: int,
-    boundary: int,
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, alpha: Tensor, beta: Tensor, o_interior: Tensor,
+    o: Tensor, is_causal: bool, scale: float, steps: int, boundary: int,
 ) -> None:  # fmt: skip
     q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
-    options = _options("forward", q, v, first_key, is_causal)
+    options = _options("forward", q, v, is_causal)
     wrap_triton(forward_kernel)[_row_grid(q, options)](
-        q, k, v, lse, alpha.contiguous(), beta.contiguous(), *_pointers(lse, first_key, last_key),
-        o_interior, o, scale, *_sizes(q, k), *strides(q), *strides(k), *strides(v), *strides(o),
-        STEPS=steps, BOUNDARY=boundary, **options,
+        q, k, v, lse, alpha.contiguous(), beta.contiguous(), o_interior, o, scale, *_sizes(q, k),
+        *strides(q), *strides(k), *strides(v), *strides(o), STEPS=steps, BOUNDARY=boundary, **options,
     )  # fmt: skip
 
 
 @operator("reaction_backward", transparent=True)
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, alpha: Tensor, beta: Tensor, lse: Tensor,
-    k_mean: Tensor, first_key: Tensor | None, last_key: Tensor | None, dq_interior: Tensor | None,
-    excess_interior: Tensor | None, is_causal: bool, scale: float, steps: int, coefficients: bool,
-    deterministic: bool,
+    k_mean: Tensor, dq_interior: Tensor | None, excess_interior: Tensor | None, is_causal: bool,
+    scale: float, steps: int, coefficients: bool, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, the excess of each row, dk for `key_gradients` to complete, dv and dalpha with dbeta.
 
@@ -150,7 +142,7 @@ def backward(
         deterministic: Whether to add to dk and dv, which are float32, in the same order every time.
     """
     do, q, k, v, o, k_mean = map(contiguous_rows, (do, q, k, v, o, k_mean))
-    options = _options("backward", q, v, first_key, is_causal)
+    options = _options("backward", q, v, is_causal)
     if q.dtype == torch.float32 or max(q.shape[-1], v.shape[-1]) > 64 or steps > 4:
         options["BLOCK_N"] = 16  # these need more registers and shared memory
     pairs, blocks = q.shape[0] * q.shape[1], cdiv(q.shape[2], options["BLOCK_M"])
@@ -168,7 +160,7 @@ def backward(
     for n in range(launches):
         wrap_triton(backward_kernel)[(pairs * launch_blocks,)](
             do, q, k, v, o, k_mean, lse, alpha.contiguous(), beta.contiguous(),
-            *_pointers(lse, first_key, last_key, dq_interior, excess_interior), dq, excess, dk, dv,
+            *_pointers(lse, dq_interior, excess_interior), dq, excess, dk, dv,
             dcoefficients, scale, *_sizes(q, k), n * launch_blocks, launch_blocks,
             launches * launch_blocks, *strides(do), *strides(q), *strides(k), *strides(v), *strides(o),
             *strides(k_mean), *strides(dq), STEPS=steps, LAG=max(steps - 2, 0), ORDERED=deterministic,
@@ -191,8 +183,8 @@ def _backward_like(
 @operator("reaction_key_gradients", transparent=True)
 def key_gradients(
     do: Tensor | None, q: Tensor, k: Tensor, v: Tensor | None, beta: Tensor, lse: Tensor,
-    delta: Tensor | None, excess: Tensor, first_key: Tensor | None, last_key: Tensor | None,
-    dk_visits: Tensor | None, is_causal: bool, scale: float, boundary: int,
+    delta: Tensor | None, excess: Tensor, dk_visits: Tensor | None, is_causal: bool, scale: float,
+    boundary: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return dk and, if the equation is split, dv of stepped values.
 
@@ -201,18 +193,18 @@ def key_gradients(
         dk_visits: Result of `backward`, if it was called.
         boundary: Number of keys before a causal wall that were visited, if the equation is split.
     """
-    q, k = contiguous_rows(q), contiguous_rows(k)
     split = do is not None and v is not None
-    do, v = (contiguous_rows(do), contiguous_rows(v)) if do is not None and v is not None else (q, k)
-    dk, dv = _empty(k), _empty(v) if split else v.new_empty(0)
+    dk, dv = _key_gradients_like(do, q, k, v)
+    do, q, k, v = map(
+        contiguous_rows, (do, q, k, v) if do is not None and v is not None else (q, q, k, k)
+    )
     name = "split_key_gradients" if split else "key_gradients"
-    options = _options(name, q, v, first_key, is_causal)
+    options = _options(name, q, v, is_causal)
     grid = (q.shape[0] * q.shape[1] * cdiv(k.shape[2], options["BLOCK_N"]),)
     wrap_triton(key_gradients_kernel)[grid](
-        do, q, k, v, lse, *_pointers(lse, delta), excess, beta.contiguous(),
-        *_pointers(lse, first_key, last_key, dk_visits), dk, dv, scale, *_sizes(q, k), *strides(do),
-        *strides(q), *strides(k), *strides(v), SPLIT=split, BOUNDARY=boundary,
-        VISITS=dk_visits is not None, **options,
+        do, q, k, v, lse, *_pointers(lse, delta), excess, beta.contiguous(), *_pointers(lse, dk_visits),
+        dk, dv, scale, *_sizes(q, k), *strides(do), *strides(q), *strides(k), *strides(v), SPLIT=split,
+        BOUNDARY=boundary, VISITS=dk_visits is not None, **options,
     )  # fmt: skip
     return dk, dv
 
@@ -229,17 +221,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradients(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-    q, k, v, alpha, beta, lse, k_mean, first_key, last_key, o = ctx.saved_tensors
+    q, k, v, alpha, beta, lse, k_mean, o = ctx.saved_tensors
     needed, ordered = ctx.needs_input_grad[3:5], torch.are_deterministic_algorithms_enabled()
     dq, excess, dk, dv, dcoefficients = backward(
-        do, q, k, v, o, alpha, beta, lse, k_mean, first_key, last_key, None, None, ctx.is_causal,
-        ctx.scale, ctx.steps, any(needed), ordered,
+        do, q, k, v, o, alpha, beta, lse, k_mean, None, None, ctx.is_causal, ctx.scale, ctx.steps,
+        any(needed), ordered,
     )  # fmt: skip
-    dk, _ = key_gradients(
-        None, q, k, None, beta, lse, None, excess, first_key, last_key, dk, ctx.is_causal, ctx.scale, 0
-    )
+    dk, _ = key_gradients(None, q, k, None, beta, lse, None, excess, dk, ctx.is_causal, ctx.scale, 0)
     dalpha, dbeta = (dcoefficients[:, n] if needed[n] else None for n in range(2))
-    return dq, dk, dv.to(v.dtype), dalpha, dbeta, *(None,) * 7
+    return dq, dk, dv.to(v.dtype), dalpha, dbeta, *(None,) * 5
 
 
 reaction.register_fake(lambda q, k, v, *_: _output(q, v))
@@ -251,8 +241,7 @@ key_gradients.register_fake(_key_gradients_like)
 @operator("split_reaction", transparent=True)
 def split_reaction(
     q: Tensor, k: Tensor, v: Tensor, v_stepped: Tensor, alpha: Tensor, beta: Tensor, lse: Tensor,
-    k_mean: Tensor, first_key: Tensor | None, last_key: Tensor | None, is_causal: bool, scale: float,
-    steps: int,
+    k_mean: Tensor, is_causal: bool, scale: float, steps: int,
 ) -> Tensor:  # fmt: skip
     """Return the output of split reaction-diffusion.
 
@@ -265,41 +254,34 @@ def split_reaction(
     q, k, v_stepped = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v_stepped)
     boundary, o = steps if is_causal else 0, _output(q, v)
     o_interior = torch.empty_like(o, dtype=torch.float32) if boundary else o
-    options = _options("split_forward", q, v, first_key, is_causal)
+    options = _options("split_forward", q, v, is_causal)
     wrap_triton(split_forward_kernel)[_row_grid(q, options)](
-        q, k, v_stepped, lse, beta.contiguous(), *_pointers(lse, first_key, last_key), o_interior, scale,
-        *_sizes(q, k), *strides(q), *strides(k), *strides(v_stepped), *strides(o), BOUNDARY=boundary,
-        **options,
+        q, k, v_stepped, lse, beta.contiguous(), o_interior, scale, *_sizes(q, k), *strides(q),
+        *strides(k), *strides(v_stepped), *strides(o), BOUNDARY=boundary, **options,
     )  # fmt: skip
     if boundary:
-        _forward(
-            q, k, v, lse, alpha, beta, first_key, last_key, o_interior, o, is_causal, scale, steps,
-            boundary,
-        )  # fmt: skip
+        _forward(q, k, v, lse, alpha, beta, o_interior, o, is_causal, scale, steps, boundary)
     return o
 
 
 @operator("split_reaction_backward", transparent=True)
 def split_backward(
     do: Tensor, q: Tensor, k: Tensor, v_stepped: Tensor, o: Tensor, beta: Tensor, lse: Tensor,
-    k_mean: Tensor, first_key: Tensor | None, last_key: Tensor | None, is_causal: bool, scale: float,
-    boundary: int, coefficients: bool,
+    k_mean: Tensor, is_causal: bool, scale: float, boundary: int, coefficients: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, delta, excess and dbeta ``[heads, 1]``, over all keys but the `boundary` last per row.
 
     If `boundary` is not 0, `backward` must complete dq, which is then float32, and excess.
     """
     do, q, k, v_stepped, o, k_mean = map(contiguous_rows, (do, q, k, v_stepped, o, k_mean))
-    dq = _empty(q, torch.float32 if boundary else q.dtype)
-    delta, excess = _row_numbers(q), _row_numbers(q)
-    options = _options("split_backward", q, v_stepped, first_key, is_causal)
+    dq, delta, excess, _ = _split_backward_like(do, q, boundary, coefficients)
+    options = _options("split_backward", q, v_stepped, is_causal)
     grid = _row_grid(q, options)
     dbeta = lse.new_empty(grid[0] if coefficients else 0, 1)
     wrap_triton(split_backward_kernel)[grid](
-        do, q, k, v_stepped, o, k_mean, lse, beta.contiguous(), *_pointers(lse, first_key, last_key), dq,
-        delta, excess, dbeta, scale, *_sizes(q, k), *strides(do), *strides(q), *strides(k),
-        *strides(v_stepped), *strides(o), *strides(k_mean), *strides(dq), BOUNDARY=boundary,
-        COEFFICIENTS=coefficients, **options,
+        do, q, k, v_stepped, o, k_mean, lse, beta.contiguous(), dq, delta, excess, dbeta, scale,
+        *_sizes(q, k), *strides(do), *strides(q), *strides(k), *strides(v_stepped), *strides(o),
+        *strides(k_mean), *strides(dq), BOUNDARY=boundary, COEFFICIENTS=coefficients, **options,
     )  # fmt: skip
     return dq, delta, excess, _per_head(dbeta, q) if coefficients else dbeta
 
@@ -312,26 +294,24 @@ def _split_backward_like(do: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, Ten
 
 
 def _split_gradients(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-    q, k, v, v_stepped, alpha, beta, lse, k_mean, first_key, last_key, o = ctx.saved_tensors
+    q, k, v, v_stepped, alpha, beta, lse, k_mean, o = ctx.saved_tensors
     boundary, needed = ctx.steps if ctx.is_causal else 0, any(ctx.needs_input_grad[4:6])
-    intervals, options = (first_key, last_key), (ctx.is_causal, ctx.scale, boundary)
+    options = ctx.is_causal, ctx.scale, boundary
     dq, delta, excess, dbeta = split_backward(
-        do, q, k, v_stepped, o, beta, lse, k_mean, *intervals, *options, needed
+        do, q, k, v_stepped, o, beta, lse, k_mean, *options, needed
     )
     dalpha, dbeta, dk, dv = None, dbeta[:, 0] if needed else None, None, None
     if boundary:
-        # Without intervals, at most two blocks of rows add to a key, whose sum has no order.
-        ordered = torch.are_deterministic_algorithms_enabled() and first_key is not None
+        # This is deterministic: at most two blocks of rows add to a key, and the order of two terms does
+        # not affect their sum.
         dq, excess, dk, dv, dcoefficients = backward(
-            do, q, k, v, o, alpha, beta, lse, k_mean, *intervals, dq, excess, *options, needed, ordered
+            do, q, k, v, o, alpha, beta, lse, k_mean, dq, excess, *options, needed, False
         )
         dv = dv.to(v.dtype)
         if needed:
             dalpha, dbeta = dcoefficients[:, 0].clone(), dbeta + dcoefficients[:, 1]
-    dk, dv_stepped = key_gradients(
-        do, q, k, v_stepped, beta, lse, delta, excess, *intervals, dk, *options
-    )
-    return dq, dk, dv, dv_stepped, dalpha, dbeta, *(None,) * 7
+    dk, dv_stepped = key_gradients(do, q, k, v_stepped, beta, lse, delta, excess, dk, *options)
+    return dq, dk, dv, dv_stepped, dalpha, dbeta, *(None,) * 5
 
 
 split_reaction.register_fake(lambda q, k, v, *_: _output(q, v))

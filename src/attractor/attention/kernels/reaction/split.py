@@ -18,18 +18,15 @@ from attractor.attention.kernels.reaction.device import (
     program_rows,
     reciprocal,
     softmax_weights,
+    store_rows,
     to_float32,
 )
 
 
 @triton.jit
-def _key_ranges(lo, hi, BLOCK_N: tl.constexpr):
-    """Return (begin, full, stop, end): blocks from full to stop belong to the intervals of all rows."""
-    begin, end = tl.min(lo, 0) // BLOCK_N * BLOCK_N, tl.max(hi, 0) + 1
-    full = tl.cdiv(tl.max(lo, 0), BLOCK_N) * BLOCK_N
-    stop = tl.maximum(tl.min(hi, 0) + 1, 0) // BLOCK_N * BLOCK_N
-    full = tl.maximum(tl.minimum(full, tl.maximum(stop, begin)), begin)
-    return begin, full, tl.maximum(stop, full), end
+def _key_ranges(hi, BLOCK_N: tl.constexpr):
+    """Return (stop, end): all rows attend to all keys before stop, and no row to keys from end on."""
+    return tl.maximum(tl.min(hi, 0) + 1, 0) // BLOCK_N * BLOCK_N, tl.max(hi, 0) + 1
 
 
 @triton.jit
@@ -53,12 +50,12 @@ def _add_outputs(
 
 @triton.jit
 def split_forward_kernel(
-    q, k, v, lse, beta, first_key, last_key, o, scale, queries, keys, heads,
+    q, k, v, lse, beta, o, scale, queries, keys, heads,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_om,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr, INTERVALS: tl.constexpr,
-    BOUNDARY: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr, BOUNDARY: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the output of a block of rows over all keys but the BOUNDARY last ones of every row."""
     scale = to_float32(scale)
@@ -67,31 +64,22 @@ def split_forward_kernel(
     k += batch * stride_kb + head * stride_kh
     v += batch * stride_vb + head * stride_vh
     gain = tl.exp(tl.load(beta + head))
-    first_key += batch * queries
-    last_key += batch * queries
-    lo, hi = key_interval(first_key, last_key, at, keys, CAUSAL, INTERVALS)
+    lo, hi = key_interval(at, keys, CAUSAL)
     hi -= BOUNDARY
     lse = tl.load(lse + pair * queries + at)
     q = load_rows(q + batch * stride_qb + head * stride_qh, stride_qm, at, at >= 0, D, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
-    begin, full, stop, end = _key_ranges(lo, hi, BLOCK_N)
-    if INTERVALS:
-        acc = _add_outputs(
-            acc, q, k, v, stride_kn, stride_vn, begin, full, lo, hi, lse, gain, scale, keys, D, DV,
-            BLOCK_N, BLOCK_D, BLOCK_DV, True, PRECISION,
-        )  # fmt: skip
+    stop, end = _key_ranges(hi, BLOCK_N)
     acc = _add_outputs(
-        acc, q, k, v, stride_kn, stride_vn, full, stop, lo, hi, lse, gain, scale, keys, D, DV,
+        acc, q, k, v, stride_kn, stride_vn, 0, stop, lo, hi, lse, gain, scale, keys, D, DV,
         BLOCK_N, BLOCK_D, BLOCK_DV, False, PRECISION,
     )  # fmt: skip
     acc = _add_outputs(
         acc, q, k, v, stride_kn, stride_vn, stop, end, lo, hi, lse, gain, scale, keys, D, DV,
         BLOCK_N, BLOCK_D, BLOCK_DV, True, PRECISION,
     )  # fmt: skip
-    column = tl.arange(0, BLOCK_DV)
-    o += batch * stride_ob + head * stride_oh + row.to(tl.int64)[:, None] * stride_om + column[None, :]
-    mask = (row < queries)[:, None] & (column < DV)[None, :]
-    tl.store(o, acc.to(o.dtype.element_ty), mask=mask)
+    o += batch * stride_ob + head * stride_oh
+    store_rows(o, stride_om, row, acc, row < queries, DV, BLOCK_DV)
 
 
 @triton.jit
@@ -122,13 +110,12 @@ def _add_gradients(
 
 @triton.jit
 def split_backward_kernel(
-    do, q, k, v, o, k_mean, lse, beta, first_key, last_key, dq, delta, excess, dcoefficients,
-    scale, queries, keys, heads,
+    do, q, k, v, o, k_mean, lse, beta, dq, delta, excess, dcoefficients, scale, queries, keys, heads,
     stride_gb, stride_gh, stride_gm, stride_qb, stride_qh, stride_qm,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     stride_ob, stride_oh, stride_om, stride_mb, stride_mh, stride_mm, stride_db, stride_dh, stride_dm,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr, INTERVALS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr,
     BOUNDARY: tl.constexpr, COEFFICIENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of a block of queries, over all keys but the BOUNDARY last ones of every row.
@@ -142,9 +129,7 @@ def split_backward_kernel(
     k += batch * stride_kb + head * stride_kh
     v += batch * stride_vb + head * stride_vh
     gain = tl.exp(tl.load(beta + head))
-    first_key += batch * queries
-    last_key += batch * queries
-    lo, hi = key_interval(first_key, last_key, at, keys, CAUSAL, INTERVALS)
+    lo, hi = key_interval(at, keys, CAUSAL)
     hi -= BOUNDARY
     lse = tl.load(lse + line + at)
     q = load_rows(q + batch * stride_qb + head * stride_qh, stride_qm, at, at >= 0, D, BLOCK_D)
@@ -155,15 +140,9 @@ def split_backward_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     row_excess = tl.zeros([BLOCK_M], dtype=tl.float32)
     dbeta = tl.zeros([BLOCK_M], dtype=tl.float32)
-    begin, full, stop, end = _key_ranges(lo, hi, BLOCK_N)
-    if INTERVALS:
-        acc, row_excess, dbeta = _add_gradients(
-            acc, row_excess, dbeta, q, do, k, v, stride_kn, stride_vn, begin, full, lo, hi, lse,
-            row_delta, gain, scale, keys, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, True, COEFFICIENTS,
-            PRECISION,
-        )  # fmt: skip
+    stop, end = _key_ranges(hi, BLOCK_N)
     acc, row_excess, dbeta = _add_gradients(
-        acc, row_excess, dbeta, q, do, k, v, stride_kn, stride_vn, full, stop, lo, hi, lse, row_delta,
+        acc, row_excess, dbeta, q, do, k, v, stride_kn, stride_vn, 0, stop, lo, hi, lse, row_delta,
         gain, scale, keys, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, False, COEFFICIENTS, PRECISION,
     )  # fmt: skip
     acc, row_excess, dbeta = _add_gradients(
@@ -174,10 +153,7 @@ def split_backward_kernel(
         k_mean += batch * stride_mb + head * stride_mh
         acc -= row_excess[:, None] * load_rows(k_mean, stride_mm, at, valid, D, BLOCK_D).to(tl.float32)
         acc *= scale
-    column = tl.arange(0, BLOCK_D)
-    mask = valid[:, None] & (column < D)[None, :]
-    dq += batch * stride_db + head * stride_dh + row.to(tl.int64)[:, None] * stride_dm + column[None, :]
-    tl.store(dq, acc.to(dq.dtype.element_ty), mask=mask)
+    store_rows(dq + batch * stride_db + head * stride_dh, stride_dm, row, acc, valid, D, BLOCK_D)
     tl.store(excess + line + row, row_excess, mask=valid)
     if COEFFICIENTS:
         tl.store(dcoefficients + tl.program_id(0), tl.sum(tl.where(valid, dbeta, 0.0), 0))
