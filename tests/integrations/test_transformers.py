@@ -417,10 +417,10 @@ def test_maps_while_generating(cache):
 @pytest.mark.sampled(10)
 @every_pde
 @every_model
-def test_coefficients_start_at_the_pdes_own_and_learn(make, name):
+def test_coefficients_start_at_the_papers_and_learn(make, name):
     plain = build(make, name)
-    model = pde.add_pde(build(make, "sdpa"), pde.NAMES[name])
-    # float32 logits of the coefficients, so not to the last bit
+    model = pde.add_pde(build(make, "sdpa"), pde.NAMES[name], start="paper")
+    # float32 parameters of the coefficients, so not to the last bit
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-4, atol=1e-5)
     learned = {n: p for n, p in model.named_parameters() if ".pde." in n}
     names = [n for n in ("alpha", "beta", "c") if hasattr(pdes.get_pde(pde.NAMES[name])(), n)]
@@ -431,6 +431,31 @@ def test_coefficients_start_at_the_pdes_own_and_learn(make, name):
         for p in learned.values():
             p += 1e3
     assert logits(model).isfinite().all()
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("per_head", [False, True])
+@every_pde
+@every_model
+def test_a_model_starts_as_it_is_and_has_gradients(make, name, per_head):
+    plain = build(make, "sdpa")
+    before = logits(plain)
+    model = pde.add_pde(plain, pde.NAMES[name], per_head=per_head)
+    assert model.config._attn_implementation == name
+    span = before.max() - before.min()
+    assert (logits(model) - before).abs().max() < 1e-9 * span  # a wave's c is not quite 0
+    learned = {n: p for n, p in model.named_parameters() if ".pde." in n}
+    model(IDS, labels=IDS).loss.backward()
+    assert learned
+    assert all((p.grad.abs() > 1e-6).all() for p in learned.values())
+
+
+def test_a_start_that_does_not_exist():
+    with pytest.raises(ValueError, match="start 'identiti' is not one of identity, paper; did you mean"):
+        pde.add_pde(gpt2(), "wave", start="identiti")
+    told = pde.add_pde(gpt2(), pdes.Wave(0.3))
+    assert told.transformer.h[0].attn.pde().c.item() == pytest.approx(0.3)
+    assert pde.add_pde(gpt2(), "wave", learn=False).transformer.h[0].attn.pde() == pdes.Wave()
 
 
 def test_a_set_for_every_head():
@@ -500,7 +525,7 @@ def test_loaded_by_auto_classes_and_in_half_precision(tmp_path):
     half = pde.load(transformers.AutoModelForCausalLM, tmp_path, dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(logits(half).double(), logits(model), rtol=0.1, atol=0.5)
-    assert half.transformer.h[1].attn.pde.learned.alpha_logit.dtype == torch.float32
+    assert half.transformer.h[1].attn.pde.learned.alpha_raw.dtype == torch.float32
 
 
 def test_constants_are_loaded_too(tmp_path):
@@ -532,7 +557,7 @@ def test_folders_without_coefficients(tmp_path):
 def test_options_of_from_pretrained_mean_what_they_mean_there(tmp_path):
     model = pde.add_pde(build(gpt2, "sdpa"), "wave", steps=2)
     with torch.no_grad():
-        model.transformer.h[1].attn.pde.learned.c_logit.fill_(0.0)
+        model.transformer.h[1].attn.pde.learned.c_raw.fill_(0.0)
     model.save_pretrained(tmp_path)
     for kind in (
         transformers.GPT2ForSequenceClassification,
@@ -663,7 +688,7 @@ def test_a_model_made_from_parts_is_saved_and_loaded(tmp_path):
     model.eval()
     pde.add_pde(model, "wave", steps=2)
     with torch.no_grad():
-        model.encoder.encoder.layer[1].attention.self.pde.learned.c_logit += 1
+        model.encoder.encoder.layer[1].attention.self.pde.learned.c_raw += 1
     model.save_pretrained(tmp_path)
     again = pde.load(transformers.EncoderDecoderModel, tmp_path)
     assert torch.equal(again(**given).logits, model(**given).logits)

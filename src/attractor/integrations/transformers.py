@@ -10,11 +10,12 @@
 >>> model(torch.tensor([[3, 1, 4, 1, 5]])).logits.shape
 torch.Size([1, 5, 50257])
 
-So far the coefficients are the PDE's own numbers. To learn them, a set in every attention module:
+So far the coefficients are the PDE's own numbers. `add_pde` gives every attention module coefficients
+that are learnt, and that start at 0, where the model computes what it computes without a PDE:
 
->>> model = pde.add_pde(model, "wave", steps=2)
->>> model.transformer.h[0].attn.pde().c.flatten()
-tensor([0.1500], grad_fn=<ViewBackward0>)
+>>> model = pde.add_pde(model, "diffusion", steps=2)
+>>> model.transformer.h[0].attn.pde().alpha.flatten()
+tensor([0.], grad_fn=<ViewBackward0>)
 
 They are part of the model's parameters and of its state dict; `save_pretrained` saves them, and `load`
 brings such a model back. `check` tells whether PDE attention reaches a model's attention at all.
@@ -39,6 +40,7 @@ from attractor.attention import masks, pde_attention
 from attractor.attention.pde_attention import attention_and_map
 from attractor.attention.pdes import BY_NAME, PDE, LearnedPDE, get_pde
 from attractor.attention.precision import accumulate_dtype, for_scores
+from attractor.core.checks import check_choice
 from attractor.integrations.transformers_masks import BypassError, Mask, make_mask
 from attractor.integrations.transformers_modules import (
     UNKNOWN,
@@ -57,6 +59,7 @@ if find_spec("transformers") is None:
 
 NAMES = {f"pde_{name}": name for name in BY_NAME}
 SETTING = "pde_attention"  # the entry of a model's config that says what add_pde added
+STARTS = ("identity", "paper")
 
 
 def register(
@@ -315,6 +318,7 @@ def add_pde(
     steps: int = 4,
     dt: float = 1.0,
     *,
+    start: str = "identity",
     per_head: bool = False,
     learn: bool = True,
     walls: str = "mask",
@@ -322,14 +326,18 @@ def add_pde(
     """Give every attention module of a model a PDE of its own, and let the model use it.
 
     The coefficients of a module are parameters under its `pde`, stable whatever training does to them
-    (see `LearnedPDE`). They start exactly at the PDE's numbers; calling this again starts them anew.
+    (see `LearnedPDE`). Those of a PDE that is given by its name start at 0, so that the model computes
+    what it computed before, and have gradients there; calling this again starts them anew.
     The settings are kept in the model's config, as `pde_attention`; `load` reads them, while
     `from_pretrained` alone would leave the coefficients out.
 
     Args:
         model: a model of transformers; it is changed.
-        pde: one of the four equations with numbers to start at, or its name.
+        pde: the name of one of the four equations, or an equation with the numbers to start at.
         steps, dt, walls: as in `register`, for this model only.
+        start: where learnt coefficients start if `pde` is a name: ``"identity"``, at 0 (a wave's c at
+            1e-6 of its limit), or ``"paper"``, at the numbers of the paper, which are the defaults of
+            the equations. Coefficients that are not learnt are those of the paper.
         per_head: coefficients for each head; otherwise one set for a module.
         learn: False: the coefficients are constants.
 
@@ -341,8 +349,11 @@ def add_pde(
             does more than PDE attention can (sinks, an indexer), or the PDE is unstable; the model is
             not changed then. Where only a part of it goes through there, a warning says which does not.
     """
-    equation = get_pde(pde)() if isinstance(pde, str) else pde
+    check_choice("start", start, STARTS)
+    equation: Any = get_pde(pde)() if isinstance(pde, str) else pde
     name = _implementation(equation)
+    if isinstance(pde, str) and learn and start == "identity":
+        equation = type(equation)(**dict.fromkeys(_coefficients(equation), 0.0))
     setting = Setting(equation, steps, dt, walls)
     _check_model(model)
     found = asking(model)
@@ -353,7 +364,7 @@ def add_pde(
         raise ValueError(f"{_say_needs(model, needs)}: use another attn_implementation for this model, "
                          "or give add_pde a part of it that does without")  # fmt: skip
     refinements = [Refinement(setting, _heads(m) if per_head else None, learn) for m in found.values()]
-    coefficients = {f.name: getattr(equation, f.name) for f in fields(equation)}  # type: ignore[arg-type]
+    coefficients = {f.name: getattr(equation, f.name) for f in fields(equation)}
     numbers = {n: c.flatten().tolist() if isinstance(c, Tensor) else c for n, c in coefficients.items()}
     setting_of_config = {
         "pde": name.removeprefix("pde_"), "coefficients": numbers, "steps": steps, "dt": dt,
@@ -370,21 +381,29 @@ def add_pde(
     return model
 
 
+def _coefficients(equation: Any) -> list[str]:
+    """Return the names of the fields of an equation that are numbers; `split` is a choice."""
+    return [f.name for f in fields(equation) if not isinstance(getattr(equation, f.name), bool)]
+
+
 def parameter_groups(
     model: nn.Module, lr: float, *, weight_decay: float = 0.01, coefficient_lr: float | None = None
 ) -> list[dict[str, Any]]:
     """Optimiser groups of a model with PDE coefficients apart, which are never decayed.
 
-    Weight decay moves a coefficient toward the middle of its range even without a gradient, and the
-    optimiser that transformers' Trainer makes by itself decays every parameter that is not a bias or of
-    a norm. Give it another: ``Trainer(..., optimizers=(torch.optim.AdamW(groups), None))``.
+    Weight decay moves a coefficient toward 0 even without a gradient, and the optimiser that
+    transformers' Trainer makes by itself decays every parameter that is not a bias or of a norm. Give it
+    another, by ``Trainer(..., optimizers=(torch.optim.AdamW(groups), None))`` or, where the Trainer
+    wraps the model first (FSDP), by a `create_optimizer` of your own.
 
     Args:
         model: a model of transformers, with or without coefficients from `add_pde`.
         lr: the learning rate.
         weight_decay: the weight decay of matrices; vectors, such as biases and norms, have none.
-        coefficient_lr: the learning rate of the coefficients; None: `lr`. They are single numbers on a
-            logit scale, and usually want a larger one than pretrained weights do.
+        coefficient_lr: the learning rate of the coefficients; None: `lr`. One update of Adam changes
+            a coefficient near 0 by about this rate times its largest stable value (a wave: c² by the
+            rate times the square). Rates that suit pretrained weights, such as 5e-5, hardly move
+            coefficients in a few hundred updates; 1e-3 is usual.
 
     Returns:
         The groups that are not empty of: matrices, vectors, coefficients.

@@ -34,7 +34,11 @@ A PDE of one's own, here fourth-order smoothing, is such a class anywhere:
 tensor([-0.0200,  0.0800,  0.8800,  0.0800, -0.0200])
 
 With one more member, ``interval(name, dt, axis)``, its coefficients can be learnt: `LearnedPDE` keeps
-them where the PDE is stable. `for_length` is the paper's advice on how they go with a text's length.
+them where the PDE is stable. Where the limits depend on each other, or a coefficient has no effect of
+first order at 0, ``to_unit(dt, axis)`` and ``from_unit(unit, dt, axis)`` say in which coordinates it
+learns (`AdvectionDiffusion`, `Wave`).
+
+`for_length` is the paper's advice on how coefficients go with a text's length.
 
 To add one here: a file, a line below; `tests/contracts.py` then tests it.
 """
