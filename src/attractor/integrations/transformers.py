@@ -17,8 +17,9 @@ that are learnt, and that start at 0, where the model computes what it computes 
 >>> model.transformer.h[0].attn.pde().alpha.flatten()
 tensor([0.], grad_fn=<ViewBackward0>)
 
-They are part of the model's parameters and of its state dict; `save_pretrained` saves them, and `load`
-brings such a model back. `check` tells whether PDE attention reaches a model's attention at all.
+They are part of the model's parameters and of its state dict; `save_pretrained` saves them, and
+`from_pretrained` restores them after `register`. `check` tells whether PDE attention reaches a model's
+attention at all.
 
 Padding, packed texts, sliding windows and every kind of cache are walls: nothing flows through them,
 and cached generation gives what the whole text at once gives.
@@ -27,7 +28,7 @@ and cached generation gives what the whole text at once gives.
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from importlib.util import find_spec
 from os import PathLike
 from typing import Any
@@ -38,9 +39,10 @@ from torch.nn.functional import pad
 
 from attractor.attention import masks, pde_attention
 from attractor.attention.pde_attention import attention_and_map
-from attractor.attention.pdes import BY_NAME, PDE, LearnedPDE, get_pde
+from attractor.attention.pdes import BY_NAME, PDE, get_pde
 from attractor.attention.precision import accumulate_dtype, for_scores
 from attractor.core.checks import check_choice
+from attractor.integrations.transformers_loading import default_setting, install
 from attractor.integrations.transformers_masks import BypassError, Mask, make_mask
 from attractor.integrations.transformers_modules import (
     UNKNOWN,
@@ -50,6 +52,14 @@ from attractor.integrations.transformers_modules import (
     outside,
     which,
 )
+from attractor.integrations.transformers_refinement import (
+    SETTING,
+    VERSION,
+    Refinement,
+    Setting,
+    has_adapter,
+    refinement_of,
+)
 from attractor.train import groups as optimiser_groups
 
 if find_spec("transformers") is None:
@@ -58,7 +68,6 @@ if find_spec("transformers") is None:
     )
 
 NAMES = {f"pde_{name}": name for name in BY_NAME}
-SETTING = "pde_attention"  # the entry of a model's config that says what add_pde added
 STARTS = ("identity", "paper")
 
 
@@ -90,6 +99,7 @@ def register(
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    install(add_pde, _use)
     known, made = AttentionInterface(), {}
     for name, pde in names.items():
         equation = get_pde(pde)() if isinstance(pde, str) else pde
@@ -105,48 +115,6 @@ def register(
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, make_mask)
     return list(names)
-
-
-@dataclass(eq=False)
-class Setting:
-    """An equation, and how it is stepped."""
-
-    equation: PDE
-    steps: int
-    dt: float
-    walls: str = "mask"
-    method: str = "auto"
-
-    def __post_init__(self) -> None:
-        fields = getattr(self.equation, "__dict__", {}).values()
-        like = next((value for value in fields if isinstance(value, Tensor)), torch.zeros(1))
-        one = torch.zeros(1, like.numel(), 1, 1, device=like.device)
-        pde_attention(one, one, one, **self.options())  # it checks what it is given
-
-    def options(self) -> dict[str, Any]:
-        """As arguments of `pde_attention`."""
-        return {
-            "pde": self.equation,
-            "steps": self.steps,
-            "dt": self.dt,
-            "walls": self.walls,
-            "method": self.method,
-        }
-
-
-class Refinement(nn.Module):
-    """What `add_pde` puts into an attention module, as its `pde`; calling it returns the PDE."""
-
-    def __init__(self, setting: Setting, heads: int | None, learn: bool) -> None:
-        super().__init__()
-        if not isinstance(setting, Setting):
-            raise TypeError(f"setting is a {type(setting).__name__}; give a Setting")
-        self.setting = setting
-        self.learned = LearnedPDE(setting.equation, heads, setting.dt) if learn else None
-
-    def forward(self) -> PDE:
-        """The PDE with the coefficients of now."""
-        return self.setting.equation if self.learned is None else self.learned()
 
 
 # The attention function
@@ -214,12 +182,12 @@ class _Attention:
         return output.transpose(1, 2).contiguous(), A
 
     def _setting(self, module: nn.Module) -> tuple[Setting, PDE]:
-        own = getattr(module, "pde", None)
-        if not isinstance(own, Refinement):
+        own = refinement_of(module)
+        if own is None:
             if hasattr(getattr(module, "config", None), SETTING):
                 raise ValueError(
                     "this model's config says that add_pde changed it, but its modules have no PDE: "
-                    "load such a model with attractor.integrations.transformers.load"
+                    "call attractor.integrations.transformers.register() before the model is made"
                 )
             return self.setting, self.setting.equation
         if type(own.setting.equation) is not type(self.setting.equation):
@@ -328,8 +296,10 @@ def add_pde(
     The coefficients of a module are parameters under its `pde`, stable whatever training does to them
     (see `LearnedPDE`). Those of a PDE that is given by its name start at 0, so that the model computes
     what it computed before, and have gradients there; calling this again starts them anew.
-    The settings are kept in the model's config, as `pde_attention`; `load` reads them, while
-    `from_pretrained` alone would leave the coefficients out.
+    The settings are kept in the model's config, as `pde_attention`. After `register`, or a call of this
+    function, transformers restores them in every model that is made from such a config, and
+    `from_pretrained` loads the coefficients or raises. A process that has not imported this module
+    cannot load such a model at all: the config asks for an attn_implementation that is not known there.
 
     Args:
         model: a model of transformers; it is changed.
@@ -356,6 +326,11 @@ def add_pde(
         equation = type(equation)(**dict.fromkeys(_coefficients(equation), 0.0))
     setting = Setting(equation, steps, dt, walls)
     _check_model(model)
+    if has_adapter(model):
+        raise ValueError(
+            "model has an adapter of peft, which would leave coefficients out when it is saved: call "
+            'add_pde before get_peft_model, and pass modules_to_save=["pde"] to the adapter\'s config'
+        )
     found = asking(model)
     if not found:
         raise ValueError(f"{type(model).__name__} has no attention that PDE attention could reach: "
@@ -368,7 +343,7 @@ def add_pde(
     numbers = {n: c.flatten().tolist() if isinstance(c, Tensor) else c for n, c in coefficients.items()}
     setting_of_config = {
         "pde": name.removeprefix("pde_"), "coefficients": numbers, "steps": steps, "dt": dt,
-        "per_head": per_head, "learn": learn, "walls": walls,
+        "per_head": per_head, "learn": learn, "walls": walls, "version": VERSION, "modules": len(found),
     }  # fmt: skip
     for module, refinement in zip(found.values(), refinements, strict=True):
         here = next(module.parameters(), None)
@@ -376,6 +351,8 @@ def add_pde(
             refinement.to(here.device, torch.promote_types(here.dtype, torch.float32))
         module.pde = refinement
     setattr(model.config, SETTING, setting_of_config)
+    model.config.attn_implementation = name  # is saved, unlike the private attribute that models read
+    install(add_pde, _use)
     _use(model, name, found)
     _warn_of_outside(model, name, outside(model, found))
     return model
@@ -418,7 +395,10 @@ def parameter_groups(
 
 
 def load(model_class: Any, folder: Any, **options: Any) -> Any:
-    """``model_class.from_pretrained(folder, **options)`` for a model that `add_pde` changed.
+    """``model_class.from_pretrained(folder, **options)``, for models that `add_pde` changed alone.
+
+    After `register`, `from_pretrained` loads such models as well. This function raises for others, and
+    takes the PDE of the folder where `config` is one without a PDE.
 
     Args:
         model_class: a class of transformers, such as ``GPT2LMHeadModel`` or ``AutoModelForCausalLM``.
@@ -432,14 +412,12 @@ def load(model_class: Any, folder: Any, **options: Any) -> Any:
         ValueError: the model was saved without a PDE or without its coefficients, or another
             attn_implementation is asked for.
     """
-    from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+    from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
 
     _check_class(model_class)
     hub = ("cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision",
            "subfolder", "token", "trust_remote_code")  # fmt: skip
     chosen = {name: options[name] for name in hub if name in options}
-    code = {name: chosen[name] for name in ("code_revision", "trust_remote_code") if name in chosen}
-    options.pop("code_revision", None)  # from_pretrained knows it in auto classes only
     config = given = options.get("config")
     if not isinstance(config, PreTrainedConfig):
         config = AutoConfig.from_pretrained(folder if given is None else given, **chosen)
@@ -450,39 +428,17 @@ def load(model_class: Any, folder: Any, **options: Any) -> Any:
         raise ValueError(
             f"{folder} was saved without a PDE: use {model_class.__name__}.from_pretrained, then add_pde"
         )
-    if not issubclass(model_class, PreTrainedModel):
+    own = f"pde_{saved['pde']}"
+    if own not in AttentionInterface():
+        register(names={own: NAMES[own]})
+    install(add_pde, _use)
+    options.pop("code_revision", None)  # from_pretrained knows it in auto classes only
+    if not issubclass(model_class, PreTrainedModel):  # auto classes take no folder as config
+        code = {name: chosen[name] for name in ("code_revision", "trust_remote_code") if name in chosen}
         with torch.device("meta"):
             model_class = type(model_class.from_config(config, **code))
-    own = _implementation(_from_config(saved)[0])
-    if (asked := options.pop("attn_implementation", None)) not in (None, own):
-        raise ValueError(
-            f"attn_implementation = {asked!r}, but {folder} was saved with {own!r}; leave it out, and "
-            f"call set_attn_implementation({asked!r}) on what load returns"
-        )
-
-    class WithPDE(model_class):
-        _keep_in_fp32_modules_strict = (*(model_class._keep_in_fp32_modules_strict or ()), "pde.learned")
-
-        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-            super().__init__(config, *args, **kwargs)
-            with torch.device("cpu"):  # from_pretrained makes modules without numbers
-                pde, options_of_pde = _from_config(getattr(config, SETTING, saved))
-                add_pde(self, pde, **options_of_pde)
-
-    # transformers looks classes up by these
-    WithPDE.__name__, WithPDE.__qualname__ = model_class.__name__, model_class.__qualname__
-    WithPDE.__module__ = model_class.__module__
-    told = options.pop("output_loading_info", False)
-    model, info = WithPDE.from_pretrained(
-        folder, output_loading_info=True, attn_implementation=own, **options
-    )
-    missing = [name for name in info["missing_keys"] if ".pde.learned." in name]
-    if missing:
-        raise ValueError(
-            f"{folder} has no numbers for {', '.join(sorted(missing)[:3])}; it was not saved whole"
-        )
-    model.__class__ = model_class
-    return (model, info) if told else model
+    with default_setting(saved):
+        return model_class.from_pretrained(folder, **options)
 
 
 def _check_class(model_class: Any) -> None:
@@ -502,13 +458,6 @@ def _check_class(model_class: Any) -> None:
         f"model_class is {given}; give a class of transformers' models itself, such as {allowed}, and "
         "then the folder"
     )
-
-
-def _from_config(saved: Mapping[str, Any]) -> tuple[PDE, dict[str, Any]]:
-    tensor = lambda c: torch.tensor(c)[:, None, None] if isinstance(c, list) else c
-    options = {**saved}
-    coefficients = {name: tensor(c) for name, c in options.pop("coefficients").items()}
-    return get_pde(options.pop("pde"))(**coefficients), options
 
 
 def _implementation(equation: PDE) -> str:
