@@ -226,6 +226,17 @@ def test_compiled(start):
     assert all(p.grad.abs().min() > 0 for p in learned.parameters())
 
 
+@pytest.mark.parametrize("start", STARTS, ids=repr)
+def test_made_without_numbers(start):
+    """As loaders make modules before they read weights."""
+    truth = LearnedPDE(start, heads=2)
+    with torch.device("meta"):
+        learned = LearnedPDE(start, heads=2)
+    assert all(p.is_meta for p in learned.parameters())
+    learned.load_state_dict(truth.state_dict(), assign=True)
+    assert numbers(learned()) == numbers(truth())
+
+
 def test_vectors_escape_weight_decay():
     assert all(p.ndim == 1 for p in LearnedPDE("reaction_diffusion", heads=2).parameters())
 

@@ -47,9 +47,13 @@ from attractor.integrations.transformers_masks import BypassError, Mask, make_ma
 from attractor.integrations.transformers_modules import (
     UNKNOWN,
     asking,
+    example_inputs,
     in_words,
+    is_pde_attention,
     needing,
     outside,
+    refusal,
+    say_needs,
     which,
 )
 from attractor.integrations.transformers_refinement import (
@@ -80,10 +84,11 @@ def register(
 ) -> list[str]:
     """Make PDE attention known to transformers; returns the values for ``attn_implementation=``.
 
-    They are ``"pde_diffusion"``, ``"pde_wave"``, ``"pde_reaction_diffusion"`` and
-    ``"pde_advection_diffusion"``, each with its PDE's own coefficients. Models look a name up whenever
-    they run, so a second call changes models that exist already: the last one counts. To have two
-    settings side by side, give them names: ``register(names={"pde_strong": pdes.Diffusion(0.3)})``.
+    Models that PDE attention cannot reach raise a `BypassError` when they are made with one of these
+    names, or when it is set. They are ``"pde_diffusion"``, ``"pde_wave"``, ``"pde_reaction_diffusion"``
+    and ``"pde_advection_diffusion"``, each with its PDE's own coefficients. Models look a name up
+    whenever they run, so a second call changes models that exist already: the last one counts. To have
+    two settings side by side, give them names: ``register(names={"pde_strong": pdes.Diffusion(0.3)})``.
     What `add_pde` gave to a model stays as it is.
 
     Args:
@@ -99,7 +104,7 @@ def register(
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    install(add_pde, _use)
+    install(add_pde, _use, _accept)
     known, made = AttentionInterface(), {}
     for name, pde in names.items():
         equation = get_pde(pde)() if isinstance(pde, str) else pde
@@ -122,6 +127,8 @@ def register(
 
 class _Attention:
     """A function for transformers' AttentionInterface."""
+
+    is_pde_attention = True
 
     def __init__(self, name: str, setting: Setting) -> None:
         self.name, self.setting = name, setting
@@ -336,7 +343,7 @@ def add_pde(
         raise ValueError(f"{type(model).__name__} has no attention that PDE attention could reach: "
                          "none of its modules calls transformers' AttentionInterface")  # fmt: skip
     if needs := needing(found):
-        raise ValueError(f"{_say_needs(model, needs)}: use another attn_implementation for this model, "
+        raise ValueError(f"{say_needs(model, needs)}: use another attn_implementation for this model, "
                          "or give add_pde a part of it that does without")  # fmt: skip
     refinements = [Refinement(setting, _heads(m) if per_head else None, learn) for m in found.values()]
     coefficients = {f.name: getattr(equation, f.name) for f in fields(equation)}
@@ -352,7 +359,7 @@ def add_pde(
         module.pde = refinement
     setattr(model.config, SETTING, setting_of_config)
     model.config.attn_implementation = name  # is saved, unlike the private attribute that models read
-    install(add_pde, _use)
+    install(add_pde, _use, _accept)
     _use(model, name, found)
     _warn_of_outside(model, name, outside(model, found))
     return model
@@ -431,7 +438,7 @@ def load(model_class: Any, folder: Any, **options: Any) -> Any:
     own = f"pde_{saved['pde']}"
     if own not in AttentionInterface():
         register(names={own: NAMES[own]})
-    install(add_pde, _use)
+    install(add_pde, _use, _accept)
     options.pop("code_revision", None)  # from_pretrained knows it in auto classes only
     if not issubclass(model_class, PreTrainedModel):  # auto classes take no folder as config
         code = {name: chosen[name] for name in ("code_revision", "trust_remote_code") if name in chosen}
@@ -475,9 +482,27 @@ def _use(model: Any, name: str, found: Mapping[str, nn.Module]) -> None:
 
     if name not in AttentionInterface():
         register(names={name: NAMES[name]})
-    model.set_attn_implementation(name)
+    # that of transformers, since `_accept` would warn once more
+    set_name = getattr(
+        type(model).set_attn_implementation, "__wrapped__", type(model).set_attn_implementation
+    )
+    set_name(model, name)
     for path in found:
         _set_along(model, path, name)
+
+
+def _accept(model: Any, name: Any) -> bool:
+    """Return whether a name is one of PDE attention, for a model whose attention it reaches.
+
+    Raises:
+        BypassError: It is, and reaches nothing. If it reaches a part, a warning says which it does not.
+    """
+    if not is_pde_attention(name):
+        return False
+    if why := refusal(model, name):
+        raise BypassError(why)
+    _warn_of_outside(model, name, outside(model, asking(model)), stacklevel=4)
+    return True
 
 
 def _set_along(model: Any, path: str, name: str) -> None:
@@ -526,29 +551,28 @@ def _heads(module: Any) -> int:
 def check(model: Any, **inputs: Any) -> list[str]:
     """Run a model once, and warn if some of its attention does not go through PDE attention.
 
-    Longformer, BigBird, Reformer, Bloom and other models that compute attention by themselves accept
-    any attn_implementation when they are made, and ignore it; `set_attn_implementation` leaves them as
-    they are, with a line in the log. It does not reach every module of an EncoderDecoderModel that was
-    made from two models, either; `add_pde` does. GPT-OSS, with its attention sinks, asks for more than
-    PDE attention can, and raises when it runs.
+    Longformer, BigBird, Reformer, Bloom and other models that compute attention by themselves, and
+    GPT-OSS, whose attention sinks are more than PDE attention can do, raise a `BypassError` when they
+    are made with such an attn_implementation, or when it is set. This function is for the others:
+    models of which a part computes attention by itself, and parts whose config asks for another one.
 
     Args:
         model: a model of transformers whose attn_implementation is one of `register`'s.
-        inputs: for its forward; its `dummy_inputs` if there are none.
+        inputs: for its forward. Without them, texts, images or both are made if the model says what it
+            takes.
 
     Returns:
         The names of the attention modules that PDE attention does not reach; "", the model itself, if
         nothing in it is called attention.
 
     Raises:
-        ValueError: PDE attention could reach the model, which has another attn_implementation.
+        ValueError: PDE attention could reach the model, which has another attn_implementation, or the
+            model does not run with the inputs that were made.
     """
-    from transformers import AttentionInterface
-
     _check_model(model)
     name = model.config._attn_implementation
     candidates = asking(model)
-    if not isinstance(AttentionInterface().get(name), _Attention):
+    if not is_pde_attention(name):
         if candidates:
             raise ValueError(
                 f"the model's attn_implementation is {name!r}, not one of PDE attention; set it with "
@@ -558,19 +582,27 @@ def check(model: Any, **inputs: Any) -> list[str]:
         missed = outside(model, {}) or [""]
         _warn_of_outside(model, "pde_...", missed)
         return missed
-    given = inputs or _dummy_inputs(model)
+    given = inputs or example_inputs(model)
     modes = [(module, module.training) for module in model.modules()]
     is_whole = False
     try:
         with _listening(name) as (called, refused), torch.no_grad(), suppress(BypassError):
             model.eval()(**given)
             is_whole = True
+    except Exception as error:
+        if inputs:
+            raise
+        raise ValueError(
+            f"{type(model).__name__} does not run with the inputs that check made ({', '.join(given)}): "
+            f"{error}; pass inputs for its forward, as in check(model, input_ids=ids)"
+        ) from error
     finally:
         for module, mode in modes:
             module.training = mode
     reached = {n: m for n, m in model.named_modules() if m in called}
     needs = needing(candidates) | {n: refused[m] for n, m in model.named_modules() if m in refused}
-    astray = [n for n, module in candidates.items() if not _has_pde_name(module)]
+    config_name = lambda module: getattr(getattr(module, "config", None), "_attn_implementation", None)
+    astray = [n for n, module in candidates.items() if not is_pde_attention(config_name(module))]
     bypassing = outside(model, reached | candidates)
     if not (needs or astray or bypassing or (reached and is_whole)):
         bypassing = [n for n in candidates if n not in reached] or [""]
@@ -582,15 +614,8 @@ def check(model: Any, **inputs: Any) -> list[str]:
             stacklevel=2,
         )
     if needs:
-        warnings.warn(f"{_say_needs(model, needs)}: running it raises", stacklevel=2)
+        warnings.warn(f"{say_needs(model, needs)}: running it raises", stacklevel=2)
     return [n for n, _ in model.named_modules() if n in {*bypassing, *astray, *needs}]
-
-
-def _dummy_inputs(model: Any) -> dict[str, Any]:
-    inputs = {k: v.to(model.device) for k, v in model.dummy_inputs.items()}
-    if getattr(model.config, "is_encoder_decoder", False) and "input_ids" in inputs:
-        inputs.setdefault("decoder_input_ids", inputs["input_ids"])
-    return inputs
 
 
 @contextmanager
@@ -618,25 +643,10 @@ def _listening(name: str) -> Iterator[tuple[set[nn.Module], dict[nn.Module, list
         AttentionInterface.register(name, function)
 
 
-def _has_pde_name(module: Any) -> bool:
-    from transformers import AttentionInterface
-
-    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    return isinstance(AttentionInterface().get(name), _Attention)
-
-
-def _say_needs(model: nn.Module, needs: Mapping[str, list[str]]) -> str:
-    arguments = dict.fromkeys(argument for of_module in needs.values() for argument in of_module)
-    return (
-        f"{type(model).__name__}'s attention needs {in_words(arguments)}, which PDE attention does not "
-        f"know ({which([*needs])})"
-    )
-
-
-def _warn_of_outside(model: nn.Module, name: str, outside: list[str]) -> None:
+def _warn_of_outside(model: nn.Module, name: str, outside: list[str], stacklevel: int = 3) -> None:
     if outside:
         warnings.warn(
             f"{type(model).__name__} computes attention by itself ({which(outside)}): "
             f"attn_implementation={name!r} does not reach it, it stays ordinary attention",
-            stacklevel=3,
+            stacklevel=stacklevel,
         )

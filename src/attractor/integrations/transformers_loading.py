@@ -6,18 +6,20 @@ where coefficients are missing, and loading of any kind where they would be left
 `attractor.integrations.transformers` calls it.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from attractor.attention.pdes import LearnedPDE
-from attractor.integrations.transformers_modules import asking
+from attractor.integrations.transformers_masks import BypassError
+from attractor.integrations.transformers_modules import asking, is_part, is_pde_attention, maker
 from attractor.integrations.transformers_refinement import SETTING, VERSION, from_config
 
 LEARNED = "pde.learned"  # the part of a parameter's name that tells coefficients
@@ -35,13 +37,17 @@ _loading: ContextVar[_Loading | None] = ContextVar("loading", default=None)
 _default: ContextVar[Mapping[str, Any] | None] = ContextVar("default", default=None)
 
 
-def install(add: Callable[..., Any], use: Callable[..., Any]) -> None:
-    """Wrap `post_init`, `from_pretrained` and `_load_from_state_dict` of `PreTrainedModel`, once.
+def install(
+    add: Callable[..., Any], use: Callable[..., Any], accept: Callable[[Any, Any], bool]
+) -> None:
+    """Wrap methods of `PreTrainedModel` with which models are made, loaded and changed, once.
 
     Args:
         add: `add_pde`.
         use: Called with a model, the name of an attention function, and attention modules by their
             names: lets them use it.
+        accept: Called with a model and the name of its attention: tells whether the name is one of PDE
+            attention, and raises if it is and does not reach the model.
     """
     from transformers import PreTrainedModel
 
@@ -49,10 +55,26 @@ def install(add: Callable[..., Any], use: Callable[..., Any]) -> None:
     if getattr(post_init, "restores_pde", False):
         return
 
+    init, set_name = PreTrainedModel.__init__, PreTrainedModel.set_attn_implementation
+
+    @wraps(init)
+    def init_and_refuse(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        _refuse_in_tables(type(self), self.config._attn_implementation)
+
     @wraps(post_init)
     def post_init_and_restore(self: Any) -> None:
         post_init(self)
+        if not is_part(self, PreTrainedModel):
+            accept(self, self.config._attn_implementation)
         _restore(self, add, use)
+
+    @wraps(set_name)
+    def accept_and_set(self: Any, attn_implementation: Any, *args: Any, **options: Any) -> None:
+        if accept(self, attn_implementation):
+            use(self, attn_implementation, asking(self))
+        else:
+            set_name(self, attn_implementation, *args, **options)
 
     @wraps(from_pretrained)
     def from_pretrained_and_check(
@@ -74,9 +96,33 @@ def install(add: Callable[..., Any], use: Callable[..., Any]) -> None:
         load_from_state_dict(self, state_dict, prefix, *args, **options)
 
     post_init_and_restore.restores_pde = True  # type: ignore[attr-defined]
+    PreTrainedModel.__init__ = init_and_refuse
     PreTrainedModel.post_init = post_init_and_restore
+    PreTrainedModel.set_attn_implementation = accept_and_set
     PreTrainedModel._load_from_state_dict = load_from_state_dict_or_raise
     PreTrainedModel.from_pretrained = classmethod(from_pretrained_and_check)
+
+
+def _refuse_in_tables(kind: type, name: Any) -> None:
+    """Let a table of attention classes by names, as GPT-J's has one, have a class that raises.
+
+    Models of this kind look their attention class up before `post_init`, and knew nothing better than a
+    KeyError.
+    """
+    if not is_pde_attention(name):
+        return
+    for variable, table in vars(sys.modules.get(kind.__module__)).items():
+        if variable.endswith("ATTENTION_CLASSES") and isinstance(table, dict):
+            table.setdefault(name, _refuse)
+
+
+def _refuse(*args: Any, **options: Any) -> NoReturn:
+    from transformers import PreTrainedModel
+
+    raise BypassError(
+        f"{maker(PreTrainedModel)} has its own classes of attention, outside of transformers' "
+        "AttentionInterface, which PDE attention would not reach; use 'eager' or 'sdpa'"
+    )
 
 
 def default_setting(setting: Mapping[str, Any]) -> Any:

@@ -74,7 +74,9 @@ class LearnedPDE(nn.Module):
         }
         unknown: Any = {**self.options, **dict.fromkeys(names, torch.tensor(torch.nan, device="cpu"))}
         self.signed = {
-            name: bool(torch.as_tensor(self.kind(**unknown).interval(name, dt, axis)[0]).any())
+            name: bool(
+                torch.as_tensor(self.kind(**unknown).interval(name, dt, axis)[0], device="cpu").any()
+            )
             for name in names
         }
         values = {name: _each(equation, name, heads) for name in names}
