@@ -1,9 +1,8 @@
 """Advection with diffusion: attention drifts along the keys while it spreads."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from attractor.attention.pdes.line import Neighbourhood
@@ -61,11 +60,12 @@ class AdvectionDiffusion:
             return 0.0, 0.5 / (dt * dimensions(axis))
         return -2 * self.alpha, 2 * self.alpha
 
-    def to_unit(self, dt: float, axis: str = "key") -> dict[str, Tensor]:
+    def to_unit(self, dt: float, axis: str = "key") -> dict[str, float | Tensor]:
         """Return the coordinates in which `LearnedPDE` learns: beta first, then what alpha adds."""
         most = _most(dt, axis)
-        alpha, beta = torch.as_tensor(self.alpha), torch.as_tensor(self.beta)
-        least = beta.abs() / 2
+        alpha: Any = self.alpha
+        beta: Any = self.beta
+        least = abs(beta) / 2
         return {"alpha": (alpha - least) / (most - least), "beta": beta / (2 * most)}
 
     @staticmethod

@@ -50,10 +50,10 @@ class Wave:
         check_step_size(dt)
         return 0.0, 1 / (dt * dimensions(axis) ** 0.5)
 
-    def to_unit(self, dt: float, axis: str = "key") -> dict[str, Tensor]:
+    def to_unit(self, dt: float, axis: str = "key") -> dict[str, float | Tensor]:
         """Return the coordinate in which `LearnedPDE` learns c: c² over its largest stable value."""
         most = self.interval("c", dt, axis)[1]
-        return {"c": (torch.as_tensor(self.c) / most) ** 2}
+        return {"c": (self.c / most) ** 2}
 
     @staticmethod
     def from_unit(unit: dict[str, Tensor], dt: float, axis: str = "key") -> dict[str, Tensor]:
