@@ -24,7 +24,7 @@ from experiments.pde_artefact import PAIRS, path_shares
 from experiments.stepnet_shared import STEPS, compared
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PASSES = {"forward": "forward alone", "both": "with backward"}
 # Arms of StepNet's Table 4, as the page on networks calls them.
@@ -937,6 +937,42 @@ def attention_summary() -> list[list[str]]:
          f"{each}, which is a leak: left to right {alone:.0e} (docs/attention.md)"]
     )  # fmt: skip
     return rows
+
+
+def architectures() -> str:
+    """Which model types of transformers take PDE attention by its name."""
+    result = load("architectures")
+    lines = [command("architectures"), f"transformers {result['transformers']}:\n\n"]
+    rows = []
+    for kind in dict.fromkeys(row["kind"] for row in result["rows"]):
+        of_kind = [row for row in result["rows"] if row["kind"] == kind]
+        names = {
+            outcome: sorted({row["type"] for row in of_kind if row["outcome"] == outcome})
+            for outcome in ("PDE attention", "refused", "not built")
+        }
+        rows += [[kind, outcome, str(len(types)), ", ".join(types)] for outcome, types in names.items()]
+    head = ["classes", "", "model types", ""]
+    lines.append(
+        "".join(f"| {' | '.join(row)} |\n" for row in [head, ["---", "---", "---:", "---"], *rows])
+    )
+    return "".join(lines)
+
+
+def identity() -> str:
+    """How far coefficients move from the identity."""
+    result = load("identity")
+    rows = []
+    for row in result["reach"]:
+        for name, value in row["raw"].items():
+            truth = row["truth"][list(row["raw"]).index(name)]
+            before = row["logistic"].get(name)
+            rows.append(
+                [row["name"].replace("_", "-"), name, f"{truth:g}", f"{value:.3f}",
+                 "" if before is None else f"{before:.4f}"]
+            )  # fmt: skip
+    head = ["PDE", "coefficient", "of the data", "from 0", "logistic, from 0.001"]
+    lines = [head, ["---", "---", "---:", "---:", "---:"], *rows]
+    return command("identity") + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def in_words(items: list[str]) -> str:

@@ -28,13 +28,22 @@ tiny = GPT2Config(
 model = GPT2LMHeadModel(tiny).eval()
 ids = torch.randint(100, (1, 32))
 before = model(ids).logits
-model = hf.add_pde(model, at.pdes.Diffusion(alpha=0.01), steps=4)
+model = hf.add_pde(model, "diffusion", steps=4)  # alpha starts at 0, and has a gradient there
 print("outputs move by", (model(ids).logits - before).abs().max().item())
 
 # %%
 at.assert_causal(model, ids)
 print("bypassed:", hf.check(model))
-loss = model(ids, labels=ids).loss
-loss.backward()
+
+# %% [markdown]
+# Coefficients have a learning rate of their own, and no weight decay.
+
+# %%
+groups = hf.parameter_groups(model, lr=5e-5, coefficient_lr=1e-3)
+optimiser = torch.optim.AdamW(groups)
+for _ in range(20):
+    optimiser.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    optimiser.step()
 for row in at.attention.coefficients(model):
     print(row["name"], row["coefficient"], round(row["mean"], 4))

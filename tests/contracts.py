@@ -544,13 +544,13 @@ def test_learnt_coefficients_start_where_told_and_stay_stable(make, heads, axis)
         assert value.dtype == torch.float32
         torch.testing.assert_close(value, torch.full_like(value, getattr(pde, name)), rtol=3e-7, atol=0)
     slopes = torch.autograd.grad(sum(getattr(learned(), n).sum() for n in names), learned.parameters())
-    assert all((g.abs() > 0.02).all() and (g.abs() < 2).all() for g in slopes)
+    assert all((g.abs() > 0.02).all() and (g.abs() < 20).all() for g in slopes)
     for corner in torch.cartesian_prod(
-        *[torch.tensor([-1e9, -20.0, -3.0, 3.0, 20.0, 1e9])] * len(names)
+        *[torch.tensor([-1e9, -20.0, -3.0, 0.0, 3.0, 20.0, 1e9])] * len(names)
     ):
         with torch.no_grad():
-            for parameter, logit in zip(learned.parameters(), corner.reshape(-1)):
-                parameter.fill_(logit)
+            for parameter, raw in zip(learned.parameters(), corner.reshape(-1)):
+                parameter.fill_(raw)
         numbers = {n: getattr(learned(), n).flatten()[0].item() for n in names}
         make(**numbers).check(0.7, axis)  # raises if it is not stable
 

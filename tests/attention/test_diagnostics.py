@@ -236,7 +236,7 @@ def test_coefficients_of_layers():
         }
     )
     with torch.no_grad():
-        model["first"].alpha_logit += torch.tensor([-1.0, 0.0, 0.0, 1.0])
+        model["first"].alpha_raw += torch.tensor([-0.1, 0.0, 0.0, 1.0])
     rows = coefficients(model)
     assert [(r["name"], r["pde"], r["coefficient"], r["heads"]) for r in rows] == [
         ("first", "Diffusion", "alpha", 4),

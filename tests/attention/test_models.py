@@ -144,7 +144,7 @@ def test_the_pde_is_all_that_differs(pde):
     standard, moving, still = language_model(None), language_model(pde), language_model(pde, steps=0)
     names = dict(standard.named_parameters())
     assert all(torch.equal(p, names[n]) for n, p in moving.named_parameters() if n in names)
-    assert all("_logit" in n for n, _ in moving.named_parameters() if n not in names)
+    assert all("_raw" in n for n, _ in moving.named_parameters() if n not in names)
     assert torch.equal(standard(ids()), still(ids()))
     assert (standard(ids()) - moving(ids())).abs().max() > 1e-6
 
@@ -154,14 +154,14 @@ def test_gradients_reach_the_coefficients(pde):
     for model, target in ((language_model(pde), ids()), (classifier(pde), torch.tensor([0, 2]))):
         logits = model(ids())
         cross_entropy(logits.flatten(0, -2), target.flatten()).backward()
-        coefficients = [p for n, p in model.named_parameters() if "_logit" in n]
+        coefficients = [p for n, p in model.named_parameters() if "_raw" in n]
         assert len(coefficients) == 2 * (2 if pde.endswith("n_diffusion") else 1)
         assert all(p.grad.abs().min() > 0 for p in coefficients)
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_coefficients_may_be_fixed_or_shared():
-    assert not [n for n, _ in language_model(learn=False).named_parameters() if "_logit" in n]
+    assert not [n for n, _ in language_model(learn=False).named_parameters() if "_raw" in n]
     shared = language_model(pdes.LearnedPDE("wave", heads=2))
     assert len({id(a.pde) for a in shared.stack.attentions()}) == 1
     assert len({id(a.pde) for a in language_model("wave").stack.attentions()}) == 2
@@ -174,7 +174,7 @@ def test_coefficients_may_be_fixed_or_shared():
 def test_violent_training_stays_finite_and_stable(pde, steps):
     model = language_model(pde, steps=steps, per_head=True, max_tokens=12)
     optimiser = torch.optim.SGD(
-        [{"params": [p for n, p in model.named_parameters() if ("_logit" in n) == learnt], "lr": lr}
+        [{"params": [p for n, p in model.named_parameters() if ("_raw" in n) == learnt], "lr": lr}
          for learnt, lr in ((False, 0.1), (True, 1e5))]
     )  # fmt: skip
     for _ in range(8):
@@ -251,7 +251,7 @@ def test_half_precision(pde):
     half = copy.deepcopy(model).bfloat16()
     assert half(ids()).dtype == torch.bfloat16
     assert (half(ids()).float() - truth).abs().max() < 0.05
-    assert all(p.dtype == torch.float32 for n, p in half.named_parameters() if "_logit" in n)
+    assert all(p.dtype == torch.float32 for n, p in half.named_parameters() if "_raw" in n)
 
 
 @pytest.mark.sampled(3)

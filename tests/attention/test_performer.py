@@ -286,7 +286,7 @@ def test_models_take_it_as_their_attention():
     assert_causal(model, ids)
     model.train()
     model(ids).logsumexp(-1).mean().backward()
-    slopes = [p.grad for n, p in model.named_parameters() if n.endswith("alpha_logit")]
+    slopes = [p.grad for n, p in model.named_parameters() if n.endswith("alpha_raw")]
     assert len(slopes) == 2
     assert all(slope.abs().min() > 0 for slope in slopes)
 

@@ -417,10 +417,10 @@ def test_maps_while_generating(cache):
 @pytest.mark.sampled(10)
 @every_pde
 @every_model
-def test_coefficients_start_at_the_pdes_own_and_learn(make, name):
+def test_coefficients_start_at_the_papers_and_learn(make, name):
     plain = build(make, name)
-    model = pde.add_pde(build(make, "sdpa"), pde.NAMES[name])
-    # float32 logits of the coefficients, so not to the last bit
+    model = pde.add_pde(build(make, "sdpa"), pde.NAMES[name], start="paper")
+    # float32 parameters of the coefficients, so not to the last bit
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-4, atol=1e-5)
     learned = {n: p for n, p in model.named_parameters() if ".pde." in n}
     names = [n for n in ("alpha", "beta", "c") if hasattr(pdes.get_pde(pde.NAMES[name])(), n)]
@@ -431,6 +431,31 @@ def test_coefficients_start_at_the_pdes_own_and_learn(make, name):
         for p in learned.values():
             p += 1e3
     assert logits(model).isfinite().all()
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("per_head", [False, True])
+@every_pde
+@every_model
+def test_a_model_starts_as_it_is_and_has_gradients(make, name, per_head):
+    plain = build(make, "sdpa")
+    before = logits(plain)
+    model = pde.add_pde(plain, pde.NAMES[name], per_head=per_head)
+    assert model.config._attn_implementation == name
+    span = before.max() - before.min()
+    assert (logits(model) - before).abs().max() < 1e-9 * span  # a wave's c is not quite 0
+    learned = {n: p for n, p in model.named_parameters() if ".pde." in n}
+    model(IDS, labels=IDS).loss.backward()
+    assert learned
+    assert all((p.grad.abs() > 1e-6).all() for p in learned.values())
+
+
+def test_a_start_that_does_not_exist():
+    with pytest.raises(ValueError, match="start 'identiti' is not one of identity, paper; did you mean"):
+        pde.add_pde(gpt2(), "wave", start="identiti")
+    told = pde.add_pde(gpt2(), pdes.Wave(0.3))
+    assert told.transformer.h[0].attn.pde().c.item() == pytest.approx(0.3)
+    assert pde.add_pde(gpt2(), "wave", learn=False).transformer.h[0].attn.pde() == pdes.Wave()
 
 
 def test_a_set_for_every_head():
@@ -478,8 +503,8 @@ def test_saved_and_loaded(make, name, tmp_path):
     assert again.config._attn_implementation == name
     assert not again.training
     assert torch.equal(logits(again), logits(model))
-    with pytest.raises(ValueError, match="load such a model with"):
-        logits(type(model).from_pretrained(tmp_path, attn_implementation=name))
+    again = type(model).from_pretrained(tmp_path, attn_implementation=name)
+    assert torch.equal(logits(again), logits(model))
     fresh = pde.add_pde(build(make, "sdpa"), pde.NAMES[name], steps=3, dt=0.5, per_head=True)
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(logits(fresh), logits(model))
@@ -500,7 +525,7 @@ def test_loaded_by_auto_classes_and_in_half_precision(tmp_path):
     half = pde.load(transformers.AutoModelForCausalLM, tmp_path, dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(logits(half).double(), logits(model), rtol=0.1, atol=0.5)
-    assert half.transformer.h[1].attn.pde.learned.alpha_logit.dtype == torch.float32
+    assert half.transformer.h[1].attn.pde.learned.alpha_raw.dtype == torch.float32
 
 
 def test_constants_are_loaded_too(tmp_path):
@@ -532,7 +557,7 @@ def test_folders_without_coefficients(tmp_path):
 def test_options_of_from_pretrained_mean_what_they_mean_there(tmp_path):
     model = pde.add_pde(build(gpt2, "sdpa"), "wave", steps=2)
     with torch.no_grad():
-        model.transformer.h[1].attn.pde.learned.c_logit.fill_(0.0)
+        model.transformer.h[1].attn.pde.learned.c_raw.fill_(0.0)
     model.save_pretrained(tmp_path)
     for kind in (
         transformers.GPT2ForSequenceClassification,
@@ -640,21 +665,30 @@ def test_every_part_is_reached(make):
 
 
 @from_parts
-def test_a_name_that_does_not_arrive_in_a_part_is_told(make):
-    """set_attn_implementation sets a part's config, while its modules keep the one they were made with."""
+def test_a_name_arrives_in_every_part(make):
+    """transformers alone sets a part's config, while its modules keep the one they were made with."""
     model, given = make()
     model.double().set_attn_implementation("pde_diffusion")
-    missed = [n for n, m in pde.asking(model).items() if m.config._attn_implementation == "sdpa"]
-    assert missed
-    assert all(name.startswith("encoder.") for name in missed)
+    assert {m.config._attn_implementation for m in pde.asking(model).values()} == {"pde_diffusion"}
+    assert pde.check(model, **given) == []
+
+
+@from_parts
+def test_a_part_with_another_attention_is_told(make):
+    model, given = make()
+    model.double().set_attn_implementation("pde_diffusion")
+    missed = [name for name in pde.asking(model) if name.startswith("encoder.")]
+    other = copy.deepcopy(pde.asking(model)[missed[0]].config)
+    other._attn_implementation = "sdpa"
+    for name in missed:
+        model.get_submodule(name).config = other
     with pytest.warns(
         UserWarning, match=rf"is not 'pde_diffusion' \({missed[0]} and 1 more\).* add_pde"
     ):
         assert pde.check(model, **given) == missed
     if make is two_berts:  # the other has no mask that could be read
-        with pytest.raises(
-            pde.BypassError, match=r"did not get its attn_implementation.*check\(model\)"
-        ):
+        of = r"^(?!this model)\w+ computes .*did not get its attn_implementation.*check\(model\)"
+        with pytest.raises(pde.BypassError, match=of):
             model(**given)
 
 
@@ -663,7 +697,7 @@ def test_a_model_made_from_parts_is_saved_and_loaded(tmp_path):
     model.eval()
     pde.add_pde(model, "wave", steps=2)
     with torch.no_grad():
-        model.encoder.encoder.layer[1].attention.self.pde.learned.c_logit += 1
+        model.encoder.encoder.layer[1].attention.self.pde.learned.c_raw += 1
     model.save_pretrained(tmp_path)
     again = pde.load(transformers.EncoderDecoderModel, tmp_path)
     assert torch.equal(again(**given).logits, model(**given).logits)
@@ -700,61 +734,6 @@ def reformer(**more):
     return transformers.ReformerModelWithLMHead(config)
 
 
-def test_models_that_bypass_it_say_so():
-    for model in (build(bloom, "pde_diffusion"), build(reformer, "pde_diffusion")):
-        with pytest.warns(
-            UserWarning, match="'pde_diffusion' does not reach it, it stays ordinary attention"
-        ):
-            missed = pde.check(model, input_ids=IDS)
-        assert len(missed) == 1
-        with pytest.raises(ValueError, match="has no attention that PDE attention could reach"):
-            pde.add_pde(model)
-
-
-def test_models_that_bypass_it_and_did_not_take_its_name_say_so_too():
-    """transformers writes into its log that it does not set the name, and leaves the old one."""
-    for make in (bloom, reformer):
-        model = build(make, "eager")
-        model.set_attn_implementation("pde_diffusion")
-        assert model.config._attn_implementation == "eager"
-        with pytest.warns(UserWarning, match="computes attention by itself .* stays ordinary attention"):
-            missed = pde.check(model, input_ids=IDS)
-        assert missed
-        assert all("attention" in name for name in missed)
-    with pytest.raises(ValueError, match=r"set_attn_implementation\. If .* did not accept .* add_pde"):
-        pde.check(build(gpt2, "eager"))
-
-
-def test_load_does_not_take_another_attention(tmp_path):
-    model = pde.add_pde(gpt2(), "wave").eval()
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"'sdpa', but .* was saved with 'pde_wave'; leave it out"):
-        pde.load(transformers.GPT2LMHeadModel, tmp_path, attn_implementation="sdpa")
-    for name in ("pde_wave", None):
-        again = pde.load(transformers.GPT2LMHeadModel, tmp_path, attn_implementation=name).eval()
-        assert torch.equal(logits(again), logits(model))
-    again.set_attn_implementation("sdpa")
-    assert not torch.equal(logits(again), logits(model))
-
-
-def test_a_model_that_bypasses_it_cannot_leak():
-    """Bloom adds the mask itself, and with None, as sdpa's function makes it, it sees the future."""
-    AttentionInterface.register("unheard", AttentionInterface()["pde_diffusion"])
-    AttentionMaskInterface.register("unheard", masking_utils.sdpa_mask)
-    with pytest.raises(CausalityError):
-        assert_causal(build(bloom, "unheard"), IDS)
-    with pytest.raises(pde.BypassError, match="computes its attention itself"):
-        logits(build(bloom, "pde_diffusion"))
-
-
-def test_a_model_that_stops_half_way_is_not_called_good():
-    model = build(llama, "pde_diffusion")
-    read = lambda module, args, given: given["attention_mask"][0]
-    model.model.layers[1].register_forward_pre_hook(read, with_kwargs=True)
-    with pytest.warns(UserWarning, match=r"\(model\.layers\.1\.self_attn\)"):
-        assert pde.check(model) == ["model.layers.1.self_attn"]
-
-
 def gpt_oss(**more):  # attention sinks
     config = transformers.GptOssConfig(
         **SIZES | {"max_position_embeddings": 131072}, **TOKENS, num_attention_heads=4,
@@ -771,6 +750,141 @@ def deepseek_v32(**more):  # an indexer that picks keys
         index_head_dim=8, index_n_heads=2, index_topk=4, **more,
     )  # fmt: skip
     return transformers.DeepseekV32ForCausalLM(config)
+
+
+def longformer(**more):
+    config = transformers.LongformerConfig(
+        **SIZES, **TOKENS, num_attention_heads=2, attention_window=4, **more
+    )
+    return transformers.LongformerForMaskedLM(config)
+
+
+def gptj(**more):  # looks its attention class up by name
+    config = transformers.GPTJConfig(
+        n_embd=16, n_layer=1, n_head=2, rotary_dim=4, vocab_size=50, n_positions=64, **TOKENS, **more
+    )
+    return transformers.GPTJForCausalLM(config)
+
+
+def mamba(**more):  # has no attention
+    config = transformers.MambaConfig(
+        hidden_size=16, num_hidden_layers=1, vocab_size=50, **TOKENS, **more
+    )
+    return transformers.MambaForCausalLM(config)
+
+
+BYPASSING = {
+    "BloomForCausalLM": bloom,
+    "ReformerModelWithLMHead": reformer,
+    "LongformerForMaskedLM": longformer,
+    "GPTJForCausalLM": gptj,
+    "MambaForCausalLM": mamba,
+}
+
+
+@pytest.mark.parametrize("name", BYPASSING)
+def test_models_that_it_cannot_reach_refuse_its_name(name, tmp_path):
+    make = BYPASSING[name]
+    with pytest.raises(pde.BypassError, match=f"^{name} "):
+        build(make, "pde_diffusion")
+    model = build(make, "eager")
+    with pytest.raises(pde.BypassError, match=f"^{name} "):
+        model.set_attn_implementation("pde_diffusion")
+    assert model.config._attn_implementation == "eager"
+    assert logits(model).isfinite().all()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(pde.BypassError, match=f"^{name} "):
+        type(model).from_pretrained(tmp_path, attn_implementation="pde_diffusion")
+    with pytest.raises(ValueError, match="has no attention that PDE attention could reach"):
+        pde.add_pde(model)
+    assert logits(type(model).from_pretrained(tmp_path)).isfinite().all()
+
+
+def test_models_that_bypass_it_and_have_its_name_say_so():
+    for make in (bloom, reformer):
+        model = build(make, "eager")
+        model.config._attn_implementation = "pde_diffusion"  # which nothing can see
+        with pytest.warns(
+            UserWarning, match="'pde_diffusion' does not reach it, it stays ordinary attention"
+        ):
+            missed = pde.check(model, input_ids=IDS)
+        assert len(missed) == 1
+        model.config._attn_implementation = "eager"
+        with pytest.warns(UserWarning, match="computes attention by itself .* stays ordinary attention"):
+            missed = pde.check(model, input_ids=IDS)
+        assert missed
+        assert all("attention" in name for name in missed)
+    with pytest.raises(ValueError, match=r"set_attn_implementation\. If .* did not accept .* add_pde"):
+        pde.check(build(gpt2, "eager"))
+
+
+@pytest.mark.parametrize("make", [gpt_oss, deepseek_v32])
+def test_models_that_need_more_refuse_its_name(make):
+    with pytest.raises(
+        pde.BypassError, match=r"'s attention needs .* \(model\.layers\.0\.self_attn and"
+    ):
+        make(attn_implementation="pde_wave")
+
+
+def test_inputs_that_check_makes():
+    vit = vit_and_gpt2()[0].encoder
+    vit.set_attn_implementation("pde_diffusion")
+    assert pde.check(vit) == []
+    both, _ = vit_and_gpt2()
+    both.set_attn_implementation("pde_diffusion")
+    assert pde.check(both) == []
+    config = transformers.ASTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    audio = transformers.ASTModel(config)
+    audio.set_attn_implementation("pde_diffusion")
+    with pytest.raises(
+        ValueError, match=r"ASTModel does not run with the inputs .* pass inputs for its"
+    ):
+        pde.check(audio)
+    config = transformers.WhisperConfig(
+        d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, vocab_size=50,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, **TOKENS | {"eos_token_id": 2},
+    )  # fmt: skip
+    speech = transformers.WhisperForConditionalGeneration(config)
+    speech.set_attn_implementation("pde_diffusion")
+    features = torch.zeros(1, 80, 3000)
+    assert pde.check(speech, input_features=features, decoder_input_ids=IDS[:1]) == []
+
+
+def test_load_does_not_take_another_attention(tmp_path):
+    model = pde.add_pde(gpt2(), "wave").eval()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"'sdpa', but .* was saved with 'pde_wave'; leave it out"):
+        pde.load(transformers.GPT2LMHeadModel, tmp_path, attn_implementation="sdpa")
+    for name in ("pde_wave", None):
+        again = pde.load(transformers.GPT2LMHeadModel, tmp_path, attn_implementation=name).eval()
+        assert torch.equal(logits(again), logits(model))
+    again.set_attn_implementation("sdpa")
+    assert not torch.equal(logits(again), logits(model))
+
+
+def named(make, name):
+    """A model whose config has a name that it would refuse."""
+    model = build(make, "eager")
+    model.config._attn_implementation = name
+    return model
+
+
+def test_a_model_that_bypasses_it_cannot_leak():
+    """Bloom adds the mask itself, and with None, as sdpa's function makes it, it sees the future."""
+    AttentionInterface.register("unheard", AttentionInterface()["pde_diffusion"])
+    AttentionMaskInterface.register("unheard", masking_utils.sdpa_mask)
+    with pytest.raises(CausalityError):
+        assert_causal(named(bloom, "unheard"), IDS)
+    with pytest.raises(pde.BypassError, match=r"^BloomAttention computes its attention itself"):
+        logits(named(bloom, "pde_diffusion"))
+
+
+def test_a_model_that_stops_half_way_is_not_called_good():
+    model = build(llama, "pde_diffusion")
+    read = lambda module, args, given: given["attention_mask"][0]
+    model.model.layers[1].register_forward_pre_hook(read, with_kwargs=True)
+    with pytest.warns(UserWarning, match=r"\(model\.layers\.1\.self_attn\)"):
+        assert pde.check(model) == ["model.layers.1.self_attn"]
 
 
 @pytest.mark.parametrize(

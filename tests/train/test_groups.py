@@ -21,7 +21,7 @@ def a_model():
 
 
 def coefficients(model):
-    return {n: p.detach().clone() for n, p in model.named_parameters() if n.endswith("_logit")}
+    return {n: p.detach().clone() for n, p in model.named_parameters() if n.endswith("_raw")}
 
 
 def take_steps(model, optimiser, steps=50):
@@ -55,7 +55,7 @@ def test_groups_for_any_optimiser(make):
     assert rows == [(0.1, 0.1, {2}), (0.1, 0.0, {1}), (0.5, 0.0, {1})]
     together = [p for g in groups for p in g["params"]]
     assert len(together) == len({*together}) == len([*model.parameters()])
-    assert {*groups[-1]["params"]} == {p for n, p in model.named_parameters() if n.endswith("_logit")}
+    assert {*groups[-1]["params"]} == {p for n, p in model.named_parameters() if n.endswith("_raw")}
     before = coefficients(model)
     take_steps(model, make(groups))
     assert all(torch.equal(x, before[name]) for name, x in coefficients(model).items())

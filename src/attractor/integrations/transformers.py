@@ -10,14 +10,16 @@
 >>> model(torch.tensor([[3, 1, 4, 1, 5]])).logits.shape
 torch.Size([1, 5, 50257])
 
-So far the coefficients are the PDE's own numbers. To learn them, a set in every attention module:
+So far the coefficients are the PDE's own numbers. `add_pde` gives every attention module coefficients
+that are learnt, and that start at 0, where the model computes what it computes without a PDE:
 
->>> model = pde.add_pde(model, "wave", steps=2)
->>> model.transformer.h[0].attn.pde().c.flatten()
-tensor([0.1500], grad_fn=<ViewBackward0>)
+>>> model = pde.add_pde(model, "diffusion", steps=2)
+>>> model.transformer.h[0].attn.pde().alpha.flatten()
+tensor([0.], grad_fn=<ViewBackward0>)
 
-They are part of the model's parameters and of its state dict; `save_pretrained` saves them, and `load`
-brings such a model back. `check` tells whether PDE attention reaches a model's attention at all.
+They are part of the model's parameters and of its state dict; `save_pretrained` saves them, and
+`from_pretrained` restores them after `register`. `check` tells whether PDE attention reaches a model's
+attention at all.
 
 Padding, packed texts, sliding windows and every kind of cache are walls: nothing flows through them,
 and cached generation gives what the whole text at once gives.
@@ -26,7 +28,7 @@ and cached generation gives what the whole text at once gives.
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from importlib.util import find_spec
 from os import PathLike
 from typing import Any
@@ -37,8 +39,10 @@ from torch.nn.functional import pad
 
 from attractor.attention import masks, pde_attention
 from attractor.attention.pde_attention import attention_and_map
-from attractor.attention.pdes import BY_NAME, PDE, LearnedPDE, get_pde
+from attractor.attention.pdes import BY_NAME, PDE, get_pde
 from attractor.attention.precision import accumulate_dtype, for_scores
+from attractor.core.checks import check_choice
+from attractor.integrations.transformers_loading import default_setting, install
 from attractor.integrations.transformers_masks import (
     BypassError,
     Mask,
@@ -48,10 +52,22 @@ from attractor.integrations.transformers_masks import (
 from attractor.integrations.transformers_modules import (
     UNKNOWN,
     asking,
+    example_inputs,
     in_words,
+    is_pde_attention,
     needing,
     outside,
+    refusal,
+    say_needs,
     which,
+)
+from attractor.integrations.transformers_refinement import (
+    SETTING,
+    VERSION,
+    Refinement,
+    Setting,
+    has_adapter,
+    refinement_of,
 )
 from attractor.train import groups as optimiser_groups
 
@@ -61,7 +77,7 @@ if find_spec("transformers") is None:
     )
 
 NAMES = {f"pde_{name}": name for name in BY_NAME}
-SETTING = "pde_attention"  # the entry of a model's config that says what add_pde added
+STARTS = ("identity", "paper")
 
 
 def register(
@@ -73,10 +89,11 @@ def register(
 ) -> list[str]:
     """Make PDE attention known to transformers; returns the values for ``attn_implementation=``.
 
-    They are ``"pde_diffusion"``, ``"pde_wave"``, ``"pde_reaction_diffusion"`` and
-    ``"pde_advection_diffusion"``, each with its PDE's own coefficients. Models look a name up whenever
-    they run, so a second call changes models that exist already: the last one counts. To have two
-    settings side by side, give them names: ``register(names={"pde_strong": pdes.Diffusion(0.3)})``.
+    Models that PDE attention cannot reach raise a `BypassError` when they are made with one of these
+    names, or when it is set. They are ``"pde_diffusion"``, ``"pde_wave"``, ``"pde_reaction_diffusion"``
+    and ``"pde_advection_diffusion"``, each with its PDE's own coefficients. Models look a name up
+    whenever they run, so a second call changes models that exist already: the last one counts. To have
+    two settings side by side, give them names: ``register(names={"pde_strong": pdes.Diffusion(0.3)})``.
     What `add_pde` gave to a model stays as it is.
 
     Args:
@@ -92,6 +109,7 @@ def register(
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    install(add_pde, _use, _accept)
     known, made = AttentionInterface(), {}
     for name, pde in names.items():
         equation = get_pde(pde)() if isinstance(pde, str) else pde
@@ -110,53 +128,13 @@ def register(
     return list(names)
 
 
-@dataclass(eq=False)
-class Setting:
-    """An equation, and how it is stepped."""
-
-    equation: PDE
-    steps: int
-    dt: float
-    walls: str = "mask"
-    method: str = "auto"
-
-    def __post_init__(self) -> None:
-        fields = getattr(self.equation, "__dict__", {}).values()
-        like = next((value for value in fields if isinstance(value, Tensor)), torch.zeros(1))
-        one = torch.zeros(1, like.numel(), 1, 1, device=like.device)
-        pde_attention(one, one, one, **self.options())  # it checks what it is given
-
-    def options(self) -> dict[str, Any]:
-        """As arguments of `pde_attention`."""
-        return {
-            "pde": self.equation,
-            "steps": self.steps,
-            "dt": self.dt,
-            "walls": self.walls,
-            "method": self.method,
-        }
-
-
-class Refinement(nn.Module):
-    """What `add_pde` puts into an attention module, as its `pde`; calling it returns the PDE."""
-
-    def __init__(self, setting: Setting, heads: int | None, learn: bool) -> None:
-        super().__init__()
-        if not isinstance(setting, Setting):
-            raise TypeError(f"setting is a {type(setting).__name__}; give a Setting")
-        self.setting = setting
-        self.learned = LearnedPDE(setting.equation, heads, setting.dt) if learn else None
-
-    def forward(self) -> PDE:
-        """The PDE with the coefficients of now."""
-        return self.setting.equation if self.learned is None else self.learned()
-
-
 # The attention function
 
 
 class _Attention:
     """A function for transformers' AttentionInterface."""
+
+    is_pde_attention = True
 
     def __init__(self, name: str, setting: Setting) -> None:
         self.name, self.setting = name, setting
@@ -217,12 +195,12 @@ class _Attention:
         return output.transpose(1, 2).contiguous(), A
 
     def _setting(self, module: nn.Module) -> tuple[Setting, PDE]:
-        own = getattr(module, "pde", None)
-        if not isinstance(own, Refinement):
+        own = refinement_of(module)
+        if own is None:
             if hasattr(getattr(module, "config", None), SETTING):
                 raise ValueError(
                     "this model's config says that add_pde changed it, but its modules have no PDE: "
-                    "load such a model with attractor.integrations.transformers.load"
+                    "call attractor.integrations.transformers.register() before the model is made"
                 )
             return self.setting, self.setting.equation
         if type(own.setting.equation) is not type(self.setting.equation):
@@ -321,6 +299,7 @@ def add_pde(
     steps: int = 4,
     dt: float = 1.0,
     *,
+    start: str = "identity",
     per_head: bool = False,
     learn: bool = True,
     walls: str = "mask",
@@ -328,14 +307,20 @@ def add_pde(
     """Give every attention module of a model a PDE of its own, and let the model use it.
 
     The coefficients of a module are parameters under its `pde`, stable whatever training does to them
-    (see `LearnedPDE`). They start exactly at the PDE's numbers; calling this again starts them anew.
-    The settings are kept in the model's config, as `pde_attention`; `load` reads them, while
-    `from_pretrained` alone would leave the coefficients out.
+    (see `LearnedPDE`). Those of a PDE that is given by its name start at 0, so that the model computes
+    what it computed before, and have gradients there; calling this again starts them anew.
+    The settings are kept in the model's config, as `pde_attention`. After `register`, or a call of this
+    function, transformers restores them in every model that is made from such a config, and
+    `from_pretrained` loads the coefficients or raises. A process that has not imported this module
+    cannot load such a model at all: the config asks for an attn_implementation that is not known there.
 
     Args:
         model: a model of transformers; it is changed.
-        pde: one of the four equations with numbers to start at, or its name.
+        pde: the name of one of the four equations, or an equation with the numbers to start at.
         steps, dt, walls: as in `register`, for this model only.
+        start: where learnt coefficients start if `pde` is a name: ``"identity"``, at 0 (a wave's c at
+            1e-6 of its limit), or ``"paper"``, at the numbers of the paper, which are the defaults of
+            the equations. Coefficients that are not learnt are those of the paper.
         per_head: coefficients for each head; otherwise one set for a module.
         learn: False: the coefficients are constants.
 
@@ -347,23 +332,31 @@ def add_pde(
             does more than PDE attention can (sinks, an indexer), or the PDE is unstable; the model is
             not changed then. Where only a part of it goes through there, a warning says which does not.
     """
-    equation = get_pde(pde)() if isinstance(pde, str) else pde
+    check_choice("start", start, STARTS)
+    equation: Any = get_pde(pde)() if isinstance(pde, str) else pde
     name = _implementation(equation)
+    if isinstance(pde, str) and learn and start == "identity":
+        equation = type(equation)(**dict.fromkeys(_coefficients(equation), 0.0))
     setting = Setting(equation, steps, dt, walls)
     _check_model(model)
+    if has_adapter(model):
+        raise ValueError(
+            "model has an adapter of peft, which would leave coefficients out when it is saved: call "
+            'add_pde before get_peft_model, and pass modules_to_save=["pde"] to the adapter\'s config'
+        )
     found = asking(model)
     if not found:
         raise ValueError(f"{type(model).__name__} has no attention that PDE attention could reach: "
                          "none of its modules calls transformers' AttentionInterface")  # fmt: skip
     if needs := needing(found):
-        raise ValueError(f"{_say_needs(model, needs)}: use another attn_implementation for this model, "
+        raise ValueError(f"{say_needs(model, needs)}: use another attn_implementation for this model, "
                          "or give add_pde a part of it that does without")  # fmt: skip
     refinements = [Refinement(setting, _heads(m) if per_head else None, learn) for m in found.values()]
-    coefficients = {f.name: getattr(equation, f.name) for f in fields(equation)}  # type: ignore[arg-type]
+    coefficients = {f.name: getattr(equation, f.name) for f in fields(equation)}
     numbers = {n: c.flatten().tolist() if isinstance(c, Tensor) else c for n, c in coefficients.items()}
     setting_of_config = {
         "pde": name.removeprefix("pde_"), "coefficients": numbers, "steps": steps, "dt": dt,
-        "per_head": per_head, "learn": learn, "walls": walls,
+        "per_head": per_head, "learn": learn, "walls": walls, "version": VERSION, "modules": len(found),
     }  # fmt: skip
     for module, refinement in zip(found.values(), refinements, strict=True):
         here = next(module.parameters(), None)
@@ -371,9 +364,16 @@ def add_pde(
             refinement.to(here.device, torch.promote_types(here.dtype, torch.float32))
         module.pde = refinement
     setattr(model.config, SETTING, setting_of_config)
+    model.config.attn_implementation = name  # is saved, unlike the private attribute that models read
+    install(add_pde, _use, _accept)
     _use(model, name, found)
     _warn_of_outside(model, name, outside(model, found))
     return model
+
+
+def _coefficients(equation: Any) -> list[str]:
+    """Return the names of the fields of an equation that are numbers; `split` is a choice."""
+    return [f.name for f in fields(equation) if not isinstance(getattr(equation, f.name), bool)]
 
 
 def parameter_groups(
@@ -381,16 +381,19 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Optimiser groups of a model with PDE coefficients apart, which are never decayed.
 
-    Weight decay moves a coefficient toward the middle of its range even without a gradient, and the
-    optimiser that transformers' Trainer makes by itself decays every parameter that is not a bias or of
-    a norm. Give it another: ``Trainer(..., optimizers=(torch.optim.AdamW(groups), None))``.
+    Weight decay moves a coefficient toward 0 even without a gradient, and the optimiser that
+    transformers' Trainer makes by itself decays every parameter that is not a bias or of a norm. Give it
+    another, by ``Trainer(..., optimizers=(torch.optim.AdamW(groups), None))`` or, where the Trainer
+    wraps the model first (FSDP), by a `create_optimizer` of your own.
 
     Args:
         model: a model of transformers, with or without coefficients from `add_pde`.
         lr: the learning rate.
         weight_decay: the weight decay of matrices; vectors, such as biases and norms, have none.
-        coefficient_lr: the learning rate of the coefficients; None: `lr`. They are single numbers on a
-            logit scale, and usually want a larger one than pretrained weights do.
+        coefficient_lr: the learning rate of the coefficients; None: `lr`. One update of Adam changes
+            a coefficient near 0 by about this rate times its largest stable value (a wave: c² by the
+            rate times the square). Rates that suit pretrained weights, such as 5e-5, hardly move
+            coefficients in a few hundred updates; 1e-3 is usual.
 
     Returns:
         The groups that are not empty of: matrices, vectors, coefficients.
@@ -405,7 +408,10 @@ def parameter_groups(
 
 
 def load(model_class: Any, folder: Any, **options: Any) -> Any:
-    """``model_class.from_pretrained(folder, **options)`` for a model that `add_pde` changed.
+    """``model_class.from_pretrained(folder, **options)``, for models that `add_pde` changed alone.
+
+    After `register`, `from_pretrained` loads such models as well. This function raises for others, and
+    takes the PDE of the folder where `config` is one without a PDE.
 
     Args:
         model_class: a class of transformers, such as ``GPT2LMHeadModel`` or ``AutoModelForCausalLM``.
@@ -419,14 +425,12 @@ def load(model_class: Any, folder: Any, **options: Any) -> Any:
         ValueError: the model was saved without a PDE or without its coefficients, or another
             attn_implementation is asked for.
     """
-    from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+    from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
 
     _check_class(model_class)
     hub = ("cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision",
            "subfolder", "token", "trust_remote_code")  # fmt: skip
     chosen = {name: options[name] for name in hub if name in options}
-    code = {name: chosen[name] for name in ("code_revision", "trust_remote_code") if name in chosen}
-    options.pop("code_revision", None)  # from_pretrained knows it in auto classes only
     config = given = options.get("config")
     if not isinstance(config, PreTrainedConfig):
         config = AutoConfig.from_pretrained(folder if given is None else given, **chosen)
@@ -437,39 +441,17 @@ def load(model_class: Any, folder: Any, **options: Any) -> Any:
         raise ValueError(
             f"{folder} was saved without a PDE: use {model_class.__name__}.from_pretrained, then add_pde"
         )
-    if not issubclass(model_class, PreTrainedModel):
+    own = f"pde_{saved['pde']}"
+    if own not in AttentionInterface():
+        register(names={own: NAMES[own]})
+    install(add_pde, _use, _accept)
+    options.pop("code_revision", None)  # from_pretrained knows it in auto classes only
+    if not issubclass(model_class, PreTrainedModel):  # auto classes take no folder as config
+        code = {name: chosen[name] for name in ("code_revision", "trust_remote_code") if name in chosen}
         with torch.device("meta"):
             model_class = type(model_class.from_config(config, **code))
-    own = _implementation(_from_config(saved)[0])
-    if (asked := options.pop("attn_implementation", None)) not in (None, own):
-        raise ValueError(
-            f"attn_implementation = {asked!r}, but {folder} was saved with {own!r}; leave it out, and "
-            f"call set_attn_implementation({asked!r}) on what load returns"
-        )
-
-    class WithPDE(model_class):
-        _keep_in_fp32_modules_strict = (*(model_class._keep_in_fp32_modules_strict or ()), "pde.learned")
-
-        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-            super().__init__(config, *args, **kwargs)
-            with torch.device("cpu"):  # from_pretrained makes modules without numbers
-                pde, options_of_pde = _from_config(getattr(config, SETTING, saved))
-                add_pde(self, pde, **options_of_pde)
-
-    # transformers looks classes up by these
-    WithPDE.__name__, WithPDE.__qualname__ = model_class.__name__, model_class.__qualname__
-    WithPDE.__module__ = model_class.__module__
-    told = options.pop("output_loading_info", False)
-    model, info = WithPDE.from_pretrained(
-        folder, output_loading_info=True, attn_implementation=own, **options
-    )
-    missing = [name for name in info["missing_keys"] if ".pde.learned." in name]
-    if missing:
-        raise ValueError(
-            f"{folder} has no numbers for {', '.join(sorted(missing)[:3])}; it was not saved whole"
-        )
-    model.__class__ = model_class
-    return (model, info) if told else model
+    with default_setting(saved):
+        return model_class.from_pretrained(folder, **options)
 
 
 def _check_class(model_class: Any) -> None:
@@ -491,13 +473,6 @@ def _check_class(model_class: Any) -> None:
     )
 
 
-def _from_config(saved: Mapping[str, Any]) -> tuple[PDE, dict[str, Any]]:
-    tensor = lambda c: torch.tensor(c)[:, None, None] if isinstance(c, list) else c
-    options = {**saved}
-    coefficients = {name: tensor(c) for name, c in options.pop("coefficients").items()}
-    return get_pde(options.pop("pde"))(**coefficients), options
-
-
 def _implementation(equation: PDE) -> str:
     for name, kind in BY_NAME.items():
         if type(equation) is kind:
@@ -513,9 +488,27 @@ def _use(model: Any, name: str, found: Mapping[str, nn.Module]) -> None:
 
     if name not in AttentionInterface():
         register(names={name: NAMES[name]})
-    model.set_attn_implementation(name)
+    # that of transformers, since `_accept` would warn once more
+    set_name = getattr(
+        type(model).set_attn_implementation, "__wrapped__", type(model).set_attn_implementation
+    )
+    set_name(model, name)
     for path in found:
         _set_along(model, path, name)
+
+
+def _accept(model: Any, name: Any) -> bool:
+    """Return whether a name is one of PDE attention, for a model whose attention it reaches.
+
+    Raises:
+        BypassError: It is, and reaches nothing. If it reaches a part, a warning says which it does not.
+    """
+    if not is_pde_attention(name):
+        return False
+    if why := refusal(model, name):
+        raise BypassError(why)
+    _warn_of_outside(model, name, outside(model, asking(model)), stacklevel=4)
+    return True
 
 
 def _set_along(model: Any, path: str, name: str) -> None:
@@ -564,29 +557,28 @@ def _heads(module: Any) -> int:
 def check(model: Any, **inputs: Any) -> list[str]:
     """Run a model once, and warn if some of its attention does not go through PDE attention.
 
-    Longformer, BigBird, Reformer, Bloom and other models that compute attention by themselves accept
-    any attn_implementation when they are made, and ignore it; `set_attn_implementation` leaves them as
-    they are, with a line in the log. It does not reach every module of an EncoderDecoderModel that was
-    made from two models, either; `add_pde` does. GPT-OSS, with its attention sinks, asks for more than
-    PDE attention can, and raises when it runs.
+    Longformer, BigBird, Reformer, Bloom and other models that compute attention by themselves, and
+    GPT-OSS, whose attention sinks are more than PDE attention can do, raise a `BypassError` when they
+    are made with such an attn_implementation, or when it is set. This function is for the others:
+    models of which a part computes attention by itself, and parts whose config asks for another one.
 
     Args:
         model: a model of transformers whose attn_implementation is one of `register`'s.
-        inputs: for its forward; its `dummy_inputs` if there are none.
+        inputs: for its forward. Without them, texts, images or both are made if the model says what it
+            takes.
 
     Returns:
         The names of the attention modules that PDE attention does not reach; "", the model itself, if
         nothing in it is called attention.
 
     Raises:
-        ValueError: PDE attention could reach the model, which has another attn_implementation.
+        ValueError: PDE attention could reach the model, which has another attn_implementation, or the
+            model does not run with the inputs that were made.
     """
-    from transformers import AttentionInterface
-
     _check_model(model)
     name = model.config._attn_implementation
     candidates = asking(model)
-    if not isinstance(AttentionInterface().get(name), _Attention):
+    if not is_pde_attention(name):
         if candidates:
             raise ValueError(
                 f"the model's attn_implementation is {name!r}, not one of PDE attention; set it with "
@@ -596,19 +588,27 @@ def check(model: Any, **inputs: Any) -> list[str]:
         missed = outside(model, {}) or [""]
         _warn_of_outside(model, "pde_...", missed)
         return missed
-    given = inputs or _dummy_inputs(model)
+    given = inputs or example_inputs(model)
     modes = [(module, module.training) for module in model.modules()]
     is_whole = False
     try:
         with _listening(name) as (called, refused), torch.no_grad(), suppress(BypassError):
             model.eval()(**given)
             is_whole = True
+    except Exception as error:
+        if inputs:
+            raise
+        raise ValueError(
+            f"{type(model).__name__} does not run with the inputs that check made ({', '.join(given)}): "
+            f"{error}; pass inputs for its forward, as in check(model, input_ids=ids)"
+        ) from error
     finally:
         for module, mode in modes:
             module.training = mode
     reached = {n: m for n, m in model.named_modules() if m in called}
     needs = needing(candidates) | {n: refused[m] for n, m in model.named_modules() if m in refused}
-    astray = [n for n, module in candidates.items() if not _has_pde_name(module)]
+    config_name = lambda module: getattr(getattr(module, "config", None), "_attn_implementation", None)
+    astray = [n for n, module in candidates.items() if not is_pde_attention(config_name(module))]
     bypassing = outside(model, reached | candidates)
     if not (needs or astray or bypassing or (reached and is_whole)):
         bypassing = [n for n in candidates if n not in reached] or [""]
@@ -620,15 +620,8 @@ def check(model: Any, **inputs: Any) -> list[str]:
             stacklevel=2,
         )
     if needs:
-        warnings.warn(f"{_say_needs(model, needs)}: running it raises", stacklevel=2)
+        warnings.warn(f"{say_needs(model, needs)}: running it raises", stacklevel=2)
     return [n for n, _ in model.named_modules() if n in {*bypassing, *astray, *needs}]
-
-
-def _dummy_inputs(model: Any) -> dict[str, Any]:
-    inputs = {k: v.to(model.device) for k, v in model.dummy_inputs.items()}
-    if getattr(model.config, "is_encoder_decoder", False) and "input_ids" in inputs:
-        inputs.setdefault("decoder_input_ids", inputs["input_ids"])
-    return inputs
 
 
 @contextmanager
@@ -656,25 +649,10 @@ def _listening(name: str) -> Iterator[tuple[set[nn.Module], dict[nn.Module, list
         AttentionInterface.register(name, function)
 
 
-def _has_pde_name(module: Any) -> bool:
-    from transformers import AttentionInterface
-
-    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    return isinstance(AttentionInterface().get(name), _Attention)
-
-
-def _say_needs(model: nn.Module, needs: Mapping[str, list[str]]) -> str:
-    arguments = dict.fromkeys(argument for of_module in needs.values() for argument in of_module)
-    return (
-        f"{type(model).__name__}'s attention needs {in_words(arguments)}, which PDE attention does not "
-        f"know ({which([*needs])})"
-    )
-
-
-def _warn_of_outside(model: nn.Module, name: str, outside: list[str]) -> None:
+def _warn_of_outside(model: nn.Module, name: str, outside: list[str], stacklevel: int = 3) -> None:
     if outside:
         warnings.warn(
             f"{type(model).__name__} computes attention by itself ({which(outside)}): "
             f"attn_implementation={name!r} does not reach it, it stays ordinary attention",
-            stacklevel=3,
+            stacklevel=stacklevel,
         )

@@ -10,10 +10,11 @@ from functools import wraps
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from attractor.attention import kernels
+from attractor.integrations.transformers_modules import caller
 
 
 class BypassError(AttributeError):
@@ -70,8 +71,9 @@ class Mask:
 
 def _bypassed() -> BypassError:
     return BypassError(
-        "this model computes its attention itself, outside of transformers' AttentionInterface, or has "
-        "modules that did not get its attn_implementation, so PDE attention does not reach it: "
+        f"{caller(nn.Module)} computes its attention itself, outside of transformers' "
+        "AttentionInterface, or belongs to a model with modules that did not get its "
+        "attn_implementation, so PDE attention does not reach it: "
         "attractor.integrations.transformers.check(model) names them. Where add_pde does not help, use "
         "attn_implementation='eager' or 'sdpa'"
     )

@@ -1,9 +1,8 @@
 """Which parameters of a model an optimiser decays, and at which rate it trains them.
 
-Weight decay pulls a parameter toward zero. For a weight that is a prior; for the logit of a coefficient
-it is a force toward the middle of the coefficient's range, whatever the data say. A module whose own
-parameters are of that kind says so by an attribute ``no_weight_decay = True``; `Recipe.make_optimiser`
-and `parameter_groups` look for it.
+Weight decay pulls a parameter toward zero. For a weight that is a prior; for a coefficient of a PDE it
+is a force toward no PDE, whatever the data say. A module whose own parameters are of that kind says so
+by an attribute ``no_weight_decay = True``; `Recipe.make_optimiser` and `parameter_groups` look for it.
 """
 
 from typing import Any

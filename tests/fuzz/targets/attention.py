@@ -603,6 +603,19 @@ for _name in CLASSES:
             m.choice(["key", "both"]),
         )
 
+    if hasattr(CLASSES[_name], "to_unit"):
+
+        @target(f"{_place}.to_unit")
+        def _to_unit(m: Maker, name: str = _name) -> Call:
+            m.seed()
+            return calling(some(m, name).to_unit, m.number(0.1, 1.0), m.choice(["key", "both"]))
+
+        @target(f"{_place}.from_unit")
+        def _from_unit(m: Maker, name: str = _name) -> Call:
+            unit = {k: torch.rand(2, 1, 1, generator=m.generator()) for k in COEFFICIENT[name]}
+            axis = m.choice(["key", "both"])
+            return calling(CLASSES[name].from_unit, unit, m.number(0.1, 1.0), axis)
+
     @target(f"{_place}.step")
     def _step(m: Maker, name: str = _name) -> Call:
         n = m.whole_number(1, 6)

@@ -1,7 +1,7 @@
 """Advection with diffusion: attention drifts along the keys while it spreads."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -63,9 +63,31 @@ class AdvectionDiffusion:
             return 0.0, 0.5 / (dt * dimensions(axis))
         return -2 * self.alpha, 2 * self.alpha
 
+    def to_unit(self, dt: float, axis: str = "key") -> dict[str, float | Tensor]:
+        """Return the coordinates in which `LearnedPDE` learns: beta first, then what alpha adds."""
+        most = _most(dt, axis)
+        alpha: Any = self.alpha
+        beta: Any = self.beta
+        least = abs(beta) / 2
+        return {"alpha": (alpha - least) / (most - least), "beta": beta / (2 * most)}
+
+    @staticmethod
+    def from_unit(unit: dict[str, Tensor], dt: float, axis: str = "key") -> dict[str, Tensor]:
+        """Return alpha and beta, given their coordinates: all with ``|beta| <= 2 alpha <= 1 / dt``."""
+        most = _most(dt, axis)
+        beta = 2 * most * unit["beta"]
+        least = beta.abs() / 2
+        return {"alpha": least + (most - least) * unit["alpha"], "beta": beta}
+
     def step(
         self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float
     ) -> tuple[Tensor, Tensor | None]:
         """Return u after one step, and the velocity unchanged."""
         spread = plus(u, dt * self.alpha, line.laplacian(u))
         return plus(spread, dt * self.beta, line.gradient(u)), velocity
+
+
+def _most(dt: float, axis: str) -> float:
+    """Return the largest alpha to learn, less than the stable one by what float32 may lose."""
+    check_step_size(dt)
+    return (1 - 1e-6) / (2 * dt * dimensions(axis))

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import leaky_relu
 
 from attractor.attention.pdes.pde import PDE, as_equation
 from attractor.core.checks import check_whole, is_number
@@ -17,16 +18,25 @@ HALVES = (torch.float16, torch.bfloat16)
 class LearnedPDE(nn.Module):
     """A PDE whose coefficients are parameters; calling it returns the PDE with their current values.
 
-    Each coefficient is a logistic function of its parameter, onto the interval where the PDE is stable
-    for steps of size dt. So no optimiser can make training blow up, coefficients near zero move in
-    proportion to their size, and every gradient at the start is of the size of what it can change.
-    AdvectionDiffusion keeps to the smaller interval, ``|beta| <= 2 alpha``, where maps stay
-    non-negative: there its steps average, and are stable with walls anywhere.
+    A coefficient between 0 and `high` is ``high * |raw| / (1 + |raw|)`` of its parameter `raw`, one
+    between ``-high`` and `high` is ``high * raw / (1 + |raw|)``, where `high` is the limit of stability
+    for steps of size dt. So no optimiser can make training blow up, and a coefficient of 0, where the
+    model computes what it computes without a PDE, has a gradient like any other: one update of Adam
+    changes it by about its learning rate times `high`. A coefficient that training pushes below 0 is
+    reflected: it stays within about one update of 0, and leaves it as soon as its gradient changes sign.
+
+    Two equations have coordinates of their own, which they define as `to_unit` and `from_unit`. Wave
+    learns c², since the gradient with respect to c is 0 at c = 0. AdvectionDiffusion learns beta first,
+    and alpha between ``|beta| / 2`` and its limit, where maps stay non-negative: there its steps
+    average, and are stable with walls anywhere.
 
     Parameters stay in float32 in a half-precision model, and so do the coefficients. They are vectors
-    (``alpha_logit [heads]``). Weight decay would pull them toward 0, the middle of the interval, even
-    without a gradient: `no_weight_decay` says so, and `attractor.train.parameter_groups` returns
-    optimiser groups that leave them alone, as do all optimisers that this library makes.
+    (``alpha_raw [heads]``). Weight decay would pull them toward 0, no PDE, even without a gradient:
+    `no_weight_decay` says so, and `attractor.train.parameter_groups` returns optimiser groups that leave
+    them alone, as do all optimisers that this library makes.
+
+    State dicts of earlier versions hold logits (``alpha_logit``). `load_state_dict` converts them, in
+    float64, to parameters with the same coefficients up to the rounding of the parameters.
 
     Args:
         pde: The initial equation, whose coefficients are numbers or tensors with one number per head, or
@@ -37,7 +47,7 @@ class LearnedPDE(nn.Module):
 
     A PDE of one's own can be learnt if it is a frozen dataclass and has a method ``interval(name, dt,
     axis)`` that returns the lowest and the highest stable value of that field; it may use the fields
-    before it.
+    before it. The lowest value is 0, or the negative of the highest.
 
     >>> learned = LearnedPDE("advection_diffusion", heads=8)
     >>> pde = learned()
@@ -62,46 +72,101 @@ class LearnedPDE(nn.Module):
         self.options = {
             f.name: getattr(equation, f.name) for f in fields(equation) if f.name not in names
         }
-        self.signed: dict[str, bool] = {}
+        unknown: Any = {**self.options, **dict.fromkeys(names, torch.tensor(torch.nan, device="cpu"))}
+        self.signed = {
+            name: bool(
+                torch.as_tensor(self.kind(**unknown).interval(name, dt, axis)[0], device="cpu").any()
+            )
+            for name in names
+        }
+        values = {name: _each(equation, name, heads) for name in names}
         self.start: dict[str, list[float]] = {}
-        values = {**self.options, **dict.fromkeys(names, torch.tensor(torch.nan, device="cpu"))}
-        for name in names:
-            value = _each(equation, name, heads)
-            low, high = self.kind(**values).interval(name, self.dt, axis)
-            self.signed[name] = bool(torch.as_tensor(low, device="cpu").any())
-            place = (value - low) / (high - low)
-            margin = MARGIN if self.signed[name] else 0.0
-            place = (place - margin) / (1 - MARGIN - margin)
-            if not ((place > 0) & (place < 1)).all():
+        for name, raw in self._raw_of(values).items():
+            if not raw.isfinite().all():
+                equation = self.kind(**self.options, **values)
+                low, high = equation.interval(name, self.dt, axis)
                 raise ValueError(
-                    f"{name} = {_text(value)} of {self.kind.__name__} must lie between {_text(low)} "
-                    f"and {_text(high)}, ends excluded, to be learnt with dt = {dt:g} on axis {axis!r}; "
-                    "start elsewhere, or take other steps"
+                    f"{name} = {_text(values[name])} of {self.kind.__name__} must lie between "
+                    f"{_text(low)} and {_text(high)}, the upper end excluded, to be learnt with "
+                    f"dt = {dt:g} on axis {axis!r}; start elsewhere, or take other steps"
                 )
-            values[name], self.start[name] = value, place.logit().flatten().tolist()
+            self.start[name] = raw.flatten().tolist()
             dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
-            self.register_parameter(f"{name}_logit", nn.Parameter(torch.empty(heads or 1, dtype=dtype)))
+            self.register_parameter(f"{name}_raw", nn.Parameter(torch.empty(heads or 1, dtype=dtype)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Reset the parameters to their initial values."""
         with torch.no_grad():
-            for name, logits in self.start.items():
-                parameter = getattr(self, f"{name}_logit")
-                parameter.copy_(torch.tensor(logits, dtype=torch.float64, device="cpu"))
+            for name, numbers in self.start.items():
+                parameter = getattr(self, f"{name}_raw")
+                parameter.copy_(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
 
     def forward(self) -> Any:
         """Return the PDE, with coefficients ``[heads, 1, 1]`` or, if heads is None, ``[1, 1, 1]``."""
-        logits = {name: getattr(self, f"{name}_logit")[:, None, None] for name in self.signed}
+        unit = {}
+        for name, signed in self.signed.items():
+            raw = getattr(self, f"{name}_raw")[:, None, None]
+            raw = raw.float() if raw.dtype in HALVES else raw
+            # |raw|, whose gradient at 0 is -1 here: abs has none there, where training may start
+            size = leaky_relu(raw, -1.0)
+            unit[name] = (1 - MARGIN) * (raw if signed else size) / (1 + size)
+        if hasattr(self.kind, "from_unit"):
+            return self.kind(**self.options, **self.kind.from_unit(unit, self.dt, self.axis))
+        values = {**self.options, **unit}
+        for name, signed in self.signed.items():
+            low, high = self.kind(**values).interval(name, self.dt, self.axis)
+            values[name] = (
+                (low + high) / 2 + (high - low) / 2 * unit[name] if signed else high * unit[name]
+            )
+        return self.kind(**values)
+
+    def _raw_of(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the parameters of coefficients ``[heads, 1, 1]``, NaN where there are none."""
+        equation = self.kind(**self.options, **values)
+        if hasattr(equation, "to_unit"):
+            unit = equation.to_unit(self.dt, self.axis)
+        else:
+            unit = {}
+            for name, signed in self.signed.items():
+                low, high = equation.interval(name, self.dt, self.axis)
+                unit[name] = (
+                    (2 * values[name] - low - high) / (high - low) if signed else values[name] / high
+                )
+        raws = {}
+        for name, signed in self.signed.items():
+            low, high = equation.interval(name, self.dt, self.axis)
+            place = unit[name] / (1 - MARGIN)
+            stable = (values[name] >= low) & (values[name] <= high)
+            stable &= (place.abs() if signed else place) < 1
+            raws[name] = (place / (1 - place.abs())).masked_fill(~stable, torch.nan)
+        return raws
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        logits = {name: state_dict.get(f"{prefix}{name}_logit") for name in self.signed}
+        if all(isinstance(logit, Tensor) for logit in logits.values()):
+            for name, raw in self._raw_of_logits(logits).items():
+                like = state_dict.pop(f"{prefix}{name}_logit")
+                state_dict[f"{prefix}{name}_raw"] = raw.to(like.device, like.dtype)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _raw_of_logits(self, logits: dict[str, Any]) -> dict[str, Tensor]:
+        """Return parameters for the coefficients of an earlier version's ``alpha_logit [heads]``.
+
+        There, coefficients were logistic functions onto the interval in which the PDE is stable.
+        """
+        logits = {name: x.detach().cpu().double()[:, None, None] for name, x in logits.items()}
         values = {**self.options, **logits}
         for name, signed in self.signed.items():
             low, high = self.kind(**values).interval(name, self.dt, self.axis)
-            logit = logits[name].float() if logits[name].dtype in HALVES else logits[name]
-            if signed:  # as the one below, but exact where low and high cancel
-                values[name] = (low + high) / 2 + (0.5 - MARGIN) * (high - low) * (logit / 2).tanh()
-            else:  # all of the lower end is kept, for coefficients may be tiny
-                values[name] = (1 - MARGIN) * high * logit.sigmoid()
-        return self.kind(**values)
+            if signed:
+                middle, width = (low + high) / 2, (1 - 2 * MARGIN) * (high - low)
+                values[name] = middle + width / 2 * (logits[name] / 2).tanh()
+            else:
+                values[name] = (1 - MARGIN) * high * logits[name].sigmoid()
+        raws = self._raw_of({name: values[name] for name in self.signed})
+        largest = 1 / MARGIN  # a coefficient that had reached its limit
+        return {name: raw.nan_to_num(largest).clamp(max=largest).flatten() for name, raw in raws.items()}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LearnedPDE":
         def keep(tensor: Tensor) -> Tensor:  # model.half() moves, but does not round
@@ -113,7 +178,7 @@ class LearnedPDE(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the equation and its learnt coefficients, for ``repr``."""
-        heads = len(getattr(self, f"{next(iter(self.signed))}_logit"))
+        heads = len(getattr(self, f"{next(iter(self.signed))}_raw"))
         return f"{self.kind.__name__}, {', '.join(self.signed)}, heads={heads}, dt={self.dt:g}"
 
 

@@ -52,6 +52,17 @@ class Wave:
         check_step_size(dt)
         return 0.0, 1 / (dt * dimensions(axis) ** 0.5)
 
+    def to_unit(self, dt: float, axis: str = "key") -> dict[str, float | Tensor]:
+        """Return the coordinate in which `LearnedPDE` learns c: c² over its largest stable value."""
+        most = self.interval("c", dt, axis)[1]
+        return {"c": (self.c / most) ** 2}
+
+    @staticmethod
+    def from_unit(unit: dict[str, Tensor], dt: float, axis: str = "key") -> dict[str, Tensor]:
+        """Return c, given its coordinate. At 0, c is 1e-6 of the largest, for a finite gradient."""
+        most = Wave().interval("c", dt, axis)[1]
+        return {"c": most * (unit["c"] + 1e-12).sqrt()}
+
     def step(
         self, u: Tensor, velocity: Tensor | None, line: Neighbourhood, dt: float
     ) -> tuple[Tensor, Tensor | None]:

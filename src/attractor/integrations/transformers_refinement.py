@@ -1,0 +1,109 @@
+"""The PDE of an attention module, as `add_pde` puts it there and as a config describes it.
+
+Of use there only: `attractor.integrations.transformers` makes them.
+"""
+
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attractor.attention import pde_attention
+from attractor.attention.pdes import PDE, LearnedPDE, get_pde
+
+SETTING = "pde_attention"  # the entry of a model's config that says what add_pde added
+VERSION = 2  # of that entry; version 1 has no number, and its coefficients were saved as logits
+
+
+@dataclass(eq=False)
+class Setting:
+    """An equation, and how it is stepped."""
+
+    equation: PDE
+    steps: int
+    dt: float
+    walls: str = "mask"
+    method: str = "auto"
+
+    def __post_init__(self) -> None:
+        fields = getattr(self.equation, "__dict__", {}).values()
+        like = next((value for value in fields if isinstance(value, Tensor)), torch.zeros(1))
+        one = torch.zeros(1, like.numel(), 1, 1, device=like.device)
+        pde_attention(one, one, one, **self.options())  # it checks what it is given
+
+    def options(self) -> dict[str, Any]:
+        """As arguments of `pde_attention`."""
+        return {
+            "pde": self.equation,
+            "steps": self.steps,
+            "dt": self.dt,
+            "walls": self.walls,
+            "method": self.method,
+        }
+
+
+class Refinement(nn.Module):
+    """What `add_pde` puts into an attention module, as its `pde`; calling it returns the PDE."""
+
+    def __init__(self, setting: Setting, heads: int | None, learn: bool) -> None:
+        super().__init__()
+        if not isinstance(setting, Setting):
+            raise TypeError(f"setting is a {type(setting).__name__}; give a Setting")
+        self.setting = setting
+        self.learned = LearnedPDE(setting.equation, heads, setting.dt) if learn else None
+
+    def forward(self) -> PDE:
+        """The PDE with the coefficients of now."""
+        return self.setting.equation if self.learned is None else self.learned()
+
+
+def refinement_of(module: nn.Module) -> Any:
+    """Return the `Refinement` of an attention module, or None.
+
+    Where peft has a wrapper in its place (``modules_to_save=["pde"]``), return the wrapper: its
+    attributes and its forward are those of the `Refinement` of the active adapter.
+
+    Raises:
+        ValueError: A model with an adapter of peft is trained, and peft has frozen the coefficients.
+    """
+    own = module._modules.get("pde")
+    if own is None or not isinstance(getattr(own, "setting", None), Setting):
+        return None
+    if isinstance(own, Refinement) and own.learned is not None and not torch.compiler.is_compiling():
+        is_trained = module.training and torch.is_grad_enabled()
+        if is_trained and not any(parameter.requires_grad for parameter in own.learned.parameters()):
+            _check_adapter(module)
+    return own
+
+
+def _check_adapter(module: nn.Module) -> None:
+    if "peft" not in sys.modules:
+        return
+    message = (
+        "peft has frozen the coefficients of this model's PDE, and will not save them in its adapter: "
+        'pass modules_to_save=["pde"] to the config of the adapter'
+    )
+    if has_adapter(module):
+        raise ValueError(f"{message}, and freeze these copies if they are to stay as they are")
+    warnings.warn(f"the coefficients are frozen. If this model has an adapter: {message}", stacklevel=4)
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Return whether a module is a model of peft, or contains layers of an adapter."""
+    models, layers = (sys.modules.get(f"peft.{name}") for name in ("peft_model", "tuners.tuners_utils"))
+    if models is None or layers is None:
+        return False
+    kinds = (models.PeftModel, layers.BaseTunerLayer)
+    return any(isinstance(part, kinds) for part in model.modules())
+
+
+def from_config(saved: Mapping[str, Any]) -> tuple[PDE, dict[str, Any]]:
+    """Return the equation and the options of `add_pde` that the entry `SETTING` of a config holds."""
+    tensor = lambda c: torch.tensor(c)[:, None, None] if isinstance(c, list) else c
+    options = {name: x for name, x in saved.items() if name not in ("version", "modules")}
+    coefficients = {name: tensor(c) for name, c in options.pop("coefficients").items()}
+    return get_pde(options.pop("pde"))(**coefficients), options
