@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from attractor.attention import masks, pde_attention
+from attractor.attention import kernels, masks, pde_attention
 from attractor.attention.pde_attention import attention_and_map
 from attractor.attention.pdes import BY_NAME, PDE, get_pde
 from attractor.attention.precision import accumulate_dtype, for_scores
@@ -165,7 +165,8 @@ class _Attention:
         the scores are a matrix for every head, whatever the method.
         """
         self._refuse(more, attention_mask)
-        setting, pde = self._setting(module)
+        own = self._refinement(module)
+        setting = self.setting if own is None else own.setting
         keys = key.shape[-2]
         if isinstance(attention_mask, Mask):
             where: dict[str, Any] = attention_mask.where()
@@ -175,14 +176,21 @@ class _Attention:
         else:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             key, value, where = _unmasked(query, key, value, bool(causal), sliding_window)
+        wants_map = self._is_map_wanted(more)
+        if query.shape[-2] == 1 and not (dropout or softcap or wants_map or position_bias is not None):
+            output = _one_query(setting if own is None else own, query, key, value, scaling, **where)
+            if output is not None:
+                return output.transpose(1, 2), None
         if position_bias is not None:
             where["attn_mask"] = _biased(position_bias[..., : key.shape[-2]], where.get("attn_mask"))
         if softcap:
             where["attn_mask"] = _biased(_capped(query, key, scaling, softcap), where.get("attn_mask"))
             query, scaling = torch.zeros_like(query), 1.0  # all of the scores are in the bias
 
-        options = setting.options() | {"pde": pde}
-        if not self._is_map_wanted(more):
+        options = setting.options()
+        if own is not None:
+            options["pde"] = own()
+        if not wants_map:
             output = pde_attention(
                 query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=True, **where, **options
             )
@@ -194,7 +202,8 @@ class _Attention:
         A = pad(A.to(query.dtype), (0, keys - A.shape[-1]))  # a static cache's empty end
         return output.transpose(1, 2).contiguous(), A
 
-    def _setting(self, module: nn.Module) -> tuple[Setting, PDE]:
+    def _refinement(self, module: nn.Module) -> Any:
+        """Return what `add_pde` gave to a module, or None."""
         own = refinement_of(module)
         if own is None:
             if hasattr(getattr(module, "config", None), SETTING):
@@ -202,13 +211,13 @@ class _Attention:
                     "this model's config says that add_pde changed it, but its modules have no PDE: "
                     "call attractor.integrations.transformers.register() before the model is made"
                 )
-            return self.setting, self.setting.equation
+            return None
         if type(own.setting.equation) is not type(self.setting.equation):
             raise ValueError(
                 f"add_pde gave this model {type(own.setting.equation).__name__}, but its "
                 f"attn_implementation is {self.name!r}; call add_pde again, or set the name that fits"
             )
-        return own.setting, own()
+        return own
 
     def _is_map_wanted(self, more: dict[str, Any]) -> bool:
         if more.get("output_attentions"):
@@ -237,6 +246,43 @@ class _Attention:
 def _check_model(model: Any) -> None:
     if not (isinstance(model, nn.Module) and hasattr(model, "config")):
         raise TypeError(f"model is a {type(model).__name__}; give a model of transformers")
+
+
+def _one_query(
+    source: "Setting | Refinement",
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    key_padding: Tensor | None = None,
+    documents: Tensor | None = None,
+    window: tuple[int, int] | None = None,
+) -> Tensor | None:
+    """Return what `pde_attention` would, by the kernel for one query; None where it goes another way.
+
+    Generation calls this for every layer and token, so that what cannot differ between them is looked at
+    once. The masks are arguments of `pde_attention`.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    if is_causal or documents is not None or window is not None or (scaling or 1.0) <= 0:
+        return None
+    if torch.is_autocast_enabled(query.device.type):
+        return None
+    setting = source if isinstance(source, Setting) else source.setting
+    valid, evolution = key_padding, source.evolution()
+    if attn_mask is not None:
+        if attn_mask.dtype != torch.bool or attn_mask.shape[1:3] != (1, 1):
+            return None
+        valid = attn_mask[:, 0, 0]
+    if valid is not None and valid.shape[-1] != key.shape[-2]:
+        return None
+    if not setting.takes_one_query(query, key, value, evolution):
+        return None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return kernels.attend_row(query, key, value, valid, scale, evolution)
 
 
 def _unmasked(

@@ -6,14 +6,15 @@ Of use there only: `attractor.integrations.transformers` makes them.
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attractor.attention import pde_attention
+from attractor.attention import kernels, pde_attention
 from attractor.attention.pdes import PDE, LearnedPDE, get_pde
+from attractor.attention.pdes.evolution import Evolution
 
 SETTING = "pde_attention"  # the entry of a model's config that says what add_pde added
 VERSION = 2  # of that entry; version 1 has no number, and its coefficients were saved as logits
@@ -28,6 +29,7 @@ class Setting:
     dt: float
     walls: str = "mask"
     method: str = "auto"
+    one_query: dict[Any, bool] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         fields = getattr(self.equation, "__dict__", {}).values()
@@ -45,6 +47,18 @@ class Setting:
             "method": self.method,
         }
 
+    def evolution(self) -> Evolution:
+        """Return the equation with its steps."""
+        return Evolution.of(self.equation, self.steps, self.dt)
+
+    def takes_one_query(self, query: Tensor, key: Tensor, value: Tensor, evolution: Evolution) -> bool:
+        """Return whether `kernels.attend_row` computes such tensors, looked at once for each kind."""
+        kind = query.dtype, query.device, query.shape[1::2], key.shape[1], value.shape[-1]
+        if kind not in self.one_query:
+            known = self.walls == "mask" and self.method in ("auto", "fused")
+            self.one_query[kind] = known and not kernels.why_not_row(query, key, value, evolution)
+        return self.one_query[kind]
+
 
 class Refinement(nn.Module):
     """What `add_pde` puts into an attention module, as its `pde`; calling it returns the PDE."""
@@ -55,10 +69,28 @@ class Refinement(nn.Module):
             raise TypeError(f"setting is a {type(setting).__name__}; give a Setting")
         self.setting = setting
         self.learned = LearnedPDE(setting.equation, heads, setting.dt) if learn else None
+        self._evolution: tuple[list[Any], Evolution] | None = None
 
     def forward(self) -> PDE:
         """The PDE with the coefficients of now."""
         return self.setting.equation if self.learned is None else self.learned()
+
+    @torch.no_grad()
+    def evolution(self) -> Evolution:
+        """Return the PDE of now with its steps, without gradients.
+
+        It is the same object, with the tables computed from it, until a coefficient changes.
+        """
+        if self.learned is None:
+            return self.setting.evolution()
+        parameters = list(self.learned.parameters())
+        if any(x.is_inference() for x in parameters):  # these have no version
+            return Evolution(self.learned(), self.setting.steps, self.setting.dt)
+        seen = [(x.data_ptr(), x._version) for x in parameters]
+        if self._evolution is None or self._evolution[0] != seen:
+            frozen = Evolution(self.learned(), self.setting.steps, self.setting.dt, constant=True)
+            self._evolution = seen, frozen
+        return self._evolution[1]
 
 
 def refinement_of(module: nn.Module) -> Any:

@@ -21,7 +21,7 @@ from attractor.attention.kernels.operators import operator, operator_or_launch, 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 KEYS = 64  # of a block
 PROGRAMS = 512  # about as many are started, as long as each has a few blocks
-FEWEST_BLOCKS = 4
+FEWEST_BLOCKS = 4  # of a program, if they are launched by the replay of a graph
 LEAST_ROWS = 16  # of a product on tensor cores
 
 
@@ -141,7 +141,10 @@ def _launch(
     out = query.new_empty(batch, heads, 1, depth)
     group, reach, pairs = heads // shared, int(stencil.shape[-1]) // 2, batch * shared
     blocks = cdiv(keys, KEYS)
-    splits = max(1, min(cdiv(blocks, FEWEST_BLOCKS), PROGRAMS // pairs))
+    # A second launch takes longer than some more blocks, unless a graph replays it.
+    replayed = query.is_cuda and torch.cuda.is_current_stream_capturing()
+    fewest = FEWEST_BLOCKS if replayed else 4 * FEWEST_BLOCKS
+    splits = max(1, min(blocks // fewest, PROGRAMS // pairs))
     chunk = cdiv(blocks, splits) * KEYS
     splits = cdiv(keys, chunk)
     parts = largest = total = stencil

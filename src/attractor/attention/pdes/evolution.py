@@ -27,7 +27,8 @@ class Evolution:
         pde: The equation.
         steps: Number of steps.
         dt: Size of a step.
-        constant: Whether all coefficients are numbers. Calls with equal arguments then share one object.
+        constant: Whether the coefficients never change. If they are numbers, calls with equal arguments
+            share one object.
         stencils: Matrices of all steps together, which `engines.values` and `kernels.stencils` compute
             once per dtype. It stays empty unless `constant`.
     """
@@ -62,8 +63,6 @@ class Evolution:
     @property
     def same_for_all_heads(self) -> bool:
         """Whether no coefficient differs from head to head."""
-        if self.constant:
-            return True
         values = getattr(self.pde, "__dict__", {}).values()
         return all(not isinstance(value, Tensor) or value.numel() == 1 for value in values)
 
