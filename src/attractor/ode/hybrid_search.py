@@ -183,8 +183,8 @@ class HybridSearch(Search):
                 solver = self.fit(
                     self.rate, dt=way.setting, horizon=self.horizon, scheme=way.scheme,
                     correction="stages", width=way.width, trajectories=self.trajectories,
-                    precision="float32" if way.width else None, period=self.period, seed=self.seed,
-                    device=self.device, fine_dt=fine_dt, **self.samplers,
+                    options={"precision": "float32"} if way.width else None, period=self.period,
+                    seed=self.seed, device=self.device, fine_dt=fine_dt, **self.samplers,
                 )  # fmt: skip
         except (ValueError, FloatingPointError) as error:  # steps that lose trajectories, rates of t
             reason = str(error).split(";")[0].split(":")[0]
