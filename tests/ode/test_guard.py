@@ -176,7 +176,7 @@ def test_checkpointing_changes_nothing(duffing):
     _, _, solver = duffing
     u0 = torch.tensor([[1.0, 0.2], [4.0, 0.0]], **F64)
     t = torch.arange(11, **F64) * 0.2
-    from attractor.core.evolve import on_grid
+    from attractor.core.grid import on_grid
 
     gradients = []
     for checkpoint in (None, 2):

@@ -39,7 +39,7 @@ def moved_into(target: str, *names: str) -> Callable[[Callable[P, R]], Callable[
                     stacklevel=2,
                 )
                 keywords[target] = {**(keywords.get(target) or {}), **entries}
-            return function(*args, **keywords)  # type: ignore[arg-type]
+            return function(*args, **keywords)
 
         return wrapper
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from attractor.core.adaptive import Callbacks, Solution, Stops, solve_adaptive
 from attractor.core.checks import MOST_STEPS, check_values, is_number
-from attractor.core.evolve import check_problem, on_grid
 from attractor.core.fixed import StepRule, explicit_rule, solve_fixed, solve_fixed_until
+from attractor.core.grid import on_grid
 from attractor.core.implicit import TABLEAUS, implicit_rule
 from attractor.core.multistep import adams_rule
+from attractor.core.problem import check_problem
 from attractor.core.rounds import Control
 from attractor.core.scheme import Rate, Scheme, check_same_rate
 from attractor.core.scipy_solver import solve_scipy, solve_scipy_adjoint

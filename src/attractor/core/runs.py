@@ -87,13 +87,13 @@ class Looped(NamedTuple):
     """What a loop of steps returns.
 
     Attributes:
-        taken: Number of steps taken, a tensor of no dimension.
+        taken: Number of steps taken, a number or a tensor of no dimension.
         u: The state ``[*batch, d]`` after them.
         inside: Which trajectories ``[*batch]`` are inside now.
         stayed: Which trajectories ``[*batch]`` started all steps inside.
     """
 
-    taken: Tensor
+    taken: Tensor | int
     u: Tensor
     inside: Tensor
     stayed: Tensor

@@ -68,7 +68,8 @@ WITNESS = 1000  # numbers of a state that are still written into one
 MODULES = (
     "attractor.core.scheme",
     "attractor.core.tableaus",
-    "attractor.core.evolve",
+    "attractor.core.grid",
+    "attractor.core.march",
     "attractor.core.runs",
     "attractor.ode.trajectories",
 )

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from attractor.core import Trajectory, get_scheme
 from attractor.core.checks import MOST_STEPS, as_number, check_values, is_whole
-from attractor.core.evolve import check_parameters, check_problem, on_grid
+from attractor.core.grid import on_grid
 from attractor.core.limits import STEP_BYTES, check_memory
+from attractor.core.problem import check_initial, check_parameters
 from attractor.core.runs import Guard, correction_term, guarded_step
 from attractor.core.scheme import Rate, check_state
 from attractor.core.step import correction_of_step
@@ -101,8 +102,11 @@ class HybridSolver:
     def _like(self) -> Tensor | None:
         if not isinstance(self.correction, nn.Module):
             return None
-        tensors = chain(self.correction.parameters(), self.correction.buffers())
-        return next((x for x in tensors if x.is_floating_point()), None)
+        modules = list(self.correction.modules())
+        tensors = chain(
+            *(x._parameters.values() for x in modules), *(x._buffers.values() for x in modules)
+        )
+        return next((x for x in tensors if x is not None and x.is_floating_point()), None)
 
     @property
     def fit_error(self) -> float | None:
@@ -204,7 +208,8 @@ class HybridSolver:
             ValueError: t_end is not a whole number of steps away, or guard=True without a trust region.
         """
         t_end, t0 = as_number("t_end", t_end), as_number("t0", t0)
-        if isinstance(u0, Tensor) and u0.dim() and self.dim not in (None, u0.shape[-1]):
+        check_initial(u0)
+        if self.dim not in (None, u0.shape[-1]):
             raise ValueError(
                 f"u0 {list(u0.shape)}: states of {u0.shape[-1]} numbers; this solver's have {self.dim}"
             )
@@ -222,21 +227,23 @@ class HybridSolver:
                 f"t_end = {t_end:g} is not a whole number of steps of dt = {self.dt:g} "
                 f"after t0 = {t0:g}; the nearest is {t0 + max(n, 0) * self.dt!r}"
             )
-        if isinstance(u0, Tensor):
-            kept = n // every + 2
-            check_memory(
-                f"{kept:,} states {list(u0.shape)}, and the times of {n:,} steps,",
-                kept * u0.numel() * u0.element_size() + STEP_BYTES * n,
-                "use a larger every=, an earlier t_end, or fewer trajectories at a time",
-                self.device,
+        u0, kept = self._converted(u0), n // every + 2
+        check_memory(
+            f"{kept:,} states {list(u0.shape)}, and the times of {n:,} steps,",
+            kept * u0.numel() * u0.element_size() + STEP_BYTES * n,
+            "use a larger every=, an earlier t_end, or fewer trajectories at a time",
+            u0.device,
+        )
+        if self.dt < 4 * math.ulp(max(abs(t_end), abs(t0))):
+            raise ValueError(
+                f"times from {t0:g} to {t_end:g} cannot be told apart in steps of dt = {self.dt:g}; "
+                "count time from a later origin"
             )
         t = t0 + torch.arange(n + 1, dtype=torch.float64) * self.dt
-        steps = self._guard(guard)
-        t, u0 = check_problem(u0, t), self._converted(u0)
         with without_vmap("a solver with a trust region"):
             return on_grid(
                 self.rate, u0, t.to(u0.device), self.scheme, self.correction, every=every,
-                compile=compile, guard=steps, parameters=self._parameters(u0, parameters),
+                compile=compile, guard=self._guard(guard), parameters=self._parameters(u0, parameters),
             )  # fmt: skip
 
     def _converted(self, u: Tensor) -> Tensor:
