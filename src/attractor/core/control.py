@@ -503,6 +503,10 @@ def _needs_interpolant(scheme: Scheme, theta: Tensor | None) -> bool:
     return theta is not None and not (_skips_ends(scheme, theta) and bool((theta == 1).all()))
 
 
+class OneTimeError(ValueError):
+    """A rate does not accept a time per trajectory."""
+
+
 @dataclass(frozen=True)
 class _OfComponents:
     """A rate that works on the components of u, and so wants times [*batch] to go with them."""
@@ -532,7 +536,7 @@ def fitted_to_time(
         except (RuntimeError, ValueError):
             if not _ONE_NUMBER.search(str(error)):
                 raise error from None
-            raise ValueError(
+            raise OneTimeError(
                 f"the rate takes t for one number ({error}), but under error control every trajectory "
                 f"has its own time: t is {list(start.shape)}. Use torch.cos(t), torch.where(t < 1, ...) "
                 "and the like; or a grid of times, without rtol and atol, where t is one number"
@@ -546,7 +550,7 @@ def fitted_to_time(
     beside = call_rate(rate, later.reshape(start.shape), u0).detach().reshape(-1, u0.shape[-1])[0]
     rounding = 1e3 * torch.finfo(start.dtype).eps
     if bool(((beside - alone).abs() > rounding * alone.abs().max()).any()):
-        raise ValueError(
+        raise OneTimeError(
             "the rate mixes the times of different trajectories; under error control each has its own "
             "time, and t has shape [*batch, 1]: let t multiply states or rates, not a matrix"
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 from attractor.core.compiling import compiled, components_first
 from attractor.core.runs import Guard, Looped, guarded_step, run
 from attractor.core.scheme import Rate
-from attractor.core.step import Correction, with_parameters
+from attractor.core.step import Correction
 from attractor.core.tableaus import AnyScheme
 from attractor.core.trajectory import Status
 from attractor.core.transforms import has_tangent
@@ -185,8 +185,8 @@ class March:
             assert guard is not None
             left, i = ~(inside | anywhere), first + done
             self.outside.setdefault(i, left)  # runs are repeated where a trajectory is lost
-            rate = with_parameters(self.f, None if p is None else p[left])
-            guarded = guard.step(rate, self.times[i], self.dt[i], u[left])
+            own = None if p is None else p[left]
+            guarded = guard.step(self.f, self.times[i], self.dt[i], u[left], own)
             others = steps(done, 1, u, anyone).u
             u, done = components_first(others.masked_scatter(left[..., None], guarded)), done + 1
         return [u], None if guard is None or guard.replace is not None else stayed

@@ -22,26 +22,25 @@ class Guard:
     Attributes:
         inside: Maps states ``[*batch, d]`` to ``[*batch]``, True where the correction may be applied. It
             is called without gradients. Parameters follow the states, ``[*batch, d + k]``.
-        replace: ``(rate, t, dt, u) -> state one step later``. None: the correction is applied
-            everywhere, and trajectories that leave are only marked.
+        replace: ``(rate, t, dt, u, parameters) -> (state one step later, calls of the rate)``. None: the
+            correction is applied everywhere, and trajectories that leave are only marked.
         region: What `inside` is a method of, for loops of machine code that test states themselves.
         rate_calls: Calls of the rate that `replace` has made.
     """
 
     inside: Callable[[Tensor], Tensor]
-    replace: Callable[[Rate, Tensor, Any, Tensor], Tensor] | None
+    replace: Callable[[Rate, Tensor, Any, Tensor, Tensor | None], tuple[Tensor, int]] | None
     region: Any = None
     rate_calls: int = 0
 
-    def step(self, rate: Rate, t: Tensor, dt: Any, u: Tensor) -> Tensor:
+    def step(
+        self, rate: Rate, t: Tensor, dt: Any, u: Tensor, parameters: Tensor | None = None
+    ) -> Tensor:
         """Call `replace`, and count its calls of the rate."""
-
-        def counted(t: Any, u: Tensor) -> Tensor:
-            self.rate_calls += 1
-            return rate(t, u)
-
         assert self.replace is not None
-        return self.replace(counted, t, dt, u)
+        state, calls = self.replace(rate, t, dt, u, parameters)
+        self.rate_calls += calls
+        return state
 
 
 def run(
@@ -192,7 +191,7 @@ def guarded_step(
     if not bool(outside.any()):
         return corrected_step(f, scheme, correction, t, dt, u, parameters), outside
     if bool(outside.all()):
-        return guard.step(with_parameters(f, parameters), t, dt, u), outside
+        return guard.step(f, t, dt, u, parameters), outside
 
     # Each kind of step gets its own trajectories, and one of them in place of the others, so that no
     # step is computed, or differentiated, where it does not apply.
@@ -201,7 +200,7 @@ def guarded_step(
 
     inside = ~outside
     corrected = corrected_step(f, scheme, correction, t, dt, only(inside, u), only(inside, parameters))
-    plain = guard.step(with_parameters(f, only(outside, parameters)), t, dt, only(outside, u))
+    plain = guard.step(f, t, dt, only(outside, u), only(outside, parameters))
     return torch.where(outside[..., None], plain, corrected), outside
 
 

@@ -196,7 +196,9 @@ class HybridSolver:
                 as many as the accuracy of the fit requires. None: if there is a trust region. With False
                 the correction is applied there as well, and `Trajectory.status` says which trajectories
                 have left.
-            compile: Compile several steps at a time with `torch.compile`, as in `evolve`.
+            compile: Compile several steps at a time with `torch.compile`, as in `evolve`. With the
+                scheme "identity" the first step from outside of the trust region compiles its substeps
+                as well, which takes about ten seconds.
             parameters: Parameters ``[*batch, k]`` of the trajectories, or ``[k]`` for all of them, where
                 the equation is ``rate(t, u, p)``.
 
@@ -243,7 +245,8 @@ class HybridSolver:
         with without_vmap("a solver with a trust region"):
             return on_grid(
                 self.rate, u0, t.to(u0.device), self.scheme, self.correction, every=every,
-                compile=compile, guard=self._guard(guard), parameters=self._parameters(u0, parameters),
+                compile=compile, guard=self._guard(guard, compile),
+                parameters=self._parameters(u0, parameters),
             )  # fmt: skip
 
     def _converted(self, u: Tensor) -> Tensor:
@@ -266,13 +269,13 @@ class HybridSolver:
             )
         return parameters
 
-    def _guard(self, guard: bool | None) -> Guard | None:
+    def _guard(self, guard: bool | None, compile: bool = False) -> Guard | None:
         """The guard of one solve; None if nothing is known about where the correction applies."""
         if self.trust is None:
             if guard:
                 raise ValueError("guard=True needs a trust region; solvers made by fit have one")
             return None
-        return self.trust.guard(self.scheme, replace=guard is None or bool(guard))
+        return self.trust.guard(self.scheme, guard is None or bool(guard), compile)
 
     def capture(
         self, u: Tensor, *, steps: int = 1, parameters: Tensor | None = None, **options: Any
