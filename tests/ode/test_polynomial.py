@@ -348,6 +348,15 @@ def uniform(dim):
     return lambda n, generator: torch.rand(n, dim, generator=generator, **F64)
 
 
+@pytest.mark.parametrize(
+    ("dim", "terms", "rows"),
+    [(2, 72, 25_000), (4, 329, 25_000), (40, 40, 2_500), (40, 860, 25_000), (8, 2200, 39_600)],
+)
+def test_states_of_many_components_need_fewer_steps_to_learn_from(dim, terms, rows):
+    own = PolynomialSearch(search(lambda t, u: 1 - u, uniform(dim)), None, 0.1)
+    assert own.rows(terms) == rows
+
+
 def test_the_search_finds_steps_that_start_anywhere_on_a_trajectory():
     own = polynomials(error=1e-5)
     with torch.no_grad():

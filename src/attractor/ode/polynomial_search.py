@@ -49,8 +49,10 @@ MOST_TRAJECTORIES, FEWEST_TRAJECTORIES = 2000, 200
 MOST_NUMBERS = 2**25  # of the trajectories
 MOVED = 0.7  # share of the starting points of steps that lie beside the trajectories,
 BESIDE = 0.1  # by this many standard deviations of each component
-ROWS_PER_TERM = 18  # steps that a polynomial learns from; they are free of noise
-FEWEST_ROWS = 25_000
+ROWS_PER_TERM = 18  # steps that a polynomial learns from, at least; they are free of noise
+ENOUGH_ROWS = 25_000  # for a fit and its trust region, unless there are more terms. Where states have
+ENOUGH_NUMBERS = 100_000  # components enough for more numbers than these, fewer steps,
+ENOUGH_PER_TERM = 60  # but as many per term
 SPEED = 5e9  # rows times squared terms per second of a fit, at least
 SHARE = 0.15  # of the budget that fine trajectories take, at most
 HOPELESS = 1e4  # more terms are tried if fewer terms came as close as this many times the error
@@ -121,7 +123,8 @@ class PolynomialSearch:
 
     def rows(self, terms: int) -> int:
         """Return the number of steps that a polynomial learns from."""
-        return max(FEWEST_ROWS, ROWS_PER_TERM * terms)
+        few = max(ENOUGH_NUMBERS // self.search.timed.shape[-1], ENOUGH_PER_TERM * terms)
+        return max(ROWS_PER_TERM * terms, min(few, ENOUGH_ROWS))
 
     def best(self, candidates: list[Candidate]) -> list[Candidate]:
         """Return a list of the candidate with the fewest steps that reach the error, or an empty one."""
