@@ -20,6 +20,10 @@ class Segment(NamedTuple):
     u1: Tensor  # [*batch, d]
     inner: Sequence[Tensor]  # [*batch, d] each; see `interpolant`
 
+    def at(self, theta: Tensor) -> Tensor:
+        """Return the states ``[*batch, d]`` at parts theta ``[*batch, 1]`` of the steps."""
+        return evaluate(self.u, self.u1, self.inner, theta.to(self.u.real.dtype))
+
 
 @dataclass(frozen=True)
 class SteppedOutput:

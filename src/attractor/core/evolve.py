@@ -6,8 +6,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from attractor.core.checks import is_whole
-from attractor.core.control import Event, controlled
+from attractor.core.control import controlled
 from attractor.core.dense import GridOutput
+from attractor.core.events import Event
 from attractor.core.grid import kept_states, on_grid
 from attractor.core.problem import check_parameters, check_problem
 from attractor.core.rounds import Control

@@ -46,7 +46,7 @@ def flatten(func: Callable[..., Any], y0: State) -> tuple[Rate, Tensor, Callable
         return shaped if keys is None else dict(zip(keys, shaped))
 
     def rate(t: Tensor, u: Tensor) -> Tensor:
-        rates = func(t.reshape(()), restore(u))
+        rates: Any = func(t.reshape(()), restore(u))
         if isinstance(y0, Tensor):
             if not isinstance(rates, Tensor) or rates.shape != y0.shape:
                 got = list(rates.shape) if isinstance(rates, Tensor) else type(rates).__name__
@@ -61,8 +61,8 @@ def flatten(func: Callable[..., Any], y0: State) -> tuple[Rate, Tensor, Callable
             rates = [rates[key] for key in keys]
         right = isinstance(rates, tuple | list) and all(isinstance(du, Tensor) for du in rates)
         if not right or [du.numel() for du in rates] != sizes:
-            got = [list(getattr(du, "shape", ())) for du in rates] if right else type(rates).__name__
-            raise ValueError(f"func returned {got} for states of shapes {[list(s) for s in shapes]}")
+            own = [list(getattr(du, "shape", ())) for du in rates] if right else type(rates).__name__
+            raise ValueError(f"func returned {own} for states of shapes {[list(s) for s in shapes]}")
         return torch.cat([du.reshape(-1) for du in rates])
 
     flat = parts[0].reshape(-1) if isinstance(y0, Tensor) else torch.cat([y.reshape(-1) for y in parts])

@@ -247,7 +247,7 @@ def _solve(
     if adaptive:
         assert isinstance(scheme, Scheme)
         most = MAX_STEPS if event is None else MAX_EVENT_STEPS
-        tolerances = (flat_tolerance(name, x, y0) for name, x in (("rtol", rtol), ("atol", atol)))
+        tolerances = flat_tolerance("rtol", rtol, y0), flat_tolerance("atol", atol, y0)
         control = Control(*tolerances, max_steps=most)
         control, stops = control_of(control, options, unflatten, len(parts_of(y0)))
         if flat.numel() == 0:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from attractor.core import evolve, get_scheme
 from attractor.core.checks import MOST_STEPS, check_seed, check_whole, is_number, is_whole
+from attractor.core.clocks import fitted_to_time
 from attractor.core.compiling import components_first
-from attractor.core.control import fitted_to_time
 from attractor.core.limits import STEP_BYTES, check_memory
 from attractor.core.scheme import Rate
 from attractor.ode import fused

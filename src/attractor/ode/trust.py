@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from attractor.core import get_scheme
 from attractor.core.checks import check_input, check_number, check_tensor, check_values, check_whole
-from attractor.core.control import OneTimeError, controlled
+from attractor.core.clocks import OneTimeError
+from attractor.core.control import controlled
 from attractor.core.rounds import Control
 from attractor.core.runs import Guard
 from attractor.core.scheme import Rate
