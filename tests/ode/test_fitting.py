@@ -9,12 +9,8 @@ import attractor as at
 from attractor.ode import Paper, Ridge
 from attractor.ode.corrections.network import Network
 from attractor.ode.shards import make_trajectories
-from attractor.ode.trajectories import (
-    LostTrajectoriesError,
-    enough_substeps,
-    fine_trajectories,
-    whole_steps,
-)
+from attractor.ode.substeps import enough_substeps, whole_steps
+from attractor.ode.trajectories import LostTrajectoriesError, fine_trajectories
 from attractor.ode.trust import TrustRegion
 
 F64 = dict(dtype=torch.float64)

@@ -16,11 +16,11 @@ from attractor.ode.fit_data import make_plans
 from attractor.ode.processes import Crew
 from attractor.ode.rollouts import Rollouts
 from attractor.ode.serialization import is_system, rate_to_json
+from attractor.ode.substeps import enough_substeps
 from attractor.ode.trajectories import (
     LostTrajectoriesError,
     Plan,
     Run,
-    enough_substeps,
     exact_solution,
     fine_trajectories,
 )

@@ -43,7 +43,7 @@ from attractor.ode.compare import compare as compare_solver
 from attractor.ode.compare_saved import compare_all
 from attractor.ode.comparison import Comparison
 from attractor.ode.processes import Crew
-from attractor.ode.trajectories import initial_states, sampled_parameters
+from attractor.ode.samples import initial_states, sampled_parameters
 from attractor.ode.tuning import tune as tune_solver
 
 WHAT = "A built-in system, such as elastic-pendulum, or FILE.py:FUNCTION, or MODULE:FUNCTION."

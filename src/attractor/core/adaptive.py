@@ -7,9 +7,8 @@ constants.
 """
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,12 +16,19 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint as recompute_later
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from attractor.core.callbacks import (
+    NO_CALLBACKS,
+    NO_STOPS,
+    Callback,
+    Callbacks,
+    Event,
+    Solution,
+    Stops,
+)
 from attractor.core.events import bracketed_root, differentiated_root
 from attractor.core.interpolant import coefficients, evaluate
-from attractor.core.rounds import Control, root_mean_square
-from attractor.core.scheme import (
+from attractor.core.rates import (
     Rate,
-    Scheme,
     call_rate,
     check_kept,
     check_unwritten,
@@ -30,42 +36,9 @@ from attractor.core.scheme import (
     version,
     weighted_sum,
 )
+from attractor.core.rounds import Control, root_mean_square
+from attractor.core.scheme import Scheme
 from attractor.core.transforms import has_tangent
-
-Callback = Callable[[Tensor, Tensor, Tensor], Any]
-Event = Callable[[Tensor, Tensor], Tensor]  # (t [], u [d]) -> []
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """Functions ``(t, u, dt)`` to call at each attempt, and at each accepted or rejected one."""
-
-    step: Callback | None = None
-    accept: Callback | None = None
-    reject: Callback | None = None
-
-
-@dataclass(frozen=True)
-class Stops:
-    """Times at which a step must end; at `jumps` the rate is also discontinuous."""
-
-    times: Sequence[float] = ()
-    jumps: Sequence[float] = ()
-
-    def __post_init__(self) -> None:
-        if set(self.times) & set(self.jumps):
-            raise ValueError("step_t and jump_t share times; pass each time in one of them")
-
-
-NO_CALLBACKS, NO_STOPS = Callbacks(), Stops()
-
-
-class Solution(NamedTuple):
-    """States ``[n+1, d]`` at the wanted times, or at the start and at the time ``[]`` of an event."""
-
-    u: Tensor
-    event_time: Tensor | None
-    steps: int
 
 
 class _Attempt(NamedTuple):

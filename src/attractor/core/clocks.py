@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attractor.core.rates import Rate, call_rate
 from attractor.core.rounds import as_time
-from attractor.core.scheme import Rate, call_rate
 from attractor.core.step import with_parameters
 
 # How torch says that a tensor of several numbers is not one.

@@ -20,6 +20,7 @@ from attractor.core.compiling import NotCompiledError, compiled, components_firs
 from attractor.core.dense import Segment, SteppedOutput
 from attractor.core.events import Event, EventSearch
 from attractor.core.interpolant import coefficients
+from attractor.core.rates import Rate, check_unwritten, version
 from attractor.core.replay import Round, differentiated, differentiates_start
 from attractor.core.rounds import (
     Control,
@@ -32,7 +33,7 @@ from attractor.core.rounds import (
     positive,
     rate_calls,
 )
-from attractor.core.scheme import Rate, Scheme, check_unwritten, version
+from attractor.core.scheme import Scheme
 from attractor.core.step import with_parameters
 from attractor.core.tableaus import ALL, AnyScheme
 from attractor.core.trajectory import Events, Stats, Status, Trajectory

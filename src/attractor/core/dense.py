@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from attractor.core.interpolant import coefficients, evaluate, hermite
-from attractor.core.scheme import Rate, Scheme, call_rate
+from attractor.core.rates import Rate, call_rate
+from attractor.core.scheme import Scheme
 
 
 class Segment(NamedTuple):

@@ -11,8 +11,9 @@ from attractor.core.dense import GridOutput
 from attractor.core.events import Event
 from attractor.core.grid import kept_states, on_grid
 from attractor.core.problem import check_parameters, check_problem
+from attractor.core.rates import Rate
 from attractor.core.rounds import Control
-from attractor.core.scheme import Rate, Scheme
+from attractor.core.scheme import Scheme
 from attractor.core.step import Correction, with_parameters
 from attractor.core.tableaus import AnyScheme, get_scheme
 from attractor.core.trajectory import Trajectory

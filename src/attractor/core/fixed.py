@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute_later
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from attractor.core.adaptive import NO_CALLBACKS, Callbacks, Event, Solution
+from attractor.core.callbacks import NO_CALLBACKS, Callbacks, Event, Solution
 from attractor.core.events import bracketed_root, differentiated_root
 from attractor.core.interpolant import evaluate, hermite
-from attractor.core.scheme import Rate, Scheme, call_rate, check_kept, moved
+from attractor.core.rates import Rate, call_rate, check_kept, moved
+from attractor.core.scheme import Scheme
 from attractor.core.transforms import has_tangent
 
 MOST_EVENT_STEPS = 20_000  # torchdiffeq's

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from attractor.core.scheme import Rate
+from attractor.core.rates import Rate
 
 State: TypeAlias = Tensor | tuple[Tensor, ...] | dict[Any, Tensor]
 Tolerance: TypeAlias = Any  # a number, a tensor, or a tuple or dict of these for the parts of a state

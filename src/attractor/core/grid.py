@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint as recompute_later
 from attractor.core.compiling import NotCompiledError, compiled, operations
 from attractor.core.identity import Identity
 from attractor.core.march import LOOP, Loop, March, Survivors, all_finite, everybody
+from attractor.core.rates import Rate, check_unwritten, version
 from attractor.core.runs import Guard, corrected_step, looped, run
-from attractor.core.scheme import Rate, check_unwritten, version
 from attractor.core.splitting import Splitting
 from attractor.core.step import Correction, correction_of_step, with_parameters
 from attractor.core.tableaus import AnyScheme

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from attractor.core.compiling import compiled, components_first
+from attractor.core.rates import Rate
 from attractor.core.runs import Guard, Looped, guarded_step, run
-from attractor.core.scheme import Rate
 from attractor.core.step import Correction
 from attractor.core.tableaus import AnyScheme
 from attractor.core.trajectory import Status

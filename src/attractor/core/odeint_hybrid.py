@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attractor.core.grid import on_grid
-from attractor.core.scheme import check_same_rate
+from attractor.core.rates import check_same_rate
 from attractor.core.transforms import has_tangent, is_transformed
 
 CHECKED_TIMES = 8  # of a trajectory, at which func and the solver's own rate are compared

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attractor.core.checks import check_values
-from attractor.core.scheme import broadcasts
+from attractor.core.rates import broadcasts
 from attractor.core.transforms import is_vmapped
 
 

@@ -14,8 +14,9 @@ from attractor.core.compiling import compiled
 from attractor.core.dense import Segment, SteppedOutput
 from attractor.core.events import Event, differentiated_root
 from attractor.core.interpolant import coefficients
+from attractor.core.rates import Rate, call_rate
 from attractor.core.rounds import as_time, attempt, rate_calls
-from attractor.core.scheme import Rate, Scheme, call_rate
+from attractor.core.scheme import Scheme
 from attractor.core.step import with_parameters
 from attractor.core.trajectory import Events
 from attractor.core.transforms import has_tangent

@@ -16,7 +16,8 @@ from torch._higher_order_ops.while_loop import while_loop
 
 from attractor.core.checks import is_number
 from attractor.core.compiling import compiled, vectorised
-from attractor.core.scheme import Rate, Scheme, call_rate, weighted_sum
+from attractor.core.rates import Rate, call_rate, weighted_sum
+from attractor.core.scheme import Scheme
 from attractor.core.step import with_parameters
 from attractor.core.trajectory import Status
 

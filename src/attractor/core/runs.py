@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._higher_order_ops.while_loop import while_loop
 
 from attractor.core.compiling import components_first, vectorised
-from attractor.core.scheme import Rate, moved
+from attractor.core.rates import Rate, moved
 from attractor.core.splitting import Halves, Splitting
 from attractor.core.step import Correction, Step, with_parameters
 from attractor.core.tableaus import AnyScheme

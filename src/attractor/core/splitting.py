@@ -8,17 +8,9 @@ import torch
 from torch import Tensor
 
 from attractor.core.checks import check_values
-from attractor.core.scheme import (
-    Coefficient,
-    Rate,
-    as_fractions,
-    call_rate,
-    check_stages,
-    check_state,
-    checked_order,
-    moved,
-)
+from attractor.core.rates import Rate, call_rate, check_state, moved
 from attractor.core.step import Step, with_parameters
+from attractor.core.tableau_checks import Coefficient, as_fractions, check_stages, checked_order
 from attractor.core.trees import defect
 
 Halves: TypeAlias = tuple[Tensor | None, Tensor | None]  # q' and p', where they are known

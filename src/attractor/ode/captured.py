@@ -21,7 +21,7 @@ from torch import Tensor
 from attractor.core.checks import as_int, check_tensor
 from attractor.core.compiling import compiled, components_first, count_operations
 from attractor.core.grid import COMPILED_OPERATIONS
-from attractor.core.scheme import Rate
+from attractor.core.rates import Rate
 from attractor.core.step import correction_of_step, with_parameters
 from attractor.core.tableaus import AnyScheme
 from attractor.ode import fused

@@ -10,25 +10,13 @@ import torch
 from torch import Tensor
 
 from attractor.core.checks import check_whole
-from attractor.core.scheme import Rate
+from attractor.core.rates import Rate
+from attractor.ode.fine_data import FineData
 from attractor.ode.pairs import Pairs
 from attractor.ode.rate_checks import TIMES, check_rate
-from attractor.ode.shards import FineData
-from attractor.ode.trajectories import (
-    LARGEST,
-    PHASES,
-    Plan,
-    Run,
-    Sampler,
-    check_states,
-    enough_substeps,
-    fine_trajectories,
-    initial_states,
-    make_runs,
-    sampled_parameters,
-    substeps_for,
-    whole_steps,
-)
+from attractor.ode.samples import Sampler, check_states, initial_states, sampled_parameters
+from attractor.ode.substeps import enough_substeps, substeps_for, whole_steps
+from attractor.ode.trajectories import LARGEST, PHASES, Plan, Run, fine_trajectories, make_runs
 
 
 class FitData(NamedTuple):

@@ -16,10 +16,11 @@ from attractor.core.checks import check_number, is_whole
 from attractor.core.deprecation import moved_into
 from attractor.core.identity import Identity
 from attractor.core.limits import check_folder, check_memory
-from attractor.core.scheme import Rate
+from attractor.core.rates import Rate
 from attractor.core.tableaus import AnyScheme
 from attractor.ode.algorithm1 import train_on_pairs
 from attractor.ode.corrections import BY_NAME, get_correction
+from attractor.ode.fine_data import FineData
 from attractor.ode.fit_data import Problem, region_states
 from attractor.ode.hybrid_search import fastest_hybrid
 from attractor.ode.pairs import one_step
@@ -28,9 +29,9 @@ from attractor.ode.rate_checks import check_rate
 from attractor.ode.recipes import Paper, Recipe, Ridge, get_recipe
 from attractor.ode.ridge_search import Kind, RidgeSearch
 from attractor.ode.rollouts import Rollouts, step_accuracy
-from attractor.ode.shards import FineData
+from attractor.ode.samples import Sampler
 from attractor.ode.solver import HybridSolver
-from attractor.ode.trajectories import Run, Sampler
+from attractor.ode.trajectories import Run
 from attractor.ode.trust import TrustRegion
 from attractor.ode.unfinished import Unfinished
 from attractor.train.generators import forked

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from attractor.core import evolve
-from attractor.core.scheme import Rate, call_rate
+from attractor.core.rates import Rate, call_rate
 from attractor.core.tableaus import IDENTITY
 from attractor.ode.candidates import Candidate, distance
 from attractor.ode.closed_form import ClosedForm
@@ -25,16 +25,8 @@ from attractor.ode.pairs import one_step
 from attractor.ode.rate_checks import check_rate
 from attractor.ode.search import Search
 from attractor.ode.solver import HybridSolver
-from attractor.ode.trajectories import (
-    LARGEST,
-    PHASES,
-    Plan,
-    Run,
-    enough_substeps,
-    make_runs,
-    shifted,
-    substeps_for,
-)
+from attractor.ode.substeps import enough_substeps, substeps_for
+from attractor.ode.trajectories import LARGEST, PHASES, Plan, Run, make_runs, shifted
 
 GRID = 240  # steps of the fine trajectories, a number with many divisors
 STEPS = tuple(n for n in range(2, GRID // 2 + 1) if GRID % n == 0)  # of a polynomial

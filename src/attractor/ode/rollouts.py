@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from attractor.core import evolve, stiffness
-from attractor.core.scheme import Rate
+from attractor.core.rates import Rate
 from attractor.core.step import with_parameters
 from attractor.core.tableaus import AnyScheme
 from attractor.ode.pairs import Pairs

@@ -14,8 +14,8 @@ from attractor.core.checks import MOST_STEPS, as_number, check_values, is_whole
 from attractor.core.grid import on_grid
 from attractor.core.limits import STEP_BYTES, check_memory
 from attractor.core.problem import check_initial, check_parameters
+from attractor.core.rates import Rate, check_state
 from attractor.core.runs import Guard, correction_term, guarded_step
-from attractor.core.scheme import Rate, check_state
 from attractor.core.step import correction_of_step
 from attractor.core.tableaus import AnyScheme
 from attractor.core.transforms import is_transformed, without_vmap

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attractor.core.rates import version
 from attractor.core.runs import Looped
-from attractor.core.scheme import version
 
 SOURCE = Path(__file__).with_suffix(".c")
 TYPES = {torch.float32: "float", torch.float64: "double"}
