@@ -25,6 +25,7 @@ from attractor.core.callbacks import (
     Solution,
     Stops,
 )
+from attractor.core.checks import all_finite
 from attractor.core.events import bracketed_root, differentiated_root
 from attractor.core.interpolant import coefficients, evaluate
 from attractor.core.rates import (
@@ -38,7 +39,7 @@ from attractor.core.rates import (
 )
 from attractor.core.rounds import Control, root_mean_square
 from attractor.core.scheme import Scheme
-from attractor.core.transforms import has_tangent
+from attractor.core.transforms import is_differentiated
 
 
 class _Attempt(NamedTuple):
@@ -105,7 +106,7 @@ class _Search:
         self.jumps = frozenset(self.stops.jumps)
         # The error of a cubic is in no estimate, so it must be of an order that the steps do not outdo.
         self.lands = not self.scheme.interpolates
-        self.differentiates_times = self.t_out.requires_grad or has_tangent(self.t_out)
+        self.differentiates_times = is_differentiated(self.t_out)
 
     def at(self, t: float, u: Tensor, side: float = 0.0) -> Tensor:
         """The time as a tensor beside u; `side` moves it to the next number up or down."""
@@ -194,7 +195,7 @@ class _Search:
             # In the default norm an error estimate is finite only if the last stage is.
             fsal = scheme.first_same_as_last and control.norm is root_mean_square
             looks = [u1] if fsal else [u1, k1]
-            if math.isfinite(error) and all(_finite(x) for x in looks):
+            if math.isfinite(error) and all(all_finite(x) for x in looks):
                 return error
         return math.nan
 
@@ -370,7 +371,7 @@ def solve_adaptive(
         late = t[0].to(u0.real.dtype)
         u = u0 - k.detach() * (late - late.detach())
         k = call_rate(f, start, u)
-    if not (_finite(u) and _finite(k)):
+    if not (all_finite(u) and all_finite(k)):
         search.give_up()
     if event is not None:
         search.event_value = event(start, u0.detach()).item()
@@ -408,11 +409,3 @@ def solve_adaptive(
 def _call(callback: Callback | None, about: tuple[Tensor, ...]) -> None:
     if callback is not None:
         callback(*about)
-
-
-def _finite(x: Tensor) -> bool:
-    """Whether all elements are finite; one sum tells, unless it overflows."""
-    x = x.detach()
-    if x.is_complex():
-        x = torch.view_as_real(x.resolve_conj())
-    return math.isfinite(x.sum().item()) or bool(torch.isfinite(x).all())

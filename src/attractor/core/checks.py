@@ -75,6 +75,13 @@ def autocast(x: Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
+def all_finite(u: Tensor) -> bool:
+    """Return whether u is finite; its sum tells, unless that overflows."""
+    u = torch.view_as_real(u.detach().resolve_conj()) if u.is_complex() else u.detach()
+    dtype = torch.float32 if u.dtype.itemsize < 4 else u.dtype
+    return math.isfinite(u.sum(dtype=dtype).item()) or bool(torch.isfinite(u).all())
+
+
 def check_whole(name: str, value: Any, least: int, what: str = "") -> None:
     """Raise unless value is a whole number of at least `least`."""
     if not is_whole(value) or value < least:

@@ -21,14 +21,14 @@ from attractor.core.dense import Segment, SteppedOutput
 from attractor.core.events import Event, EventSearch
 from attractor.core.interpolant import coefficients
 from attractor.core.rates import Rate, check_unwritten, version
-from attractor.core.replay import Round, differentiated, differentiates_start
+from attractor.core.replay import Round, differentiated
+from attractor.core.round_loop import compiled_rounds
 from attractor.core.rounds import (
     Control,
     Progress,
     Rules,
     as_time,
     attempt,
-    compiled_rounds,
     first_step,
     positive,
     rate_calls,
@@ -37,7 +37,7 @@ from attractor.core.scheme import Scheme
 from attractor.core.step import with_parameters
 from attractor.core.tableaus import ALL, AnyScheme
 from attractor.core.trajectory import Events, Stats, Status, Trajectory
-from attractor.core.transforms import has_tangent, is_transformed
+from attractor.core.transforms import has_tangent, is_differentiated, is_transformed
 from attractor.core.wanted import Output, needs_interpolant, states_inside
 
 SHORT = 4  # Python takes the rounds if a wanted time is no more than so many steps away.
@@ -88,7 +88,7 @@ def controlled(
     solution, again = differentiated(
         f, u0, k, t, scheme, rounds, parameters, compile, checkpoint, dense, events, trajectory.events
     )
-    calls += stats.rate_calls + again + differentiates_start(t)
+    calls += stats.rate_calls + again + is_differentiated(t)
     return replace(trajectory, stats=replace(stats, rate_calls=calls), **solution)
 
 

@@ -18,7 +18,7 @@ from attractor.core.events import bracketed_root, differentiated_root
 from attractor.core.interpolant import evaluate, hermite
 from attractor.core.rates import Rate, call_rate, check_kept, moved
 from attractor.core.scheme import Scheme
-from attractor.core.transforms import has_tangent
+from attractor.core.transforms import is_differentiated
 
 MOST_EVENT_STEPS = 20_000  # torchdiffeq's
 
@@ -94,7 +94,7 @@ def solve_fixed(
     n, sign = len(grid) - 1, -1.0 if bool(grid[-1] < grid[0]) else 1.0
     real = u0.real.dtype
     times, sizes = grid.to(real), grid.diff().to(real)
-    as_tensor = t.requires_grad or grid.requires_grad or has_tangent(t) or has_tangent(grid)
+    as_tensor = is_differentiated(t) or is_differentiated(grid)
     dts: Any = sizes if as_tensor else sizes.tolist()
     clock, wanted = (sign * grid.detach()).tolist(), (sign * t.detach()).tolist()
     before = _counts(wanted, clock)
@@ -155,7 +155,7 @@ def solve_fixed_until(
     real, sign = u0.real.dtype, -1.0 if bool(t[-1] < t[0]) else 1.0
     start, dt, u, history = t.detach()[0].double().item(), sign * step, u0, NO_HISTORY
     at = lambda x: u0.real.new_full((), x)
-    if t.requires_grad or has_tangent(t):
+    if is_differentiated(t):
         # Starting later by s is starting from u0 - s f(t0, u0): this carries the gradient of t[0].
         late = t[0].to(real)
         u = u0 - call_rate(f, at(start), u0).detach() * (late - late.detach())

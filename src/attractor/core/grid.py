@@ -16,16 +16,23 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute_later
 
+from attractor.core.checks import all_finite
 from attractor.core.compiling import NotCompiledError, compiled, operations
 from attractor.core.identity import Identity
-from attractor.core.march import LOOP, Loop, March, Survivors, all_finite, everybody
+from attractor.core.march import LOOP, Loop, March, Survivors, everybody
 from attractor.core.rates import Rate, check_unwritten, version
 from attractor.core.runs import Guard, corrected_step, looped, run
 from attractor.core.splitting import Splitting
 from attractor.core.step import Correction, correction_of_step, with_parameters
 from attractor.core.tableaus import AnyScheme
 from attractor.core.trajectory import Record, Stats, Status, Trajectory
-from attractor.core.transforms import has_tangent, is_transformed, is_vmapped, under_vmap
+from attractor.core.transforms import (
+    has_tangent,
+    is_differentiated,
+    is_transformed,
+    is_vmapped,
+    under_vmap,
+)
 
 COMPILED_OPERATIONS = 1_000  # in an unrolled compiled run: ten steps of a small system
 SHORT = 4  # so few steps between kept states are unrolled
@@ -210,7 +217,7 @@ def _loop(
 
 def _as_numbers(dt: Tensor, t: Tensor) -> Any:
     """Return step sizes as numbers, which need no work on the device, unless times are transformed."""
-    return dt if t.requires_grad or has_tangent(t) or is_vmapped(t) else dt.tolist()
+    return dt if is_differentiated(t) or is_vmapped(t) else dt.tolist()
 
 
 def kept_states(n: int, every: int) -> list[int]:

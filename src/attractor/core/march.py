@@ -1,6 +1,5 @@
 """Steps along a grid of times, in runs: guarded, compiled, and repeated where a trajectory is lost."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -8,13 +7,14 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from attractor.core.checks import all_finite
 from attractor.core.compiling import compiled, components_first
 from attractor.core.rates import Rate
 from attractor.core.runs import Guard, Looped, guarded_step, run
 from attractor.core.step import Correction
 from attractor.core.tableaus import AnyScheme
 from attractor.core.trajectory import Status
-from attractor.core.transforms import has_tangent
+from attractor.core.transforms import is_differentiated
 
 LOOP = 256  # steps of a compiled loop at most
 Loop: TypeAlias = Callable[..., Looped]  # (t, dt, count, u, anywhere, parameters), as for `looped`
@@ -119,7 +119,7 @@ class March:
         if self.guard.replace is None:
             self.outside.setdefault(first, left)
             return states, took
-        if states[-1].requires_grad or has_tangent(states[-1]):
+        if is_differentiated(states[-1]):
             # Corrected steps from outside may overflow, and must not reach gradients that all share.
             if bool(stayed.any()):
                 states, _ = self._run(first, keep, u, Survivors(stayed, self.t[-1]))
@@ -228,13 +228,6 @@ def everybody(u: Tensor, t: Tensor) -> Survivors:
     """Return all trajectories whose state is finite, followed to the end."""
     finite = torch.isfinite(u.detach()).all(-1)
     return Survivors(finite, torch.where(finite, t[-1].detach(), t[0].detach()))
-
-
-def all_finite(u: Tensor) -> bool:
-    """Return whether u is finite; its sum tells, unless that overflows."""
-    u = torch.view_as_real(u.detach().resolve_conj()) if u.is_complex() else u.detach()
-    dtype = torch.float32 if u.dtype.itemsize < 4 else u.dtype
-    return math.isfinite(u.sum(dtype=dtype).item()) or bool(torch.isfinite(u).all())
 
 
 def _stand_in(u: Any, survivors: Survivors | None) -> Any:

@@ -19,7 +19,7 @@ from attractor.core.rounds import as_time, attempt, rate_calls
 from attractor.core.scheme import Scheme
 from attractor.core.step import with_parameters
 from attractor.core.trajectory import Events
-from attractor.core.transforms import has_tangent
+from attractor.core.transforms import is_differentiated
 from attractor.core.wanted import Pairs, needs_interpolant, states_inside
 
 
@@ -86,7 +86,7 @@ def differentiated(
         return values, u, k
 
     u = u0
-    if differentiates_start(t_out):
+    if is_differentiated(t_out):
         # Starting later by s is starting from u0 - s f(t0, u0): this carries the gradient of t[0].
         start = as_time(t_out[:1] if t_out.dim() == 1 else t_out[0][..., None], u0)
         u = u0 - k.detach() * (start - start.detach())
@@ -131,8 +131,3 @@ def differentiated(
         out = out.index_put((index, rows), torch.cat(values)).reshape(len(t_out), *u.shape)
     output = SteppedOutput(u0, segments) if dense else None
     return {"u": out, "events": happened, "dense": output}, calls
-
-
-def differentiates_start(t: Tensor) -> bool:
-    """Return whether derivatives with respect to the times t may be asked for."""
-    return t.requires_grad or has_tangent(t)

@@ -9,7 +9,7 @@ from attractor.core.dense import Segment
 from attractor.core.interpolant import evaluate
 from attractor.core.rounds import as_time
 from attractor.core.scheme import Scheme
-from attractor.core.transforms import has_tangent
+from attractor.core.transforms import is_differentiated
 
 
 class Pairs(NamedTuple):
@@ -114,4 +114,4 @@ def needs_interpolant(scheme: Scheme, theta: Tensor) -> bool:
 
 def _skips_ends(scheme: Scheme, theta: Tensor) -> bool:
     """Whether ends of steps are not interpolated: it costs rate calls, and times have no gradient."""
-    return bool(scheme.extra_stages) and not (theta.requires_grad or has_tangent(theta))
+    return bool(scheme.extra_stages) and not is_differentiated(theta)
