@@ -109,7 +109,7 @@ class _Search:
         self.differentiates_times = is_differentiated(self.t_out)
 
     def at(self, t: float, u: Tensor, side: float = 0.0) -> Tensor:
-        """The time as a tensor beside u; `side` moves it to the next number up or down."""
+        """Return the time as a tensor beside u; `side` moves it to the next number up or down."""
         time = u.real.new_full((), t)
         return torch.nextafter(time, time + side) if side else time
 
@@ -130,7 +130,7 @@ class _Search:
         return min(100 * h0, h1, abs(self.clock[-1] - self.t))
 
     def propose(self) -> tuple[float, float, bool]:
-        """The next attempt: its start, its end, and whether the end is a wanted one."""
+        """Return the start and end of the next attempt, and whether its end is a wanted time."""
         control, sign = self.control, self.sign
         if self.attempts >= control.max_steps:
             self.give_up()
@@ -147,7 +147,7 @@ class _Search:
         return self.t, t1, t1 == goal
 
     def take(self, attempt: _Attempt, u: Tensor, k: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """One step: the new state, the rate there, and the stages."""
+        """Take one step; return the new state, the rate there, and the stages."""
         f, scheme, t, t1, jump = self.f, self.scheme, attempt.t, attempt.t1, attempt.jump
         h = t1 - t
         if self.event is not None and abs(t1) > 1e-2 * torch.finfo(u.dtype).max:
@@ -174,7 +174,7 @@ class _Search:
         return u1, call_rate(f, end(), u1), stages
 
     def error(self, h: float, u: Tensor, u1: Tensor, k1: Tensor, stages: list[Tensor]) -> float:
-        """The error in units of the allowed error; NaN if the attempt is not finite."""
+        """Return the error in units of the allowed error; NaN if the attempt is not finite."""
         control, scheme = self.control, self.scheme
         with torch.no_grad():
             u, u1 = u.detach(), u1.detach()
@@ -200,7 +200,7 @@ class _Search:
         return math.nan
 
     def judge(self, attempt: _Attempt, ended: bool, error: float) -> bool:
-        """Whether the attempt passes; sets the clock and the next step size."""
+        """Return whether the attempt passes, and set the clock and the next step size."""
         control, size = self.control, abs(attempt.t1 - attempt.t)
         at_least = size <= control.least
         passed = error <= 1 or (at_least and error == error)
@@ -280,7 +280,7 @@ class _Search:
         return values, u, k
 
     def about(self, callbacks: Callbacks, attempt: _Attempt, u: Tensor) -> tuple[Tensor, ...]:
-        """Arguments of callbacks."""
+        """Return the arguments of callbacks."""
         if callbacks == NO_CALLBACKS:
             return ()
         return self.at(attempt.t, u), u.detach(), self.at(attempt.t1 - attempt.t, u)
@@ -295,7 +295,7 @@ class _Search:
     def inside(
         self, attempt: _Attempt, u: Tensor, u1: Tensor, k1: Tensor, stages: list[Tensor]
     ) -> list[Tensor]:
-        """States at the wanted times inside a step, and at the event, ``[m, d]``."""
+        """Return states at the wanted times inside a step, and at the event, ``[m, d]``."""
         first, stop = attempt.wanted
         h = attempt.t1 - attempt.t
         if self.event is None:

@@ -31,7 +31,7 @@ class _OfComponents:
 def fitted_to_time(
     f: Rate, t: Tensor, u0: Tensor, parameters: Tensor | None
 ) -> tuple[Rate, Tensor, int]:
-    """The rate for times [*batch, 1], its value at the start, and the calls it took to find out.
+    """Return the rate for times ``[*batch, 1]``, its value at the start, and the calls that were made.
 
     ``u * t`` needs times [*batch, 1], ``x * t`` with ``x, y = u.unbind(-1)`` needs [*batch]. The
     wrong one gives the wrong shape, so one call tells which a rate wants; another one tells whether

@@ -56,7 +56,7 @@ def controlled(
     dense: bool = False,
     events: tuple[Event, ...] = (),
 ) -> Trajectory:
-    """States at the times t, [n+1] or [n+1, *batch], under error control. See `evolve`.
+    """Return states at the times t, ``[n+1]`` or ``[n+1, *batch]``, under error control. See `evolve`.
 
     Args:
         parameters: Of each trajectory ``[*batch, k]``, see `check_parameters`.
@@ -105,7 +105,7 @@ def _forward(
     dense: bool = False,
     events: tuple[Event, ...] = (),
 ) -> tuple[Trajectory, list[Round]]:
-    """The states, without gradients, and the rounds if they are to be kept or gradients turn up."""
+    """Return the states, without gradients, and the rounds if they are kept or gradients turn up."""
     rate = with_parameters(f, parameters)
     step_of = compiled(attempt, u0.device, f, scheme) if compile else attempt
     clock = t_out.to(torch.float32 if u0.device.type == "mps" else torch.float64)
@@ -240,7 +240,7 @@ def _segment(
 
 
 def _far_from(pause: Tensor, now: Progress) -> bool:
-    """Whether all active trajectories are more than a few steps away from the times `pause`."""
+    """Return whether all active trajectories are more than a few steps away from the times `pause`."""
     far = (pause - now.t).abs() > SHORT * now.h.abs()
     return bool((far[..., 0] | ~now.active).all())
 
@@ -264,7 +264,7 @@ def _looped(
 
 
 def _uses_gradients(f: Rate, parameters: Tensor | None) -> bool:
-    """Whether f is, takes or closes over something with gradients (it may come into play later)."""
+    """Return whether f is, takes or closes over something with gradients, perhaps used later."""
     cells = getattr(f, "__closure__", None) or ()
     for thing in (f, parameters, *(cell.cell_contents for cell in cells)):
         if isinstance(thing, Tensor) and thing.requires_grad:
@@ -275,7 +275,7 @@ def _uses_gradients(f: Rate, parameters: Tensor | None) -> bool:
 
 
 def _differentiable(*tensors: Tensor) -> bool:
-    """Whether a derivative of one of them may be asked for, in reverse or in forward mode."""
+    """Return whether a derivative of one of them may be asked for, in reverse or forward mode."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True
     return any(is_transformed(x) or has_tangent(x) for x in tensors)

@@ -43,36 +43,36 @@ def evolve(
     trajectory of the batch chooses its own steps, and t says only where states are wanted.
 
     Args:
-        f: the rate. On a grid t is a tensor of no dimension. Under error control trajectories have
+        f: The rate. On a grid t is a tensor of no dimension. Under error control trajectories have
             their own times: ``[*batch, 1]``, or ``[*batch]`` for a rate that works on the
             components of u; which of them fits is found by a call. Trajectories must not depend on
             each other.
-        u0: initial states ``[*batch, d]``, floating or complex.
-        t: times, 1-D, strictly increasing or decreasing, spacing free. Under error control also
+        u0: Initial states ``[*batch, d]``, floating or complex.
+        t: Times, 1-D, strictly increasing or decreasing, of any spacing. Under error control also
             ``[n+1, *batch]``, one column of times per trajectory, all in one direction.
-        scheme: a name (see `get_scheme`), a Scheme or a Splitting. None: "dopri5" if a tolerance is
+        scheme: A name (see `get_scheme`), a Scheme or a Splitting. None: "dopri5" if a tolerance is
             passed, "rk4" otherwise.
         correction: What is added to a plain step: ``correction(step)`` of a `Step`, or
             ``correction(u, slope, dt)``; one with a true attribute `timed` is called with t as a fourth
             argument.
         parameters: Parameters ``[*batch, k]`` of the trajectories, or ``[k]`` for all of them. The rate
             is then called with them as a third argument, ``f(t, u, p)``.
-        every: keep every n-th state and the last one; the others take no memory.
-        compile: compile steps with `torch.compile`. On the CPU and without gradients they become one
+        every: Number of steps between kept states. The last state is kept as well.
+        compile: Compile steps with `torch.compile`. On the CPU and without gradients they become one
             loop from one kept state to the next, elsewhere several steps at a time. Under error control
             this needs a call without events and dense output. Compiling a rate takes about ten seconds
             (see docs/foundation.md).
-        checkpoint: gradients in bounded memory: keep only every n-th state of the graph (True:
-            about the square root of the number of steps) and recompute between them in the
-            backward pass.
-        rtol, atol: local error per step allowed, relative and absolute (root mean square over d):
-            numbers, or tensors that broadcast to u0. Given one, the other is 1e-7 or 1e-9. Requires a
-            scheme with an embedded pair: "bosh3", "dopri5", ... Gradients treat the step sizes as
-            constants.
-        max_steps: under error control, trajectories that have not arrived after so many attempts
-            are given up (not ok).
-        dense: keep the interpolants of all steps, so that ``trajectory(t)`` returns states at any time.
-        events: under error control, a function ``(t, u) -> values`` or several, t ``[*batch]``, u
+        checkpoint: Number of steps between the states of the graph that are kept for gradients; the steps
+            between them are computed again in the backward pass. True: about the square root of the
+            number of steps.
+        rtol, atol: Allowed local error per step, relative and absolute (root mean square over d):
+            numbers, or tensors that broadcast to u0. If only one is passed, the other is 1e-7 or 1e-9.
+            Requires a scheme with an embedded pair, such as "bosh3" or "dopri5". Gradients treat the
+            step sizes as constants.
+        max_steps: Largest number of attempts under error control. Trajectories that have not arrived
+            then are not `ok`.
+        dense: Keep the interpolants of all steps, so that ``trajectory(t)`` returns states at any time.
+        events: Under error control, a function ``(t, u) -> values`` or several, t ``[*batch]``, u
             ``[*batch, d]`` and the values ``[*batch]``. A trajectory ends where one of its values
             crosses zero, and keeps that state at later times; see `Trajectory.events`.
 
@@ -82,7 +82,7 @@ def evolve(
         reason per trajectory.
 
     Raises:
-        ValueError, TypeError: for input that cannot be evolved, saying what to change.
+        ValueError, TypeError: The input cannot be evolved.
 
     >>> from attractor.core import evolve
     >>> u0 = torch.tensor([[1.0, 0.0], [2.0, 0.0]], dtype=torch.float64)

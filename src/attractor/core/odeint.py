@@ -300,7 +300,7 @@ def _event(
     unflatten: Callable[[Tensor], Any],
     args: tuple[Any, ...],
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """One event function ``[]`` that is positive at the start, and zero where one of the elements is."""
+    """Return one event function ``[]``, positive at the start and zero where one of the elements is."""
     with torch.no_grad():
         first = event_fn(t[0].to(flat.real.dtype), unflatten(flat), *args)
         if is_number(first):

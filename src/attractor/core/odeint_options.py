@@ -96,7 +96,7 @@ def _times(name: str, times: Any) -> list[float]:
 def grid_of(
     func: Any, y0: Any, t: Tensor, options: dict[str, Any], merge: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The grid to step on and, if all wanted times are merged into it, where they are in it."""
+    """Return the grid to step on and, if the wanted times are merged into it, their indices."""
     step, constructor = options.pop("step_size", None), options.pop("grid_constructor", None)
     if options:
         raise ValueError(
@@ -135,7 +135,7 @@ def grid_of(
 def rule_of(
     method: Any, scheme: AnyScheme | None, perturb: bool, options: dict[str, Any], rtol: Any, atol: Any
 ) -> StepRule:
-    """The step of a fixed method."""
+    """Return the step of a fixed method."""
     if isinstance(method, str) and method in ADAMS:
         chosen = {key: options.pop(key) for key in ("max_order", "max_iters") if key in options}
         rtol, atol = (float(x) if is_number(x) else y for x, y in ((rtol, 1e-7), (atol, 1e-9)))
@@ -149,7 +149,7 @@ def rule_of(
 
 
 def callbacks_of(func: Any, unflatten: Callable[[Tensor], Any], end: str) -> Callbacks:
-    """The callbacks of func, called with states of its shape."""
+    """Return the callbacks of func, called with states of its shape."""
 
     def wrapped(name: str) -> Any:
         callback = getattr(func, name + end, None)

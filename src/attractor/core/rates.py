@@ -33,13 +33,13 @@ def check_state(u: Any, t: Any = 0.0, dt: Any = 0.0) -> None:
 
 
 def broadcasts(x: Tensor, shape: Sequence[int]) -> bool:
-    """Whether x can be multiplied with a tensor of that shape, which then stays of it."""
+    """Return whether a product of x with a tensor of that shape has that shape."""
     sizes = zip(reversed(x.shape), reversed(shape))
     return x.dim() <= len(shape) and all(size in (1, own) for size, own in sizes)
 
 
 def weighted_sum(weights: Sequence[float], terms: Sequence[Tensor]) -> Tensor:
-    """Sum of ``w * x``, leaving out zero weights; in one buffer where no graph is recorded."""
+    """Return the sum of ``w * x`` without zero weights; in one buffer where no graph is recorded."""
     (w, x), *rest = [(w, x) for w, x in zip(weights, terms) if w != 0] or [(0.0, terms[0])]
     total = x if w == 1 and not rest else w * x
     for w, x in rest:
@@ -48,7 +48,7 @@ def weighted_sum(weights: Sequence[float], terms: Sequence[Tensor]) -> Tensor:
 
 
 def moved(u: Tensor, dt: Any, weights: Sequence[float], terms: Sequence[Tensor]) -> Tensor:
-    """``u + dt * weighted_sum(weights, terms)``, in fewer operations where dt is a number."""
+    """Return ``u + dt * weighted_sum(weights, terms)``, in fewer operations where dt is a number."""
     if not isinstance(dt, float):
         return u + dt * weighted_sum(weights, terms)
     for w, x in zip(weights, terms):
@@ -58,7 +58,7 @@ def moved(u: Tensor, dt: Any, weights: Sequence[float], terms: Sequence[Tensor])
 
 
 def call_rate(f: Rate, t: Any, u: Tensor) -> Tensor:
-    """``f(t, u)``, with a clear error when it is not a rate of u."""
+    """Return ``f(t, u)``, with a clear error when it is not a rate of u."""
     try:
         du = f(t, u)
     except RuntimeError as error:
@@ -106,7 +106,7 @@ def check_same_rate(given: Rate, expected: Rate, t: Any, u: Tensor, message: str
 
 
 def version(u: Tensor) -> int:
-    """How often u was written to; 0 where torch does not count."""
+    """Return how often u was written to; 0 where torch does not count."""
     return 0 if u.is_inference() else u._version
 
 
@@ -121,7 +121,7 @@ def check_unwritten(u: Tensor, before: int) -> None:
 
 
 def _owner(x: Tensor) -> Tensor:
-    """The tensor that x is a view of, or x."""
+    """Return the tensor that x is a view of, or x."""
     return x if x._base is None else x._base
 
 

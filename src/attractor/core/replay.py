@@ -47,7 +47,7 @@ def differentiated(
     events: tuple[Event, ...],
     happened: Events | None,
 ) -> tuple[dict[str, Any], int]:
-    """The accepted steps again, with gradients.
+    """Take the accepted steps again, with gradients.
 
     Returns:
         The fields of the trajectory with gradients: states at the wanted times [n+1, *batch, d], events

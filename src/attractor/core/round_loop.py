@@ -88,7 +88,7 @@ def compiled_rounds(
 
 
 def as_carried(now: Progress) -> Progress:
-    """The trajectories as `loop` carries them: contiguous, with times and errors ``[*batch]``."""
+    """Return the trajectories as `loop` carries them: contiguous, with times and errors ``[*batch]``."""
     fresh = lambda x: x.clone(memory_format=torch.contiguous_format)  # with the strides of its shape
     now = now._replace(t=now.t[..., 0], h=now.h[..., 0], error=now.error[..., 0])
     return Progress(*map(fresh, now))

@@ -21,7 +21,7 @@ from attractor.core.trajectory import Status
 
 
 def root_mean_square(x: Tensor) -> Tensor:
-    """Over the last dimension, which is kept."""
+    """Return the root mean square over the last dimension, which is kept."""
     return x.abs().square().mean(-1, keepdim=True).sqrt()
 
 
@@ -77,14 +77,14 @@ class Control:
             raise ValueError("rtol and atol are both 0, so no step can pass; set at least one")
 
     def scale(self, u: Tensor, u1: Tensor) -> Tensor:
-        """The allowed error ``[*batch, d]`` of a step from u to u1, in float32 or better."""
+        """Return the allowed error ``[*batch, d]`` of a step from u to u1, in float32 or better."""
         size = torch.maximum(u.abs(), u1.abs())
         if size.dtype.itemsize < 4:
             size = size.float()
         return size * self.rtol + self.atol
 
     def measure(self, x: Tensor, scale: Tensor) -> float:
-        """The norm of ``x / scale`` as one number; 0 / 0 counts as 0."""
+        """Return the norm of ``x / scale`` as one number; 0 / 0 counts as 0."""
         ratio = x.abs() / scale if x.is_complex() or x.dtype.itemsize < 4 else x / scale
         if not (isinstance(self.atol, float) and self.atol > 0):
             ratio = torch.where(x == 0, 0.0, ratio)
@@ -93,7 +93,7 @@ class Control:
         return float(self.norm(ratio))
 
     def factor(self, error: float, previous: float, order: int) -> float:
-        """By how much the next step is longer, after an attempt with these errors."""
+        """Return the factor of the next step size after attempts with these errors."""
         if not error > 0:  # exact, or not a number
             return self.grow if error == 0 else self.shrink
         factor = self.safety * error ** -(1 / (order + 1) - 0.75 * self.beta)
@@ -103,7 +103,7 @@ class Control:
 
 
 def positive(tolerance: float | Tensor) -> bool:
-    """Whether a tolerance is greater than 0 in all components."""
+    """Return whether a tolerance is greater than 0 in all components."""
     return bool((tolerance > 0).all()) if isinstance(tolerance, Tensor) else tolerance > 0
 
 
@@ -204,7 +204,7 @@ class Rules(NamedTuple):
         return Verdict(error, finite, passed)
 
     def _error(self, now: Progress, step: Proposal, u1: Tensor, stages: list[Tensor]) -> Tensor:
-        """Norm of the error over the allowed error, in a precision in which tolerances are not 0."""
+        """Return the norm of the error over the allowed error, in the precision of the tolerances."""
         scheme, wide, h = self.scheme, now.t.dtype, as_time(step.size, u1)
         allowed = self.atol + self.rtol * torch.maximum(now.u.abs(), u1.abs()).to(wide)
         divided = _over if self.exact else torch.div
@@ -282,7 +282,7 @@ def attempt(
     moving: Tensor | None = None,
     parameters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """A step: the new state, the rate there, and the stages; rates of those not moving are 0."""
+    """Return the new state of a step, the rate there, and the stages; rates are 0 unless `moving`."""
     rate = plain = with_parameters(f, parameters)
     if moving is not None:
         rate = lambda t, u: torch.where(moving, plain(t, u), 0.0)
@@ -323,7 +323,7 @@ def first_step(
 
 
 def rounded(x: Tensor) -> Tensor:
-    """x to twelve bits, by Veltkamp's splitting.
+    """Return x rounded to twelve bits, by Veltkamp's splitting.
 
     The last bit of a power depends on where in the batch it is computed (vector units and the rest
     of a loop differ); rounded, a trajectory takes the same steps in any company, almost surely.
@@ -334,10 +334,10 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def as_time(time: Tensor, u: Tensor) -> Tensor:
-    """The time in the precision of u, as rates receive it."""
+    """Return the time in the precision of u, as rates receive it."""
     return time.to(u.real.dtype if u.is_complex() else u.dtype)
 
 
 def _over(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale, where 0 / 0 counts as 0."""
+    """Return x / scale, where 0 / 0 counts as 0."""
     return torch.where(x == 0, 0.0, x / scale)

@@ -141,7 +141,7 @@ def looped(
 
 
 def only_alive(alive: Tensor, f: Rate) -> Rate:
-    """The rate where a trajectory is alive, and 0 elsewhere."""
+    """Return the rate where a trajectory is alive, and 0 elsewhere."""
     return lambda t, u, *p: torch.where(alive[..., None], f(t, u, *p), 0.0)
 
 
@@ -162,7 +162,7 @@ def corrected_step(
 
 
 def correction_term(correction: Correction, step: Step) -> Tensor:
-    """What a correction adds to a plain step, after checking it."""
+    """Return what a correction adds to a plain step, after checking it."""
     u, added = step.u, correction(step)
     if not isinstance(added, Tensor):
         raise TypeError(
@@ -205,14 +205,14 @@ def guarded_step(
 
 
 def beside(u: Tensor, parameters: Tensor | None) -> Tensor:
-    """States ``[*batch, d]``, followed by their parameters if there are any."""
+    """Return states ``[*batch, d]``, followed by their parameters if there are any."""
     if parameters is None:
         return u
     return torch.cat((u, parameters.expand(*u.shape[:-1], parameters.shape[-1])), -1)
 
 
 def _stacked(states: list[Tensor]) -> Tensor:
-    """The states ``[n, *batch, d]``, in compiled code component by component as the states are."""
+    """Return the states ``[n, *batch, d]``, in compiled code component by component."""
     if not torch.compiler.is_compiling():
         return torch.stack(states)
     return torch.stack([u.movedim(-1, 0) for u in states], 1).movedim(0, -1)

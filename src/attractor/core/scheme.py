@@ -32,24 +32,24 @@ class Scheme:
     exact; with floats they hold to 1e-10 (for tableaus with irrational entries).
 
     Args:
-        name: what `get_scheme` and tables call it.
-        a: one row of stage weights a stage; row i needs its first i entries. The empty first row
+        name: What `get_scheme` and tables call it.
+        a: One row of weights per stage; row i needs its first i entries. The empty first row
             may be left out.
-        b: weights of the stages in the slope.
-        c: the stages' times, in steps.
-        order: order of convergence, checked against the order conditions.
-        b_low: weights of an embedded slope of lower order; with it the scheme can control its error.
-        b_lower: weights of a second embedded slope, of a still lower order. The two estimates e and
+        b: Weights of the stages in the slope.
+        c: The stages' times, in steps.
+        order: Order of convergence, checked against the order conditions.
+        b_low: Weights of an embedded slope of lower order; with it the scheme can control its error.
+        b_lower: Weights of a second embedded slope, of a still lower order. The two estimates e and
             e_lower are combined as ``e^2 / sqrt(e^2 + 0.01 e_lower^2)``, which is of a higher order
             than either (Hairer, Norsett and Wanner I, II.10).
-        dense: weights d of ``theta^2 (1 - theta)^2 dt sum_i d_i k_i``, which is added to the cubic
+        dense: Weights d of ``theta^2 (1 - theta)^2 dt sum_i d_i k_i``, which is added to the cubic
             Hermite interpolant inside a step. None: the cubic alone, and above order 3, where that is
             coarser than the steps, steps that end at the wanted times.
-        dense_rows: several such rows, for an interpolant of a higher order; the row after `dense` or the
+        dense_rows: Several such rows, for an interpolant of a higher order; the row after `dense` or the
             first one is multiplied by ``theta^2 (1 - theta)^2``, and every further one by ``theta`` and
             ``1 - theta`` in turn. The rows weight the stages, the rate at the new state if it is not the
             last stage, and the extra stages of `dense_a`.
-        dense_a: one row of weights per extra stage, which only the interpolant needs. Its time is the
+        dense_a: One row of weights per extra stage, which only the interpolant needs. Its time is the
             sum of its row.
 
     Raises:
@@ -199,7 +199,7 @@ class Scheme:
         return self.c[-1] == 1 and (*self.a[-1], Fraction(0)) == self.b
 
     def slope(self, f: Rate, t: Any, u: Tensor, dt: Any) -> Tensor:
-        """S, so that a plain step is ``u + dt * S``.
+        """Return S, so that a plain step is ``u + dt * S``.
 
         Args:
             f: the rate, ``(t, u) -> du/dt`` with the shape of u.
@@ -210,7 +210,7 @@ class Scheme:
         return weighted_sum(self._b, self.stages(f, t, u, dt, self.rate_calls))
 
     def step(self, f: Rate, t: Any, u: Tensor, dt: Any, parameters: Tensor | None = None) -> Step:
-        """The plain step from u, with its stages. Arguments as in `slope`; f may take `parameters`."""
+        """Return the plain step from u. Arguments as for `slope`; f may take `parameters`."""
         stages = self.stages(with_parameters(f, parameters), t, u, dt, self.rate_calls)
         return Step(u, weighted_sum(self._b, stages), dt, t, tuple(stages), parameters)
 
@@ -223,7 +223,7 @@ class Scheme:
         count: int | None = None,
         first: Tensor | None = None,
     ) -> list[Tensor]:
-        """The rates k_i at the first `count` stages (all by default); `first` is k_1 if known."""
+        """Return the rates k_i at the first `count` stages (all by default); `first` is k_1 if known."""
         check_state(u, t, dt)
         if isinstance(dt, float) and torch.finfo(u.dtype).max < abs(dt) < math.inf:
             raise ValueError(
@@ -236,4 +236,4 @@ class Scheme:
         return k
 
     def check_rate(self, f: Rate, t: Any, u: Tensor) -> None:
-        """A Runge-Kutta scheme takes any rate (a `Splitting` does not)."""
+        """Accept any rate; a `Splitting` does not."""

@@ -18,14 +18,14 @@ COMMON_BITS = 2048  # of the common denominator of all coefficients
 
 
 def checked_order(name: str, order: int) -> int:
-    """The order, if it is one."""
+    """Return the order of a scheme if it is a whole number of at least 1; raise otherwise."""
     if not isinstance(order, int) or isinstance(order, bool) or order < 1:
         raise ValueError(f"{name}: order {order!r} is not an order; it is a whole number from 1 on")
     return order
 
 
 def as_fractions(name: str, values: Sequence[Coefficient]) -> tuple[Fraction, ...]:
-    """Coefficients as exact numbers."""
+    """Return coefficients as exact numbers."""
     for x in values:
         if isinstance(x, str) and (len(x) > LONGEST or _exponent(x) > LARGEST_EXPONENT):
             raise ValueError(

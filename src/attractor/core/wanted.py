@@ -113,5 +113,5 @@ def needs_interpolant(scheme: Scheme, theta: Tensor) -> bool:
 
 
 def _skips_ends(scheme: Scheme, theta: Tensor) -> bool:
-    """Whether ends of steps are not interpolated: it costs rate calls, and times have no gradient."""
+    """Return whether ends of steps need no interpolant, which would cost rate calls."""
     return bool(scheme.extra_stages) and not is_differentiated(theta)

@@ -259,7 +259,7 @@ def _check_objective(objective: str, dt: float | None, error: float | None) -> N
 def _candidates(
     correction: str, recipe: Recipe, scheme: AnyScheme, dim: int, options: dict[str, Any]
 ) -> tuple[tuple[str, dict[str, Any]], ...]:
-    """The corrections to try, each of which accepts the options."""
+    """Return the corrections to try, each of which accepts the options."""
     automatic = correction == "auto" and isinstance(recipe, Ridge)
     name = "attns" if correction == "auto" else correction
     accepted, reasons = [], []

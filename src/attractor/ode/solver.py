@@ -250,7 +250,7 @@ class HybridSolver:
             )  # fmt: skip
 
     def _converted(self, u: Tensor) -> Tensor:
-        """States in the solver's dtype and on its device; what is no floating state as it is."""
+        """Return states in the solver's dtype and on its device; all else as it is."""
         like = self._like
         if not (isinstance(u, Tensor) and u.is_floating_point()) or like is None:
             return u
@@ -259,7 +259,7 @@ class HybridSolver:
         return u.to(like)
 
     def _parameters(self, u: Tensor, parameters: Tensor | None) -> Tensor | None:
-        """Parameters ``[*batch, k]`` beside states u, as many as the correction sees."""
+        """Return parameters ``[*batch, k]`` beside states u, as many as the correction sees."""
         parameters, count = check_parameters(u, parameters), self.parameter_count
         if count and (parameters is None or parameters.shape[-1] != count):
             shape = "none" if parameters is None else list(parameters.shape)
@@ -270,7 +270,7 @@ class HybridSolver:
         return parameters
 
     def _guard(self, guard: bool | None, compile: bool = False) -> Guard | None:
-        """The guard of one solve; None if nothing is known about where the correction applies."""
+        """Return the guard of one solve; None if nothing is known about where the correction applies."""
         if self.trust is None:
             if guard:
                 raise ValueError("guard=True needs a trust region; solvers made by fit have one")
@@ -343,14 +343,14 @@ class HybridSolver:
         revision: str | None = None,
         token: str | bool | None = None,
     ) -> Self:
-        """A solver by name: one that comes with the library, a folder, or a repository of the hub.
+        """Return a solver by name: of the library, of a folder, or of a repository of the hub.
 
         Args:
             name: such as "elastic-pendulum" (`attractor.ode.pretrained.names` has all), the folder that
                 `save` has written, or "somebody/something" on the Hugging Face hub, which needs the
                 extra `hub`.
             rate: the equation, if it is not one of `attractor.systems`.
-            revision, token: of the hub.
+            revision, token: Of the hub.
 
         >>> HybridSolver.from_pretrained("elastic-pendulum").dt
         0.1
