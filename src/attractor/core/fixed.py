@@ -1,7 +1,7 @@
 """Fixed steps with one clock, for what `odeint` offers and a plain grid does not.
 
 These are events, callbacks, interpolation at wanted times, rates that are not called at discontinuities,
-Adams methods and implicit Runge-Kutta methods. All other fixed steps are taken by `evolve.on_grid`.
+Adams methods and implicit Runge-Kutta methods. All other fixed steps are taken by `grid.on_grid`.
 """
 
 import math
