@@ -180,18 +180,15 @@ class _Search:
             u, u1 = u.detach(), u1.detach()
             stages = stages if self.buffer is not None else [k.detach() for k in stages]
             scale, buffer = control.scale(u, u1), self.buffer
-            if buffer is not None:
-                estimate = torch.mv(*buffer.error)
-            else:
-                estimate = weighted_sum(scheme.error_weights, stages) * h
-            error = control.measure(estimate, scale)
+            sums = (None, None) if buffer is None else (buffer.error, buffer.lower_error)
+
+            def norm(weights: tuple[float, ...], own: tuple[Tensor, Tensor] | None) -> float:
+                estimate = weighted_sum(weights, stages) * h if own is None else torch.mv(*own)
+                return control.measure(estimate, scale)
+
+            error = norm(scheme.error_weights, sums[0])
             if scheme.lower_error_weights and error:
-                if buffer is not None:
-                    estimate = torch.mv(*buffer.lower_error)
-                else:
-                    estimate = weighted_sum(scheme.lower_error_weights, stages) * h
-                lower = control.measure(estimate, scale)
-                error *= error / math.hypot(error, 0.1 * lower)
+                error *= error / math.hypot(error, 0.1 * norm(scheme.lower_error_weights, sums[1]))
             # In the default norm an error estimate is finite only if the last stage is.
             fsal = scheme.first_same_as_last and control.norm is root_mean_square
             looks = [u1] if fsal else [u1, k1]

@@ -62,9 +62,9 @@ def evolve(
             loop from one kept state to the next, elsewhere several steps at a time. Under error control
             this needs a call without events and dense output. Compiling a rate takes about ten seconds
             (see docs/foundation.md).
-        checkpoint: Number of steps between the states of the graph that are kept for gradients; the steps
-            between them are computed again in the backward pass. True: about the square root of the
-            number of steps.
+        checkpoint: Number of steps between the states that are kept for gradients; the steps between
+            them are computed again in the backward pass. True: about the square root of the number of
+            steps.
         rtol, atol: Allowed local error per step, relative and absolute (root mean square over d):
             numbers, or tensors that broadcast to u0. If only one is passed, the other is 1e-7 or 1e-9.
             Requires a scheme with an embedded pair, such as "bosh3" or "dopri5". Gradients treat the

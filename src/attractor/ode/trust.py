@@ -16,6 +16,7 @@ from attractor.core.rounds import Control
 from attractor.core.runs import Guard
 from attractor.core.step import with_parameters
 from attractor.core.tableaus import AnyScheme
+from attractor.core.transforms import is_differentiated
 
 PLAIN_SUBSTEPS = 2  # of the solver's own scheme, where the accuracy of a fit is not known
 SCHEME = "dop853"  # of the substeps in place of a step, otherwise
@@ -140,7 +141,8 @@ class TrustRegion(nn.Module):
         Args:
             replace: Whether steps outside of the region are replaced by plain substeps, or only
                 recorded.
-            compile: Whether substeps with error control are one compiled loop.
+            compile: Whether substeps with error control are one compiled loop, on a CPU and without
+                gradients.
         """
 
         def substeps(
@@ -157,7 +159,8 @@ class TrustRegion(nn.Module):
             tolerance = torch.maximum(accuracy, rounding)
             if scheme.order:  # few substeps
                 return settled_substeps(bound, t, dt, u, tolerance)
-            return controlled_step(rate, t, dt, u, tolerance, parameters, compile)
+            loops = compile and u.device.type == "cpu" and not is_differentiated(u)
+            return controlled_step(rate, t, dt, u, tolerance, parameters, loops)
 
         return Guard(self.inside, substeps if replace else None, self)
 
