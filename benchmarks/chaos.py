@@ -13,7 +13,7 @@ import warnings
 
 import torch
 
-import attractor.ode.fitting as fitting
+import attractor.ode.ridge_search as ridge_search
 from attractor import evolve, fit, systems
 from attractor.ode.trajectories import Plan, Run, fine_trajectories, make_run
 from benchmarks.results import save
@@ -62,7 +62,7 @@ def main() -> None:
     for count, correction, options, width, adam, scales in TRIALS:
         if time.perf_counter() - start > arguments.seconds:
             break
-        began, fitting.SCALES = time.perf_counter(), scales
+        began, ridge_search.SCALES = time.perf_counter(), scales
         solver = fit(
             system, dt=DT, horizon=HORIZON, correction=correction, width=width, adam_steps=adam, options=options,
             data=[Run(0.0, whole.u[:, :count])], trajectories=count, device=device, fine_dt=DT / SUBSTEPS,

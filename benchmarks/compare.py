@@ -65,7 +65,7 @@ def main() -> None:
             if (name, width, precision) in done:
                 continue
             kind = {"correction": "linear"} if width is None else {"width": width}
-            kind |= {"precision": precision} if precision == "float32" else {}
+            kind |= {"options": {"precision": precision}} if precision == "float32" else {}
             solver = fit(system, dt=dt, horizon=horizon, trajectories=trajectories, **kind)
             first = all(r["case"] != name for r in rows)
             found = compare(solver, horizon=horizon, peers=first, jax_rate=jax_rate(system))

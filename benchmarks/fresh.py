@@ -13,7 +13,8 @@ from torch import Tensor
 from attractor import HybridSolver, evolve
 from attractor.core import Trajectory, get_scheme
 from attractor.ode.peers import with_error_control
-from attractor.ode.trajectories import Sampler, initial_states, sampled_parameters, whole_steps
+from attractor.ode.samples import Sampler, initial_states, sampled_parameters
+from attractor.ode.substeps import whole_steps
 
 SEED = 2**42  # fits, `compare` and `tune` draw from other seeds
 FIXED = ("rk4", "dopri5", "dop853")

@@ -359,8 +359,8 @@ def fitted(name: str) -> HybridSolver:
     if (SOLVERS / name).exists():
         return HybridSolver.load(SOLVERS / name).to("cuda")
     solver = fit(
-        system, dt=dt, horizon=horizon, trajectories=trajectories, width=width, precision="float32",
-        device="cuda",
+        system, dt=dt, horizon=horizon, trajectories=trajectories, width=width,
+        options={"precision": "float32"}, device="cuda",
     )  # fmt: skip
     solver.save(SOLVERS / name)
     return solver.to("cuda")

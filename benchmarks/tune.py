@@ -22,7 +22,7 @@ from torch import Tensor
 import attractor as at
 from attractor import systems
 from attractor.core.step import with_parameters
-from attractor.ode.trajectories import initial_states
+from attractor.ode.samples import initial_states
 from benchmarks.cases import add_options, machine_of, run
 from benchmarks.results import save
 

@@ -28,7 +28,8 @@ from attractor.integrations import onnx, timm
 from attractor.integrations import scipy as scipys
 from attractor.integrations import transformers as transformers_
 from attractor.ode import Paper, Ridge, theory
-from attractor.ode.trajectories import Plan, whole_steps
+from attractor.ode.substeps import whole_steps
+from attractor.ode.trajectories import Plan
 from attractor.ode.trust import TrustRegion
 from attractor.residual import Backbone, ResNet, StiffnessProfile, compare_profiles, kendall, vit
 from attractor.residual.resnet import BasicBlock

@@ -190,7 +190,14 @@ def test_what_cannot_be_done_says_so(tmp_path, monkeypatch):
 def test_a_network_in_float32_is_allowed_its_own_rounding(tmp_path):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    how = dict(dt=0.1, horizon=1.0, trajectories=50, width=32, correction="attns", precision="float32")
+    how = dict(
+        dt=0.1,
+        horizon=1.0,
+        trajectories=50,
+        width=32,
+        correction="attns",
+        options={"precision": "float32"},
+    )
     solver = at.fit(at.systems.ElasticPendulum(), **how)
     found = onnx.export(solver, tmp_path / "low.onnx")
     assert found.difference < 1e-6

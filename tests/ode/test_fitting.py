@@ -9,12 +9,8 @@ import attractor as at
 from attractor.ode import Paper, Ridge
 from attractor.ode.corrections.network import Network
 from attractor.ode.shards import make_trajectories
-from attractor.ode.trajectories import (
-    LostTrajectoriesError,
-    enough_substeps,
-    fine_trajectories,
-    whole_steps,
-)
+from attractor.ode.substeps import enough_substeps, whole_steps
+from attractor.ode.trajectories import LostTrajectoriesError, fine_trajectories
 from attractor.ode.trust import TrustRegion
 
 F64 = dict(dtype=torch.float64)
@@ -201,7 +197,7 @@ def test_adam_phase_trains_hidden_weights_and_stops_on_rollouts():
 def test_a_network_in_float32_serves_a_state_in_float64(tmp_path):
     system = at.systems.PendulumChain(2)
     how = dict(dt=0.1, horizon=2.0, fine_dt=0.005, correction="attns", width=64, trajectories=100)
-    full, low = at.fit(system, **how), at.fit(system, **how, precision="float32")
+    full, low = at.fit(system, **how), at.fit(system, **how, options={"precision": "float32"})
     (hybrid, plain), (better, _) = errors(low, system, 2.0), errors(full, system, 2.0)
     assert hybrid < 1e-3 * plain
     assert hybrid < 100 * better
@@ -366,7 +362,7 @@ SAMPLE = lambda n, generator: torch.rand(n, 2, generator=generator)
         (dict(rate=lambda t, u: u * torch.cos(t)), "depends on t.*pass its period="),
         (dict(rate=lambda t, u: u * torch.cos(t), period=3.0), "does not repeat with period = 3"),
         (dict(period=-1.0), "period = -1.0 must be a positive"),
-        (dict(precision="float16"), "precision 'float16' is neither"),
+        (dict(options={"precision": "float16"}), "precision 'float16' is neither"),
         (dict(options={"body": "gru"}), "not one of mlp, lstm, transformer"),
         (dict(data=[]), r"runs of states \[steps \+ 1, n, 2\]"),
         (dict(rate=lambda t, u: u**3 * 50), "become non-finite even with|do not settle"),
@@ -497,3 +493,14 @@ def test_guarded_steps_are_counted_once(every):
     followed = round(solved.until[1].item() / 0.05)
     assert 5 < followed < 20
     assert solved.stats.guarded.tolist() == [40, followed, 40]
+
+
+def test_former_keywords_are_options_and_warn():
+    how = dict(dt=0.1, horizon=1.0, trajectories=20, fine_dt=0.05, width=8, correction="attns")
+    rate = at.systems.HarmonicOscillator()
+    with pytest.warns(DeprecationWarning, match="pass options={'depth': 3, 'activation': 'tanh'}"):
+        former = at.fit(rate, depth=3, activation="tanh", precision=None, **how)
+    now = at.fit(rate, options={"depth": 3, "activation": "tanh"}, **how)
+    assert former.correction.config == now.correction.config
+    assert former.correction.config["depth"] == 3
+    assert former.fit_error == now.fit_error

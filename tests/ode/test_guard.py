@@ -8,8 +8,9 @@ import torch
 
 import attractor as at
 from attractor.core.trajectory import Status
+from attractor.ode import trust
 from attractor.ode.trajectories import fine_trajectories
-from attractor.ode.trust import TrustRegion, settled_step
+from attractor.ode.trust import TrustRegion, controlled_step, settled_substeps
 
 F64 = dict(dtype=torch.float64)
 
@@ -74,9 +75,76 @@ def test_substeps_are_as_many_as_the_accuracy_of_the_fit_needs():
 def test_substeps_of_a_trajectory_do_not_depend_on_its_neighbours():
     u0 = torch.tensor([[1.5], [5.0], [3.0]], **F64)
     t, tolerance = torch.tensor(0.0, **F64), torch.tensor([1e-9], **F64)
-    together = settled_step(decay, t, 0.2, u0, tolerance)
-    for i in range(3):
-        assert torch.equal(settled_step(decay, t, 0.2, u0[i : i + 1], tolerance), together[i : i + 1])
+    ways = (decay, controlled_step), (only_one_time, controlled_step), (decay, settled_substeps)
+    for rate, step in ways:
+        together, _ = step(rate, t, 0.2, u0, tolerance)
+        for i in range(3):
+            alone, _ = step(rate, t, 0.2, u0[i : i + 1], tolerance)
+            assert torch.equal(alone, together[i : i + 1])
+
+
+def only_one_time(t, u):
+    return decay(t, u) if t >= 0 else u  # t cannot be a tensor of several times
+
+
+@pytest.mark.parametrize("rate", [decay, only_one_time])
+def test_substeps_count_their_calls_of_the_rate(rate):
+    calls = []
+    counted = lambda t, u: calls.append(1) or rate(t, u)
+    u0, t = torch.tensor([[1.5], [5.0]], **F64), torch.tensor(0.0, **F64)
+    _, count = controlled_step(counted, t, 0.2, u0, torch.tensor([1e-9], **F64))
+    assert count == len(calls) - 2 * (rate is only_one_time)  # calls that the rate refuses
+
+
+SYSTEMS = [
+    (at.systems.ElasticPendulum(), 4.0), (at.systems.VanDerPol(), 4.0), (at.systems.HenonHeiles(), 6.0),
+    (at.systems.SpringMass(), 2.0), (at.systems.PendulumChain(2), 0.5), (at.systems.Logistic(), 3.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("system", "dt"), SYSTEMS, ids=str)
+@pytest.mark.parametrize("tolerance", [1e-6, 1e-3, 1e-9])
+@pytest.mark.sampled(6)
+def test_substeps_agree_to_the_tolerance(system, dt, tolerance):
+    u0 = 1.3 * system.sample(20, torch.Generator().manual_seed(1), **F64)
+    truth = at.evolve(system, u0, [0.0, dt], "dop853", rtol=1e-13, atol=1e-13).final
+    allowed = torch.full((u0.shape[-1],), tolerance, **F64)
+    state, _ = controlled_step(system, torch.tensor(0.0, **F64), dt, u0, allowed)
+    assert (state - truth).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("scheme", ["rk4", "identity"])
+def test_float32_substeps_are_not_asked_for_more_than_rounding(scheme):
+    u0 = torch.tensor([[2.0], [5.0]])
+    region = interval(1e-12).to(torch.float32)
+    solved = at.HybridSolver(lambda t, u: -u, scheme, Nothing(), 0.2, region).solve(u0, 0.4)
+    assert solved.ok.all()
+    torch.testing.assert_close(solved.final, u0 * math.exp(-0.4), rtol=1e-5, atol=1e-6)
+
+
+def test_a_trajectory_that_does_not_arrive_is_lost(monkeypatch):
+    monkeypatch.setattr(trust, "MOST_ATTEMPTS", 3)
+    solver = at.HybridSolver(decay, "identity", Nothing(), 0.2, interval(1e-12))
+    solved = solver.solve(torch.tensor([[5.0], [0.5]], **F64), 0.2)
+    assert solved.status.tolist() == [Status.LOST, Status.OK]
+    assert solved.final[0] == 5.0
+
+
+@pytest.mark.slow
+def test_compiled_substeps_of_large_steps(compiler):
+    """For numbers of trajectories that are filled up, and parameters beside them."""
+    rate = lambda t, u, p: -p * torch.sinh(u)
+    t, tolerance = torch.tensor(0.0, **F64), torch.tensor([1e-9], **F64)
+    for n in (1, 3, 17):
+        u0, p = torch.linspace(1.0, 5.0, n, **F64)[:, None], torch.linspace(1.0, 2.0, n, **F64)[:, None]
+        with torch.no_grad():
+            how = dict(tolerance=tolerance, parameters=p)
+            (plain, calls), (fast, compiled_calls) = (
+                controlled_step(rate, t, 2.0, u0, **how, compile=compile) for compile in (False, True)
+            )
+        assert fast.shape == plain.shape
+        assert compiled_calls == calls
+        torch.testing.assert_close(fast, plain, rtol=1e-9, atol=1e-12)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +244,7 @@ def test_checkpointing_changes_nothing(duffing):
     _, _, solver = duffing
     u0 = torch.tensor([[1.0, 0.2], [4.0, 0.0]], **F64)
     t = torch.arange(11, **F64) * 0.2
-    from attractor.core.evolve import on_grid
+    from attractor.core.grid import on_grid
 
     gradients = []
     for checkpoint in (None, 2):

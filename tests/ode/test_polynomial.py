@@ -1,5 +1,6 @@
 """Polynomials of the state as corrections, their loop in C, and the search for them."""
 
+import copy
 import itertools
 import math
 
@@ -136,6 +137,7 @@ def test_there_is_no_loop_in_c_where_it_would_compute_something_else(reason, mon
     guard = region.guard(IDENTITY)
     assert correction._identity_loop(u, guard) is not None
     if reason == "no compiler":
+        correction = small(3, 4)
         monkeypatch.setattr(polynomial_kernel.shutil, "which", lambda name: None)
         polynomial_kernel.compiled_kernel.cache_clear()
     elif reason == "region":  # no inverse of a triangle
@@ -224,6 +226,48 @@ def test_a_compiled_solve_is_the_loop_in_c_and_agrees(solver, monkeypatch):
     torch.testing.assert_close(solver.solve(u0[0], 4.0, compile=True).final, eager.final[0])
 
 
+def test_the_loop_in_c_follows_changes_of_weights_and_region():
+    correction, u = small(2, 4), states(50, torch.Generator().manual_seed(2))
+    region = TrustRegion.around(u, 1.01)
+    solver = at.HybridSolver(cubic, IDENTITY, correction, 0.5, region)
+    head = correction.net.head
+    changes = [
+        lambda: None,
+        lambda: head.weight.mul_(0.5),
+        lambda: setattr(head, "weight", torch.nn.Parameter(3 * head.weight, requires_grad=False)),
+        lambda: region.limit.mul_(1e-3),
+    ]
+    before = None
+    for change in changes:
+        change()
+        compiled, eager = (solver.solve(u, 2.0, compile=x, guard=False) for x in (True, False))
+        torch.testing.assert_close(compiled.u, eager.u)
+        assert torch.equal(compiled.status, eager.status)
+        now = compiled.u.sum(), compiled.status.sum()
+        assert before is None or now != before
+        before = now
+    low = copy.deepcopy(solver).to(torch.float32).solve(u, 2.0, compile=True, guard=False)
+    torch.testing.assert_close(low.u.double(), compiled.u, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("of", ["weights", "parameters"])
+def test_a_compiled_solve_has_the_gradients_of_weights_and_parameters(of):
+    correction = small(2, 3, parameters=int(of == "parameters"))
+    u = states(50, torch.Generator().manual_seed(2))
+    p = torch.rand(50, 1, **F64).requires_grad_() if of == "parameters" else None
+    correction.requires_grad_(of == "weights")
+    solver = at.HybridSolver(lambda t, u, *p: cubic(t, u), IDENTITY, correction, 0.5)
+    how = dict(parameters=p, every=2)
+    with torch.no_grad():
+        fast = solver.solve(u, 1.0, compile=True, **how)
+    solved = solver.solve(u, 1.0, compile=True, **how)
+    (gradient,) = torch.autograd.grad(
+        solved.final.sum(), p if p is not None else correction.net.head.bias
+    )
+    assert gradient.abs().max() > 0
+    torch.testing.assert_close(fast.final, solved.final)
+
+
 @pytest.mark.slow
 def test_compiled_gradients_agree():
     solver = at.HybridSolver(cubic, IDENTITY, small(2, 3), 0.5)
@@ -302,6 +346,15 @@ def polynomials(*args, fine_dt=0.05, **options):
 
 def uniform(dim):
     return lambda n, generator: torch.rand(n, dim, generator=generator, **F64)
+
+
+@pytest.mark.parametrize(
+    ("dim", "terms", "rows"),
+    [(2, 72, 25_000), (4, 329, 25_000), (40, 40, 2_500), (40, 860, 25_000), (8, 2200, 39_600)],
+)
+def test_states_of_many_components_need_fewer_steps_to_learn_from(dim, terms, rows):
+    own = PolynomialSearch(search(lambda t, u: 1 - u, uniform(dim)), None, 0.1)
+    assert own.rows(terms) == rows
 
 
 def test_the_search_finds_steps_that_start_anywhere_on_a_trajectory():

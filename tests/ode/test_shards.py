@@ -10,6 +10,7 @@ import attractor as at
 from attractor import equations
 from attractor.core import files
 from attractor.ode import FineData, make_trajectories, shards
+from attractor.ode.manifest import WITNESS
 from attractor.ode.trajectories import fine_trajectories
 
 LORENZ = dict(trajectories=50, dt=0.1, horizon=1.0, fine_dt=0.005, shard_size=8)
@@ -213,14 +214,14 @@ def test_what_no_source_tells_is_refused_as_well(tmp_path):
         data.check_rate(decay(1.1))
 
 
-@pytest.mark.parametrize("d", [shards.WITNESS, shards.WITNESS + 1])
+@pytest.mark.parametrize("d", [WITNESS, WITNESS + 1])
 def test_large_states_have_a_manifest_that_can_be_read(tmp_path, d):
     sample = lambda n, generator: torch.rand(n, d, generator=generator, dtype=torch.float64) - 0.5
     how = dict(trajectories=2, dt=0.1, horizon=0.2, fine_dt=0.05, sample=sample)
     data = make_trajectories(lambda t, u: -u, tmp_path, **how)
     assert FineData.open(tmp_path).hash == make_trajectories(lambda t, u: -u, tmp_path, **how).hash
     data.check_rate(lambda t, u: -u)
-    assert (data.manifest["witness"] is None) == (d > shards.WITNESS)
+    assert (data.manifest["witness"] is None) == (d > WITNESS)
 
 
 def test_a_rate_that_is_not_finite_somewhere_has_no_witness(tmp_path):

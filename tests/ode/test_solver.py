@@ -12,14 +12,15 @@ import torch
 
 import attractor as at
 from attractor.ode import Paper, Ridge
-from attractor.ode.fitting import _Judge, _runs
+from attractor.ode.fit_data import make_plans
 from attractor.ode.processes import Crew
+from attractor.ode.rollouts import Rollouts
 from attractor.ode.serialization import is_system, rate_to_json
+from attractor.ode.substeps import enough_substeps
 from attractor.ode.trajectories import (
     LostTrajectoriesError,
     Plan,
     Run,
-    enough_substeps,
     exact_solution,
     fine_trajectories,
 )
@@ -213,8 +214,8 @@ def test_the_reported_error_is_of_trajectories_that_chose_nothing():
     solver = at.fit(system, **how)
     last = solver.history[-1]
     plan = Plan(6, 0.1, 10, last["substeps"], 0, 6, stream="test")
-    judge = _Judge(system, solver.scheme, 0.1, _runs(system, None, None, None, [plan])[0], Crew())
-    errors = judge.errors(solver.correction)
+    (runs,) = make_plans(system, None, None, None, [plan])
+    errors = Rollouts(system, solver.scheme, 0.1, runs, Crew()).errors(solver.correction)
     assert solver.fit_error == last["rollout"] == pytest.approx(errors.mean().item(), rel=1e-9)
     assert last["median"] == pytest.approx(errors.median().item(), rel=1e-9)
     assert last["worst"] == pytest.approx(errors.max().item(), rel=1e-9)
@@ -231,7 +232,7 @@ def test_constant_components_do_not_dilute_the_error():
         return torch.stack((v, -k * x, torch.zeros_like(k)), -1)
 
     u = fine_trajectories(rate, torch.tensor([[1.0, 0.0, 2.0], [0.5, 0.0, 3.0]], **F64), 0.5, 8, 20)
-    errors = _Judge(rate, at.schemes.RK4, 0.5, [Run(0.0, u)], Crew()).errors(None)
+    errors = Rollouts(rate, at.schemes.RK4, 0.5, [Run(0.0, u)], Crew()).errors(None)
     plain = at.evolve(rate, u[0], torch.arange(9, **F64) * 0.5, "rk4").u
     torch.testing.assert_close(errors, (plain - u)[..., :2].square().mean((0, 2)))
 
@@ -362,9 +363,9 @@ def test_auto_tries_the_corrections_that_accept_the_options():
     [
         dict(correction="linear", options={"nonsense": 1}),
         dict(correction="linear", width=8),
-        dict(correction="linear", depth=3),
-        dict(correction="linear", activation="tanh"),
-        dict(correction="linear", precision="float32"),
+        dict(correction="linear", options={"depth": 3}),
+        dict(correction="linear", options={"activation": "tanh"}),
+        dict(correction="linear", options={"precision": "float32"}),
         dict(correction="linear", recipe=Ridge(adam_steps=10)),
         dict(correction="neurvec", options={"times_dt": True}),
         dict(options={"nonsense": 1}),

@@ -199,7 +199,7 @@ def test_a_fit_by_time_takes_the_fastest_hybrid_that_reaches_the_error(monkeypat
      ({"objective": "time", "error": 1e-3, "dt": 0.1}, "chooses dt itself"),
      ({"objective": "time", "error": 2.0}, "between 0 and 1"),
      ({"objective": "speed", "dt": 0.1}, "'speed' is neither"),
-     ({"objective": "time", "error": 1e-3, "depth": 3}, "leave out depth")],
+     ({"objective": "time", "error": 1e-3, "options": {"depth": 3}}, "leave out options")],
 )  # fmt: skip
 def test_an_objective_and_its_arguments_fit_together(given, message):
     with pytest.raises(ValueError, match=message):

@@ -18,7 +18,7 @@ import attractor as at
 from attractor.core.fingerprint import fingerprint
 from attractor.integrations import hub
 from attractor.ode.compare import Comparison
-from attractor.ode.shards import FineData
+from attractor.ode.fine_data import FineData
 from attractor.reproduce import Experiment, Scale, best, load, run
 from attractor.residual import StiffnessProfile, gates, resnet_cifar
 from attractor.train import CheckpointError, Recipe, train

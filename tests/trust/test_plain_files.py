@@ -15,7 +15,7 @@ from attractor import jobs
 from attractor.cli import app
 from attractor.core.files import FileTypeError
 from attractor.data.imagefolder import decoded
-from attractor.ode.shards import FineData
+from attractor.ode.fine_data import FineData
 from attractor.report import runs
 from attractor.train import Recipe, checkpoint, train
 

@@ -43,7 +43,7 @@ from attractor.ode.compare import compare as compare_solver
 from attractor.ode.compare_saved import compare_all
 from attractor.ode.comparison import Comparison
 from attractor.ode.processes import Crew
-from attractor.ode.trajectories import initial_states, sampled_parameters
+from attractor.ode.samples import initial_states, sampled_parameters
 from attractor.ode.tuning import tune as tune_solver
 
 WHAT = "A built-in system, such as elastic-pendulum, or FILE.py:FUNCTION, or MODULE:FUNCTION."
@@ -180,15 +180,16 @@ def fit(
         check_out(out / "solver")
         found = _find(equation, option, parameters)
         dt, horizon = _needed(equation, dt=_or(dt, found.dt), horizon=_or(horizon, found.horizon))
+        options = {"degree": degree, "precision": precision}
         with console.status("starting") as status, warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", UserWarning)
             solver = fit_solver(
                 found.rate, dt=dt, horizon=horizon, scheme=scheme, correction=correction,
-                recipe=_recipe(recipe, epochs), width=width, precision=precision,
+                recipe=_recipe(recipe, epochs), width=width,
                 trajectories=trajectories, sample=found.sample, parameters=found.parameters,
                 fine_dt=fine_dt, period=_or(period, found.period), budget=budget, data=data, seed=seed,
                 device=device, out=out / "unfinished", progress=status.update,
-                options=None if degree is None else {"degree": degree},
+                options={name: value for name, value in options.items() if value is not None},
                 process_group="world",  # a launched command is one fit
             )  # fmt: skip
             if Crew.of("world").rank:  # of several processes the first saves and reports

@@ -7,9 +7,8 @@ constants.
 """
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,12 +16,20 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint as recompute_later
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from attractor.core.callbacks import (
+    NO_CALLBACKS,
+    NO_STOPS,
+    Callback,
+    Callbacks,
+    Event,
+    Solution,
+    Stops,
+)
+from attractor.core.checks import all_finite
 from attractor.core.events import bracketed_root, differentiated_root
 from attractor.core.interpolant import coefficients, evaluate
-from attractor.core.rounds import Control, root_mean_square
-from attractor.core.scheme import (
+from attractor.core.rates import (
     Rate,
-    Scheme,
     call_rate,
     check_kept,
     check_unwritten,
@@ -30,42 +37,9 @@ from attractor.core.scheme import (
     version,
     weighted_sum,
 )
-from attractor.core.transforms import has_tangent
-
-Callback = Callable[[Tensor, Tensor, Tensor], Any]
-Event = Callable[[Tensor, Tensor], Tensor]  # (t [], u [d]) -> []
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """Functions ``(t, u, dt)`` to call at each attempt, and at each accepted or rejected one."""
-
-    step: Callback | None = None
-    accept: Callback | None = None
-    reject: Callback | None = None
-
-
-@dataclass(frozen=True)
-class Stops:
-    """Times at which a step must end; at `jumps` the rate is also discontinuous."""
-
-    times: Sequence[float] = ()
-    jumps: Sequence[float] = ()
-
-    def __post_init__(self) -> None:
-        if set(self.times) & set(self.jumps):
-            raise ValueError("step_t and jump_t share times; pass each time in one of them")
-
-
-NO_CALLBACKS, NO_STOPS = Callbacks(), Stops()
-
-
-class Solution(NamedTuple):
-    """States ``[n+1, d]`` at the wanted times, or at the start and at the time ``[]`` of an event."""
-
-    u: Tensor
-    event_time: Tensor | None
-    steps: int
+from attractor.core.rounds import Control, root_mean_square
+from attractor.core.scheme import Scheme
+from attractor.core.transforms import is_differentiated
 
 
 class _Attempt(NamedTuple):
@@ -132,10 +106,10 @@ class _Search:
         self.jumps = frozenset(self.stops.jumps)
         # The error of a cubic is in no estimate, so it must be of an order that the steps do not outdo.
         self.lands = not self.scheme.interpolates
-        self.differentiates_times = self.t_out.requires_grad or has_tangent(self.t_out)
+        self.differentiates_times = is_differentiated(self.t_out)
 
     def at(self, t: float, u: Tensor, side: float = 0.0) -> Tensor:
-        """The time as a tensor beside u; `side` moves it to the next number up or down."""
+        """Return the time as a tensor beside u; `side` moves it to the next number up or down."""
         time = u.real.new_full((), t)
         return torch.nextafter(time, time + side) if side else time
 
@@ -156,7 +130,7 @@ class _Search:
         return min(100 * h0, h1, abs(self.clock[-1] - self.t))
 
     def propose(self) -> tuple[float, float, bool]:
-        """The next attempt: its start, its end, and whether the end is a wanted one."""
+        """Return the start and end of the next attempt, and whether its end is a wanted time."""
         control, sign = self.control, self.sign
         if self.attempts >= control.max_steps:
             self.give_up()
@@ -173,7 +147,7 @@ class _Search:
         return self.t, t1, t1 == goal
 
     def take(self, attempt: _Attempt, u: Tensor, k: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """One step: the new state, the rate there, and the stages."""
+        """Take one step; return the new state, the rate there, and the stages."""
         f, scheme, t, t1, jump = self.f, self.scheme, attempt.t, attempt.t1, attempt.jump
         h = t1 - t
         if self.event is not None and abs(t1) > 1e-2 * torch.finfo(u.dtype).max:
@@ -200,33 +174,30 @@ class _Search:
         return u1, call_rate(f, end(), u1), stages
 
     def error(self, h: float, u: Tensor, u1: Tensor, k1: Tensor, stages: list[Tensor]) -> float:
-        """The error in units of the allowed error; NaN if the attempt is not finite."""
+        """Return the error in units of the allowed error; NaN if the attempt is not finite."""
         control, scheme = self.control, self.scheme
         with torch.no_grad():
             u, u1 = u.detach(), u1.detach()
             stages = stages if self.buffer is not None else [k.detach() for k in stages]
             scale, buffer = control.scale(u, u1), self.buffer
-            if buffer is not None:
-                estimate = torch.mv(*buffer.error)
-            else:
-                estimate = weighted_sum(scheme.error_weights, stages) * h
-            error = control.measure(estimate, scale)
+            sums = (None, None) if buffer is None else (buffer.error, buffer.lower_error)
+
+            def norm(weights: tuple[float, ...], own: tuple[Tensor, Tensor] | None) -> float:
+                estimate = weighted_sum(weights, stages) * h if own is None else torch.mv(*own)
+                return control.measure(estimate, scale)
+
+            error = norm(scheme.error_weights, sums[0])
             if scheme.lower_error_weights and error:
-                if buffer is not None:
-                    estimate = torch.mv(*buffer.lower_error)
-                else:
-                    estimate = weighted_sum(scheme.lower_error_weights, stages) * h
-                lower = control.measure(estimate, scale)
-                error *= error / math.hypot(error, 0.1 * lower)
+                error *= error / math.hypot(error, 0.1 * norm(scheme.lower_error_weights, sums[1]))
             # In the default norm an error estimate is finite only if the last stage is.
             fsal = scheme.first_same_as_last and control.norm is root_mean_square
             looks = [u1] if fsal else [u1, k1]
-            if math.isfinite(error) and all(_finite(x) for x in looks):
+            if math.isfinite(error) and all(all_finite(x) for x in looks):
                 return error
         return math.nan
 
     def judge(self, attempt: _Attempt, ended: bool, error: float) -> bool:
-        """Whether the attempt passes; sets the clock and the next step size."""
+        """Return whether the attempt passes, and set the clock and the next step size."""
         control, size = self.control, abs(attempt.t1 - attempt.t)
         at_least = size <= control.least
         passed = error <= 1 or (at_least and error == error)
@@ -306,7 +277,7 @@ class _Search:
         return values, u, k
 
     def about(self, callbacks: Callbacks, attempt: _Attempt, u: Tensor) -> tuple[Tensor, ...]:
-        """Arguments of callbacks."""
+        """Return the arguments of callbacks."""
         if callbacks == NO_CALLBACKS:
             return ()
         return self.at(attempt.t, u), u.detach(), self.at(attempt.t1 - attempt.t, u)
@@ -321,7 +292,7 @@ class _Search:
     def inside(
         self, attempt: _Attempt, u: Tensor, u1: Tensor, k1: Tensor, stages: list[Tensor]
     ) -> list[Tensor]:
-        """States at the wanted times inside a step, and at the event, ``[m, d]``."""
+        """Return states at the wanted times inside a step, and at the event, ``[m, d]``."""
         first, stop = attempt.wanted
         h = attempt.t1 - attempt.t
         if self.event is None:
@@ -397,7 +368,7 @@ def solve_adaptive(
         late = t[0].to(u0.real.dtype)
         u = u0 - k.detach() * (late - late.detach())
         k = call_rate(f, start, u)
-    if not (_finite(u) and _finite(k)):
+    if not (all_finite(u) and all_finite(k)):
         search.give_up()
     if event is not None:
         search.event_value = event(start, u0.detach()).item()
@@ -435,11 +406,3 @@ def solve_adaptive(
 def _call(callback: Callback | None, about: tuple[Tensor, ...]) -> None:
     if callback is not None:
         callback(*about)
-
-
-def _finite(x: Tensor) -> bool:
-    """Whether all elements are finite; one sum tells, unless it overflows."""
-    x = x.detach()
-    if x.is_complex():
-        x = torch.view_as_real(x.resolve_conj())
-    return math.isfinite(x.sum().item()) or bool(torch.isfinite(x).all())

@@ -71,8 +71,15 @@ def check_input(name: str, x: Any, shape: str, what: str, weight: Any) -> None:
 
 
 def autocast(x: Tensor) -> bool:
-    """Whether autocast is on where x is."""
+    """Return whether autocast is on where x is."""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def all_finite(u: Tensor) -> bool:
+    """Return whether u is finite; its sum tells, unless that overflows."""
+    u = torch.view_as_real(u.detach().resolve_conj()) if u.is_complex() else u.detach()
+    dtype = torch.float32 if u.dtype.itemsize < 4 else u.dtype
+    return math.isfinite(u.sum(dtype=dtype).item()) or bool(torch.isfinite(u).all())
 
 
 def check_whole(name: str, value: Any, least: int, what: str = "") -> None:
@@ -92,22 +99,22 @@ def check_seed(seed: Any) -> None:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether value is a whole number of Python's or numpy's."""
+    """Return whether value is a whole number of Python's or numpy's."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def as_int(value: Any) -> Any:
-    """A whole number of numpy's as Python's, which kernels and files ask for; all else as it is."""
+    """Return a whole number of numpy's as Python's, which kernels and files need; all else as it is."""
     return int(value) if isinstance(value, np.integer) else value
 
 
 def is_number(value: Any) -> bool:
-    """Whether value is a real number of Python's or numpy's."""
+    """Return whether value is a real number of Python's or numpy's."""
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def as_number(name: str, value: Any) -> float:
-    """A number, or a tensor of one, as Python's float; raises if it is neither."""
+    """Return a number, or a tensor of one number, as Python's float; raise if it is neither."""
     if isinstance(value, Tensor) and value.numel() == 1 and value.device.type != "meta":
         value = value.item()
     if not is_number(value):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from attractor.core.interpolant import coefficients, evaluate, hermite
-from attractor.core.scheme import Rate, Scheme, call_rate
+from attractor.core.rates import Rate, call_rate
+from attractor.core.scheme import Scheme
 
 
 class Segment(NamedTuple):
@@ -19,6 +20,10 @@ class Segment(NamedTuple):
     u: Tensor  # [*batch, d]
     u1: Tensor  # [*batch, d]
     inner: Sequence[Tensor]  # [*batch, d] each; see `interpolant`
+
+    def at(self, theta: Tensor) -> Tensor:
+        """Return the states ``[*batch, d]`` at parts theta ``[*batch, 1]`` of the steps."""
+        return evaluate(self.u, self.u1, self.inner, theta.to(self.u.real.dtype))
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,16 @@
 """Events: where a function of the state crosses zero, and how that time and state are differentiated."""
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from attractor.core.dense import Segment
+from attractor.core.rounds import as_time
+
+Event: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (t [*batch], u [*batch, d]) -> [*batch]
 
 ITERATIONS = 60  # bisection of a float64 interval ends before
 
@@ -87,3 +93,64 @@ def differentiated_root(
     slope = torch.where(slope == 0, torch.inf, slope)
     when = t - ((value - value.detach()) / slope).to(t)
     return when, u + rate.detach() * (when - t)[..., None].to(u.real.dtype)
+
+
+class EventSearch:
+    """The zeros of event functions in the accepted steps of all trajectories.
+
+    Args:
+        events: The functions.
+        t: Times ``[*batch, 1]`` at the start.
+        u: States ``[*batch, d]`` there.
+    """
+
+    def __init__(self, events: tuple[Event, ...], t: Tensor, u: Tensor) -> None:
+        self.events = events
+        self.values = self._values(t, u)
+
+    def first(
+        self, passed: Tensor, t1: Tensor, u1: Tensor, segment: Callable[[], Segment]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Look for the first event in a step.
+
+        Args:
+            passed: Trajectories ``[*batch, 1]`` whose step is accepted.
+            t1, u1: Times ``[*batch, 1]`` and states ``[*batch, d]`` at the ends of the steps.
+            segment: Returns the steps with their interpolants.
+
+        Returns:
+            The part of the step ``[*batch, 1]`` after which the first event comes, NaN where there is
+            none, and which one it is ``[*batch]``; None if no trajectory has an event.
+        """
+        before, after, accepts = self.values, self._values(t1, u1), passed[..., 0]
+        self.values = [torch.where(accepts, new, old) for old, new in zip(before, after)]
+        crossed = [accepts & (old * new <= 0) & (old != 0) for old, new in zip(before, after)]
+        if not any(bool(cross.any()) for cross in crossed):
+            return None
+        step, roots = segment(), []
+        for event, cross, old, new in zip(self.events, crossed, before, after):
+
+            def value(theta: Tensor, event: Event = event) -> Tensor:
+                t = (step.t + theta[..., None] * step.h)[..., 0]
+                return _event_value(event, t, step.at(theta[..., None]))
+
+            zero, one = torch.zeros_like(old), torch.ones_like(old)
+            ends = torch.where(cross, old, one), torch.where(cross, new, one)
+            roots.append(torch.where(cross, bracketed_root(value, zero, one, *ends), torch.inf))
+        theta, number = torch.stack(roots).min(0)
+        return torch.where(theta.isinf(), torch.nan, theta)[..., None], number
+
+    def _values(self, t: Tensor, u: Tensor) -> list[Tensor]:
+        return [_event_value(event, t[..., 0], u) for event in self.events]
+
+
+def _event_value(event: Event, t: Tensor, u: Tensor) -> Tensor:
+    """Return the value of an event function ``[*batch]``, in the precision of time."""
+    value = event(as_time(t, u), u)
+    if not isinstance(value, Tensor) or value.shape != u.shape[:-1]:
+        got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"an event function returned {got} for states of shape {list(u.shape)}; it must return one "
+            f"number per trajectory, {list(u.shape[:-1])}"
+        )
+    return value.detach().to(t.dtype)

@@ -1,7 +1,7 @@
 """Fixed steps with one clock, for what `odeint` offers and a plain grid does not.
 
 These are events, callbacks, interpolation at wanted times, rates that are not called at discontinuities,
-Adams methods and implicit Runge-Kutta methods. All other fixed steps are taken by `evolve.on_grid`.
+Adams methods and implicit Runge-Kutta methods. All other fixed steps are taken by `grid.on_grid`.
 """
 
 import math
@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute_later
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from attractor.core.adaptive import NO_CALLBACKS, Callbacks, Event, Solution
+from attractor.core.callbacks import NO_CALLBACKS, Callbacks, Event, Solution
 from attractor.core.events import bracketed_root, differentiated_root
 from attractor.core.interpolant import evaluate, hermite
-from attractor.core.scheme import Rate, Scheme, call_rate, check_kept, moved
-from attractor.core.transforms import has_tangent
+from attractor.core.rates import Rate, call_rate, check_kept, moved
+from attractor.core.scheme import Scheme
+from attractor.core.transforms import is_differentiated
 
 MOST_EVENT_STEPS = 20_000  # torchdiffeq's
 
@@ -93,7 +94,7 @@ def solve_fixed(
     n, sign = len(grid) - 1, -1.0 if bool(grid[-1] < grid[0]) else 1.0
     real = u0.real.dtype
     times, sizes = grid.to(real), grid.diff().to(real)
-    as_tensor = t.requires_grad or grid.requires_grad or has_tangent(t) or has_tangent(grid)
+    as_tensor = is_differentiated(t) or is_differentiated(grid)
     dts: Any = sizes if as_tensor else sizes.tolist()
     clock, wanted = (sign * grid.detach()).tolist(), (sign * t.detach()).tolist()
     before = _counts(wanted, clock)
@@ -154,7 +155,7 @@ def solve_fixed_until(
     real, sign = u0.real.dtype, -1.0 if bool(t[-1] < t[0]) else 1.0
     start, dt, u, history = t.detach()[0].double().item(), sign * step, u0, NO_HISTORY
     at = lambda x: u0.real.new_full((), x)
-    if t.requires_grad or has_tangent(t):
+    if is_differentiated(t):
         # Starting later by s is starting from u0 - s f(t0, u0): this carries the gradient of t[0].
         late = t[0].to(real)
         u = u0 - call_rate(f, at(start), u0).detach() * (late - late.detach())

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.core.scheme import Rate, check_state
+from attractor.core.rates import Rate, check_state
 from attractor.core.step import Step
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from attractor.core.fixed import History, Moment, StepRule, beside
-from attractor.core.scheme import Rate, call_rate
+from attractor.core.rates import Rate, call_rate
 
 ITERATIONS = 30
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.core.scheme import Rate, Scheme, call_rate, moved, weighted_sum
+from attractor.core.rates import Rate, call_rate, moved, weighted_sum
+from attractor.core.scheme import Scheme
 
 
 def hermite(u: Tensor, u1: Tensor, k0: Tensor, k1: Tensor, h: Any) -> list[Tensor]:

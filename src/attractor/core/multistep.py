@@ -6,7 +6,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from attractor.core.fixed import History, Moment, StepRule, beside, explicit_rule
-from attractor.core.scheme import Rate, call_rate, moved
+from attractor.core.rates import Rate, call_rate, moved
 from attractor.core.tableaus import RK4_38
 
 LEAST_ORDER, MOST_ORDER, ITERATIONS = 4, 12, 4

@@ -1,28 +1,27 @@
-"""One round of attempts under error control, and many rounds as one loop of compiled code.
+"""One round of attempts under error control.
 
 In a round every trajectory attempts one step of its own size. `Rules` holds the arithmetic of a round:
-the step to attempt, its error, and the next step size. The Python loop of `control` and the compiled
-`loop` both consist of these functions.
+the step to attempt, its error, and the next step size. The Python loop of `control` and the compiled one
+of `round_loop` both consist of these functions.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.while_loop import while_loop
 
 from attractor.core.checks import is_number
-from attractor.core.compiling import compiled, vectorised
-from attractor.core.scheme import Rate, Scheme, call_rate, weighted_sum
+from attractor.core.rates import Rate, call_rate, weighted_sum
+from attractor.core.scheme import Scheme
 from attractor.core.step import with_parameters
 from attractor.core.trajectory import Status
 
 
 def root_mean_square(x: Tensor) -> Tensor:
-    """Over the last dimension, which is kept."""
+    """Return the root mean square over the last dimension, which is kept."""
     return x.abs().square().mean(-1, keepdim=True).sqrt()
 
 
@@ -78,14 +77,14 @@ class Control:
             raise ValueError("rtol and atol are both 0, so no step can pass; set at least one")
 
     def scale(self, u: Tensor, u1: Tensor) -> Tensor:
-        """The allowed error ``[*batch, d]`` of a step from u to u1, in float32 or better."""
+        """Return the allowed error ``[*batch, d]`` of a step from u to u1, in float32 or better."""
         size = torch.maximum(u.abs(), u1.abs())
         if size.dtype.itemsize < 4:
             size = size.float()
         return size * self.rtol + self.atol
 
     def measure(self, x: Tensor, scale: Tensor) -> float:
-        """The norm of ``x / scale`` as one number; 0 / 0 counts as 0."""
+        """Return the norm of ``x / scale`` as one number; 0 / 0 counts as 0."""
         ratio = x.abs() / scale if x.is_complex() or x.dtype.itemsize < 4 else x / scale
         if not (isinstance(self.atol, float) and self.atol > 0):
             ratio = torch.where(x == 0, 0.0, ratio)
@@ -94,7 +93,7 @@ class Control:
         return float(self.norm(ratio))
 
     def factor(self, error: float, previous: float, order: int) -> float:
-        """By how much the next step is longer, after an attempt with these errors."""
+        """Return the factor of the next step size after attempts with these errors."""
         if not error > 0:  # exact, or not a number
             return self.grow if error == 0 else self.shrink
         factor = self.safety * error ** -(1 / (order + 1) - 0.75 * self.beta)
@@ -104,7 +103,7 @@ class Control:
 
 
 def positive(tolerance: float | Tensor) -> bool:
-    """Whether a tolerance is greater than 0 in all components."""
+    """Return whether a tolerance is greater than 0 in all components."""
     return bool((tolerance > 0).all()) if isinstance(tolerance, Tensor) else tolerance > 0
 
 
@@ -205,7 +204,7 @@ class Rules(NamedTuple):
         return Verdict(error, finite, passed)
 
     def _error(self, now: Progress, step: Proposal, u1: Tensor, stages: list[Tensor]) -> Tensor:
-        """Norm of the error over the allowed error, in a precision in which tolerances are not 0."""
+        """Return the norm of the error over the allowed error, in the precision of the tolerances."""
         scheme, wide, h = self.scheme, now.t.dtype, as_time(step.size, u1)
         allowed = self.atol + self.rtol * torch.maximum(now.u.abs(), u1.abs()).to(wide)
         divided = _over if self.exact else torch.div
@@ -283,7 +282,7 @@ def attempt(
     moving: Tensor | None = None,
     parameters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """A step: the new state, the rate there, and the stages; rates of those not moving are 0."""
+    """Return the new state of a step, the rate there, and the stages; rates are 0 unless `moving`."""
     rate = plain = with_parameters(f, parameters)
     if moving is not None:
         rate = lambda t, u: torch.where(moving, plain(t, u), 0.0)
@@ -296,93 +295,6 @@ def attempt(
 def rate_calls(scheme: Scheme) -> int:
     """Return the number of rate calls of an attempt whose first stage is known."""
     return len(scheme.b) - scheme.first_same_as_last
-
-
-def loop(
-    f: Rate,
-    rules: Rules,
-    goal: Tensor,
-    pause: Tensor,
-    limit: Tensor,
-    now: Progress,
-    parameters: Tensor | None = None,
-) -> tuple[Tensor, Progress]:
-    """Take rounds until every trajectory has reached its goal or was given up.
-
-    Compiled, this is one loop around one round: it is compiled once for all tolerances and numbers of
-    rounds, and no Python runs between rounds. It has no gradients.
-
-    Args:
-        f: The rate, which takes `parameters` if there are any.
-        goal: Last times, ``[]`` or ``[*batch, 1]``.
-        pause: The loop ends before a round in which an active trajectory would step to this time or
-            beyond it, ``[*batch, 1]``; infinite for trajectories that may step up to their goal.
-        limit: Largest number of rounds ``[]``.
-        now: The trajectories, laid out by `as_carried`.
-
-    Returns:
-        The number of rounds ``[]``, and the trajectories after them.
-    """
-
-    def more(rounds: Tensor, *carried: Tensor) -> Tensor:
-        now = _from_carried(carried)
-        waits = now.active & ((now.t + now.h - pause) * rules.sign >= 0)[..., 0]
-        return now.active.any() & ~waits.any() & (rounds < limit)
-
-    def one_round(rounds: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
-        now = _from_carried(carried)
-        step = rules.propose(now, goal)
-        t, h = as_time(now.t, now.u), as_time(step.size, now.u)
-        with vectorised(now.u.dtype):
-            u1, k1, stages = attempt(f, rules.scheme, t, h, now.u, now.k, None, parameters)
-        verdict = rules.judge(now, step, u1, k1, stages)
-        done = (verdict.passed & step.arrives)[..., 0]
-        return rounds + 1, *as_carried(rules.advance(now, step, verdict, u1, k1, step.t1, done))
-
-    start = torch.zeros((), dtype=torch.long, device=goal.device)
-    rounds, *carried = while_loop(more, one_round, (start, *now))
-    return rounds, _from_carried(carried)
-
-
-def compiled_rounds(
-    f: Rate,
-    rules: Rules,
-    goal: Tensor,
-    pause: Tensor,
-    limit: int,
-    now: Progress,
-    parameters: Tensor | None = None,
-) -> tuple[int, Progress]:
-    """Call the compiled `loop`, whose arguments these are.
-
-    Returns:
-        The number of rounds, and the trajectories after them.
-
-    Raises:
-        NotCompiledError: torch cannot compile the loop.
-    """
-    # Numbers that differ between calls are tensors, or each of them would be compiled for itself.
-    number = lambda x: torch.as_tensor(x, dtype=now.t.dtype)
-    control = replace(rules.control, rtol=1.0, atol=1.0, first=None, max_steps=1)
-    fast = compiled(loop, now.u.device, f, rules.scheme, control, rules.exact, or_plain=False)
-    rules = rules._replace(
-        control=control, rtol=number(rules.rtol), atol=number(rules.atol), sign=number(rules.sign)
-    )
-    own = None if parameters is None else parameters.detach()
-    rounds, later = fast(f, rules, goal, pause, torch.tensor(limit), as_carried(now), own)
-    return int(rounds), later
-
-
-def as_carried(now: Progress) -> Progress:
-    """The trajectories as `loop` carries them: contiguous, with times and errors ``[*batch]``."""
-    fresh = lambda x: x.clone(memory_format=torch.contiguous_format)  # with the strides of its shape
-    now = now._replace(t=now.t[..., 0], h=now.h[..., 0], error=now.error[..., 0])
-    return Progress(*map(fresh, now))
-
-
-def _from_carried(carried: Sequence[Tensor]) -> Progress:
-    now = Progress(*carried)
-    return now._replace(t=now.t[..., None], h=now.h[..., None], error=now.error[..., None])
 
 
 def first_step(
@@ -411,7 +323,7 @@ def first_step(
 
 
 def rounded(x: Tensor) -> Tensor:
-    """x to twelve bits, by Veltkamp's splitting.
+    """Return x rounded to twelve bits, by Veltkamp's splitting.
 
     The last bit of a power depends on where in the batch it is computed (vector units and the rest
     of a loop differ); rounded, a trajectory takes the same steps in any company, almost surely.
@@ -422,10 +334,10 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def as_time(time: Tensor, u: Tensor) -> Tensor:
-    """The time in the precision of u, as rates receive it."""
+    """Return the time in the precision of u, as rates receive it."""
     return time.to(u.real.dtype if u.is_complex() else u.dtype)
 
 
 def _over(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale, where 0 / 0 counts as 0."""
+    """Return x / scale, where 0 / 0 counts as 0."""
     return torch.where(x == 0, 0.0, x / scale)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._higher_order_ops.while_loop import while_loop
 
 from attractor.core.compiling import components_first, vectorised
-from attractor.core.scheme import Rate, moved
+from attractor.core.rates import Rate, moved
 from attractor.core.splitting import Halves, Splitting
 from attractor.core.step import Correction, Step, with_parameters
 from attractor.core.tableaus import AnyScheme
@@ -22,26 +22,25 @@ class Guard:
     Attributes:
         inside: Maps states ``[*batch, d]`` to ``[*batch]``, True where the correction may be applied. It
             is called without gradients. Parameters follow the states, ``[*batch, d + k]``.
-        replace: ``(rate, t, dt, u) -> state one step later``. None: the correction is applied
-            everywhere, and trajectories that leave are only marked.
+        replace: ``(rate, t, dt, u, parameters) -> (state one step later, calls of the rate)``. None: the
+            correction is applied everywhere, and trajectories that leave are only marked.
         region: What `inside` is a method of, for loops of machine code that test states themselves.
         rate_calls: Calls of the rate that `replace` has made.
     """
 
     inside: Callable[[Tensor], Tensor]
-    replace: Callable[[Rate, Tensor, Any, Tensor], Tensor] | None
+    replace: Callable[[Rate, Tensor, Any, Tensor, Tensor | None], tuple[Tensor, int]] | None
     region: Any = None
     rate_calls: int = 0
 
-    def step(self, rate: Rate, t: Tensor, dt: Any, u: Tensor) -> Tensor:
+    def step(
+        self, rate: Rate, t: Tensor, dt: Any, u: Tensor, parameters: Tensor | None = None
+    ) -> Tensor:
         """Call `replace`, and count its calls of the rate."""
-
-        def counted(t: Any, u: Tensor) -> Tensor:
-            self.rate_calls += 1
-            return rate(t, u)
-
         assert self.replace is not None
-        return self.replace(counted, t, dt, u)
+        state, calls = self.replace(rate, t, dt, u, parameters)
+        self.rate_calls += calls
+        return state
 
 
 def run(
@@ -87,13 +86,13 @@ class Looped(NamedTuple):
     """What a loop of steps returns.
 
     Attributes:
-        taken: Number of steps taken, a tensor of no dimension.
+        taken: Number of steps taken, a number or a tensor of no dimension.
         u: The state ``[*batch, d]`` after them.
         inside: Which trajectories ``[*batch]`` are inside now.
         stayed: Which trajectories ``[*batch]`` started all steps inside.
     """
 
-    taken: Tensor
+    taken: Tensor | int
     u: Tensor
     inside: Tensor
     stayed: Tensor
@@ -142,7 +141,7 @@ def looped(
 
 
 def only_alive(alive: Tensor, f: Rate) -> Rate:
-    """The rate where a trajectory is alive, and 0 elsewhere."""
+    """Return the rate where a trajectory is alive, and 0 elsewhere."""
     return lambda t, u, *p: torch.where(alive[..., None], f(t, u, *p), 0.0)
 
 
@@ -163,7 +162,7 @@ def corrected_step(
 
 
 def correction_term(correction: Correction, step: Step) -> Tensor:
-    """What a correction adds to a plain step, after checking it."""
+    """Return what a correction adds to a plain step, after checking it."""
     u, added = step.u, correction(step)
     if not isinstance(added, Tensor):
         raise TypeError(
@@ -192,7 +191,7 @@ def guarded_step(
     if not bool(outside.any()):
         return corrected_step(f, scheme, correction, t, dt, u, parameters), outside
     if bool(outside.all()):
-        return guard.step(with_parameters(f, parameters), t, dt, u), outside
+        return guard.step(f, t, dt, u, parameters), outside
 
     # Each kind of step gets its own trajectories, and one of them in place of the others, so that no
     # step is computed, or differentiated, where it does not apply.
@@ -201,19 +200,19 @@ def guarded_step(
 
     inside = ~outside
     corrected = corrected_step(f, scheme, correction, t, dt, only(inside, u), only(inside, parameters))
-    plain = guard.step(with_parameters(f, only(outside, parameters)), t, dt, only(outside, u))
+    plain = guard.step(f, t, dt, only(outside, u), only(outside, parameters))
     return torch.where(outside[..., None], plain, corrected), outside
 
 
 def beside(u: Tensor, parameters: Tensor | None) -> Tensor:
-    """States ``[*batch, d]``, followed by their parameters if there are any."""
+    """Return states ``[*batch, d]``, followed by their parameters if there are any."""
     if parameters is None:
         return u
     return torch.cat((u, parameters.expand(*u.shape[:-1], parameters.shape[-1])), -1)
 
 
 def _stacked(states: list[Tensor]) -> Tensor:
-    """The states ``[n, *batch, d]``, in compiled code component by component as the states are."""
+    """Return the states ``[n, *batch, d]``, in compiled code component by component."""
     if not torch.compiler.is_compiling():
         return torch.stack(states)
     return torch.stack([u.movedim(-1, 0) for u in states], 1).movedim(0, -1)

@@ -1,29 +1,27 @@
 """Explicit Runge-Kutta schemes: a tableau as the textbook prints it, and the slope it defines."""
 
 import math
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from numbers import Integral, Rational
-from typing import Any, TypeAlias
+from numbers import Rational
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attractor.core.checks import check_tensor, is_number
+from attractor.core.rates import Rate, call_rate, check_kept, check_state, moved, weighted_sum
 from attractor.core.step import Step, with_parameters
-from attractor.core.trees import defect
-
-Rate: TypeAlias = Callable[[Any, Tensor], Tensor]
-Coefficient: TypeAlias = int | str | float | Fraction
-
-LONGEST = 400  # characters of a coefficient
-LARGEST_EXPONENT = 308  # of a coefficient that is written as 1e-3
-MOST_STAGES = 128
-COMMON_BITS = 2048  # of the common denominator of all coefficients
-
-_OTHER_TYPE = re.compile("same dtype|scalar type|Input type")  # how torch says that types differ
+from attractor.core.tableau_checks import (
+    Coefficient,
+    as_fractions,
+    check_denominators,
+    check_stages,
+    checked_order,
+    lower_row,
+    order_of,
+    require_order,
+)
 
 
 @dataclass(frozen=True)
@@ -34,24 +32,24 @@ class Scheme:
     exact; with floats they hold to 1e-10 (for tableaus with irrational entries).
 
     Args:
-        name: what `get_scheme` and tables call it.
-        a: one row of stage weights a stage; row i needs its first i entries. The empty first row
+        name: What `get_scheme` and tables call it.
+        a: One row of weights per stage; row i needs its first i entries. The empty first row
             may be left out.
-        b: weights of the stages in the slope.
-        c: the stages' times, in steps.
-        order: order of convergence, checked against the order conditions.
-        b_low: weights of an embedded slope of lower order; with it the scheme can control its error.
-        b_lower: weights of a second embedded slope, of a still lower order. The two estimates e and
+        b: Weights of the stages in the slope.
+        c: The stages' times, in steps.
+        order: Order of convergence, checked against the order conditions.
+        b_low: Weights of an embedded slope of lower order; with it the scheme can control its error.
+        b_lower: Weights of a second embedded slope, of a still lower order. The two estimates e and
             e_lower are combined as ``e^2 / sqrt(e^2 + 0.01 e_lower^2)``, which is of a higher order
             than either (Hairer, Norsett and Wanner I, II.10).
-        dense: weights d of ``theta^2 (1 - theta)^2 dt sum_i d_i k_i``, which is added to the cubic
+        dense: Weights d of ``theta^2 (1 - theta)^2 dt sum_i d_i k_i``, which is added to the cubic
             Hermite interpolant inside a step. None: the cubic alone, and above order 3, where that is
             coarser than the steps, steps that end at the wanted times.
-        dense_rows: several such rows, for an interpolant of a higher order; the row after `dense` or the
+        dense_rows: Several such rows, for an interpolant of a higher order; the row after `dense` or the
             first one is multiplied by ``theta^2 (1 - theta)^2``, and every further one by ``theta`` and
             ``1 - theta`` in turn. The rows weight the stages, the rate at the new state if it is not the
             last stage, and the extra stages of `dense_a`.
-        dense_a: one row of weights per extra stage, which only the interpolant needs. Its time is the
+        dense_a: One row of weights per extra stage, which only the interpolant needs. Its time is the
             sum of its row.
 
     Raises:
@@ -124,7 +122,7 @@ class Scheme:
         put = lambda key, value: object.__setattr__(self, key, value)
         put("name", name)
         put("exact", exact)
-        put("a", tuple(_lower_row(name, i, row, stages) for i, row in enumerate(rows)))
+        put("a", tuple(lower_row(name, i, row, stages) for i, row in enumerate(rows)))
         put("b", as_fractions(name, b))
         put("c", as_fractions(name, c))
         put("order", order)
@@ -134,19 +132,19 @@ class Scheme:
         put("dense_rows", tuple(as_fractions(name, row) for row in dense_rows))
         put("dense_a", tuple(as_fractions(name, row) for row in dense_a))
 
-        _check_denominators(name, (*self.a, self.b, self.c, self.b_low or (), self.b_lower or ()))
+        check_denominators(name, (*self.a, self.b, self.c, self.b_low or (), self.b_lower or ()))
         for i, (row, c_i) in enumerate(zip(self.a, self.c)):
             if abs(sum(row) - c_i) > tolerance:
                 raise ValueError(f"{name}: row {i} of a adds up to {sum(row)}, but c[{i}] is {c_i}")
-        _require_order(name, "b", self.b, self.a, order, tolerance)
-        put("order_low", 0 if self.b_low is None else _order(self.b_low, self.a, order + 1, tolerance))
+        require_order(name, "b", self.b, self.a, order, tolerance)
+        put("order_low", 0 if self.b_low is None else order_of(self.b_low, self.a, order + 1, tolerance))
         if self.b_low is not None and self.order_low == 0:
             raise ValueError(f"{name}: b_low adds up to {sum(self.b_low)}, not to 1")
         if self.b_low == self.b:
             raise ValueError(f"{name}: b_low equals b, so that every error estimate would be 0")
         put("error_order", min(order, self.order_low))
         if self.b_lower is not None:
-            lower = _order(self.b_lower, self.a, order, tolerance)
+            lower = order_of(self.b_lower, self.a, order, tolerance)
             if not 0 < lower < self.error_order:
                 raise ValueError(
                     f"{name}: b_lower is of order {lower}; it must be at least 1 and less than that of "
@@ -201,7 +199,7 @@ class Scheme:
         return self.c[-1] == 1 and (*self.a[-1], Fraction(0)) == self.b
 
     def slope(self, f: Rate, t: Any, u: Tensor, dt: Any) -> Tensor:
-        """S, so that a plain step is ``u + dt * S``.
+        """Return S, so that a plain step is ``u + dt * S``.
 
         Args:
             f: the rate, ``(t, u) -> du/dt`` with the shape of u.
@@ -212,7 +210,7 @@ class Scheme:
         return weighted_sum(self._b, self.stages(f, t, u, dt, self.rate_calls))
 
     def step(self, f: Rate, t: Any, u: Tensor, dt: Any, parameters: Tensor | None = None) -> Step:
-        """The plain step from u, with its stages. Arguments as in `slope`; f may take `parameters`."""
+        """Return the plain step from u. Arguments as for `slope`; f may take `parameters`."""
         stages = self.stages(with_parameters(f, parameters), t, u, dt, self.rate_calls)
         return Step(u, weighted_sum(self._b, stages), dt, t, tuple(stages), parameters)
 
@@ -225,7 +223,7 @@ class Scheme:
         count: int | None = None,
         first: Tensor | None = None,
     ) -> list[Tensor]:
-        """The rates k_i at the first `count` stages (all by default); `first` is k_1 if known."""
+        """Return the rates k_i at the first `count` stages (all by default); `first` is k_1 if known."""
         check_state(u, t, dt)
         if isinstance(dt, float) and torch.finfo(u.dtype).max < abs(dt) < math.inf:
             raise ValueError(
@@ -238,225 +236,4 @@ class Scheme:
         return k
 
     def check_rate(self, f: Rate, t: Any, u: Tensor) -> None:
-        """A Runge-Kutta scheme takes any rate (a `Splitting` does not)."""
-
-
-def check_state(u: Any, t: Any = 0.0, dt: Any = 0.0) -> None:
-    """Raise unless u is a tensor that can move, and t and dt broadcast against it."""
-    check_tensor("u", u, "[*batch, d]", floating=False)
-    if not (u.is_floating_point() or u.is_complex()):
-        raise TypeError(f"u is of {u.dtype}; states move continuously: use u.float() or .double()")
-    for name, x in (("t", t), ("dt", dt)):
-        if not isinstance(x, Tensor):
-            if not is_number(x):
-                raise TypeError(f"{name} is a {type(x).__name__}; give a number, or a tensor")
-        elif x.is_complex() and not u.is_complex():
-            raise TypeError(f"{name} is of {x.dtype} but u of {u.dtype}; times and steps are real")
-        elif x.device != u.device and (x.dim() or x.device.type != "cpu"):
-            raise ValueError(f"{name} is on {x.device} but u on {u.device}; move one with .to(...)")
-        elif not broadcasts(x, u.shape) and (name == "dt" or not broadcasts(x, u.shape[:-1])):
-            raise ValueError(f"{name} {list(x.shape)} does not broadcast against u {list(u.shape)}")
-
-
-def broadcasts(x: Tensor, shape: Sequence[int]) -> bool:
-    """Whether x can be multiplied with a tensor of that shape, which then stays of it."""
-    sizes = zip(reversed(x.shape), reversed(shape))
-    return x.dim() <= len(shape) and all(size in (1, own) for size, own in sizes)
-
-
-def checked_order(name: str, order: int) -> int:
-    """The order, if it is one."""
-    if not isinstance(order, int) or isinstance(order, bool) or order < 1:
-        raise ValueError(f"{name}: order {order!r} is not an order; it is a whole number from 1 on")
-    return order
-
-
-def weighted_sum(weights: Sequence[float], terms: Sequence[Tensor]) -> Tensor:
-    """Sum of ``w * x``, leaving out zero weights; in one buffer where no graph is recorded."""
-    (w, x), *rest = [(w, x) for w, x in zip(weights, terms) if w != 0] or [(0.0, terms[0])]
-    total = x if w == 1 and not rest else w * x
-    for w, x in rest:
-        total = total.add(x, alpha=w) if torch.is_grad_enabled() else total.add_(x, alpha=w)
-    return total
-
-
-def moved(u: Tensor, dt: Any, weights: Sequence[float], terms: Sequence[Tensor]) -> Tensor:
-    """``u + dt * weighted_sum(weights, terms)``, in fewer operations where dt is a number."""
-    if not isinstance(dt, float):
-        return u + dt * weighted_sum(weights, terms)
-    for w, x in zip(weights, terms):
-        if w != 0:
-            u = u.add(x, alpha=w * dt)
-    return u
-
-
-def call_rate(f: Rate, t: Any, u: Tensor) -> Tensor:
-    """``f(t, u)``, with a clear error when it is not a rate of u."""
-    try:
-        du = f(t, u)
-    except RuntimeError as error:
-        if not _OTHER_TYPE.search(str(error)):
-            raise
-        raise ValueError(
-            f"the rate failed for a state in {u.dtype}: {error}. If it holds weights or constants of "
-            "another type, use rate.to(u.dtype), such as network.double(), or give states of its type"
-        ) from error
-    if not isinstance(du, Tensor):
-        raise TypeError(f"the rate returned a {type(du).__name__}; it must return a tensor like u")
-    if du.shape != u.shape:
-        raise ValueError(
-            f"the rate returned shape {list(du.shape)} for a state of shape {list(u.shape)}; "
-            "they must be equal (the last dimension is the state's, the others are the batch's)"
-        )
-    if du.dtype != u.dtype:
-        raise ValueError(
-            f"the rate returned {du.dtype} for a state in {u.dtype}; cast its constants to the "
-            "state, for example with .to(u)"
-        )
-    return du
-
-
-def check_same_rate(given: Rate, expected: Rate, t: Any, u: Tensor, message: str) -> None:
-    """Raise if two rates differ at states u ``[*batch, d]``; non-finite values are not compared.
-
-    Args:
-        message: What the rates are; the difference and the remedy are added.
-
-    Raises:
-        ValueError: They differ by more than rounding.
-    """
-    if given is expected or not u.numel():
-        return
-    with torch.no_grad():
-        ours, theirs = (call_rate(f, t, u.detach()) for f in (given, expected))
-    difference, size = (x.abs().nan_to_num(0.0, 0.0).max().item() for x in (ours - theirs, theirs))
-    if difference > max(1e-6, math.sqrt(torch.finfo(u.dtype).eps)) * size + 1e-12:
-        raise ValueError(
-            f"{message}: at t = {float(t):g} they differ by {difference:.2g}, where its size is "
-            f"{size:.2g}. A correction belongs to one equation; fit a solver to this one, or use a "
-            "plain scheme"
-        )
-
-
-def version(u: Tensor) -> int:
-    """How often u was written to; 0 where torch does not count."""
-    return 0 if u.is_inference() else u._version
-
-
-def check_unwritten(u: Tensor, before: int) -> None:
-    """Raise if a rate has written into the state it was given."""
-    if version(u) != before:
-        raise ValueError(
-            "the rate writes into the state it is given (u0 has been overwritten as well), so that "
-            "later stages start from another one; let it return a new tensor: -u instead of u.neg_(), "
-            "or u = u.clone() first"
-        )
-
-
-def _owner(x: Tensor) -> Tensor:
-    """The tensor that x is a view of, or x."""
-    return x if x._base is None else x._base
-
-
-def check_kept(f: Rate, t: Any, u: Tensor, stages: Sequence[Tensor]) -> None:
-    """Raise if the last two stages are one tensor that every call of the rate fills."""
-    du = stages[-1]
-    if torch.compiler.is_compiling() or _owner(du) is not _owner(stages[-2]):
-        return
-    before = version(du)
-    f(t, u)
-    if version(du) != before:
-        raise ValueError(
-            "the rate returns the same tensor every time and writes into it, so that a step's rates are "
-            "all the last one; return a new tensor, or .clone() of the buffer"
-        )
-
-
-def as_fractions(name: str, values: Sequence[Coefficient]) -> tuple[Fraction, ...]:
-    """Coefficients as exact numbers."""
-    for x in values:
-        if isinstance(x, str) and (len(x) > LONGEST or _exponent(x) > LARGEST_EXPONENT):
-            raise ValueError(
-                f"{name}: the coefficient {x[:40]!r} is too long; at most {LONGEST} characters and a "
-                f"power of ten up to {LARGEST_EXPONENT} are read"
-            )
-    try:
-        return tuple(_fraction(x) for x in values)
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise ValueError(
-            f"{name}: {list(values)!r} is not a list of coefficients; write 1, '1/6' or Fraction(1, 6)"
-        ) from error
-
-
-def _exponent(text: str) -> int:
-    """Return the absolute power of ten of a number such as ``1e-3``, and 0 without one."""
-    _, _, power = text.replace("_", "").lower().rpartition("e")
-    return abs(int(power)) if re.fullmatch(r"\s*[+-]?\d+\s*", power) and "e" in text.lower() else 0
-
-
-def check_stages(name: str, count: int) -> None:
-    """Raise a ValueError if a scheme has more than `MOST_STAGES` stages."""
-    if count > MOST_STAGES:
-        raise ValueError(
-            f"{name}: a scheme has at most {MOST_STAGES} stages, and this one has {count:,}"
-        )
-
-
-def _check_denominators(name: str, rows: Iterable[Sequence[Fraction]]) -> None:
-    """Raise a ValueError if exact checks of the order conditions of a tableau would take too long."""
-    common = 1
-    for x in (x for row in rows for x in row):
-        common = math.lcm(common, x.denominator)
-        if common.bit_length() > COMMON_BITS:
-            raise ValueError(
-                f"{name}: the common denominator of the coefficients has more than {COMMON_BITS:,} "
-                "binary digits, so the order conditions cannot be checked exactly; write floats"
-            )
-
-
-def _fraction(x: Coefficient) -> Fraction:
-    if isinstance(x, Fraction | str):
-        return Fraction(x)
-    return Fraction(int(x)) if isinstance(x, Integral) else Fraction(float(x))
-
-
-def _lower_row(name: str, i: int, row: Sequence[Coefficient], stages: int) -> tuple[Fraction, ...]:
-    values = as_fractions(name, row)
-    if any(values[i:]):
-        raise ValueError(
-            f"{name}: stage {i} uses stages from {i} on, so the scheme is implicit; "
-            "only explicit schemes (a strictly lower triangular) can be stepped here"
-        )
-    if len(values) < i or len(values) > stages:
-        raise ValueError(f"{name}: row {i} of a has {len(values)} entries; it needs {i}")
-    return values[:i]
-
-
-def _order(
-    b: tuple[Fraction, ...], a: tuple[tuple[Fraction, ...], ...], most: int, tolerance: float
-) -> int:
-    order = 0
-    if tolerance:
-        b, a = ([float(x) for x in b], [[float(x) for x in row] for row in a])  # type: ignore[assignment]
-    while order < most and defect(order + 1, b, a) <= tolerance:
-        order += 1
-    return order
-
-
-def _require_order(
-    name: str,
-    what: str,
-    b: tuple[Fraction, ...],
-    a: tuple[tuple[Fraction, ...], ...],
-    order: int,
-    tolerance: float,
-) -> None:
-    reached = _order(b, a, order, tolerance)
-    if reached == 0:
-        raise ValueError(f"{name}: {what} adds up to {sum(b)}, not to 1")
-    if reached < order:
-        miss = float(defect(reached + 1, b, a))
-        raise ValueError(
-            f"{name}: claims order {order}, but the conditions of order {reached + 1} are missed by "
-            f"{miss:.3g}; with these coefficients say order={reached}"
-        )
+        """Accept any rate; a `Splitting` does not."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.core.scheme import Rate, call_rate
+from attractor.core.rates import Rate, call_rate
 
 OPTIONS = ("solver", "min_step", "max_step")
 

@@ -8,17 +8,9 @@ import torch
 from torch import Tensor
 
 from attractor.core.checks import check_values
-from attractor.core.scheme import (
-    Coefficient,
-    Rate,
-    as_fractions,
-    call_rate,
-    check_stages,
-    check_state,
-    checked_order,
-    moved,
-)
+from attractor.core.rates import Rate, call_rate, check_state, moved
 from attractor.core.step import Step, with_parameters
+from attractor.core.tableau_checks import Coefficient, as_fractions, check_stages, checked_order
 from attractor.core.trees import defect
 
 Halves: TypeAlias = tuple[Tensor | None, Tensor | None]  # q' and p', where they are known
@@ -34,10 +26,10 @@ class Splitting:
     bounded, where a Runge-Kutta scheme's grows.
 
     Args:
-        name: what `get_scheme` and tables call it.
-        kick: parts of a step for each kick; zeros allowed.
-        drift: parts of a step for each drift, as many as kicks or one less.
-        order: order of convergence, checked to 1e-10.
+        name: What `get_scheme` and tables call it.
+        kick: Parts of a step for each kick; zeros allowed.
+        drift: Parts of a step for each drift, as many as kicks or one less.
+        order: Order of convergence, checked to 1e-10.
 
     >>> Splitting("leapfrog", kick=(0.5, 0.5), drift=(1,), order=2)
     Splitting('leapfrog', order 2, kicks 2, drifts 1)

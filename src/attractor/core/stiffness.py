@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attractor.core.checks import check_beside, check_tensor, check_time, check_values, is_number
-from attractor.core.scheme import Rate, call_rate
+from attractor.core.rates import Rate, call_rate
 from attractor.core.trajectory import Trajectory
 
 Mean: TypeAlias = Literal["input", "stage"]

@@ -29,6 +29,11 @@ def has_tangent(x: Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
+def is_differentiated(x: Tensor) -> bool:
+    """Return whether derivatives with respect to x may be asked for, in reverse or in forward mode."""
+    return x.requires_grad or has_tangent(x)
+
+
 def under_vmap() -> bool:
     """Return whether torch.func.vmap is active, so that any function may return a vmapped tensor."""
     return _is_active(TransformType.Vmap)

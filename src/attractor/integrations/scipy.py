@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from attractor.core import evolve
-from attractor.core.scheme import check_same_rate
+from attractor.core.rates import check_same_rate
 from attractor.core.step import with_parameters
 from attractor.ode import HybridSolver
 

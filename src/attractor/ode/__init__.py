@@ -22,9 +22,10 @@ from types import ModuleType
 
 from attractor.core.lazy import submodule
 from attractor.ode import corrections, pretrained, systems
+from attractor.ode.fine_data import FineData
 from attractor.ode.fitting import fit
 from attractor.ode.recipes import Paper, Ridge
-from attractor.ode.shards import FineData, make_trajectories
+from attractor.ode.shards import make_trajectories
 from attractor.ode.solver import HybridSolver
 from attractor.ode.tuning import TunedSolver, tune
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attractor.core import Trajectory, evolve
-from attractor.core.scheme import Rate
+from attractor.core.rates import Rate
 from attractor.ode.solver import HybridSolver
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from attractor.core.checks import as_int, check_tensor
 from attractor.core.compiling import compiled, components_first, count_operations
-from attractor.core.evolve import COMPILED_OPERATIONS
-from attractor.core.scheme import Rate
+from attractor.core.grid import COMPILED_OPERATIONS
+from attractor.core.rates import Rate
 from attractor.core.step import correction_of_step, with_parameters
 from attractor.core.tableaus import AnyScheme
 from attractor.ode import fused
@@ -37,22 +37,22 @@ class CapturedStep:
     between calls; moving them (``.to``, ``.double``) pulls them from under the graph. No gradients.
 
     Args:
-        solver: a `HybridSolver`, whose steps they are; its trust region is not asked.
-        u: states ``[*batch, d]`` to start from; later ones must be like them.
-        t: their time.
-        steps: of dt, in one graph. More of them share the cost of a launch, a few microseconds.
-        compile: make them few kernels instead of dozens a step. One for all steps, where a step is a
-            formula for each number around a small network (see `fused.steps`); otherwise two a step, by
+        solver: The `HybridSolver` whose steps they are. Its trust region is not used.
+        u: States ``[*batch, d]`` to start from. Later ones must have their shape.
+        t: The time of u.
+        steps: Number of steps of dt in one graph. They share the cost of a launch, a few microseconds.
+        compile: Compile steps to few kernels. There is one for all steps where a step is a
+            formula per number around a small network (see `fused.steps`), otherwise two per step, by
             `torch.compile`, which takes up to a minute the first time. None: on a GPU.
-        precision: of a fused network's products, see `fused.network`; None: as the correction chooses.
+        precision: Of a fused network's products, see `fused.network`; None: as the correction chooses.
         parameters: Parameters ``[*batch, k]`` of the trajectories, or ``[k]`` for all of them, where the
             equation is ``rate(t, u, p)``. Steps with parameters have no single kernel for all steps.
 
     Attributes:
         parameters: The parameters ``[*batch, k]``, or None. Change them with `reset`.
-        u, t: the state and time now; overwritten by `advance`, so clone what you keep.
-        captured: whether there is a graph.
-        whole: whether one kernel takes all steps.
+        u, t: The current state and time. `advance` overwrites them.
+        captured: Whether there is a graph.
+        whole: Whether one kernel takes all steps.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class CapturedStep:
 
 
 def capture_step(solver: Any, u: Tensor, **options: Any) -> CapturedStep:
-    """A `CapturedStep`, with its options."""
+    """Return a `CapturedStep` with these options."""
     return CapturedStep(solver, u, **options)
 
 
@@ -216,12 +216,12 @@ def kernel_of_steps(
     tolerance: tuple[float, float] = (1e-3, 1e-5),
     most: float = math.inf,
 ) -> Any:
-    """One kernel for steps of u (see `fused.steps`), if there can be one and it does what torch does.
+    """Return one kernel for steps of u (see `fused.steps`), if there is one and it agrees with torch.
 
     Args:
-        correction: with a network that `fused.usable` accepts, or None for plain steps.
-        tolerance: how far a step may be from torch's: parts of what it moves, and of u.
-        most: lines of the formulas for which a kernel is worth compiling.
+        correction: One with a network that `fused.usable` accepts, or None for plain steps.
+        tolerance: Allowed difference from torch's step, relative to the change of u and to u.
+        most: Largest number of lines of the formulas for which a kernel is compiled.
 
     Returns:
         A `WholeSteps`; None if the rate is more than a formula, or a formula that is too long.

@@ -24,16 +24,11 @@ from attractor.core import get_scheme
 from attractor.core.checks import check_seed, check_tensor
 from attractor.ode.comparison import Comparison, Point, methods_of, reach
 from attractor.ode.race import Race
+from attractor.ode.samples import Sampler, initial_states, sampled_parameters
 from attractor.ode.serialization import rate_to_json
 from attractor.ode.solver import HybridSolver
-from attractor.ode.trajectories import (
-    Sampler,
-    enough_substeps,
-    fine_trajectories,
-    initial_states,
-    sampled_parameters,
-    whole_steps,
-)
+from attractor.ode.substeps import enough_substeps, whole_steps
+from attractor.ode.trajectories import fine_trajectories
 
 __all__ = ["SCHEMES", "Comparison", "Point", "compare"]
 

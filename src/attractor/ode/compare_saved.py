@@ -16,8 +16,8 @@ from attractor.core.fingerprint import fingerprint
 from attractor.jobs.naming import name_of, named
 from attractor.ode.compare import compare
 from attractor.ode.comparison import Comparison
+from attractor.ode.samples import Sampler
 from attractor.ode.solver import HybridSolver
-from attractor.ode.trajectories import Sampler
 from attractor.train import checkpoint
 
 

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from attractor.core import get_scheme
-from attractor.core.scheme import Rate
+from attractor.core.rates import Rate
 from attractor.core.tableaus import AnyScheme
 from attractor.ode.candidates import Candidate
 from attractor.ode.polynomial_search import PolynomialSearch
+from attractor.ode.samples import Sampler
 from attractor.ode.search import COMPILING, FEWER, SINGLE, UNLIKELY, Search
 from attractor.ode.solver import HybridSolver
-from attractor.ode.trajectories import Sampler
 
 TIMED = 1000  # number of trajectories that `fit` times
 WIDTHS = (0, 16, 64)  # of networks of the stages, narrow ones first
@@ -183,8 +183,8 @@ class HybridSearch(Search):
                 solver = self.fit(
                     self.rate, dt=way.setting, horizon=self.horizon, scheme=way.scheme,
                     correction="stages", width=way.width, trajectories=self.trajectories,
-                    precision="float32" if way.width else None, period=self.period, seed=self.seed,
-                    device=self.device, fine_dt=fine_dt, **self.samplers,
+                    options={"precision": "float32"} if way.width else None, period=self.period,
+                    seed=self.seed, device=self.device, fine_dt=fine_dt, **self.samplers,
                 )  # fmt: skip
         except (ValueError, FloatingPointError) as error:  # steps that lose trajectories, rates of t
             reason = str(error).split(";")[0].split(":")[0]

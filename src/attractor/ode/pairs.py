@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.core.scheme import Rate
+from attractor.core.rates import Rate
 from attractor.core.step import Step
 from attractor.core.tableaus import AnyScheme
 from attractor.ode.trajectories import Run

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attractor.core import evolve
-from attractor.core.scheme import Rate
+from attractor.core.rates import Rate
 from attractor.core.step import with_parameters
 
 # (tolerance, times [n+1]) -> states [n+1, batch, d] and the number of rate calls

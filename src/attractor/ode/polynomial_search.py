@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from attractor.core import evolve
-from attractor.core.scheme import Rate, call_rate
+from attractor.core.rates import Rate, call_rate
 from attractor.core.tableaus import IDENTITY
 from attractor.ode.candidates import Candidate, distance
 from attractor.ode.closed_form import ClosedForm
@@ -25,16 +25,8 @@ from attractor.ode.pairs import one_step
 from attractor.ode.rate_checks import check_rate
 from attractor.ode.search import Search
 from attractor.ode.solver import HybridSolver
-from attractor.ode.trajectories import (
-    LARGEST,
-    PHASES,
-    Plan,
-    Run,
-    enough_substeps,
-    make_runs,
-    shifted,
-    substeps_for,
-)
+from attractor.ode.substeps import enough_substeps, substeps_for
+from attractor.ode.trajectories import LARGEST, PHASES, Plan, Run, make_runs, shifted
 
 GRID = 240  # steps of the fine trajectories, a number with many divisors
 STEPS = tuple(n for n in range(2, GRID // 2 + 1) if GRID % n == 0)  # of a polynomial
@@ -50,8 +42,10 @@ MOST_TRAJECTORIES, FEWEST_TRAJECTORIES = 2000, 200
 MOST_NUMBERS = 2**25  # of the trajectories
 MOVED = 0.7  # share of the starting points of steps that lie beside the trajectories,
 BESIDE = 0.1  # by this many standard deviations of each component
-ROWS_PER_TERM = 18  # steps that a polynomial learns from; they are free of noise
-FEWEST_ROWS = 25_000
+ROWS_PER_TERM = 18  # steps that a polynomial learns from, at least; they are free of noise
+ENOUGH_ROWS = 25_000  # for a fit and its trust region, unless there are more terms. Where states have
+ENOUGH_NUMBERS = 100_000  # components enough for more numbers than these, fewer steps,
+ENOUGH_PER_TERM = 60  # but as many per term
 SPEED = 5e9  # rows times squared terms per second of a fit, at least
 SHARE = 0.15  # of the budget that fine trajectories take, at most
 HOPELESS = 1e4  # more terms are tried if fewer terms came as close as this many times the error
@@ -122,7 +116,8 @@ class PolynomialSearch:
 
     def rows(self, terms: int) -> int:
         """Return the number of steps that a polynomial learns from."""
-        return max(FEWEST_ROWS, ROWS_PER_TERM * terms)
+        few = max(ENOUGH_NUMBERS // self.search.timed.shape[-1], ENOUGH_PER_TERM * terms)
+        return max(ROWS_PER_TERM * terms, min(few, ENOUGH_ROWS))
 
     def best(self, candidates: list[Candidate]) -> list[Candidate]:
         """Return a list of the candidate with the fewest steps that reach the error, or an empty one."""

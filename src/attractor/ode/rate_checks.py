@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from attractor.core.scheme import Rate, call_rate
+from attractor.core.rates import Rate, call_rate
 from attractor.core.step import with_parameters
 from attractor.ode.trajectories import GOLDEN
 

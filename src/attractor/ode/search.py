@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from attractor.core import Trajectory, evolve, get_scheme
-from attractor.core.scheme import Rate
+from attractor.core.rates import Rate
 from attractor.core.step import with_parameters
 from attractor.core.tableaus import AnyScheme
 from attractor.ode.candidates import Candidate, distance, in_dtype, sizes, solved_by
+from attractor.ode.samples import Sampler, initial_states, sampled_parameters
 from attractor.ode.solver import HybridSolver
-from attractor.ode.trajectories import Sampler, initial_states, sampled_parameters
 
 CHECKED = 200  # number of fresh trajectories on which errors are measured
 FIXED = ("dop853", "tsit5", "rk4")  # in the order in which they are tried

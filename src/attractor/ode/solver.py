@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from attractor.core import Trajectory, get_scheme
 from attractor.core.checks import MOST_STEPS, as_number, check_values, is_whole
-from attractor.core.evolve import check_parameters, check_problem, on_grid
+from attractor.core.grid import on_grid
 from attractor.core.limits import STEP_BYTES, check_memory
+from attractor.core.problem import check_initial, check_parameters
+from attractor.core.rates import Rate, check_state
 from attractor.core.runs import Guard, correction_term, guarded_step
-from attractor.core.scheme import Rate, check_state
 from attractor.core.step import correction_of_step
 from attractor.core.tableaus import AnyScheme
 from attractor.core.transforms import is_transformed, without_vmap
@@ -101,8 +102,11 @@ class HybridSolver:
     def _like(self) -> Tensor | None:
         if not isinstance(self.correction, nn.Module):
             return None
-        tensors = chain(self.correction.parameters(), self.correction.buffers())
-        return next((x for x in tensors if x.is_floating_point()), None)
+        modules = list(self.correction.modules())
+        tensors = chain(
+            *(x._parameters.values() for x in modules), *(x._buffers.values() for x in modules)
+        )
+        return next((x for x in tensors if x is not None and x.is_floating_point()), None)
 
     @property
     def fit_error(self) -> float | None:
@@ -192,7 +196,9 @@ class HybridSolver:
                 as many as the accuracy of the fit requires. None: if there is a trust region. With False
                 the correction is applied there as well, and `Trajectory.status` says which trajectories
                 have left.
-            compile: Compile several steps at a time with `torch.compile`, as in `evolve`.
+            compile: Compile several steps at a time with `torch.compile`, as in `evolve`. With the
+                scheme "identity" the first step from outside of the trust region compiles its substeps
+                as well, which takes about ten seconds.
             parameters: Parameters ``[*batch, k]`` of the trajectories, or ``[k]`` for all of them, where
                 the equation is ``rate(t, u, p)``.
 
@@ -204,7 +210,8 @@ class HybridSolver:
             ValueError: t_end is not a whole number of steps away, or guard=True without a trust region.
         """
         t_end, t0 = as_number("t_end", t_end), as_number("t0", t0)
-        if isinstance(u0, Tensor) and u0.dim() and self.dim not in (None, u0.shape[-1]):
+        check_initial(u0)
+        if self.dim not in (None, u0.shape[-1]):
             raise ValueError(
                 f"u0 {list(u0.shape)}: states of {u0.shape[-1]} numbers; this solver's have {self.dim}"
             )
@@ -222,25 +229,28 @@ class HybridSolver:
                 f"t_end = {t_end:g} is not a whole number of steps of dt = {self.dt:g} "
                 f"after t0 = {t0:g}; the nearest is {t0 + max(n, 0) * self.dt!r}"
             )
-        if isinstance(u0, Tensor):
-            kept = n // every + 2
-            check_memory(
-                f"{kept:,} states {list(u0.shape)}, and the times of {n:,} steps,",
-                kept * u0.numel() * u0.element_size() + STEP_BYTES * n,
-                "use a larger every=, an earlier t_end, or fewer trajectories at a time",
-                self.device,
+        u0, kept = self._converted(u0), n // every + 2
+        check_memory(
+            f"{kept:,} states {list(u0.shape)}, and the times of {n:,} steps,",
+            kept * u0.numel() * u0.element_size() + STEP_BYTES * n,
+            "use a larger every=, an earlier t_end, or fewer trajectories at a time",
+            u0.device,
+        )
+        if self.dt < 4 * math.ulp(max(abs(t_end), abs(t0))):
+            raise ValueError(
+                f"times from {t0:g} to {t_end:g} cannot be told apart in steps of dt = {self.dt:g}; "
+                "count time from a later origin"
             )
         t = t0 + torch.arange(n + 1, dtype=torch.float64) * self.dt
-        steps = self._guard(guard)
-        t, u0 = check_problem(u0, t), self._converted(u0)
         with without_vmap("a solver with a trust region"):
             return on_grid(
                 self.rate, u0, t.to(u0.device), self.scheme, self.correction, every=every,
-                compile=compile, guard=steps, parameters=self._parameters(u0, parameters),
+                compile=compile, guard=self._guard(guard, compile),
+                parameters=self._parameters(u0, parameters),
             )  # fmt: skip
 
     def _converted(self, u: Tensor) -> Tensor:
-        """States in the solver's dtype and on its device; what is no floating state as it is."""
+        """Return states in the solver's dtype and on its device; all else as it is."""
         like = self._like
         if not (isinstance(u, Tensor) and u.is_floating_point()) or like is None:
             return u
@@ -249,7 +259,7 @@ class HybridSolver:
         return u.to(like)
 
     def _parameters(self, u: Tensor, parameters: Tensor | None) -> Tensor | None:
-        """Parameters ``[*batch, k]`` beside states u, as many as the correction sees."""
+        """Return parameters ``[*batch, k]`` beside states u, as many as the correction sees."""
         parameters, count = check_parameters(u, parameters), self.parameter_count
         if count and (parameters is None or parameters.shape[-1] != count):
             shape = "none" if parameters is None else list(parameters.shape)
@@ -259,13 +269,13 @@ class HybridSolver:
             )
         return parameters
 
-    def _guard(self, guard: bool | None) -> Guard | None:
-        """The guard of one solve; None if nothing is known about where the correction applies."""
+    def _guard(self, guard: bool | None, compile: bool = False) -> Guard | None:
+        """Return the guard of one solve; None if nothing is known about where the correction applies."""
         if self.trust is None:
             if guard:
                 raise ValueError("guard=True needs a trust region; solvers made by fit have one")
             return None
-        return self.trust.guard(self.scheme, replace=guard is None or bool(guard))
+        return self.trust.guard(self.scheme, guard is None or bool(guard), compile)
 
     def capture(
         self, u: Tensor, *, steps: int = 1, parameters: Tensor | None = None, **options: Any
@@ -333,14 +343,14 @@ class HybridSolver:
         revision: str | None = None,
         token: str | bool | None = None,
     ) -> Self:
-        """A solver by name: one that comes with the library, a folder, or a repository of the hub.
+        """Return a solver by name: of the library, of a folder, or of a repository of the hub.
 
         Args:
             name: such as "elastic-pendulum" (`attractor.ode.pretrained.names` has all), the folder that
                 `save` has written, or "somebody/something" on the Hugging Face hub, which needs the
                 extra `hub`.
             rate: the equation, if it is not one of `attractor.systems`.
-            revision, token: of the hub.
+            revision, token: Of the hub.
 
         >>> HybridSolver.from_pretrained("elastic-pendulum").dt
         0.1

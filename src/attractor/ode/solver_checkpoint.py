@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from attractor.core.scheme import Rate
+from attractor.core.rates import Rate
 from attractor.core.tableaus import AnyScheme
 from attractor.ode import corrections, serialization
 from attractor.ode.serialization import is_system

@@ -1,5 +1,6 @@
 """The region of states in which a fitted correction can be trusted, and the steps outside of it."""
 
+import math
 from contextlib import suppress
 from typing import Any, Self
 
@@ -8,13 +9,21 @@ from torch import Tensor, nn
 
 from attractor.core import get_scheme
 from attractor.core.checks import check_input, check_number, check_tensor, check_values, check_whole
+from attractor.core.clocks import OneTimeError
+from attractor.core.control import controlled
+from attractor.core.rates import Rate
+from attractor.core.rounds import Control
 from attractor.core.runs import Guard
-from attractor.core.scheme import Rate
+from attractor.core.step import with_parameters
 from attractor.core.tableaus import AnyScheme
+from attractor.core.transforms import is_differentiated
 
 PLAIN_SUBSTEPS = 2  # of the solver's own scheme, where the accuracy of a fit is not known
-MOST_SUBSTEPS = 64  # of dop853, in place of one step
-MOST_OF_LARGE_STEPS = 1024  # the same for the scheme "identity", whose steps no stability limits
+SCHEME = "dop853"  # of the substeps in place of a step, otherwise
+LOCAL = 0.05  # share of the allowed error that one of them may have
+MOST_ATTEMPTS = 4096  # substeps with error control
+MOST_SUBSTEPS = 64  # equal ones in place of a step,
+MOST_OF_LARGE_STEPS = 1024  # or of one of the scheme "identity", whose steps no stability limits
 FLOW_ACCURACY = 1e-9  # of such a step, relative to a state, if the accuracy of the fit is not known
 ALL_PRODUCTS = 16  # components of which all products are features
 FEW = 16  # states for which compiled code adds up products by itself
@@ -126,23 +135,32 @@ class TrustRegion(nn.Module):
         """Return ``[*batch]``, True for states u ``[*batch, dim]`` in the region; NaN is outside."""
         return self.distance(u) <= 1
 
-    def guard(self, scheme: AnyScheme, replace: bool = True) -> Guard:
+    def guard(self, scheme: AnyScheme, replace: bool = True, compile: bool = False) -> Guard:
         """Return the guard of a solver with this scheme, for one solve.
 
         Args:
             replace: Whether steps outside of the region are replaced by plain substeps, or only
                 recorded.
+            compile: Whether substeps with error control are one compiled loop, on a CPU and without
+                gradients.
         """
 
-        def substeps(rate: Rate, t: Tensor, dt: Any, u: Tensor) -> Tensor:
-            unknown = bool((self.accuracy < 0).any())
+        def substeps(
+            rate: Rate, t: Tensor, dt: Any, u: Tensor, parameters: Tensor | None
+        ) -> tuple[Tensor, int]:
+            unknown, bound = bool((self.accuracy < 0).any()), with_parameters(rate, parameters)
             if unknown and scheme.order:
-                return _substeps(rate, scheme, t, dt, u, PLAIN_SUBSTEPS)
+                state = _substeps(bound, scheme, t, dt, u, PLAIN_SUBSTEPS)
+                return state, PLAIN_SUBSTEPS * scheme.rate_calls
             size = (self.mean.abs() + self.deviation)[: self.dim]
-            rounding = ROUNDING * torch.maximum(size, u.detach().abs())
+            least = max(ROUNDING, 8 * torch.finfo(u.dtype).eps)
+            rounding = least * torch.maximum(size, u.detach().abs())
             accuracy = FLOW_ACCURACY * size if unknown else self.accuracy
-            most = MOST_SUBSTEPS if scheme.order else MOST_OF_LARGE_STEPS
-            return settled_step(rate, t, dt, u, torch.maximum(accuracy, rounding), most)
+            tolerance = torch.maximum(accuracy, rounding)
+            if scheme.order:  # few substeps
+                return settled_substeps(bound, t, dt, u, tolerance)
+            loops = compile and u.device.type == "cpu" and not is_differentiated(u)
+            return controlled_step(rate, t, dt, u, tolerance, parameters, loops)
 
         return Guard(self.inside, substeps if replace else None, self)
 
@@ -154,39 +172,88 @@ class TrustRegion(nn.Module):
         return torch.cat((*products, x, torch.ones_like(part(0, 1))), dim)
 
 
-def settled_step(
+def controlled_step(
+    rate: Rate,
+    t: Tensor,
+    dt: Any,
+    u: Tensor,
+    tolerance: Tensor,
+    parameters: Tensor | None = None,
+    compile: bool = False,
+) -> tuple[Tensor, int]:
+    """Return the states ``[*batch, d]`` one dt after u, and the number of calls of the rate.
+
+    The error of each component is within the tolerance. Each trajectory has error-controlled steps of
+    its own, which do not depend on the others; a rate that takes one time for all states has equal
+    substeps instead. A trajectory that does not arrive becomes NaN.
+
+    Args:
+        tolerance: Allowed errors ``[d]`` or ``[*batch, d]``.
+        compile: Compile the steps, which takes about ten seconds. Numbers of trajectories are filled up
+            to a power of 16, so that few of them are compiled.
+    """
+    count, start = u[..., 0].numel(), torch.as_tensor(t, device=u.device).detach().double()
+    # Of one trajectory alone a rate of one time could not be told.
+    filled = 16 ** math.ceil(math.log(count, 16) or 1) if compile else max(2, count)
+
+    def rows(x: Tensor) -> Tensor:
+        x = x.reshape(-1, x.shape[-1])
+        return x if len(x) == filled else torch.cat((x, x[:1].expand(filled - count, -1)))
+
+    control = Control(
+        rtol=0.0, atol=LOCAL * (tolerance if tolerance.dim() == 1 else rows(tolerance)),
+        first=abs(float(dt)), max_steps=MOST_ATTEMPTS, norm=largest_component,
+    )  # fmt: skip
+    try:
+        solved = controlled(
+            rate, rows(u), torch.stack((start, start + dt)), get_scheme(SCHEME), control,
+            parameters=None if parameters is None else rows(parameters), compile=compile,
+        )  # fmt: skip
+    except OneTimeError:
+        rate = with_parameters(rate, parameters)
+        return settled_substeps(rate, t, dt, u, tolerance, MOST_OF_LARGE_STEPS)
+    state = torch.where(solved.ok[..., None], solved.final, torch.nan)
+    return state[:count].reshape(u.shape), solved.stats.rate_calls
+
+
+def largest_component(error: Tensor) -> Tensor:
+    """Return the largest error ``[*batch, 1]`` of a component of ``[*batch, d]``."""
+    return error.abs().amax(-1, keepdim=True)
+
+
+def settled_substeps(
     rate: Rate, t: Tensor, dt: Any, u: Tensor, tolerance: Tensor, most: int = MOST_SUBSTEPS
-) -> Tensor:
-    """Return the states ``[*batch, d]`` one dt after u, by as many substeps of dop853 as they need.
+) -> tuple[Tensor, int]:
+    """Return the states one dt after u by equal substeps; otherwise as `controlled_step`.
 
     Each trajectory doubles its substeps until the estimated error of every component is within the
     tolerance, or there are `most`. Its substeps do not depend on the other trajectories.
     """
-    scheme = get_scheme("dop853")
+    scheme, calls = get_scheme(SCHEME), 1
     with torch.no_grad():
         start, count = u.detach(), 1
-        state = _substeps(rate, scheme, t, dt, start, count)
+        before = state = _substeps(rate, scheme, t, dt, start, count)
         settled = ~torch.isfinite(start).all(-1)
         needed = torch.where(settled, count, most)
-        before = state
         while count < most and not bool(settled.all()):
             count *= 2
+            calls += count
             after = _substeps(rate, scheme, t, dt, start, count)
             # Half as many substeps have 2^order times the error.
             error = (after - before).abs() / (2**scheme.order - 1)
             state = torch.where(settled[..., None], state, after)
             passed = ~settled & (error <= tolerance).all(-1)
             needed, settled, before = torch.where(passed, count, needed), settled | passed, after
-    if not torch.is_grad_enabled():
-        return state
-    # Once more with gradients. A neighbour's state in place of the trajectories that need more substeps:
-    # with fewer theirs may overflow.
-    state = u
-    for n in needed.unique().tolist():
-        mine = (needed == n)[..., None]
-        own = torch.where(mine, u, u.detach()[needed == n][0])
-        state = torch.where(mine, _substeps(rate, scheme, t, dt, own, n), state)
-    return state
+    if torch.is_grad_enabled():
+        # Once more with gradients. A neighbour's state in place of the trajectories that need more
+        # substeps: with fewer theirs may overflow.
+        state = u
+        for n in needed.unique().tolist():
+            mine = (needed == n)[..., None]
+            own = torch.where(mine, u, u.detach()[needed == n][0])
+            state = torch.where(mine, _substeps(rate, scheme, t, dt, own, n), state)
+            calls += n
+    return state, calls * scheme.rate_calls
 
 
 def _substeps(rate: Rate, scheme: AnyScheme, t: Tensor, dt: Any, u: Tensor, count: int) -> Tensor:

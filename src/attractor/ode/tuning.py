@@ -19,14 +19,14 @@ from attractor.core.checks import (
     check_values,
     check_whole,
 )
-from attractor.core.scheme import Rate
+from attractor.core.rates import Rate
 from attractor.core.views import html_table
 from attractor.ode import serialization
 from attractor.ode.candidates import Candidate, in_dtype, solved_by
 from attractor.ode.fitting import fit
 from attractor.ode.hybrid_search import HybridSearch
+from attractor.ode.samples import Sampler
 from attractor.ode.solver import HybridSolver
-from attractor.ode.trajectories import Sampler
 from attractor.train import checkpoint
 from attractor.train.checkpoint import CheckpointError
 

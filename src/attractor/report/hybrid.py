@@ -8,14 +8,10 @@ import torch
 from torch import Tensor
 
 from attractor.core import Trajectory, evolve
+from attractor.ode.samples import Sampler, initial_states, sampled_parameters
 from attractor.ode.solver import HybridSolver
-from attractor.ode.trajectories import (
-    Sampler,
-    enough_substeps,
-    fine_trajectories,
-    initial_states,
-    sampled_parameters,
-)
+from attractor.ode.substeps import enough_substeps
+from attractor.ode.trajectories import fine_trajectories
 from attractor.report import figures
 from attractor.report.page import Page
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attractor.core.scheme import check_state
+from attractor.core.rates import check_state
 from attractor.core.step import Step
 from attractor.ode.corrections.correction import Correction
 from attractor.ode.corrections.network import Network, check_step

@@ -2,6 +2,7 @@
 
 import math
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from attractor.ode.corrections.correction import Correction
 from attractor.ode.corrections.network import check_factory, check_period, check_sizes
 from attractor.ode.corrections.polynomial_kernel import TYPES, Kernel, Size
 from attractor.ode.trust import ALL_PRODUCTS, TrustRegion
+
+# The last kernel of each polynomial. It is not an attribute, for modules are copied and saved.
+_KERNELS: WeakKeyDictionary[nn.Module, Kernel] = WeakKeyDictionary()
 
 REACH = 3.0  # standard deviations that are mapped to 1, so that high powers stay small
 MOST_TERMS = 20_000
@@ -68,23 +72,30 @@ class Polynomial(Correction):
             u: The states ``[*batch, d]`` from which the loop starts.
             guard: What stops it.
         """
-        weight, region = self.net.head.weight, None if guard is None else guard.region
-        if u.device.type != "cpu" or u.dtype != weight.dtype or u.dtype not in TYPES:
+        net, head, region = self.net, self.net.head, None if guard is None else guard.region
+        if u.device.type != "cpu" or u.dtype != head.weight.dtype or u.dtype not in TYPES:
             return None
-        features = all_products = 0
+        if torch.is_grad_enabled() and (head.weight.requires_grad or head.bias.requires_grad):
+            return None
+        tensors = [head.weight, head.bias, net.centre, net.scale]
         if guard is not None:
             if not isinstance(region, TrustRegion) or region.mean.dtype != u.dtype:
                 return None
-            if region.factor.tril(-1).any():  # not the inverse of a triangle, as that of `around` is
-                return None
+            tensors += [region.mean, region.deviation, region.factor, region.limit]
+        known = _KERNELS.get(net)
+        if known is None or not known.is_of(tensors):
+            known = _KERNELS[net] = Kernel(tensors, self._size(region), net.period)
+        return known if known.available else None
+
+    def _size(self, region: TrustRegion | None) -> Size:
+        """Return what the C code is compiled for."""
+        net, config, features, all_products = self.net, self.config, 0, False
+        if region is not None:
             features, all_products = len(region.factor), len(region.mean) <= ALL_PRODUCTS
-        net, config = self.net, self.config
-        size = Size(
-            u.dtype, config["dim"], config["parameters"], 2 * (net.period is not None), net.degree,
-            net.odd, features, bool(all_products),
+        return Size(
+            net.centre.dtype, config["dim"], config["parameters"], 2 * (net.period is not None),
+            net.degree, net.odd, features, all_products,
         )  # fmt: skip
-        kernel = Kernel(net, size, region)
-        return kernel if kernel.available else None
 
 
 class Monomials(nn.Module):

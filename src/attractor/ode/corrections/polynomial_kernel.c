@@ -3,8 +3,9 @@
 
    The compiler is told T (float or double), STATE, PARAMETERS, PHASE (0 or 2), DEGREE, STRIDE (2 if only
    odd degrees occur, else 1), TERMS (the number of monomials) and LOWER (of those below DEGREE), GUARDED
-   (0 or 1), and FEATURES and ALL_PRODUCTS (0 or 1) of the trust region. A block of trajectories takes all its steps at once: it is held in a few vectors per
-   component, sums stay in registers, and monomials that later ones are made of in the first cache. */
+   (0 or 1), and FEATURES and ALL_PRODUCTS (0 or 1) of the trust region. A block of trajectories takes all
+   its steps at once: it is held in a few vectors per component, sums stay in registers, and monomials that
+   later ones are made of in the first cache. */
 
 #define BYTES 64
 #define LANES (BYTES / (int)sizeof(T))
@@ -130,8 +131,8 @@ static long long advance(const Model *model, const T *u, const T *parameters, co
 
    u and out [STATE, n], parameters [PARAMETERS, n], phases [count, PHASE]; anywhere, inside and stayed
    [n]. `inside` is of the states in out. */
-long long steps(const T *u, const T *parameters, const T *phases, T *out, const T *centre,
-                const T *scale, const T *weight, const T *bias, const T *mean,
+long long steps(const T *u, const T *parameters, const T *phases, T *out, const T *weight,
+                const T *bias, const T *centre, const T *scale, const T *mean,
                 const T *inverse_deviation, const T *factor, double limit,
                 const unsigned char *anywhere, unsigned char *inside, unsigned char *stayed,
                 long long n, long long count, int threads) {

@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.core.compiling import components_first
+from attractor.core.rates import version
 from attractor.core.runs import Looped
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -72,27 +73,36 @@ class Kernel:
     """A loop of steps with the call and the result of `attractor.core.runs.looped`.
 
     Args:
-        net: The `Monomials` of the correction.
+        tensors: Weight, bias, centre and scale of the polynomial; then, if there is a trust region, its
+            mean, deviation, factor and limit.
         size: What the kernel is compiled for.
-        region: The trust region, or None.
+        period: Of the equation, or None.
 
     Attributes:
-        available: Whether there is a kernel of this size.
+        available: Whether there is a kernel: the factor of the region must be the inverse of a triangle,
+            as that of `TrustRegion.around` is, and a C compiler must compile it.
     """
 
-    def __init__(self, net: Any, size: Size, region: Any) -> None:
-        self.net, self.size, self.function = net, size, compiled_kernel(size)
-        like = net.centre
-        self.region, self.limit = (like, like, like), math.inf
-        if region is not None:
-            inverse = region.deviation.reciprocal()
-            self.region = region.mean.contiguous(), inverse, region.factor.T.contiguous()
-            self.limit = float(region.limit)
+    def __init__(self, tensors: Sequence[Tensor], size: Size, period: float | None) -> None:
+        self.tensors, self.versions = tuple(tensors), tuple(map(version, tensors))
+        self.size, self.period, self.limit = size, period, math.inf
+        weight, bias, centre, scale, *region = (x.detach() for x in tensors)
+        own = [weight.contiguous(), bias, centre, scale, centre, centre, centre]
+        triangular = True
+        if region:
+            mean, deviation, factor, limit = region
+            own[4:] = mean.contiguous(), deviation.reciprocal(), factor.T.contiguous()
+            triangular, self.limit = not bool(factor.tril(-1).any()), limit.item()
+        self.own, self.pointers = own, [x.data_ptr() for x in own]
+        self.function = compiled_kernel(size) if triangular else None
+        self.available = self.function is not None
 
-    @property
-    def available(self) -> bool:
-        """Whether there is a C compiler that compiles it."""
-        return self.function is not None
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether the kernel was made from these tensors, and none has changed since."""
+        if len(tensors) != len(self.tensors):
+            return False
+        rows = zip(tensors, self.tensors, self.versions)
+        return all(x is own and version(x) == number for x, own, number in rows)
 
     def __call__(
         self,
@@ -104,25 +114,21 @@ class Kernel:
         parameters: Tensor | None = None,
     ) -> Looped:
         """Take `count` steps from u ``[*batch, d]``, or fewer; see `attractor.core.runs.looped`."""
-        rows = u.movedim(-1, 0).contiguous()
+        rows, most = u.movedim(-1, 0).contiguous(), int(count)
         own = rows if parameters is None else parameters.movedim(-1, 0).contiguous()
         phases = rows
-        if self.net.period is not None:
-            angle = 2 * math.pi / self.net.period * t[: int(count)]
+        if self.period is not None:
+            angle = 2 * math.pi / self.period * t[:most]
             phases = torch.stack((torch.cos(angle), torch.sin(angle)), -1).to(u.dtype).contiguous()
         out, anywhere = torch.empty_like(rows), anywhere.contiguous()
         inside, stayed = torch.empty_like(anywhere), torch.empty_like(anywhere)
-        net = self.net
-        tensors = (
-            rows, own, phases, out, net.centre, net.scale, net.head.weight.contiguous(), net.head.bias,
-            *self.region,
-        )  # fmt: skip
+        states = (x.data_ptr() for x in (rows, own, phases, out))
+        flags = (x.data_ptr() for x in (anywhere, inside, stayed))
         assert self.function is not None
         taken = self.function(
-            *(x.data_ptr() for x in tensors), self.limit, anywhere.data_ptr(), inside.data_ptr(),
-            stayed.data_ptr(), anywhere.numel(), int(count), torch.get_num_threads(),
-        )  # fmt: skip
-        return Looped(torch.tensor(taken), components_first(out.movedim(0, -1)), inside, stayed)
+            *states, *self.pointers, self.limit, *flags, anywhere.numel(), most, torch.get_num_threads()
+        )
+        return Looped(taken, out.movedim(0, -1), inside, stayed)
 
 
 @cache

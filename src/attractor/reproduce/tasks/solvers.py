@@ -42,8 +42,9 @@ from attractor.ode import HybridSolver, fit, fused, systems
 from attractor.ode.algorithm1 import BATCH, FullBatches, cosine, train_epochs
 from attractor.ode.corrections import AttNSM, get_correction
 from attractor.ode.pairs import Pairs, one_step
+from attractor.ode.substeps import whole_steps
 from attractor.ode.theory import second_derivative
-from attractor.ode.trajectories import Plan, Run, fine_trajectories, make_run, whole_steps, with_noise
+from attractor.ode.trajectories import Plan, Run, fine_trajectories, make_run, with_noise
 from attractor.reproduce.tasks import Context, Outcome
 from attractor.train import Recipe, compiled_blocks
 

@@ -1,0 +1,253 @@
+"""Steps on a grid of times, without error control: which runs there are, and how they are compiled.
+
+Steps are taken in short *runs* (ten or so) without looking, because a non-finite state stays non-finite
+under ``u + dt * S``; one look at the end of a run is enough. Only when a trajectory was lost is the run
+repeated step by step to find its last finite state, with the lost rows replaced by a healthy neighbour's
+state so that they disturb nobody's gradients. A run is also what `compile=True` compiles and what
+`checkpoint=` recomputes. Compiled runs without gradients on the CPU are longer: one loop of machine code
+from one kept state to the next.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recompute_later
+
+from attractor.core.checks import all_finite
+from attractor.core.compiling import NotCompiledError, compiled, operations
+from attractor.core.identity import Identity
+from attractor.core.march import LOOP, Loop, March, Survivors, everybody
+from attractor.core.rates import Rate, check_unwritten, version
+from attractor.core.runs import Guard, corrected_step, looped, run
+from attractor.core.splitting import Splitting
+from attractor.core.step import Correction, correction_of_step, with_parameters
+from attractor.core.tableaus import AnyScheme
+from attractor.core.trajectory import Record, Stats, Status, Trajectory
+from attractor.core.transforms import (
+    has_tangent,
+    is_differentiated,
+    is_transformed,
+    is_vmapped,
+    under_vmap,
+)
+
+COMPILED_OPERATIONS = 1_000  # in an unrolled compiled run: ten steps of a small system
+SHORT = 4  # so few steps between kept states are unrolled
+RUN = 10  # steps per run: enough to hide the cost of starting one, few enough to compile in seconds
+
+
+def on_grid(
+    f: Rate,
+    u0: Tensor,
+    t: Tensor,
+    scheme: AnyScheme,
+    correction: Correction | None = None,
+    *,
+    parameters: Tensor | None = None,
+    every: int = 1,
+    compile: bool = False,
+    checkpoint: int | bool | None = None,
+    watch: bool = True,
+    guard: Guard | None = None,
+    may_loop: bool = True,
+) -> Trajectory:
+    """`evolve` without error control.
+
+    Args:
+        parameters: Of each trajectory ``[*batch, k]``, see `check_parameters`.
+        watch: Look for non-finite states after each run. False lets them stay and spread.
+        guard: Where the correction may be applied.
+        may_loop: Whether compiled runs may be loops.
+    """
+    if watch and guard is None and under_vmap():
+        return _under_vmap(f, u0, t, scheme, correction, parameters, every)
+    n, saved, written = len(t) - 1, kept_states(len(t) - 1, every), version(u0)
+    real = u0.real.dtype if u0.is_complex() else u0.dtype
+    times, dt = t.to(real), t.diff().to(real)
+    correction = correction_of_step(correction)
+    for when in (times[0], times[-1]):
+        scheme.check_rate(with_parameters(f, parameters), when, u0)
+
+    spacing = n if not checkpoint else math.isqrt(n) + 1 if checkpoint is True else int(checkpoint)
+    longest = max(1, min(RUN, spacing))
+    recompute = bool(checkpoint) and torch.is_grad_enabled()
+    loop: Loop | None = None
+    if may_loop and compile and n and not recompute:
+        problem = times, dt, u0, parameters
+        loop = _loop(f, scheme, correction, guard, min(n, every), *problem)
+    if loop is not None:
+        longest = min(LOOP, every)  # a loop keeps its last state only
+        if isinstance(loop, partial):  # a compiled loop is always passed as many times
+            times, dt = (torch.cat((x, x.new_zeros(LOOP))) for x in (times, dt))
+    elif compile and n:
+        # Compilers slow down on very long functions, and gcc 12 breaks down.
+        inside = None if guard is None else guard.inside
+        fixed = (f, scheme, correction, inside, (1,))
+        size = operations(run, fixed, times, dt, u0, None, parameters)
+        check_unwritten(u0, written)
+        longest = min(longest, COMPILED_OPERATIONS // size + 1)
+    length = _run_length(n, every, longest)
+    march = March(
+        f=f, scheme=scheme, correction=correction, parameters=parameters, t=t, times=times,
+        dt=dt if compile else _as_numbers(dt, t), saved=frozenset(saved), loop=loop,
+        compiled_length=length if compile and loop is None else 0, watch=watch, guard=guard,
+        outside={},
+    )  # fmt: skip
+
+    u, lengths = u0, list[int]()
+    is_finite = watch and all_finite(u0)
+    survivors = None if not watch or is_finite else everybody(u0, t)
+    record = Record(u0, len(saved))
+    record.put(u0)
+    runs = _runs(n, every, length)
+    for group in _groups(runs, spacing) if recompute else ([one] for one in runs):
+        if survivors is not None and not bool(survivors.alive.any()):
+            break
+        if recompute:
+            result = recompute_later(march.segment, group, u, survivors, use_reentrant=False)
+        else:
+            try:
+                result = march.segment(group, u, survivors)
+            except NotCompiledError:  # nothing inside a loop can be left to Python
+                return on_grid(
+                    f, u0, t, scheme, correction, parameters=parameters, every=every, compile=True,
+                    checkpoint=checkpoint, watch=watch, guard=guard, may_loop=False,
+                )  # fmt: skip
+        if not lengths:
+            check_unwritten(u0, written)
+        states, u, survivors, took = result
+        lengths += took
+        for state in states:
+            record.put(state)
+    while len(record) < len(saved):  # nobody left: the last finite states stay
+        record.put(u)
+
+    if survivors is None:
+        survivors = _all_of(u0, t) if is_finite else everybody(u0, t)
+    steps = sum(lengths)
+    calls = steps * scheme.rate_calls
+    if isinstance(scheme, Splitting) and correction is None:
+        calls -= scheme.saved_calls * (steps - len(lengths))
+    if guard is not None:
+        calls += guard.rate_calls
+    status, guarded = march.outcome(survivors)
+    stats = Stats(calls, steps * (correction is not None), steps, guarded=guarded)
+    return Trajectory(t[saved], record.finish(), stats, *survivors, status)
+
+
+def _under_vmap(
+    f: Rate,
+    u0: Tensor,
+    t: Tensor,
+    scheme: AnyScheme,
+    correction: Correction | None,
+    parameters: Tensor | None,
+    every: int,
+) -> Trajectory:
+    """`on_grid` where torch.func.vmap hides all values, so that no decision may depend on them.
+
+    All trajectories take all steps, one after the other and not compiled. A lost trajectory keeps its
+    last finite state, as elsewhere, but its own gradient is non-finite.
+    """
+    n, saved = len(t) - 1, frozenset(kept_states(len(t) - 1, every))
+    real = u0.real.dtype if u0.is_complex() else u0.dtype
+    times, dt = t.to(real), _as_numbers(t.diff().to(real), t)
+    correction = correction_of_step(correction)
+    u, (alive, until) = u0, everybody(u0, t)
+    states = [u0]
+    for i in range(n):
+        (new,), _ = run(
+            f, scheme, correction, None, (1,), times[i : i + 1], dt[i : i + 1], u, None, parameters
+        )
+        lost = alive & ~torch.isfinite(new.detach()).all(-1)
+        alive, until = alive & ~lost, torch.where(lost, t[i].detach(), until)
+        u = torch.where(alive[..., None], new, u)
+        if i + 1 in saved:
+            states.append(u)
+    stats = Stats(n * scheme.rate_calls, n * (correction is not None), n)
+    status = torch.zeros_like(alive, dtype=torch.int8).masked_fill(~alive, Status.LOST)
+    return Trajectory(t[sorted(saved)], torch.stack(states), stats, alive, until, status)
+
+
+def _all_of(u: Tensor, t: Tensor) -> Survivors:
+    """Return all trajectories, followed to the end; each of them is finite."""
+    alive = torch.ones(u.shape[:-1], dtype=torch.bool, device=u.device)
+    return Survivors(alive, t[-1].detach().expand(u.shape[:-1]).clone())
+
+
+def _loop(
+    f: Rate,
+    scheme: AnyScheme,
+    correction: Correction | None,
+    guard: Guard | None,
+    steps: int,
+    t: Tensor,
+    dt: Tensor,
+    u: Tensor,
+    parameters: Tensor | None,
+) -> Loop | None:
+    """Return a loop of steps, the correction's own or a compiled one; None if runs cannot be loops.
+
+    Loops run on the CPU, for real states, and where nobody wants gradients.
+
+    Args:
+        steps: Number of steps between kept states.
+    """
+    if u.device.type != "cpu" or u.is_complex() or not u.numel() or is_transformed(u):
+        return None
+    p = u if parameters is None else parameters
+    records = torch.is_grad_enabled() and p.requires_grad
+    if u.requires_grad or t.requires_grad or records or any(map(has_tangent, (u, t, p))):
+        return None
+    own = getattr(correction, "_identity_loop", None) if isinstance(scheme, Identity) else None
+    loop: Loop | None = None if own is None else own(u, guard)
+    if loop is not None or steps <= SHORT:
+        return loop
+    if isinstance(scheme, Splitting) and correction is None:  # a step reuses the rate of the last one
+        return None
+    step = lambda: corrected_step(f, scheme, correction, t[0], dt[0], u, parameters)
+    if torch.is_grad_enabled() and step().requires_grad:
+        return None
+    fixed = (f, scheme, correction, None if guard is None else guard.inside)
+    return partial(compiled(looped, u.device, *fixed, or_plain=False), *fixed)
+
+
+def _as_numbers(dt: Tensor, t: Tensor) -> Any:
+    """Return step sizes as numbers, which need no work on the device, unless times are transformed."""
+    return dt if is_differentiated(t) or is_vmapped(t) else dt.tolist()
+
+
+def kept_states(n: int, every: int) -> list[int]:
+    """Return which of the states 0..n are kept."""
+    return [*range(0, n, every), n] if n else [0]
+
+
+def _run_length(n: int, every: int, most: int) -> int:
+    """Return the steps per run: runs end where states are kept, and few shorter runs are left over."""
+    if every <= most:
+        return min(most // every * every, n)
+    return min(range(most, max(most // 2, 1) - 1, -1), key=lambda length: every % length)
+
+
+def _runs(n: int, every: int, length: int) -> list[tuple[int, int]]:
+    """Return the runs (first, stop) that cover steps 0..n."""
+    block = max(every, length)
+    return [
+        (first, min(first + length, start + block, n))
+        for start in range(0, n, block)
+        for first in range(start, min(start + block, n), length)
+    ]
+
+
+def _groups(runs: list[tuple[int, int]], steps: int) -> list[list[tuple[int, int]]]:
+    """Return consecutive runs gathered to about that many steps."""
+    groups: list[list[tuple[int, int]]] = []
+    for first, stop in runs:
+        if groups and stop - groups[-1][0][0] <= steps:
+            groups[-1].append((first, stop))
+        else:
+            groups.append([(first, stop)])
+    return groups

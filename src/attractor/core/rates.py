@@ -1,0 +1,139 @@
+"""Calls of a rate, and the sums of its values that steps consist of."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from attractor.core.checks import check_tensor, is_number
+
+Rate: TypeAlias = Callable[[Any, Tensor], Tensor]
+
+_OTHER_TYPE = re.compile("same dtype|scalar type|Input type")  # how torch says that types differ
+
+
+def check_state(u: Any, t: Any = 0.0, dt: Any = 0.0) -> None:
+    """Raise unless u is a tensor that can move, and t and dt broadcast against it."""
+    check_tensor("u", u, "[*batch, d]", floating=False)
+    if not (u.is_floating_point() or u.is_complex()):
+        raise TypeError(f"u is of {u.dtype}; states move continuously: use u.float() or .double()")
+    for name, x in (("t", t), ("dt", dt)):
+        if not isinstance(x, Tensor):
+            if not is_number(x):
+                raise TypeError(f"{name} is a {type(x).__name__}; give a number, or a tensor")
+        elif x.is_complex() and not u.is_complex():
+            raise TypeError(f"{name} is of {x.dtype} but u of {u.dtype}; times and steps are real")
+        elif x.device != u.device and (x.dim() or x.device.type != "cpu"):
+            raise ValueError(f"{name} is on {x.device} but u on {u.device}; move one with .to(...)")
+        elif not broadcasts(x, u.shape) and (name == "dt" or not broadcasts(x, u.shape[:-1])):
+            raise ValueError(f"{name} {list(x.shape)} does not broadcast against u {list(u.shape)}")
+
+
+def broadcasts(x: Tensor, shape: Sequence[int]) -> bool:
+    """Return whether a product of x with a tensor of that shape has that shape."""
+    sizes = zip(reversed(x.shape), reversed(shape))
+    return x.dim() <= len(shape) and all(size in (1, own) for size, own in sizes)
+
+
+def weighted_sum(weights: Sequence[float], terms: Sequence[Tensor]) -> Tensor:
+    """Return the sum of ``w * x`` without zero weights; in one buffer where no graph is recorded."""
+    (w, x), *rest = [(w, x) for w, x in zip(weights, terms) if w != 0] or [(0.0, terms[0])]
+    total = x if w == 1 and not rest else w * x
+    for w, x in rest:
+        total = total.add(x, alpha=w) if torch.is_grad_enabled() else total.add_(x, alpha=w)
+    return total
+
+
+def moved(u: Tensor, dt: Any, weights: Sequence[float], terms: Sequence[Tensor]) -> Tensor:
+    """Return ``u + dt * weighted_sum(weights, terms)``, in fewer operations where dt is a number."""
+    if not isinstance(dt, float):
+        return u + dt * weighted_sum(weights, terms)
+    for w, x in zip(weights, terms):
+        if w != 0:
+            u = u.add(x, alpha=w * dt)
+    return u
+
+
+def call_rate(f: Rate, t: Any, u: Tensor) -> Tensor:
+    """Return ``f(t, u)``, with a clear error when it is not a rate of u."""
+    try:
+        du = f(t, u)
+    except RuntimeError as error:
+        if not _OTHER_TYPE.search(str(error)):
+            raise
+        raise ValueError(
+            f"the rate failed for a state in {u.dtype}: {error}. If it holds weights or constants of "
+            "another type, use rate.to(u.dtype), such as network.double(), or give states of its type"
+        ) from error
+    if not isinstance(du, Tensor):
+        raise TypeError(f"the rate returned a {type(du).__name__}; it must return a tensor like u")
+    if du.shape != u.shape:
+        raise ValueError(
+            f"the rate returned shape {list(du.shape)} for a state of shape {list(u.shape)}; "
+            "they must be equal (the last dimension is the state's, the others are the batch's)"
+        )
+    if du.dtype != u.dtype:
+        raise ValueError(
+            f"the rate returned {du.dtype} for a state in {u.dtype}; cast its constants to the "
+            "state, for example with .to(u)"
+        )
+    return du
+
+
+def check_same_rate(given: Rate, expected: Rate, t: Any, u: Tensor, message: str) -> None:
+    """Raise if two rates differ at states u ``[*batch, d]``; non-finite values are not compared.
+
+    Args:
+        message: What the rates are; the difference and the remedy are added.
+
+    Raises:
+        ValueError: They differ by more than rounding.
+    """
+    if given is expected or not u.numel():
+        return
+    with torch.no_grad():
+        ours, theirs = (call_rate(f, t, u.detach()) for f in (given, expected))
+    difference, size = (x.abs().nan_to_num(0.0, 0.0).max().item() for x in (ours - theirs, theirs))
+    if difference > max(1e-6, math.sqrt(torch.finfo(u.dtype).eps)) * size + 1e-12:
+        raise ValueError(
+            f"{message}: at t = {float(t):g} they differ by {difference:.2g}, where its size is "
+            f"{size:.2g}. A correction belongs to one equation; fit a solver to this one, or use a "
+            "plain scheme"
+        )
+
+
+def version(u: Tensor) -> int:
+    """Return how often u was written to; 0 where torch does not count."""
+    return 0 if u.is_inference() else u._version
+
+
+def check_unwritten(u: Tensor, before: int) -> None:
+    """Raise if a rate has written into the state it was given."""
+    if version(u) != before:
+        raise ValueError(
+            "the rate writes into the state it is given (u0 has been overwritten as well), so that "
+            "later stages start from another one; let it return a new tensor: -u instead of u.neg_(), "
+            "or u = u.clone() first"
+        )
+
+
+def _owner(x: Tensor) -> Tensor:
+    """Return the tensor that x is a view of, or x."""
+    return x if x._base is None else x._base
+
+
+def check_kept(f: Rate, t: Any, u: Tensor, stages: Sequence[Tensor]) -> None:
+    """Raise if the last two stages are one tensor that every call of the rate fills."""
+    du = stages[-1]
+    if torch.compiler.is_compiling() or _owner(du) is not _owner(stages[-2]):
+        return
+    before = version(du)
+    f(t, u)
+    if version(du) != before:
+        raise ValueError(
+            "the rate returns the same tensor every time and writes into it, so that a step's rates are "
+            "all the last one; return a new tensor, or .clone() of the buffer"
+        )

@@ -1,0 +1,133 @@
+"""Gradients under error control: the accepted steps once more, with a graph.
+
+No rejected step is differentiated, step sizes are constants, and `checkpoint` works as on a grid.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recompute_later
+
+from attractor.core.compiling import compiled
+from attractor.core.dense import Segment, SteppedOutput
+from attractor.core.events import Event, differentiated_root
+from attractor.core.interpolant import coefficients
+from attractor.core.rates import Rate, call_rate
+from attractor.core.rounds import as_time, attempt, rate_calls
+from attractor.core.scheme import Scheme
+from attractor.core.step import with_parameters
+from attractor.core.trajectory import Events
+from attractor.core.transforms import is_differentiated
+from attractor.core.wanted import Pairs, needs_interpolant, states_inside
+
+
+class Round(NamedTuple):
+    """A round with at least one accepted step; a step is 0 where there was none. [*batch, 1] each."""
+
+    t: Tensor
+    h: Tensor
+    moving: Tensor  # False: finished, rejected or lost in this round
+    wanted: Pairs | None
+    event: Tensor | None  # where in the step an event ends a trajectory; NaN for the others
+
+
+def differentiated(
+    f: Rate,
+    u0: Tensor,
+    k: Tensor,
+    t_out: Tensor,
+    scheme: Scheme,
+    rounds: list[Round],
+    parameters: Tensor | None,
+    compile: bool,
+    checkpoint: int | bool | None,
+    dense: bool,
+    events: tuple[Event, ...],
+    happened: Events | None,
+) -> tuple[dict[str, Any], int]:
+    """Take the accepted steps again, with gradients.
+
+    Returns:
+        The fields of the trajectory with gradients: states at the wanted times [n+1, *batch, d], events
+        and dense output; and how often the rate was called.
+    """
+    rate = with_parameters(f, parameters)
+    step_of = compiled(attempt, u0.device, f, scheme) if compile else attempt
+    calls, segments = len(rounds) * rate_calls(scheme), list[Segment]()
+
+    def replay(part: list[Round], u: Tensor, k: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+        nonlocal calls
+        values = []
+        for t, h, moving, wanted, event in part:
+            # Those that do not move are given a mover's place, or a lost one's NaN would reach
+            # the gradients of a parameter that all share.
+            donor = tuple(moving[..., 0].nonzero()[0])
+            here = torch.where(moving, u, u.detach()[donor])
+            first = torch.where(moving, k, k.detach()[donor])
+            when = torch.where(moving, t, t[donor])
+            place = as_time(when, u), as_time(h, u), here
+            u1, k1, stages = step_of(f, scheme, *place, first, moving, parameters)
+            theta = None if wanted is None else wanted.theta(t_out, t, h, u)
+            segment: Segment | None = None
+            if dense or event is not None or (theta is not None and needs_interpolant(scheme, theta)):
+                own = lambda t, u, moving=moving: torch.where(moving, rate(t, u), 0.0)
+                inner = coefficients(scheme, own, *place, u1, stages, k1)
+                segment = Segment(t, h, here, u1, inner)
+                calls += len(scheme.extra_stages)
+                if dense:
+                    segments.append(segment)
+            if wanted is not None and theta is not None:
+                values.append(states_inside(scheme, u1, segment, wanted, theta))
+            if event is not None and segment is not None:
+                u1 = torch.where(event.isnan(), u1, segment.at(event.nan_to_num()))
+            u, k = torch.where(moving, u1, u), torch.where(moving, k1, k)
+        return values, u, k
+
+    u = u0
+    if is_differentiated(t_out):
+        # Starting later by s is starting from u0 - s f(t0, u0): this carries the gradient of t[0].
+        start = as_time(t_out[:1] if t_out.dim() == 1 else t_out[0][..., None], u0)
+        u = u0 - k.detach() * (start - start.detach())
+        k = call_rate(rate, start.detach().expand(*u0.shape[:-1], 1), u)
+    k = torch.where(torch.isfinite(k.detach()).all(-1, keepdim=True), k, 0.0)
+
+    if checkpoint is True:
+        checkpoint = math.isqrt(len(rounds)) + 1
+    spacing = checkpoint or max(len(rounds), 1)
+    values = []
+    for i in range(0, len(rounds), spacing):
+        part = rounds[i : i + spacing]
+        if checkpoint:
+            new, u, k = recompute_later(replay, part, u, k, use_reentrant=False)
+        else:
+            new, u, k = replay(part, u, k)
+        values += new
+    if happened is not None:
+        index = happened.index
+        halted = (index >= 0)[..., None]
+        time = torch.where(halted[..., 0], happened.time, t_out[0].detach().to(happened.time))
+        slope = call_rate(rate, as_time(time, u)[..., None], torch.where(halted, u, u0).detach())
+        calls += 1
+
+        def event_of_each(t: Tensor, u: Tensor) -> Tensor:
+            values = torch.stack([event(t, u) for event in events])
+            return values.gather(0, index.clamp(min=0)[None])[0]
+
+        when, state = differentiated_root(as_time(time, u), u, slope.detach(), event_of_each)
+        u = torch.where(halted, state, u)
+        happened = Events(
+            torch.where(halted[..., 0], when.to(time), torch.nan),
+            torch.where(halted, state, torch.nan),
+            index,
+        )
+    # The last state where a wanted time was not reached.
+    out = torch.cat((u0[None], u.expand(len(t_out) - 1, *u.shape)))
+    pairs = [r.wanted for r in rounds if r.wanted is not None]
+    if pairs:
+        rows, index = map(torch.cat, zip(*pairs))
+        out = out.flatten(1, -2) if u.dim() > 1 else out[:, None]
+        out = out.index_put((index, rows), torch.cat(values)).reshape(len(t_out), *u.shape)
+    output = SteppedOutput(u0, segments) if dense else None
+    return {"u": out, "events": happened, "dense": output}, calls
