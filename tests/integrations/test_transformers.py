@@ -443,7 +443,7 @@ def test_a_model_starts_as_it_is_and_has_gradients(make, name, per_head):
     model = pde.add_pde(plain, pde.NAMES[name], per_head=per_head)
     assert model.config._attn_implementation == name
     span = before.max() - before.min()
-    assert (logits(model) - before).abs().max() < 1e-9 * span  # a wave's c is not quite 0
+    assert (logits(model) - before).abs().max() < 1e-7 * span  # a wave's c is not quite 0
     learned = {n: p for n, p in model.named_parameters() if ".pde." in n}
     model(IDS, labels=IDS).loss.backward()
     assert learned

@@ -77,7 +77,7 @@ def plan(call: Call) -> Plan:
         ValueError: `method` names an engine that cannot compute the call.
     """
     method = call.method
-    only_dense = only_plain_torch()
+    only_dense = only_plain_torch() or _why_dense_in_onnx(call)
     if only_dense and method == "auto":
         return _dense(only_dense, {})
     if only_dense and method != "dense":
@@ -208,6 +208,13 @@ def _tiled(reason: str, rejected: Mapping[str, str], scope: Scope | None = None)
 
 def _dense(reason: str, rejected: Mapping[str, str]) -> Plan:
     return Plan("dense", reason, "plain torch", "the map takes the steps, with its walls", rejected)
+
+
+def _why_dense_in_onnx(call: Call) -> str:
+    """Return why a model for ONNX must build the map; empty if it need not, or is not for ONNX."""
+    if torch.onnx.is_in_onnx_export() and (call.is_causal or call.masked or call.documents is not None):
+        return "ONNX has no operators for keys near a wall"
+    return ""
 
 
 def _why_not_fused(call: Call) -> str:

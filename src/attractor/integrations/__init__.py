@@ -13,7 +13,7 @@ from types import ModuleType
 
 from attractor.core.lazy import submodule
 
-_ADAPTERS = ("hub", "onnx", "scipy", "timm", "transformers")
+_ADAPTERS = ("hub", "onnx", "onnx_networks", "scipy", "timm", "transformers")
 
 
 def __getattr__(name: str) -> ModuleType:

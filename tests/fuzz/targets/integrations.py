@@ -9,7 +9,7 @@ import torch
 
 import attractor as at
 from attractor.attention.pdes import LearnedPDE
-from attractor.integrations import onnx, timm
+from attractor.integrations import onnx, onnx_networks, timm
 from attractor.integrations import scipy as scipys
 from attractor.integrations import transformers as transformers_
 from tests.fuzz.judging import Call, calling, target
@@ -172,5 +172,25 @@ def _export(m: Maker) -> Call:
     def run() -> Any:
         with tempfile.TemporaryDirectory() as folder:
             return onnx.export(what, Path(folder) / path if isinstance(path, str) else path, steps=steps)
+
+    return Call(run)
+
+
+@target(
+    "attractor.integrations.onnx_networks.export_network",
+    needs="onnx",
+    slow=True,
+    raises=(OSError, ImportError),
+)
+def _export_network(m: Maker) -> Call:
+    """What it refuses; tests/integrations/test_onnx_networks.py has what it does, which takes seconds."""
+    network = m.choice([torch.nn.Linear(2, 2)], odd=(None, "net", torch.nn.Linear))
+    inputs = m.choice([{}, {"input": 3}], odd=(None, [torch.zeros(2)], torch.zeros(2)))
+    path = m.choice(["model.onnx", "model.pt2"], odd=("model", ""))
+
+    def run() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            where = Path(folder) / path if isinstance(path, str) else path
+            onnx_networks.export_network(network, where, inputs)
 
     return Call(run)

@@ -1,0 +1,181 @@
+"""Networks with PDE attention as ONNX files: models of this library, of transformers, or any module.
+
+>>> import torch
+>>> import attractor as at
+>>> model = at.attention.LanguageModel(50, dim=16, heads=2, layers=1, hidden=16, pde="diffusion")
+>>> ids = torch.randint(50, (2, 12))
+>>> free = {"ids": {0: "batch", 1: "tokens"}}
+>>> made = export_network(model.eval(), "model.onnx", {"ids": ids}, free=free)  # doctest: +SKIP
+"""
+
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from attractor.core.files import write_bytes
+from attractor.integrations.onnx import Exported, _from_onnx, _quiet
+
+ROUNDING = 1000  # what outputs may differ by, in units of rounding of the largest
+
+
+def export_network(
+    network: nn.Module,
+    path: Path | str,
+    inputs: Mapping[str, Any],
+    *,
+    free: Mapping[str, Mapping[int, str]] | None = None,
+) -> Exported:
+    """Write a network in evaluation mode as an ONNX file that onnxruntime runs, with the same outputs.
+
+    The file is loaded and compared before it is written: on the inputs, and with one more element in
+    every free dimension. Attention under a causal mask or any other builds the map there, ``queries x
+    keys`` numbers per head, whatever `method` it has by itself.
+
+    Args:
+        network: A module. Of several outputs the first is exported, `logits` for most of transformers'.
+        path: Ends in .onnx.
+        inputs: Arguments of its forward by name. Tensors become inputs of the file; others, such as
+            ``use_cache=False``, are constants in it.
+        free: Names of dimensions that are free, by input and dimension, as in ``{"input_ids": {0:
+            "batch", 1: "tokens"}}``. Equal names have equal sizes.
+
+    Returns:
+        The path, and the largest difference in parts of the largest output.
+
+    Raises:
+        ValueError: The path has another ending, there is no input, or `free` names another one.
+        RuntimeError: The network cannot be traced, converted or run, or the file gives other outputs.
+            Nothing is written then.
+        ImportError: onnx, onnxscript or onnxruntime is missing.
+    """
+    path = Path(path)
+    if path.suffix != ".onnx":
+        raise ValueError(f"path {path.name!r} must end in .onnx")
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"network is a {type(network).__name__}; pass a module")
+    if not isinstance(inputs, Mapping) or not any(isinstance(x, Tensor) for x in inputs.values()):
+        raise ValueError(f"inputs {inputs!r} must be a dictionary with at least one tensor")
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
+    if missing:
+        raise ImportError(f"an .onnx file needs {', '.join(missing)}: pip install 'attractor[onnx]'")
+    tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+    sizes = _sizes(tensors, free or {})
+    modes = [(module, module.training) for module in network.modules()]
+    model = _First(network, [*tensors], {n: x for n, x in inputs.items() if n not in tensors}).eval()
+    try:
+        with torch.no_grad(), _quiet():
+            content = _converted(model, tensors, free or {}, sizes)
+            try:
+                run = _from_onnx(content)
+                difference = max(
+                    _difference(run, model, x) for x in _examples(tensors, free or {}, sizes)
+                )
+            except RuntimeError:
+                raise
+            except Exception as error:  # of onnxruntime
+                raise RuntimeError(f"onnxruntime cannot run the model: {error}") from error
+            limit = ROUNDING * torch.finfo(model.dtype(tensors)).eps
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    if not difference <= limit:  # NaN, too
+        raise RuntimeError(
+            f"the exported model differs from {type(network).__name__} by {difference:.1e} of the "
+            f"largest output; rounding explains {limit:.1e}. Nothing was written"
+        )
+    return Exported(write_bytes(path, content), difference)
+
+
+class _First(nn.Module):
+    """A network as a function of tensors, which returns the first of its outputs."""
+
+    def __init__(self, network: nn.Module, names: list[str], constants: dict[str, Any]) -> None:
+        super().__init__()
+        self.network, self.names, self.constants = network, names, constants
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        output = self.network(**dict(zip(self.names, tensors, strict=True)), **self.constants)
+        while not isinstance(output, Tensor):
+            output = next(iter(output.values())) if isinstance(output, Mapping) else output[0]
+        return output
+
+    def dtype(self, tensors: Mapping[str, Tensor]) -> torch.dtype:
+        return self(*tensors.values()).dtype
+
+
+def _sizes(tensors: Mapping[str, Tensor], free: Mapping[str, Mapping[int, str]]) -> dict[str, int]:
+    """Return the sizes of free dimensions by their names."""
+    sizes: dict[str, int] = {}
+    for name, dimensions in free.items():
+        if name not in tensors:
+            raise ValueError(f"free has {name!r}, which is not a tensor of inputs: {', '.join(tensors)}")
+        for dimension, label in dimensions.items():
+            if not -tensors[name].dim() <= dimension < tensors[name].dim():
+                raise ValueError(f"{name} {list(tensors[name].shape)} has no dimension {dimension}")
+            size = tensors[name].shape[dimension]
+            if sizes.setdefault(label, size) != size:
+                raise ValueError(
+                    f"free dimension {label!r} has sizes {sizes[label]} and {size} in inputs"
+                )
+    return sizes
+
+
+def _converted(
+    model: _First,
+    tensors: Mapping[str, Tensor],
+    free: Mapping[str, Mapping[int, str]],
+    sizes: Mapping[str, int],
+) -> bytes:
+    labels = {label: Dim(label) for label in sizes}
+    shapes = [
+        {d % x.dim(): labels[label] for d, label in free.get(name, {}).items()} or None
+        for name, x in tensors.items()
+    ]
+    try:
+        program: Any = torch.onnx.export(
+            model,
+            tuple(tensors.values()),
+            dynamic_shapes=(tuple(shapes),) if sizes else None,  # of *tensors
+            input_names=[*tensors],
+            output_names=["output"],
+            opset_version=20,
+            dynamo=True,
+            verbose=False,
+        )
+    except Exception as error:
+        cause = " ".join(str(error.__cause__ or error).split())
+        raise RuntimeError(
+            f"{type(model.network).__name__} has no ONNX form: {cause[:600]}\nNothing was written"
+        ) from error
+    proto = program.model_proto
+    for part in (*proto.graph.node, *proto.graph.input, *proto.graph.output):
+        part.ClearField("metadata_props")  # paths of this machine
+    return proto.SerializeToString()
+
+
+def _examples(
+    tensors: Mapping[str, Tensor], free: Mapping[str, Mapping[int, str]], sizes: Mapping[str, int]
+) -> list[dict[str, Tensor]]:
+    """Return the inputs, and the same with one more element in every free dimension."""
+    if not sizes:
+        return [dict(tensors)]
+    longer = dict(tensors)
+    for name, dimensions in free.items():
+        for dimension in dimensions:
+            x = longer[name]
+            index = torch.arange(x.shape[dimension] + 1, device=x.device) % x.shape[dimension]
+            longer[name] = x.index_select(dimension, index)
+    return [dict(tensors), longer]
+
+
+def _difference(run: Callable[..., Tensor], model: _First, inputs: Mapping[str, Tensor]) -> float:
+    want = model(*inputs.values()).cpu()
+    found = run(**{name: x.cpu() for name, x in inputs.items()})
+    if found.shape != want.shape:
+        return float("inf")
+    return ((found - want).abs().max() / want.abs().max().clamp(min=1e-30)).item()
