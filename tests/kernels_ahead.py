@@ -87,6 +87,17 @@ def main(capability: int, steps: int) -> None:
     ]  # fmt: skip
     for pde in equations:
         pde_attention(*tensors(), pde=pde, method="fused", **common).float().sum().backward()
+    for dtype in (torch.bfloat16, torch.float32):  # one query, with few keys and with many
+        for keys in (256, 65_536):
+            one, many = torch.zeros(1, 8, 1, 64, dtype=dtype), torch.zeros(1, 2, keys, 64, dtype=dtype)
+            row = {"pde": "diffusion", "steps": steps, "method": "fused", "enable_gqa": True}
+            for valid in (None, torch.ones(1, keys, dtype=torch.bool)):
+                pde_attention(one, many, many, key_padding=valid, **row)
+    shared = torch.zeros(1, 1, 256, 64, dtype=torch.bfloat16, requires_grad=True)
+    query = torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16, requires_grad=True)
+    pde_attention(
+        query, shared, shared, pde="diffusion", method="fused", enable_gqa=True, **common
+    ).float().sum().backward()
     ids = torch.arange(256)[None] // 100  # walls inside a text
     pde_attention(
         *tensors(), pde=equations[0], documents=ids, method="fused", **common

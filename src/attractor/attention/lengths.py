@@ -8,10 +8,12 @@ condition on its inputs, which an exported program cannot have. Questions that o
 import torch
 from torch import Tensor
 
+from attractor.core.versions import exporting
+
 
 def surely(condition: bool) -> bool:
     """Return whether a condition holds for all lengths; without an export, whether it holds."""
-    if not torch.compiler.is_exporting():
+    if not exporting():
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # a slow import
 
@@ -20,7 +22,7 @@ def surely(condition: bool) -> bool:
 
 def free(*lengths: int) -> bool:
     """Return whether a program is exported for other lengths than these."""
-    return torch.compiler.is_exporting() and any(isinstance(n, torch.SymInt) for n in lengths)
+    return exporting() and any(isinstance(n, torch.SymInt) for n in lengths)
 
 
 def whole_blocks(tokens: int, block: int, least: int = 0) -> int:
@@ -31,13 +33,13 @@ def whole_blocks(tokens: int, block: int, least: int = 0) -> int:
 
 def first_of(x: Tensor, tokens: int) -> Tensor:
     """Return the first tokens of x ``[..., tokens, dim]``, which a slice may not, if exported."""
-    if not torch.compiler.is_exporting():
+    if not exporting():
         return x[..., :tokens, :]
     return x.index_select(-2, torch.arange(tokens, device=x.device))
 
 
 def strips(first: int, last: int, height: int) -> list[tuple[int, int]]:
     """Return the rows from `first` to `last` as (start, stop) of at most `height`; one if exported."""
-    if torch.compiler.is_exporting():
+    if exporting():
         return [(first, last)]
     return [(start, min(start + height, last)) for start in range(first, last, height)]

@@ -27,6 +27,7 @@ from attractor.attention.engines.boundary import bands_of
 from attractor.attention.engines.selection import choose, choose_square_causal
 from attractor.attention.lengths import free, surely
 from attractor.attention.masks import Scope
+from attractor.core.versions import exporting
 
 SMALL = 1 << 20  # entries of a map, over all heads, up to which tiles cost more than they save
 METHODS = ("fused", "stepped", "tiled", "dense")
@@ -120,7 +121,7 @@ def _quickest(call: Call, rejected: dict[str, str]) -> Plan:
     """Return the plan with the quickest engine that can, kernels excluded."""
     queries, keys, dim = call.query.shape[-2], call.key.shape[-2], call.value.shape[-1]
     name = type(call.pde).__name__
-    exported = torch.compiler.is_exporting()
+    exported = exporting()
     if exported and (call.is_causal or call.window is not None) and free(queries, keys):
         alone = call.is_causal and not call.masked and call.documents is None
         if not alone or not surely(queries == keys):
@@ -177,7 +178,7 @@ def _stepped(call: Call, reason: str, rejected: Mapping[str, str], scope: Scope 
     tokens, reach = call.key.shape[-2], call.evolution.reach
     alone = call.is_causal and reach and not call.masked and call.documents is None
     if alone and call.query.shape[-2] == tokens:
-        exported = torch.compiler.is_exporting()  # its lengths are padded until the stencil fits
+        exported = exporting()  # its lengths are padded until the stencil fits
         if exported or tokens >= 2 * max(BLOCK, 2 * reach):
             operator = CPU_CAUSAL
             if call.query.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Versions of what numbers depend on, to be written beside them."""
+"""Versions of what numbers depend on, to be written beside them, and what torch exports."""
 
 import platform
 
@@ -16,3 +16,11 @@ def versions() -> dict[str, str]:
         "numpy": np.__version__,
         "python": platform.python_version(),
     }
+
+
+def exporting() -> bool:
+    """Return whether the code that runs is being recorded by `torch.export`.
+
+    `torch.compiler.is_exporting` says so too, but is always True in what torch 2.10 and 2.11 compile.
+    """
+    return bool(torch.compiler._is_exporting_flag)

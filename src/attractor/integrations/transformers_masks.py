@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers import masking_utils  # compiled code cannot import it later
 
 from attractor.attention import kernels
 from attractor.integrations.transformers_modules import caller
@@ -85,8 +86,6 @@ def make_mask(**request: Any) -> Mask | Tensor:
     A tensor ``[batch, 1, queries, keys]``, True = attend, is made for several queries against a longer
     cache, for masks of a model's own making, and where a model says that it reads the mask.
     """
-    from transformers.masking_utils import sdpa_mask
-
     given = request.get("attention_mask")
     if isinstance(given, Mask):  # generate() makes the masks of static caches in advance
         return given
@@ -94,7 +93,7 @@ def make_mask(**request: Any) -> Mask | Tensor:
     if mask is not None:
         return mask
     request.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    return sdpa_mask(**request)
+    return masking_utils.sdpa_mask(**request)
 
 
 def _in_words(
@@ -170,8 +169,6 @@ def describe_masks() -> None:
     Nothing else about them changes. Their closures hold the same, but compiled code cannot look into
     closures.
     """
-    from transformers import masking_utils
-
     descriptions: dict[str, Callable[..., dict[str, Any] | None]] = {
         "and_masks": _all_of,
         "packed_sequence_mask_function": lambda ids: {"documents": ids},
@@ -210,8 +207,6 @@ def _all_of(*functions: Any) -> dict[str, Any] | None:
 
 def _said(mask_function: Any) -> dict[str, Any] | None:
     """Return what a mask function says, in `pde_attention`'s words; None if it says nothing."""
-    from transformers import masking_utils
-
     if mask_function is None or mask_function is masking_utils.causal_mask_function:
         return {"is_causal": True}
     if mask_function is masking_utils.bidirectional_mask_function:

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from attractor.attention.lengths import first_of, surely, whole_blocks
 from attractor.attention.masks import entries
 from attractor.attention.precision import first_derivatives_only
+from attractor.core.versions import exporting
 
 BLOCK = 32
 
@@ -74,7 +75,7 @@ def causal_transposed(weights: Tensor, rows: Tensor) -> Tensor:
 def in_blocks(x: Tensor, block: int) -> Tensor:
     """Return ``[..., rows, n]`` as ``[..., blocks, block, n]``, padded with rows of zeros."""
     rows = x.shape[-2]
-    if torch.compiler.is_exporting():
+    if exporting():
         whole = whole_blocks(rows, block)
         if not surely(whole == rows):
             x = pad(x, (0, 0, 0, whole - rows))
@@ -87,7 +88,7 @@ def in_blocks(x: Tensor, block: int) -> Tensor:
 
 def first_rows(x: Tensor, rows: int) -> Tensor:
     """Return the first rows of x ``[..., tokens, dim]``."""
-    if torch.compiler.is_exporting():
+    if exporting():
         return x if surely(x.shape[-2] == rows) else first_of(x, rows)
     return x if x.shape[-2] == rows else x[..., :rows, :]
 

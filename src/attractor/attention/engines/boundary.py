@@ -20,6 +20,7 @@ from attractor.attention.masks import Scope, along
 from attractor.attention.pdes import Line
 from attractor.attention.pdes.evolution import Evolution
 from attractor.attention.precision import first_derivatives_only
+from attractor.core.versions import exporting
 
 
 class Band(NamedTuple):
@@ -136,7 +137,7 @@ def causal(
     no row sees what follows it.
     """
     matrices = stencil.matrix, stencil.top, stencil.bottom, stencil.first, stencil.before_first
-    if not torch.compiler.is_exporting():
+    if not exporting():
         return _Causal.apply(query, key, value, *matrices, matrix, operator, scale)
     tokens, block = query.shape[-2], stencil.matrix.shape[-2]
     if surely(tokens % block == 0) and surely(stencil.fits(tokens)):

@@ -27,6 +27,7 @@ from attractor.attention.masks import Scope, open_faces
 from attractor.attention.pdes import PDE, Line, take_steps
 from attractor.attention.pdes.evolution import Evolution
 from attractor.attention.precision import accumulate_dtype, first_derivatives_only
+from attractor.core.versions import exporting
 
 COLUMNS = 256  # of a tile, without its halo
 ENTRIES = 1 << 18  # of a tile over all heads, about what stays in a CPU's cache
@@ -222,7 +223,7 @@ def _compiled(query: Tensor, key: Tensor, value: Tensor, lse: Tensor, job: _Job)
     """Return the output for `torch.compile`, which fuses operations itself: strips of whole rows."""
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
     height = job.scope.queries
-    if not torch.compiler.is_exporting():
+    if not exporting():
         height = max(16, 16 * ENTRIES // (query.shape[0] * query.shape[1] * job.scope.keys))
     parts = []
     for start, stop in strips(0, job.scope.queries, height):

@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attractor.attention.engines.values import step_values
 from attractor.attention.pdes import ReactionDiffusion
 from attractor.attention.pdes.evolution import Evolution
+from attractor.core.versions import exporting
 
 if TYPE_CHECKING:
     from attractor.attention.engines.backends import Operator
@@ -43,7 +44,7 @@ def why_not(query: Tensor, value: Tensor, evolution: Evolution) -> str:
         return f"kernels are for {' and '.join(DEVICES)}, not {query.device.type}"
     if not TRITON:
         return "Triton is missing"
-    if torch.compiler.is_exporting():
+    if exporting():
         return "exported programs run without attractor, and so without its kernels"
     reach = evolution.reach if hasattr(pde, "reach") else 0
     heads = query.shape[-3] if query.ndim > 2 else 1

@@ -161,6 +161,7 @@ def _launch(
         0 if valid is None or len(valid) == 1 else mask.stride(0), mask.stride(-1),
         table_stride(stencil), reach, int(dim), int(depth), max(16, power_of_two(int(dim))), deep, group,
         max(LEAST_ROWS, power_of_two(group)), KEYS, valid is not None, splits == 1, num_warps=4,
+        num_stages=1,  # loads of values in several stages would need more shared memory than there is
     )  # fmt: skip
     if splits > 1:
         wrap_triton(_combine)[(batch * heads,)](

@@ -1,7 +1,7 @@
 """An equation, the number of its steps and their size, validated once."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -63,7 +63,9 @@ class Evolution:
     @property
     def same_for_all_heads(self) -> bool:
         """Whether no coefficient differs from head to head."""
-        values = getattr(self.pde, "__dict__", {}).values()
+        if not is_dataclass(self.pde):
+            return False  # it may keep coefficients anywhere
+        values = [getattr(self.pde, field.name) for field in fields(self.pde)]
         return all(not isinstance(value, Tensor) or value.numel() == 1 for value in values)
 
     @property

@@ -17,6 +17,7 @@ from attractor.core.checks import (
     check_whole,
     is_number,
 )
+from attractor.core.versions import exporting
 from attractor.ode import fused
 from attractor.ode.corrections.sequence import BODIES
 
@@ -287,7 +288,7 @@ def _by_component(x: Tensor) -> bool:
     There products are taken of x transposed: BLAS and the layers' activations then read what is
     contiguous, where a compiler would transpose every layer.
     """
-    compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    compiled = torch.compiler.is_compiling() and not exporting()
     return compiled and x.device.type == "cpu" and x.dim() == 2
 
 

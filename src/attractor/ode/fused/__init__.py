@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attractor.core.versions import exporting
+
 TRITON = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
@@ -67,7 +69,7 @@ def pays(net: Any, x: Tensor) -> bool:
     """
     if not (x.is_cuda or EVERYWHERE) or not usable(net, x):
         return False
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+    if exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return False
     inputs, outputs = net.body.layers[0].in_features, net.head.out_features
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in net.parameters())):
