@@ -975,6 +975,39 @@ def identity() -> str:
     return command("identity") + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+CASES = {
+    "train": "training step",
+    "checkpointed": "training step with gradient checkpointing",
+    "padded": "training step, a row padded on the left by a quarter",
+    "packed": "training step, eight packed texts per row",
+    "compiled": "training step through `torch.compile`, 4 layers",
+    "dropout": "training step, attention dropout of 0.1",
+    "generate": "generated token, dynamic cache",
+    "left_padded": "generated token, prompts padded on the left",
+    "static": "generated token, static cache, compiled into CUDA graphs",
+}
+
+
+def model() -> str:
+    """What PDE attention costs in a whole model."""
+    result = load("model")
+    rows = []
+    for row in result["rows"]:
+        coefficients = ", learnt coefficients" if row["learn"] else ""
+        rows.append(
+            [CASES[row["case"]] + coefficients, f"{row['batch']} x {row['tokens']:,}",
+             f"{1e3 * row['peer_seconds']:.4g} ms", f"{1e3 * row['seconds']:.4g} ms",
+             f"{row['ratio']:.2f}", f"{row['memory']:.2f}"]
+        )  # fmt: skip
+    head = ["", "batch and tokens", "sdpa", "PDE", "ratio", "memory"]
+    lines = [head, ["---", "---", "---:", "---:", "---:", "---:"], *rows]
+    return (
+        "`attractor bench --what model --device cuda --out benchmarks/results/model.json`\n\n"
+        f"{result['device']}, torch {result['torch']}, {result['dtype']}:\n\n"
+        + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    )
+
+
 def in_words(items: list[str]) -> str:
     """Join items with commas and an "and"."""
     return f"{', '.join(items[:-1])} and {items[-1]}"

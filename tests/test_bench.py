@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from attractor.attention import pde_attention
-from attractor.bench import attention, run, solvers, timing
+from attractor.bench import attention, model, run, solvers, timing
 from attractor.cli import app
 
 SMALL = {"heads": 2, "dim": 16, "rounds": 2}
@@ -135,3 +135,31 @@ def test_a_hybrid_step():
     row = solvers.measure(10, 16, rounds=2)
     assert row["hybrid_us"] > 0
     assert row["ratio"] > 0
+
+
+@pytest.mark.slow
+def test_a_whole_model_is_measured_beside_itself(tmp_path):
+    pytest.importorskip("transformers")
+    out = tmp_path / "model.json"
+    given = ["bench", "--what", "model", "--tokens", "24", "--out", str(out)]
+    result = CliRunner().invoke(app, given)
+    rows = json.loads(out.read_text())["rows"]
+    assert {row.get("case") for row in rows if "failed" not in row} == set(model.KINDS), rows
+    assert result.exit_code == 0
+    assert all(row["ratio"] > 0 and row["tokens"] == 24 for row in rows)
+
+
+def test_a_config_is_a_name_a_file_or_a_folder(tmp_path):
+    pytest.importorskip("transformers")
+    text = json.dumps({"model_type": "gpt2", "n_layer": 3})
+    (tmp_path / "config.json").write_text(text)
+    for place in (tmp_path, tmp_path / "config.json"):
+        assert model.config_of(str(place)).n_layer == 3
+    assert model.config_of("small", num_hidden_layers=1).num_hidden_layers == 1
+    with pytest.raises(
+        ValueError, match=r"neither a file, nor a folder with config\.json, nor llama or small"
+    ):
+        model.config_of("nothing")
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds no model_type"):
+        model.config_of(str(tmp_path))

@@ -1,7 +1,8 @@
 """How quick this is on your machine, always beside what it stands in for.
 
 `attention` times PDE attention beside `scaled_dot_product_attention` and the map built whole; `solvers`
-a hybrid step beside a plain one. `timing` has what they share: everybody runs in turn, round by round,
+a hybrid step beside a plain one; `model` a whole transformers model beside itself with
+``attn_implementation="sdpa"``. `timing` has what they share: everybody runs in turn, round by round,
 and a ratio is the median of the rounds' ratios. Nothing is timed before it was compared with float64.
 
 >>> from attractor.bench import attention

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from attractor.bench import attention, solvers, timing
+from attractor.bench import attention, model, solvers, timing
 
 KINDS = (*attention.KINDS, "hybrid")
+WHOLE_MODEL = "model"  # measured only if it is asked for: it needs transformers, and minutes
 ROUNDS = {"cuda": 15, "cpu": 5}
-Case = tuple[str, int, int]  # kind; tokens and batch, or width and batch
+Case = tuple[str, int, int]  # kind; tokens (0: the usual ones) and batch, or width and batch
 
 
 def cases(kinds: Sequence[str], device: str, tokens: Sequence[int] = ()) -> list[Case]:
@@ -18,8 +19,11 @@ def cases(kinds: Sequence[str], device: str, tokens: Sequence[int] = ()) -> list
     place = "cuda" if torch.device(device).type == "cuda" else "cpu"
     found: list[Case] = []
     for kind in kinds:
+        if kind == WHOLE_MODEL:
+            found += [(f"{WHOLE_MODEL} {case}", n, 0) for case in model.KINDS for n in tokens or [0]]
+            continue
         if kind not in KINDS:
-            raise ValueError(f"{kind!r} is not one of {', '.join(KINDS)}")
+            raise ValueError(f"{kind!r} is not one of {', '.join((*KINDS, WHOLE_MODEL))}")
         if kind == "hybrid":
             found += [(kind, w, b) for w in solvers.WIDTHS[place] for b in solvers.BATCHES[place]]
             continue
@@ -44,15 +48,31 @@ def header(device: str, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def rows(
-    wanted: Sequence[Case], device: str, dtype: torch.dtype, found: dict[str, Any], **options: Any
+    wanted: Sequence[Case],
+    device: str,
+    dtype: torch.dtype,
+    found: dict[str, Any],
+    config: Any = None,
+    **options: Any,
 ) -> Iterator[dict[str, Any]]:
-    """One a case; `found` is what `header` gave. A row that could not be measured has "failed"."""
+    """Yield one row per case. A row that could not be measured has an entry "failed".
+
+    Args:
+        found: What `header` returns.
+        config: What `model.config_of` returns, for cases of a whole model.
+    """
     checked: dict[str, Any] = {}
     gpu = torch.device(device).type == "cuda"
     rounds = ROUNDS["cuda" if gpu else "cpu"]
     for kind, size, batch in wanted:
         try:
-            if kind == "hybrid":
+            if kind.startswith(WHOLE_MODEL):
+                case = kind.removeprefix(f"{WHOLE_MODEL} ")
+                measured = model.measure(
+                    case, config, device=device, dtype=dtype, tokens=size or None, **options
+                )
+                yield measured | {"case": case, "kind": WHOLE_MODEL}
+            elif kind == "hybrid":
                 yield solvers.measure(batch, size, device=device, rounds=rounds)
             else:
                 yield _checked(checked, kind, device, dtype) | attention.measure(

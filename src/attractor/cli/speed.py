@@ -31,13 +31,24 @@ TYPES = ("auto", "bfloat16", "float16", "float32", "float64")
     epilog=example(
         "attractor bench --what causal --tokens 1024",
         "attractor bench --device cuda --what causal --what reaction",
+        "attractor bench --device cuda --what model",
     )
 )
 def bench(
     what: Annotated[
         list[str],
-        typer.Option(help="stepped, causal, reaction, split, window, documents, hybrid; default all."),
+        typer.Option(
+            help="stepped, causal, reaction, split, window, documents, hybrid; default all. "
+            "model: a whole transformers model, trained and generating."
+        ),
     ] = [],  # noqa: B006
+    model: Annotated[
+        str,
+        typer.Option(
+            help="For --what model: llama (1B parameters), small, or a config.json of transformers, or "
+            "its folder; default llama on a GPU, else small."
+        ),
+    ] = "",
     device: Device = "cpu",
     dtype: Annotated[str, typer.Option(help="auto: bfloat16 on a GPU, else float32.")] = "auto",
     tokens: Annotated[
@@ -70,11 +81,12 @@ def bench(
             check_out(out.parent)
             check_target(out)
         wanted = run.cases(what or run.KINDS, device, tokens)
+        config = _config(model, device) if run.WHOLE_MODEL in what else None
     chosen = getattr(torch, dtype)
     results: dict[str, Any] = {**origin(), **run.header(device, chosen), "rows": []}
     with progress_bar(quiet=as_json) as progress:
         task = progress.add_task("measuring", total=len(wanted))
-        for row in run.rows(wanted, device, chosen, results, steps=steps):
+        for row in run.rows(wanted, device, chosen, results, config, steps=steps):
             results["rows"].append(row)
             progress.update(task, advance=1, description=f"{row['kind']}, {len(results['rows'])} done")
             if out is not None:
@@ -87,6 +99,17 @@ def bench(
             say(f"Results: {out}")
     if any("failed" in row for row in results["rows"]):
         raise typer.Exit(1)
+
+
+def _config(name: str, device: str) -> Any:
+    """Return the configuration of the model to measure."""
+    from importlib.util import find_spec
+
+    from attractor.bench import model
+
+    if find_spec("transformers") is None:
+        raise ValueError("--what model needs transformers: pip install 'attractor[text]'")
+    return model.config_of(name or ("llama" if torch.device(device).type == "cuda" else "small"))
 
 
 def _show(results: dict[str, Any]) -> None:
@@ -109,6 +132,19 @@ def _show(results: dict[str, Any]) -> None:
                 row["kind"], f"{row['tokens']:,}", f"{ahead['ms']:.3g}", f"{ahead['ratio']:.2f}",
                 f"{both['ms']:.3g}", f"{both['ratio']:.2f}", f"{100 * ahead['of_matrix_rate']:.0f} %",
                 f"{100 * ahead['of_bandwidth']:.0f} %", times,
+            )  # fmt: skip
+        console.print(table)
+    models = [row for row in results["rows"] if "peer_seconds" in row]
+    if models:
+        table = make_table(
+            "model", "tokens", "batch", "sdpa, ms", "PDE, ms", "ratio", "memory",
+            caption="milliseconds of a training step or of a generated token; memory relative to sdpa",
+        )  # fmt: skip
+        for row in models:
+            memory = f"{row['memory']:.2f}" if "memory" in row else ""
+            table.add_row(
+                row["case"], f"{row['tokens']:,}", str(row["batch"]), f"{1e3 * row['peer_seconds']:.4g}",
+                f"{1e3 * row['seconds']:.4g}", f"{row['ratio']:.2f}", memory,
             )  # fmt: skip
         console.print(table)
     steps = [row for row in results["rows"] if "hybrid_us" in row]
