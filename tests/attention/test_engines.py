@@ -342,7 +342,9 @@ def test_what_auto_picks_and_why():
         (explain(q, k, v, pde="wave", is_causal=True), "stepped", "Wave is linear"),
         (explain(long, long, long, pde="reaction_diffusion"), "tiled", "not linear"),
         (explain(q, k, v, pde="reaction_diffusion"), "dense", "the map is small"),
-        (explain(q, k, v, pde="wave", dropout_p=0.1), "tiled", "dropout"),
+        (explain(q, k, v, pde="wave", dropout_p=0.1), "stepped", "linear"),
+        (explain(q, k, v, pde="wave", dropout_p=0.1, is_causal=True), "tiled", "dropout"),
+        (explain(q, k, v, pde="wave", dropout_p=0.1, window=5), "tiled", "dropout"),
         (explain(q[..., :3, :], k, v, pde="wave"), "dense", "3 rows"),
         (explain(q, k, v, bias, pde="wave"), "dense", "gradient"),
         (explain(q, k, v, pde="wave", axis="both"), "dense", "both"),
@@ -367,7 +369,11 @@ def test_an_engine_that_cannot_says_why():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"dropout_p": 0.1}, "dropout needs the weights themselves; use 'tiled' or 'dense'"),
+        (
+            {"dropout_p": 0.1, "is_causal": True},
+            "dropout near a wall that moves with the row needs the weights themselves; use 'tiled' or",
+        ),
+        ({"dropout_p": 0.1, "attn_mask": "causal"}, "dropout near a wall that moves with the row"),
         ({"attn_mask": "torn"}, "attn_mask puts walls anywhere; use 'tiled' or 'dense'"),
         ({"attn_mask": "torn bias"}, "attn_mask puts walls anywhere"),
         ({"attn_mask": "torn", "window": 5, "is_causal": True}, "attn_mask puts walls anywhere"),
@@ -378,12 +384,30 @@ def test_stepped_never_runs_another_engine(options, reason):
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 90, 8)
     torn = torch.rand(90, 90) > 0.5
-    masks = {"torn": torn, "torn bias": torch.zeros(90, 90).masked_fill(~torn, -1e9)}
+    causal = torch.ones(90, 90, dtype=torch.bool).tril()
+    masks = {"torn": torn, "causal": causal, "torn bias": torch.zeros(90, 90).masked_fill(~torn, -1e9)}
     options = {name: masks.get(x, x) for name, x in options.items()} | {"pde": "wave", "steps": 2}
     for call in (pde_attention, explain):
         with pytest.raises(ValueError, match=reason):
             call(q, k, v, method="stepped", **options)
     assert explain(q, k, v, **options).method == "tiled"
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_dropout_of_the_map_is_dropout_with_stepped_values(padded):
+    """The mean over many draws is the output without dropout, and no draw is it."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 30, 4).expand(4000, -1, -1, -1) for _ in range(3))
+    options = {"pde": "diffusion", "method": "stepped"}
+    if padded:
+        options["key_padding"] = torch.arange(30)[None].expand(4000, -1) > 8
+    draws = pde_attention(q, k, v, dropout_p=0.3, **options)
+    whole = pde_attention(q[:1], k[:1], v[:1], **options | {
+        name: x[:1] for name, x in options.items() if name == "key_padding"
+    })  # fmt: skip
+    spread = draws.std(0) / len(draws) ** 0.5
+    assert (draws.mean(0) - whole[0]).abs().lt(5 * spread).all()
+    assert draws.std(0).min() > 1e-3
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """Versions of what numbers depend on, to be written beside them, and what torch exports."""
 
 import platform
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,9 +20,6 @@ def versions() -> dict[str, str]:
     }
 
 
-def exporting() -> bool:
-    """Return whether the code that runs is being recorded by `torch.export`.
-
-    `torch.compiler.is_exporting` says so too, but is always True in what torch 2.10 and 2.11 compile.
-    """
-    return bool(torch.compiler._is_exporting_flag)
+# Whether torch.export records the code that runs. `torch.compiler.is_exporting` says so too, but is
+# always True in what torch 2.10 and 2.11 compile.
+exporting: Callable[[], bool] = partial(getattr, torch.compiler, "_is_exporting_flag")
