@@ -284,10 +284,12 @@ class Dropping:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "far"), [(4, False), (11, True)])
-def test_dropout_has_the_gradients_of_the_same_draw(tokens, far):
+def test_dropout_has_the_gradients_of_the_same_draw(tokens, far, monkeypatch):
     """Boundary keys drop by the kernels' own numbers, far keys by the operator's."""
     table = table_of(pdes.AdvectionDiffusion(0.2, 0.1), 4 if not far else 2, 1.0, random(1)).detach()
     operator = Dropping(tokens - 2, 0.4).operator if far else None
+    if operator is not None:
+        monkeypatch.setattr(backends, "DROPPING", {operator.forward})
     q, k, v = (random(1, 2, tokens, 3) for _ in range(3))
 
     def dropped(q, k, v, table):
@@ -309,6 +311,33 @@ def test_dropout_does_not_change_the_mean():
     spread = draws.std(0) / len(draws) ** 0.5
     assert (draws.mean(0) - whole).abs().lt(5 * spread + 1e-12).all()
     assert draws[:, 1].std() > 0.1
+
+
+def test_dropout_without_an_operator_that_drops_raises():
+    q, k, v = (random(1, 1, 40, 16) for _ in range(3))
+    with pytest.raises(ValueError, match="drops weights of these tensors; use method='tiled'"):
+        causal.causal(q, k, v, table_of(pdes.Diffusion(0.2), 2, 1.0, v), 0.3, dropout_p=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_dropout_on_a_gpu_is_the_same_forward_and_backward(packed):
+    """The output is linear in the values, and the mean gradient is that without dropout."""
+    documents = ids([90, 110]).expand(1024, -1) if packed else None
+    one = [torch.randn(1, 2, 200, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    q, k, v, grad = (x.expand(1024, -1, -1, -1).contiguous().requires_grad_() for x in one)
+    table = table_of(pdes.Diffusion(0.2), 4, 1.0, one[0].float())
+    out = causal.causal(q, k, v, table, 0.125, documents, dropout_p=0.2)
+    found = torch.autograd.grad(out, (q, k, v), grad.detach())
+    of_out, of_value = ((a.float() * b.float()).sum((1, 2, 3)) for a, b in ((out, grad), (v, found[2])))
+    torch.testing.assert_close(of_out, of_value, rtol=2e-2, atol=2.0)
+    whole = causal.causal(
+        q[:1], k[:1], v[:1], table, 0.125, None if documents is None else documents[:1]
+    )
+    truth = torch.autograd.grad(whole, (q, k, v), grad[:1].detach())
+    for a, b in zip((out, *found), (whole, *(x[:1] for x in truth)), strict=True):
+        spread = a.float().std(0) / len(a) ** 0.5
+        assert ((a.float().mean(0) - b[0].float()).abs() < 6 * spread + 2e-2).all()
 
 
 def test_causal_equals_the_operator_without_kernels():

@@ -95,6 +95,8 @@ def plan(call: Call) -> Plan:
             *four_dimensions(call.query, call.key, call.value, share_heads=True), call.documents,
             call.evolution,
         )  # fmt: skip
+    if documents is not None and call.dropout_p and not documents.operator.drops:
+        not_fused = "no operator drops weights within these documents"
     if not not_fused and method in ("auto", "fused"):
         return _fused(call, documents)
     reasons = {"fused": not_fused, "stepped": _why_not_stepped(call), "tiled": _why_not_tiled(call)}

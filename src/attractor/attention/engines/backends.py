@@ -121,6 +121,11 @@ class Operator:
     backward: Callable[..., tuple[Any, ...]]
     strip: Strip | None = None
 
+    @property
+    def drops(self) -> bool:
+        """Whether both functions take a `Dropout`."""
+        return self.strip is not None and self.forward in DROPPING
+
 
 def part(x: Tensor, where: slice) -> Tensor:
     """Return some tokens of x ``[..., tokens, dim]``, x itself if these are all."""
@@ -397,6 +402,7 @@ def _scores(q: Tensor, k: Tensor, strip: Strip, scale: float) -> Tensor:
     return scores if mask is None else scores + mask
 
 
+DROPPING: set[Any] = {cudnn, flash}  # the forward functions that take a `Dropout`
 PLAIN = Operator("torch", plain, plain_backward)
 CPU = Operator("cpu flash", cpu, cpu_backward)
 CPU_CAUSAL = Operator("cpu flash", cpu, cpu_backward, Strip(slice(0, 0), slice(0, 0), causal=True))

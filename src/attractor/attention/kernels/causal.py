@@ -333,6 +333,7 @@ def _far_forward(
         return stepped[..., :0, :], stepped.new_empty(0)
     if documents is not None:
         operator, scope = documents.operator, documents.scope
+        _check_dropout(operator, dropout)
         if operator.strip is None:
             far, lse = softmax.attend(q, k, stepped, scope, scale)
             return far, lse[..., reach:]
@@ -341,9 +342,19 @@ def _far_forward(
     cut = q[..., reach:, :], k[..., :size, :], stepped[..., :size, :]
     if operator is None:
         operator = choose(*cut, Scope(size, size, right=0))
+    _check_dropout(operator, dropout)
     if operator.strip is not None:
         return operator.forward(*(in_rows(x) for x in cut), operator.strip, scale, *dropout)
     return softmax.attend(*cut, Scope(size, size, right=0), scale)
+
+
+def _check_dropout(operator: Operator, dropout: tuple[Dropout, ...]) -> None:
+    """Raise if weights are to be dropped by an operator that leaves them."""
+    if dropout and not operator.drops:
+        raise ValueError(
+            "none of torch's attention operators that are enabled drops weights of these tensors; use "
+            "method='tiled', or enable FlashAttention"
+        )
 
 
 def _far_backward(

@@ -1,9 +1,9 @@
 """One query against a cache of keys, under a linear PDE: attention with stepped values, in one pass.
 
-Its twin in torch is `engines.dense`. The keys that the query may attend to are the same for all boundary
-keys, so one step table serves every key, and stepped values need not be in memory: a program computes
-those of a block of keys from the values within reach, which are in its cache, and weighs them at once.
-Keys are divided among programs; a second kernel adds up their parts.
+Its twin in torch is `engines.dense`. The walls of a single row do not move, so every key has a stepped
+value. These need not be written to memory: a program computes those of a block of keys from the values
+within reach, which it finds in its cache, and weighs them at once. Keys are divided among programs; a
+second kernel adds up their parts.
 """
 
 # Arguments of kernels have no types that mypy could know.
