@@ -900,8 +900,25 @@ def summary() -> str:
          f"leapfrog {e['leapfrog'][-1]:.3f} (first tenth {e['leapfrog'][0]:.3f}), "
          f"rk4 {e['rk4'][-1]:.2f} (first tenth {e['rk4'][0]:.2f})"],
         *attention_summary(),
+        model_summary(),
     ]  # fmt: skip
     return table(["", ""], rows).replace("---:", "---")
+
+
+def model_summary() -> list[str]:
+    """Return the costs of a whole model for the README."""
+    result = load("model")
+    ratio = {row["case"]: row["ratio"] for row in result["rows"] if not row["learn"]}
+    cases = {
+        "train": "training step",
+        "padded": "padded",
+        "compiled": "compiled",
+        "generate": "generated token",
+    }
+    return [
+        f"a Llama of 1B parameters with diffusion in every layer, {result['device']}: {', '.join(cases.values())}",
+        f"{', '.join(f'{ratio[case]:.2f}' for case in cases)} times SDPA's time (docs/how-to/hugging-face.md)",
+    ]
 
 
 def attention_summary() -> list[list[str]]:
