@@ -84,6 +84,7 @@ def evolve(
     Raises:
         ValueError, TypeError: The input cannot be evolved.
 
+    >>> import math, torch
     >>> from attractor.core import evolve
     >>> u0 = torch.tensor([[1.0, 0.0], [2.0, 0.0]], dtype=torch.float64)
     >>> spring = lambda t, u: torch.stack((u[..., 1], -u[..., 0]), -1)
