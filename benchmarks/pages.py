@@ -913,7 +913,7 @@ def model_summary() -> list[str]:
         "train": "training step",
         "padded": "padded",
         "compiled": "compiled",
-        "generate": "generated token",
+        "static": "generated token with a static cache",
     }
     return [
         f"a Llama of 1B parameters with diffusion in every layer, {result['device']}: {', '.join(cases.values())}",
