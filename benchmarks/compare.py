@@ -23,36 +23,6 @@ CASES = [
 ]
 
 
-def jax_rate(system):
-    """The system's rate in JAX, for diffrax; None where JAX is not installed."""
-    try:
-        import jax.numpy as jnp
-    except ImportError:
-        return None
-    if isinstance(system, systems.ElasticPendulum):
-
-        def rate(t, u, args):
-            theta, r, omega, v = (u[..., i] for i in range(4))
-            turn = (-system.g * jnp.sin(theta) - 2 * omega * v) / r
-            stretch = (
-                r * omega**2 - system.k / system.m * (r - system.length) + system.g * jnp.cos(theta)
-            )
-            return jnp.stack((omega, v, turn, stretch), -1)
-
-        return rate
-    if isinstance(system, systems.PendulumChain) and system.links == 2:
-
-        def rate(t, u, args):
-            a, b, va, vb = (u[..., i] for i in range(4))
-            c, s = jnp.cos(a - b), jnp.sin(a - b)
-            f = -s * vb**2 - 2 * 9.8 * jnp.sin(a)
-            g = s * va**2 - 9.8 * jnp.sin(b)
-            return jnp.stack((va, vb, (f - c * g) / (2 - c**2), (2 * g - c * f) / (2 - c**2)), -1)
-
-        return rate
-    return None
-
-
 def main() -> None:
     """Goes on with what is in results/: remove the file to measure everything again."""
     path = FOLDER / "compare.json"
@@ -68,7 +38,7 @@ def main() -> None:
             kind |= {"options": {"precision": precision}} if precision == "float32" else {}
             solver = fit(system, dt=dt, horizon=horizon, trajectories=trajectories, **kind)
             first = all(r["case"] != name for r in rows)
-            found = compare(solver, horizon=horizon, peers=first, jax_rate=jax_rate(system))
+            found = compare(solver, horizon=horizon, peers=first)
             chosen = solver.history[-1]
             rows.append({
                 "case": name, "width": width, "precision": precision, "correction": chosen["correction"],

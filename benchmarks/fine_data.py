@@ -20,8 +20,8 @@ from torch import Tensor
 from attractor import systems
 from attractor.core import evolve
 from attractor.ode import fused
+from attractor.ode.jax_rates import jax_rate
 from attractor.ode.trajectories import fine_trajectories
-from benchmarks.hybrid_gpu import jax_rate
 from benchmarks.results import save
 
 DT, SUBSTEPS, ROUNDS = 0.1, 16, 3
@@ -35,7 +35,7 @@ def diffrax_of(system: Any, u0: Tensor, steps: int) -> Callable[[], Tensor]:
     import numpy as np
 
     jax.config.update("jax_enable_x64", True)
-    term, times = diffrax.ODETerm(jax_rate(system)), np.arange(steps + 1) * DT
+    term, times = diffrax.ODETerm(jax_rate(system, u0[0])), np.arange(steps + 1) * DT
     start = jax.device_put(u0.cpu().numpy())
 
     def solve(y: Any) -> Any:

@@ -37,6 +37,7 @@ from attractor.core import get_scheme
 from attractor.core.compiling import compiled, components_first
 from attractor.ode import HybridSolver, captured, corrections, fused
 from attractor.ode.comparison import Point, reach
+from attractor.ode.jax_rates import jax_rate
 from benchmarks import results
 
 BATCHES, WIDTHS = (1, 1_000, 20_000, 200_000), (256, 1024)
@@ -321,38 +322,6 @@ CASES = {  # system, dt, horizon, trajectories, width
 TOLERANCES = (1e-4, 1e-6, 1e-8, 1e-10, 1e-12)
 
 
-def jax_rate(system: Any) -> Any:
-    """The rate of one trajectory in JAX; a chain by the tensions in its rods, as ours."""
-    import jax.numpy as jnp
-
-    from benchmarks.compare import jax_rate as known
-
-    if (found := known(system)) is not None:
-        return found
-    links, g = system.links, system.g
-
-    def rate(t, u, args):
-        angle, speed = u[:links], u[links:]
-        between = angle[1:] - angle[:-1]
-        cos, sin = jnp.cos(between), jnp.sin(between)
-        right, pivot = [speed[0] ** 2 + g * jnp.cos(angle[0])], [1.0]
-        for i in range(links - 1):
-            factor = cos[i] / pivot[i]
-            pivot.append(2 - cos[i] * factor)
-            right.append(speed[i + 1] ** 2 + factor * right[i])
-        tension = [right[-1] / pivot[-1]]
-        for i in reversed(range(links - 1)):
-            tension.append((right[i] + cos[i] * tension[-1]) / pivot[i])
-        tension.reverse()
-        turn = [-g * jnp.sin(angle[0])] + [0.0] * (links - 1)
-        for i in range(links - 1):
-            turn[i] = turn[i] + tension[i + 1] * sin[i]
-            turn[i + 1] = turn[i + 1] - tension[i] * sin[i]
-        return jnp.concatenate((speed, jnp.stack(turn)))
-
-    return rate
-
-
 def fitted(name: str) -> HybridSolver:
     """The case's solver, from a folder or fitted now."""
     system, dt, horizon, trajectories, width = CASES[name]
@@ -448,7 +417,7 @@ def diffrax(system: Any, u0: Tensor, horizon: float, method: str) -> Callable[[f
 
     jax.config.update("jax_enable_x64", True)
     print(f"    JAX runs on {jax.devices()[0]}", flush=True)
-    term, solver = diffrax.ODETerm(jax_rate(system)), getattr(diffrax, method)()
+    term, solver = diffrax.ODETerm(jax_rate(system, u0[0])), getattr(diffrax, method)()
     start = jax.device_put(u0.cpu().numpy())
 
     def solve(y: Any, tolerance: float) -> Any:

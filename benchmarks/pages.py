@@ -180,46 +180,84 @@ def stages() -> str:
     return command("stages") + table(head, rows)
 
 
+def tuned(**fields: Any) -> list[tuple[dict[str, Any], TuningReport]]:
+    """Return the rows of tune with these fields, and their reports."""
+    rows = [r for r in load("tune")["rows"] if "report" in r]
+    return [
+        (r, TuningReport.from_json(r["report"]))
+        for r in rows
+        if all(r[key] == value for key, value in fields.items())
+    ]
+
+
+def least_seconds(row: dict[str, Any], library: str) -> float | None:
+    """Return the time of the fastest method of a library at the error; None if there is none."""
+    return min((x["seconds"] for x in row.get(library, {}).values() if x is not None), default=None)
+
+
 def tune() -> str:
-    found = [r for r in load("tune")["rows"] if "report" in r]
-    reports = [TuningReport.from_json(r["report"]) for r in found]
+    """Return a line per error and batch, and the equations at the error that most people ask for."""
+    rows = []
+    median = lambda values: f"{statistics.median(values):.3g}x ({len(values)})" if values else "-"
+    for batch in sorted({r["batch"] for r, _ in tuned()}):
+        for error in sorted({r["error"] for r, _ in tuned(batch=batch)}, reverse=True):
+            part = tuned(batch=batch, error=error)
+            gains = [report.speedup for _, report in part if report.winner.is_hybrid]
+            rows.append([
+                f"{error:g}, {batch:,} trajector{'y' if batch == 1 else 'ies'}",
+                f"{len(gains)} of {len(part)}", span_of_times(gains),
+                *(
+                    median([
+                        seconds / report.winner.seconds
+                        for r, report in part
+                        if (seconds := least_seconds(r, library)) is not None
+                    ])
+                    for library in ("scipy", "diffrax")
+                ),
+            ])  # fmt: skip
+    head = ["error", "a hybrid wins", "hybrid over the best plain scheme",
+            "winner over SciPy's fastest method, median (cases)", "over diffrax's, median (cases)"]  # fmt: skip
+    machines = {f"{r['machine']['processor']}, {r['machine']['threads']} threads" for r, _ in tuned()}
+    return (
+        command("tune") + table(head, rows)
+        + f"\nBudget of {load('tune')['budget']:g} s. SciPy's methods are DOP853, and LSODA and Radau for one "
+        "trajectory; diffrax's are Tsit5 and Dopri8, compiled, where they were measured. Measured on: "
+        f"{'; '.join(sorted(machines))}. With an error of 1e-6 and 1,000 trajectories:\n\n"
+        + tuning_rows(tuned(error=1e-6, batch=1000))
+    )  # fmt: skip
+
+
+def tuning() -> str:
+    """Return all measurements of tune."""
+    return command("tune") + tuning_rows(tuned())
+
+
+def tuning_rows(found: list[tuple[dict[str, Any], TuningReport]]) -> str:
     milliseconds = lambda x: "-" if x is None else f"{1e3 * x:.3g} ms"
-    rows, faster = [], []
-    for r, report in zip(found, reports):
-        scipy = [x["seconds"] for x in r["scipy"].values() if x is not None]
-        faster += [min(scipy) / report.winner.seconds] if scipy else []
-        even = report.break_even
-        rows.append([
+    rows = [
+        [
             r["case"], f"{r['error']:g}", f"{r['batch']:,}", str(report.winner),
             milliseconds(report.winner.seconds),
             milliseconds(report.plain.seconds if report.plain else None),
-            milliseconds(min(scipy, default=None)), "-" if even is None else f"{even:,.0f}",
-        ])  # fmt: skip
-    head = ["", "error", "trajectories", "winner", "time", "best plain scheme", "SciPy", "break-even"]
-    gains = [report.speedup for report in reports if report.winner.is_hybrid]
-    tried = sum(any(c.is_hybrid and c.compiled for c in r.candidates) for r in reports)
-    machines = sorted({f"{r['machine']['processor']}, {r['machine']['threads']} threads" for r in found})
-    return (
-        command("tune") + table(head, rows)
-        + f"\nA hybrid wins {len(gains)} of {len(rows)}, {span_of_times(gains)} times faster than the best plain "
-        f"scheme. In {tried} of the {len(rows)} cases a hybrid was found and compiled within the budget of "
-        f"{load('tune')['budget']:g} s. The winner is {span_of_times(faster)} times faster than the fastest "
-        f"of SciPy's methods at the same error. Measured on: {'; '.join(machines)}.\n"
-    )  # fmt: skip
+            milliseconds(least_seconds(r, "scipy")), milliseconds(least_seconds(r, "diffrax")),
+            "-" if report.break_even is None else f"{report.break_even:,.0f}",
+        ]
+        for r, report in found
+    ]  # fmt: skip
+    head = ["", "error", "trajectories", "winner", "time", "best plain scheme", "SciPy", "diffrax",
+            "break-even"]  # fmt: skip
+    return table(head, rows)
 
 
 def tuned_summary() -> str:
     """Return how the winners for an error of 1e-6 compare with SciPy, in one sentence."""
-    found = [
-        r for r in load("tune")["rows"] if "report" in r and r["error"] == 1e-6 and r["batch"] == 1000
-    ]
-    reports = [TuningReport.from_json(r["report"]) for r in found]
+    found = tuned(error=1e-6, batch=1000)
     gains = [
-        r["scipy"]["DOP853"]["seconds"] / report.winner.seconds
-        for r, report in zip(found, reports)
-        if r["scipy"]["DOP853"]
+        seconds / report.winner.seconds
+        for r, report in found
+        if (seconds := least_seconds(r, "scipy")) is not None
     ]
-    hybrids = sum(report.winner.is_hybrid for report in reports)
+    hybrids = sum(report.winner.is_hybrid for _, report in found)
     return (
         f"{len(found)} equations: {span_of_times(gains)} times faster than SciPy's DOP853, median "
         f"{statistics.median(gains):.2g}; the winner is a hybrid {hybrids} times (docs/hybrid.md)"

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from attractor import evolve, odeint, systems
+from attractor.ode.jax_rates import jax_rate
 from benchmarks.results import save
 
 BATCH, STEPS, DT, ROUNDS = 1_000, 1_000, 0.1, 9
@@ -50,15 +51,6 @@ def contenders(u0: torch.Tensor) -> dict[str, Callable[[], np.ndarray]]:
 def _diffrax(u0: np.ndarray) -> dict[str, Callable[[], np.ndarray]]:
     import diffrax
     import jax
-    import jax.numpy as jnp
-
-    k, m, length, g = SYSTEM.k, SYSTEM.m, SYSTEM.length, SYSTEM.g
-
-    def rate(t, u, args):
-        theta, r, omega, v = (u[..., i] for i in range(4))
-        turn = (-g * jnp.sin(theta) - 2 * omega * v) / r
-        stretch = r * omega**2 - k / m * (r - length) + g * jnp.cos(theta)
-        return jnp.stack((omega, v, turn, stretch), -1)
 
     class RK4(diffrax.AbstractERK):
         tableau = diffrax.ButcherTableau(
@@ -73,6 +65,7 @@ def _diffrax(u0: np.ndarray) -> dict[str, Callable[[], np.ndarray]]:
             return 4
 
     def solve(y):
+        rate = jax_rate(SYSTEM, torch.zeros(y.shape) + SYSTEM.sample(1)[0])
         return diffrax.diffeqsolve(
             diffrax.ODETerm(rate), RK4(), 0.0, STEPS * DT, DT, y,
             saveat=diffrax.SaveAt(t1=True), stepsize_controller=diffrax.ConstantStepSize(),

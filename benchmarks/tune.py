@@ -1,14 +1,16 @@
-"""`at.tune` on twenty-five equations: the fastest way to three errors, beside SciPy at the same error.
+"""`at.tune` on twenty-five equations: the fastest way to three errors, beside SciPy and diffrax.
 
 Run ``python -m benchmarks.tune`` for all of them, which takes hours on two cores, or a part of them with
 ``--only NAME --errors 1e-6 --batches 1000``; ``--workers N`` runs N cases at a time with ``--threads``
 threads each. Every case has its own result, and ``--merge`` joins those of earlier runs.
 
-SciPy follows the batch as one state, which is the fastest way to use it, with the largest tolerance that
-reaches the error on the same trajectories. Radau takes batches of one only, for its Jacobian is dense.
+SciPy and diffrax solve for the batch as one state, which is the fastest way to use them, with the largest
+tolerance that reaches the error on trajectories of the same distribution. Radau takes batches of one only,
+since its Jacobian is dense. diffrax is left out where it is not installed.
 """
 
 import argparse
+import importlib.util
 import math
 import time
 from collections.abc import Callable
@@ -16,12 +18,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import attractor as at
 from attractor import systems
 from attractor.core.step import with_parameters
+from attractor.ode.jax_rates import jax_rate
 from attractor.ode.samples import initial_states
 from benchmarks.cases import add_options, machine_of, run
 from benchmarks.results import save
@@ -29,7 +33,7 @@ from benchmarks.results import save
 F64 = {"dtype": torch.float64}
 ERRORS = (1e-3, 1e-6, 1e-9)
 BATCHES = (1, 1_000, 100_000)
-SCIPY_BATCH = 1_000  # of SciPy; larger ones are scaled up from it
+PEER_BATCH = 1_000  # trajectories with which the tolerances of peers are chosen
 
 
 @dataclass(frozen=True)
@@ -255,40 +259,110 @@ CASES = {
 }  # fmt: skip
 
 
-def by_scipy(case: Case, method: str, error: float, batch: int, limit: float) -> dict[str, float] | None:
-    """The time of SciPy's method with the largest tolerance that reaches the error; None if none does."""
-    from scipy.integrate import solve_ivp
+class Peers:
+    """Other libraries at one error.
 
-    count = min(batch, SCIPY_BATCH)
-    generator = torch.Generator().manual_seed(2**41 + 1)
-    u0 = initial_states(case.rate, case.sample, count, generator)
-    p = None if case.parameters is None else case.parameters(count, generator=generator)
-    rate, shape = with_parameters(case.rate, p), u0.shape
-    truth = at.evolve(
-        case.rate, u0, [0.0, case.horizon], "dop853", rtol=max(1e-13, 1e-4 * error),
-        atol=max(1e-15, 1e-6 * error), parameters=p,
-    )  # fmt: skip
-    scale = truth.u.square().mean((0, 1)).sqrt()
-    scale = torch.where(scale > 0, scale, 1.0)
+    Args:
+        batch: Number of trajectories. The tolerance is chosen with `PEER_BATCH` of them at most.
+        limit: Seconds after which a method is given up.
+    """
 
-    def numbers(t: float, y: Any) -> Any:
-        return rate(torch.tensor(t, **F64), torch.from_numpy(y).reshape(shape)).reshape(-1).numpy()
-
-    began, tolerance = time.perf_counter(), min(1e-2, 10 * error)
-    while tolerance > 1e-13 and time.perf_counter() - began < limit:
-        start = time.perf_counter()
-        solved = solve_ivp(
-            numbers, (0.0, case.horizon), u0.reshape(-1).numpy(), method, [case.horizon], rtol=tolerance,
-            atol=0.1 * tolerance * float(scale.min()),
+    def __init__(self, case: Case, error: float, batch: int, limit: float) -> None:
+        self.case, self.error, self.batch, self.limit = case, error, batch, limit
+        self.count = min(batch, PEER_BATCH)
+        self.u0, self.p = self.problem(self.count)
+        truth = at.evolve(
+            case.rate, self.u0, [0.0, case.horizon], "dop853", rtol=max(1e-13, 1e-4 * error),
+            atol=max(1e-15, 1e-6 * error), parameters=self.p,
         )  # fmt: skip
-        seconds = time.perf_counter() - start
-        if solved.success:
-            final = torch.from_numpy(solved.y[:, -1].copy()).reshape(shape)
-            found = ((final - truth.final).square().mean(0).sqrt() / scale).max().item()
-            if found <= error:
-                return {"seconds": seconds * batch / count, "error": found, "tolerance": tolerance}
-        tolerance *= 0.3
-    return None
+        scale = truth.u.square().mean((0, 1)).sqrt()
+        self.truth, self.scale = truth.final, torch.where(scale > 0, scale, 1.0)
+        self.smallest = float(self.scale.min())
+
+    def problem(self, count: int) -> tuple[Tensor, Tensor | None]:
+        """Return initial states ``[count, d]`` and parameters."""
+        generator = torch.Generator().manual_seed(2**41 + 1)
+        u0 = initial_states(self.case.rate, self.case.sample, count, generator)
+        return u0, self.case.parameters and self.case.parameters(count, generator=generator)
+
+    def largest_tolerance(self, solve: Callable[[float], Tensor | None]) -> dict[str, float] | None:
+        """Return the error and the time at the largest tolerance that reaches the error, if one does."""
+        began, tolerance = time.perf_counter(), min(1e-2, 10 * self.error)
+        while tolerance > 1e-13 and time.perf_counter() - began < self.limit:
+            start = time.perf_counter()
+            final = solve(tolerance)
+            seconds = time.perf_counter() - start
+            if final is not None:
+                error = ((final - self.truth).square().mean(0).sqrt() / self.scale).max().item()
+                if error <= self.error:
+                    return {"seconds": seconds, "error": error, "tolerance": tolerance}
+            tolerance *= 0.3
+        return None
+
+    def scipy(self, method: str) -> dict[str, float] | None:
+        """Return the time of SciPy's method; that of larger batches is scaled up from `PEER_BATCH`."""
+        from scipy.integrate import solve_ivp
+
+        rate, start = with_parameters(self.case.rate, self.p), self.u0.reshape(-1).numpy()
+
+        def numbers(t: float, y: Any) -> Any:
+            u = torch.from_numpy(y).reshape(self.u0.shape)
+            return rate(torch.tensor(t, **F64), u).reshape(-1).numpy()
+
+        def solve(tolerance: float) -> Tensor | None:
+            options = {"rtol": tolerance, "atol": 0.1 * tolerance * self.smallest}
+            solved = solve_ivp(
+                numbers, (0.0, self.case.horizon), start, method, [self.case.horizon], **options
+            )
+            return (
+                torch.from_numpy(solved.y[:, -1].copy()).reshape(self.u0.shape)
+                if solved.success
+                else None
+            )
+
+        result = self.largest_tolerance(solve)
+        return result and {**result, "seconds": result["seconds"] * self.batch / self.count}
+
+    def diffrax(self, method: str) -> dict[str, float] | None:
+        """Return the least time of three compiled solves by diffrax's method."""
+        import diffrax
+        import jax
+
+        jax.config.update("jax_enable_x64", True)
+        solver, horizon = getattr(diffrax, method)(), self.case.horizon
+
+        def compiled(u0: Tensor, p: Tensor | None) -> Callable[[float], Tensor | None]:
+            term = diffrax.ODETerm(jax_rate(self.case.rate, u0, p))
+            start, args = u0.numpy(), None if p is None else p.numpy()
+
+            @jax.jit
+            def solved(tolerance: float) -> Any:
+                control = diffrax.PIDController(tolerance, 0.1 * tolerance * self.smallest)
+                return diffrax.diffeqsolve(
+                    term, solver, 0.0, horizon, None, start, args, saveat=diffrax.SaveAt(t1=True),
+                    stepsize_controller=control, max_steps=1_000_000, throw=False,
+                )  # fmt: skip
+
+            def solve(tolerance: float) -> Tensor | None:
+                solution = solved(tolerance)
+                final = torch.from_numpy(np.array(solution.ys[0]))
+                return final if solution.result == diffrax.RESULTS.successful else None
+
+            return solve
+
+        solve = compiled(self.u0, self.p)
+        result = self.largest_tolerance(solve)
+        if result is None:
+            return None
+        if self.count < self.batch:
+            solve = compiled(*self.problem(self.batch))
+            solve(result["tolerance"])  # compiles
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            solve(result["tolerance"])
+            times.append(time.perf_counter() - start)
+        return {**result, "seconds": min(times)}
 
 
 def measure(name: str, error: float, batch: int, budget: float) -> dict[str, Any]:
@@ -305,7 +379,10 @@ def measure(name: str, error: float, batch: int, budget: float) -> dict[str, Any
         row["failure"] = str(failure)
     methods = ("DOP853", "LSODA", "Radau") if batch == 1 else ("DOP853",)
     with torch.no_grad():
-        row["scipy"] = {method: by_scipy(case, method, error, batch, budget) for method in methods}
+        peers = Peers(case, error, batch, budget)
+        row["scipy"] = {method: peers.scipy(method) for method in methods}
+        if importlib.util.find_spec("diffrax"):
+            row["diffrax"] = {method: peers.diffrax(method) for method in ("Tsit5", "Dopri8")}
     return row
 
 

@@ -70,7 +70,8 @@ def compare(
         peers: also solvers with error control: ours, SciPy's, torchdiffeq's and diffrax's where
             installed.
         jax_rate: ``(t, u, args) -> du`` in JAX, for diffrax, which cannot call a rate in torch. `args`
-            are the parameters, or None.
+            are the parameters, or None. By default the rate is translated, and diffrax is left out where
+            that is not possible.
         progress: called with a line for each solve.
 
     Raises:

@@ -10,6 +10,7 @@ from torch import Tensor
 from attractor.core import evolve
 from attractor.core.rates import Rate
 from attractor.core.step import with_parameters
+from attractor.ode.jax_rates import jax_rate as translated
 
 # (tolerance, times [n+1]) -> states [n+1, batch, d] and the number of rate calls
 Solve: TypeAlias = Callable[[float, Tensor], tuple[Tensor, int]]
@@ -26,7 +27,7 @@ def with_error_control(
 
     Args:
         parameters: Parameters ``[batch, k]`` of a rate ``(t, u, p)``, or None.
-        jax_rate: ``(t, u, args) -> du`` in JAX; None leaves out diffrax.
+        jax_rate: ``(t, u, args) -> du`` in JAX, for diffrax; None translates the rate.
         progress: Called with a message for each library that is not installed.
     """
     solvers: dict[str, Solve] = {"dopri5, own steps": _ours(rate, u0, parameters)}
@@ -42,8 +43,17 @@ def with_error_control(
         progress("torchdiffeq is not installed: left out")
     else:
         solvers["torchdiffeq dopri5"] = _torchdiffeq(rate, u0, parameters)
-    if jax_rate is not None:
-        solvers["diffrax Tsit5"] = _Diffrax(jax_rate, u0, parameters)
+    try:
+        import diffrax  # noqa: F401
+    except ImportError:
+        progress("diffrax is not installed: left out")
+    else:
+        try:
+            solvers["diffrax Tsit5"] = _Diffrax(
+                jax_rate or translated(rate, u0, parameters), u0, parameters
+            )
+        except NotImplementedError as reason:
+            progress(f"diffrax is left out, since the rate cannot be translated to JAX: {reason}")
     return solvers
 
 
