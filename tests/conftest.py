@@ -90,12 +90,17 @@ def _short_races():
     attractor.ode.race.ENOUGH = 0.0
 
 
-@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.fixture(params=["native", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def compiler(request, monkeypatch):
-    """What makes code for compile=True; a C++ compiler takes a minute, torch's own operations seconds."""
-    from attractor.core import compiling
+    """What makes code for compile=True: loops in C where they are possible, or torch's compiler alone.
 
-    if request.param != "inductor":
+    A C++ compiler takes a minute, the others a second.
+    """
+    from attractor.core import compiling, grid
+
+    if request.param != "native":
+        monkeypatch.setattr(grid, "native_loop", lambda *step: None)
+    if request.param == "aot_eager":
         compile = torch.compile
 
         def made(run, options=None):

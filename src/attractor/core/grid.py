@@ -20,6 +20,7 @@ from attractor.core.checks import all_finite
 from attractor.core.compiling import NotCompiledError, compiled, operations
 from attractor.core.identity import Identity
 from attractor.core.march import LOOP, Loop, March, Survivors, everybody
+from attractor.core.native import native_loop
 from attractor.core.rates import Rate, check_unwritten, version
 from attractor.core.runs import Guard, corrected_step, looped, run
 from attractor.core.splitting import Splitting
@@ -204,12 +205,15 @@ def _loop(
         return None
     own = getattr(correction, "_identity_loop", None) if isinstance(scheme, Identity) else None
     loop: Loop | None = None if own is None else own(u, guard)
+    if loop is not None:
+        return loop
+    step = lambda: corrected_step(f, scheme, correction, t[0], dt[0], u, parameters)
+    if torch.is_grad_enabled() and step().requires_grad:
+        return None
+    loop = native_loop(f, scheme, correction, guard, t, dt, u, parameters)
     if loop is not None or steps <= SHORT:
         return loop
     if isinstance(scheme, Splitting) and correction is None:  # a step reuses the rate of the last one
-        return None
-    step = lambda: corrected_step(f, scheme, correction, t[0], dt[0], u, parameters)
-    if torch.is_grad_enabled() and step().requires_grad:
         return None
     fixed = (f, scheme, correction, None if guard is None else guard.inside)
     return partial(compiled(looped, u.device, *fixed, or_plain=False), *fixed)
