@@ -21,7 +21,7 @@ from attractor.core.tableaus import AnyScheme
 from attractor.ode.candidates import Candidate
 from attractor.ode.polynomial_search import PolynomialSearch
 from attractor.ode.samples import Sampler
-from attractor.ode.search import COMPILING, FEWER, SINGLE, UNLIKELY, Search
+from attractor.ode.search import FEWER, SINGLE, UNLIKELY, Search
 from attractor.ode.solver import HybridSolver
 
 TIMED = 1000  # number of trajectories that `fit` times
@@ -53,7 +53,10 @@ class HybridSearch(Search):
         self.fine_dt = next((c.setting / 2 for c in fixed if c.scheme == "dop853"), None)
         most = UNLIKELY * self.fewest_calls if compile else math.inf
         timed = [self.timing(c) for c in (*fixed, *adaptive) if c.rate_calls <= most]
-        with self.counted_for_hybrids(), self.reserved(2 * COMPILING if compile else 0.0):
+        if compile:  # how long it takes decides which part of the budget is kept for it
+            equal = [c for c in timed if c.method == "fixed"] or timed
+            self.timing(replace(min(equal, key=lambda c: c.rate_calls), compiled=True))
+        with self.counted_for_hybrids(), self.reserved(2 * self.compile_seconds if compile else 0.0):
             polynomials = self.polynomials(compile)
         timed += self.variants(timed, compile)
         plain = min(c.seconds for c in timed)
@@ -62,7 +65,7 @@ class HybridSearch(Search):
             if min(c.seconds for c in timed) * FASTER <= plain:
                 self.notes.append("corrections of the stages: a polynomial is faster")
             else:
-                with self.reserved(COMPILING if compile else 0.0):
+                with self.reserved(self.compile_seconds if compile else 0.0):
                     hybrids = [self.timing(c) for c in self.stages(fixed)]
                 timed += hybrids + self.variants(hybrids, compile)
         return sorted(timed, key=lambda c: c.seconds)

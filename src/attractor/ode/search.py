@@ -22,9 +22,10 @@ ADAPTIVE = ("dop853", "tsit5")
 MOST_STEPS = 200_000
 REPEATS = 5  # number of timings, of which the least counts
 ENOUGH = 0.5  # seconds of timing after which it is not repeated
-COMPILING = 15.0  # seconds that compiling a loop of steps takes, for most rates
+COMPILING = 15.0  # seconds that torch takes to compile a loop of steps, for most rates
 FEWER = 6  # candidates with this many times the rate calls of another one are given up
 HOPELESS = 1.5  # candidates with this many times the rate calls of another one are not compiled
+SHORT = 2.0  # seconds of compiling, as of a loop in C, up to which all candidates are compiled
 UNLIKELY = 3  # candidates with this many times the rate calls are not timed, if others are compiled
 SINGLE = 1e-5  # the smallest error for which float32 is tried
 REFERENCE = 0.01  # error of the reference, relative to the error that is asked for
@@ -59,6 +60,7 @@ class Search:
         self.device, self.period, self.seed, self.progress = device, period, seed, progress
         self.started = time.monotonic()
         self.reserve = 0.0  # seconds of the budget that are kept for later
+        self.compile_seconds = COMPILING  # that equal steps of the rate took to compile
         self.fewest_calls = math.inf  # calls of the rate of a candidate that reaches the error
         self.notes: list[str] = []
         self.solvers: dict[Candidate, HybridSolver] = {}  # by what `_identity` returns
@@ -175,7 +177,10 @@ class Search:
             solved_by(self.rate, way, solver, *problem, self.scale, self.error)
 
         if way.compiled:
+            began = time.monotonic()
             solve()  # compiles
+            if way.method == "fixed":
+                self.compile_seconds = time.monotonic() - began
         return replace(way, seconds=self.seconds_of(solve))
 
     def fixed(self, scheme: AnyScheme) -> Candidate | None:
@@ -258,14 +263,16 @@ class Search:
 
         Compiled steps have no overhead, so that their time is that of rate calls and networks: of each
         method and correction the candidate with the fewest rate calls, in float32 if that is possible.
+        Where compiling takes long, those with many more rate calls than the best one are left out.
         """
         cost = lambda c: c.rate_calls * (CONTROL if c.method == "adaptive" else 1.0)
         by_cost = sorted(timed, key=lambda c: (cost(c), c.dtype, c.seconds))  # float32 first
         ways = {(c.method, c.correction): c for c in reversed(by_cost)}
         compiled: list[Candidate] = []
         for way in sorted(ways.values(), key=cost):
-            if cost(way) > HOPELESS * cost(by_cost[0]):
-                break
+            brief = way.method == "fixed" and self.compile_seconds <= SHORT
+            if cost(way) > (FEWER if brief else HOPELESS) * cost(by_cost[0]):
+                continue
             if self.left <= 0 and compiled:
                 self.notes.append(f"{way}, compiled: the budget was spent")
                 continue

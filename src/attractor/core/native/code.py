@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 from attractor.core.native.scalars import FUNCTIONS, LOGICAL, Leaf
 from attractor.core.native.tracing import ScalarFunction
@@ -17,12 +19,37 @@ HEAD = """\
 /* Steps of a scheme for blocks of trajectories. T is float or double, LANES the trajectories of a block.
    Functions of the step are written for one lane, and compilers make vectors of the loops over lanes. */
 #define EACH_LANE _Pragma("omp simd") for (int s = 0; s < LANES; s++)
-typedef T Block[LANES];
+#define VECTOR_BYTES 64
+#define VECTORS (LANES * (int)sizeof(T) / VECTOR_BYTES)
+typedef T Block[LANES] __attribute__((aligned(VECTOR_BYTES)));
+typedef T Vector __attribute__((vector_size(VECTOR_BYTES)));
 #ifdef VECTOR_MATH
 #define OF_VECTORS __attribute__((simd("notinbranch"), const))
 #else
 #define OF_VECTORS __attribute__((const))
 #endif
+
+/* out = weights z, where the weight of row r and column i is weights[r * row + i * column]. */
+static inline void product(const T *weights, long row, long column, int rows, int columns,
+                           const Block *z, Block *out) {
+  int r = 0;
+  for (; r + 4 <= rows; r += 4) {
+    Vector sum[4][VECTORS] = {{{0}}};
+    for (int i = 0; i < columns; i++)
+      for (int q = 0; q < 4; q++)
+        for (int v = 0; v < VECTORS; v++)
+          sum[q][v] += weights[(r + q) * row + i * column] * ((const Vector *)z[i])[v];
+    for (int q = 0; q < 4; q++)
+      for (int v = 0; v < VECTORS; v++) ((Vector *)out[r + q])[v] = sum[q][v];
+  }
+  for (; r < rows; r++) {
+    Vector sum[VECTORS] = {{0}};
+    for (int i = 0; i < columns; i++)
+      for (int v = 0; v < VECTORS; v++)
+        sum[v] += weights[r * row + i * column] * ((const Vector *)z[i])[v];
+    for (int v = 0; v < VECTORS; v++) ((Vector *)out[r])[v] = sum[v];
+  }
+}
 """
 
 LOOP = """
@@ -112,8 +139,13 @@ class StepFunctions:
             for node in f.program.needed(f.outputs)
         )
 
-    def __len__(self) -> int:
-        return sum(len(f.program) for f in self.functions)
+    @property
+    def statements(self) -> int:
+        """The number of operations that are written one by one, which compilers take time for."""
+        kinds = (
+            f.program.operations[node][0] for f in self.functions for node in f.program.needed(f.outputs)
+        )
+        return sum(kind not in ("leaf", "constant", "dot") for kind in kinds)
 
 
 def source_of(step: StepFunctions, scheme: Scheme, dim: int, single: bool) -> str:
@@ -130,12 +162,15 @@ def source_of(step: StepFunctions, scheme: Scheme, dim: int, single: bool) -> st
     )
     parts = [HEAD, prototypes]
     offset = len(step.rate.memory)
-    parts.append(_function("rate", "T t, const Block *u, const Block *p, Block *out", step.rate, 0, suffix))
+    parts.append(
+        _function("rate", "T t, const Block *u, const Block *p, Block *out", step.rate, 0, suffix)
+    )
     if step.correction is not None:
         parts.append(
             _function(
                 "correction",
-                "T t, T dt, const Block *u, const Block *slope, const Block *k, const Block *p, Block *out",
+                "T t, T dt, const Block *u, const Block *slope, const Block *k, const Block *p, "
+                "Block *out",
                 step.correction, offset, suffix, dim,
             )
         )  # fmt: skip
@@ -171,7 +206,8 @@ def _step(scheme: Scheme, dim: int, corrected: bool) -> str:
             f"  Block slope[{dim}], added[{dim}];",
             f"  for (int i = 0; i < {dim}; i++) EACH_LANE slope[i][s] = {slope};",
             "  correction(t, dt, u, slope, k, p, added, memory);",
-            f"  for (int i = 0; i < {dim}; i++) EACH_LANE u[i][s] = u[i][s] + dt * slope[i][s] + added[i][s];",
+            f"  for (int i = 0; i < {dim}; i++)",
+            "    EACH_LANE u[i][s] = u[i][s] + dt * slope[i][s] + added[i][s];",
         ]
     else:
         lines.append(f"  for (int i = 0; i < {dim}; i++) EACH_LANE u[i][s] = u[i][s] + dt * ({slope});")
@@ -189,11 +225,12 @@ def _function(
 ) -> str:
     """Return a function of a block of trajectories."""
     memory = [f"  const T *m{i} = memory[{offset + i}];" for i in range(len(function.memory))]
-    stores = [f"    out[{i}][s] = v{node};" for i, node in enumerate(function.outputs)]
+    body = _Body(function, suffix, dim)
+    stores = [f"    out[{i}][s] = {body.value(node)};" for i, node in enumerate(function.outputs)]
     return "\n".join(
         [
-            f"static inline void {name}({signature}, const T *const *memory) {{", *memory,
-            "  EACH_LANE {", *_statements(function, suffix, dim), *stores, "  }", "}", "",
+            *body.tables, f"static inline void {name}({signature}, const T *const *memory) {{", *memory,
+            *body.lines(stores), "}", "",
         ]
     )  # fmt: skip
 
@@ -201,32 +238,195 @@ def _function(
 def _region(function: ScalarFunction, suffix: str) -> str:
     """Return the function that tests states."""
     (output,) = function.outputs
+    body = _Body(function, suffix, 0)
     return "\n".join(
         [
+            *body.tables,
             "static inline void region(const Block *u, const Block *p, unsigned char *out) {",
-            "  T flags[LANES];", "  EACH_LANE {", *_statements(function, suffix),
-            f"    flags[s] = v{output} ? 1 : 0;", "  }",
+            "  Block flags;", *body.lines([f"    flags[s] = {body.value(output)} ? 1 : 0;"]),
             "  for (int s = 0; s < LANES; s++) out[s] = flags[s] != 0;", "}", "",
         ]
     )  # fmt: skip
 
 
-def _statements(function: ScalarFunction, suffix: str, dim: int = 0) -> list[str]:
-    program = function.program
-    lines = []
-    for node in program.needed(function.outputs):
-        operation, arguments = program.operations[node]
-        kind = "int" if operation in LOGICAL else "T"
-        lines.append(f"    {kind} v{node} = {_expression(operation, arguments, suffix, dim)};")
-    return lines
+class _Body:
+    """The statements of a function: loops over lanes, and matrix products between them.
+
+    Numbers of one loop that a later loop or a product needs are kept in blocks.
+
+    Attributes:
+        tables: Constants of the function.
+    """
+
+    def __init__(self, function: ScalarFunction, suffix: str, dim: int) -> None:
+        self.operations, self.suffix, self.dim = function.program.operations, suffix, dim
+        self.outputs = function.outputs
+        needed = function.program.needed(function.outputs)
+        dots = [node for node in needed if self.operations[node][0] == "dot"]
+        self.loop_of: dict[int, int] = {}  # the first loop in which a number is known
+        for node in needed:
+            before = [self.loop_of[x] for x in self._numbers(node)]
+            self.loop_of[node] = max(before, default=0) + (self.operations[node][0] == "dot")
+        self.last = max((self.loop_of[node] for node in function.outputs), default=0)
+        wanted = {x for node in needed for x in self._numbers(node)} | set(function.outputs)
+        self.computed = [node for node in needed if node in wanted and node not in dots]
+        self.products = [_Product(i, *rows) for i, rows in enumerate(self._grouped(dots))]
+        self.place = {node: product.place(node) for product in self.products for node in product.rows}
+        self.tables = [
+            table for product in self.products for table in product.table(self.operations, suffix)
+        ]
+
+    def _numbers(self, node: int) -> Sequence[int]:
+        """Return the arguments that are computed for each trajectory, without weights."""
+        operation, arguments = self.operations[node]
+        if operation in ("leaf", "constant"):
+            return ()
+        return arguments[: len(arguments) // 2] if operation == "dot" else arguments
+
+    def _grouped(self, dots: Sequence[int]) -> "list[tuple[list[int], tuple[int, ...], Any]]":
+        """Return the rows, the numbers and the tensor of each matrix product.
+
+        A row may have fewer weights than others, for the first of their numbers.
+        """
+        groups: list[tuple[list[int], tuple[int, ...], Any]] = []
+        for node in sorted(dots, key=lambda node: -len(self.operations[node][1])):
+            arguments = self.operations[node][1]
+            numbers, weights = arguments[: len(arguments) // 2], arguments[len(arguments) // 2 :]
+            source = self._source(weights)
+            for rows, longest, other in groups:
+                same = longest[: len(numbers)] == numbers if source is None else longest == numbers
+                if same and source == other:
+                    rows.append(node)
+                    break
+            else:
+                groups.append(([node], numbers, source))
+        return [(sorted(rows), numbers, source) for rows, numbers, source in groups]
+
+    def _source(self, weights: Sequence[int]) -> Any:
+        """Return the tensor and the stride of weights in memory; None for constants."""
+        if self.operations[weights[0]][0] == "constant":
+            return None
+        (tensor, first), (_, second) = (self.operations[weight][1][0].place for weight in weights[:2])
+        return tensor, second - first
+
+    def value(self, node: int) -> str:
+        """Return the expression of a number in the last loop."""
+        return self._name(node, self.last)
+
+    def _name(self, node: int, loop: int) -> str:
+        """Return the expression of a number in a loop."""
+        if node in self.place:
+            return f"{self.place[node]}[s]"
+        operation, arguments = self.operations[node]
+        if operation == "constant":
+            return _literal(arguments[0])
+        if operation == "leaf":
+            return _load(arguments[0], self.dim)
+        return f"v{node}" if self.loop_of[node] == loop else f"b{node}[s]"
+
+    def lines(self, stores: Sequence[str]) -> list[str]:
+        """Return the statements.
+
+        Args:
+            stores: Statements at the end of the last loop.
+        """
+        lines = list[str]()
+        last_use: dict[int, int] = {}  # the last loop in which a number is an argument
+        for node in self.computed:
+            for x in self._numbers(node):
+                last_use[x] = max(last_use.get(x, 0), self.loop_of[node])
+        for node in self.outputs:
+            last_use[node] = self.last
+        for product in self.products:
+            n = product.number
+            lines.append(f"  Block z{n}[{len(product.numbers)}], d{n}[{len(product.rows)}];")
+            product.loop = max(self.loop_of[x] for x in product.numbers)
+        blocks = [
+            node for node in self.computed
+            if self.operations[node][0] not in ("leaf", "constant")
+            and max([last_use.get(node, 0), *(p.loop for p in self.products if node in p.members)])
+            > self.loop_of[node]
+        ]  # fmt: skip
+        lines += [f"  Block b{node};" for node in blocks]
+        for loop in range(self.last + 1):
+            lines.append("  EACH_LANE {")
+            for node in self.computed:
+                operation, arguments = self.operations[node]
+                if self.loop_of[node] != loop or operation in ("leaf", "constant"):
+                    continue
+                kind = "int" if operation in LOGICAL else "T"
+                names = [self._name(x, loop) for x in arguments]
+                lines.append(f"    {kind} v{node} = {_expression(operation, names, self.suffix)};")
+            lines += [f"    b{node}[s] = v{node};" for node in blocks if self.loop_of[node] == loop]
+            calls = [product for product in self.products if product.loop == loop]
+            for product in calls:
+                for i, x in enumerate(product.numbers):
+                    lines.append(f"    z{product.number}[{i}][s] = {self._name(x, loop)};")
+            lines += stores if loop == self.last else []
+            lines.append("  }")
+            for product in calls:
+                lines += product.calls(self.operations)
+        return lines
 
 
-def _expression(operation: str, arguments: Sequence[object], suffix: str, dim: int) -> str:
-    if operation == "constant":
-        return _literal(arguments[0])  # type: ignore[arg-type]
-    if operation == "leaf":
-        return _load(arguments[0], dim)  # type: ignore[arg-type]
-    names = [f"v{node}" for node in arguments]
+class _Product:
+    """Rows of a matrix product, which are "dot" operations on the same numbers."""
+
+    def __init__(self, number: int, rows: list[int], numbers: tuple[int, ...], source: Any) -> None:
+        self.number, self.rows, self.numbers, self.source = number, rows, numbers, source
+        self.members = frozenset(numbers)
+        self.loop = 0
+
+    def place(self, node: int) -> str:
+        """Return the block of a row."""
+        return f"d{self.number}[{self.rows.index(node)}]"
+
+    def _weights(self, operations: Sequence[Any], node: int) -> Sequence[int]:
+        arguments = operations[node][1]
+        return arguments[len(arguments) // 2 :]
+
+    def table(self, operations: Sequence[Any], suffix: str) -> list[str]:
+        """Return the table of weights that are constants. Short rows end with zeros."""
+        if self.source is not None:
+            return []
+        rows = []
+        for node in self.rows:
+            values = [_literal(operations[weight][1][0]) for weight in self._weights(operations, node)]
+            rows.append(", ".join(values + ["0"] * (len(self.numbers) - len(values))))
+        body = ",\n  ".join(rows)
+        return [f"static const T w{self.number}[] = {{\n  {body}}};"]
+
+    def calls(self, operations: Sequence[Any]) -> list[str]:
+        """Return the calls of the product: one, if the rows are at equal distances in memory."""
+        n, columns = self.number, len(self.numbers)
+        if self.source is None:
+            # Rows of a triangle have fewer weights each, so that they are multiplied in parts.
+            lengths = [len(self._weights(operations, node)) for node in self.rows]
+            parts = [(r, min(r + 4, len(lengths))) for r in range(0, len(lengths), 4)]
+            if len(set(lengths)) == 1:
+                parts = [(0, len(lengths))]
+            return [
+                f"  product(w{n} + {first * columns}, {columns}, 1, {stop - first}, "
+                f"{max(lengths[first:stop])}, (const Block *)z{n}, d{n} + {first});"
+                for first, stop in parts
+            ]
+        tensor, stride = self.source
+        starts = [operations[self._weights(operations, node)[0]][1][0].place[1] for node in self.rows]
+        distances = {b - a for a, b in pairwise(starts)}
+        if len(distances) <= 1:
+            distance = distances.pop() if distances else 0
+            return [
+                f"  product(m{tensor} + {starts[0]}, {distance}, {stride}, {len(starts)}, {columns}, "
+                f"(const Block *)z{n}, d{n});"
+            ]
+        numbers = f"(const Block *)z{n}"
+        return [
+            f"  product(m{tensor} + {start}, 0, {stride}, 1, {columns}, {numbers}, d{n} + {r});"
+            for r, start in enumerate(starts)
+        ]
+
+
+def _expression(operation: str, names: Sequence[str], suffix: str) -> str:
     if operation in _INFIX:
         return f" {_INFIX[operation]} ".join(names)
     x = names[0]
@@ -263,7 +463,7 @@ def _load(leaf: Leaf, dim: int) -> str:
 
 def _literal(value: float) -> str:
     if math.isnan(value):
-        return "(T)__builtin_nan(\"\")"
+        return '(T)__builtin_nan("")'
     if math.isinf(value):
         return f"(T){'-' if value < 0 else ''}__builtin_inf()"
     return f"(T){value!r}"

@@ -10,13 +10,15 @@ from functools import lru_cache
 from pathlib import Path
 
 SECONDS = 60  # after which a compiler is given up
-# For functions of vectors in glibc's libmvec, which loops over lanes call. Without -fno-builtin the compiler would
-# join sines and cosines to a function that has no such counterpart.
+# For functions of vectors in glibc's libmvec, which loops over lanes call. Without -fno-builtin the
+# compiler would join sines and cosines to a function that has no such counterpart.
 VECTOR_MATH = ("-DVECTOR_MATH", "-fno-builtin", "-lmvec", "-lm", "-Wl,--no-undefined")
 
 
 @lru_cache(maxsize=256)
-def compiled_library(source: str, macros: tuple[str, ...] = (), vector_math: bool = False) -> ctypes.CDLL | None:
+def compiled_library(
+    source: str, macros: tuple[str, ...] = (), vector_math: bool = False
+) -> ctypes.CDLL | None:
     """Return the library that the C compiler makes of a source text; None if there is no compiler.
 
     Args:
@@ -37,7 +39,16 @@ def compiled_library(source: str, macros: tuple[str, ...] = (), vector_math: boo
         text.write_text(source)
         for extra in ([*native, "-fopenmp"], native, []):  # the fastest that this compiler accepts
             definitions = [f"-D{macro}" for macro in macros]
-            command = [compiler, *options, *extra, *definitions, str(text), "-o", str(library), *libraries]
+            command = [
+                compiler,
+                *options,
+                *extra,
+                *definitions,
+                str(text),
+                "-o",
+                str(library),
+                *libraries,
+            ]
             try:
                 subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
                 return ctypes.CDLL(str(library))

@@ -21,7 +21,8 @@ from attractor.core.tableaus import AnyScheme
 TYPES = {torch.float32: "float", torch.float64: "double"}
 VECTOR_BYTES = 64
 CACHE = 24_000  # bytes of the stages of a block, to stay in the first cache
-MOST_OPERATIONS = 6_000  # of a step's functions, which the C compiler still handles in seconds
+MOST_LIBRARIES = 64  # of compiled steps
+MOST_STATEMENTS = 6_000  # of a step's functions, which C compilers handle in seconds
 
 
 def native_loop(
@@ -50,34 +51,37 @@ def native_loop(
         step = _functions(f, scheme, correction, guard, t, dt, u, parameters)
     except UntranslatableError:
         return None
-    if len(step) > MOST_OPERATIONS:
-        return None
     dim, known = u.shape[-1], 0 if parameters is None else parameters.shape[-1]
-    source = _source(step, scheme, dim, u.dtype)
-    size = u.element_size()
-    vectors = 2 if u.numel() // dim * size > VECTOR_BYTES else 1
-    while vectors > 1 and vectors * VECTOR_BYTES * dim * (scheme.rate_calls + 3) > CACHE:
-        vectors -= 1
-    macros = (
-        f"T={TYPES[u.dtype]}", f"LANES={vectors * VECTOR_BYTES // size}", f"STATE={dim}",
-        f"PARAMETERS={known}", f"GUARDED={int(step.region is not None)}",
-    )  # fmt: skip
-    library = compiled_library(source, macros, vector_math=step.uses_vector_math)
+    size, trajectories = u.element_size(), u.numel() // u.shape[-1]
+    lanes = VECTOR_BYTES // size
+    if trajectories > lanes and 2 * VECTOR_BYTES * dim * (scheme.rate_calls + 3) <= CACHE:
+        lanes *= 2
+    library = _library(step, scheme, u.dtype, lanes, dim, known)
     return None if library is None else NativeLoop(library, step.functions)
 
 
-_SOURCES: dict[Any, tuple[Any, str]] = {}
+_LIBRARIES: dict[Any, tuple[Any, ctypes.CDLL | None]] = {}
 
 
-def _source(step: StepFunctions, scheme: Scheme, dim: int, dtype: torch.dtype) -> str:
-    """Return the C code of a step, which is written once."""
-    key = (*(id(f.program) for f in step.functions), scheme, dim, dtype)
-    if key not in _SOURCES:
-        if len(_SOURCES) >= 64:
-            _SOURCES.pop(next(iter(_SOURCES)))
-        source = source_of(step, scheme, dim, dtype == torch.float32)
-        _SOURCES[key] = [f.program for f in step.functions], source  # programs keep their ids
-    return _SOURCES[key][1]
+def _library(
+    step: StepFunctions, scheme: Scheme, dtype: torch.dtype, lanes: int, dim: int, known: int
+) -> ctypes.CDLL | None:
+    """Return the compiled steps, which are the same as long as the programs are."""
+    programs = [f.program for f in step.functions]
+    key = (*map(id, programs), scheme, dtype, lanes, dim, known)
+    if key not in _LIBRARIES:
+        while len(_LIBRARIES) >= MOST_LIBRARIES:
+            _LIBRARIES.pop(next(iter(_LIBRARIES)))
+        library = None
+        if step.statements <= MOST_STATEMENTS:
+            macros = (
+                f"T={TYPES[dtype]}", f"LANES={lanes}", f"STATE={dim}", f"PARAMETERS={known}",
+                f"GUARDED={int(step.region is not None)}",
+            )  # fmt: skip
+            source = source_of(step, scheme, dim, dtype == torch.float32)
+            library = compiled_library(source, macros, vector_math=step.uses_vector_math)
+        _LIBRARIES[key] = programs, library  # the programs, so that no other one has their ids
+    return _LIBRARIES[key][1]
 
 
 def _functions(
@@ -107,16 +111,16 @@ def _functions(
     added: ScalarFunction | None = None
     if correction is not None:
         stages = [torch.ones_like(u) for _ in range(scheme.rate_calls)]
-        function = CorrectionFunction(correction, parameters is not None)
-        added = traced(function, ("t", "dt", "u", "slope", "k", *known("p")))(
+        corrected = CorrectionFunction(correction, parameters is not None)
+        added = traced(corrected, ("t", "dt", "u", "slope", "k", *known("p")))(
             time, size, u, torch.ones_like(u), stages, *own
         )
         if len(added.outputs) != u.shape[-1]:
             raise UntranslatableError("a correction of another shape")
     region: ScalarFunction | None = None
     if guard is not None:
-        function = RegionFunction(guard.inside, parameters is not None)
-        region = traced(function, ("u", *known("p")), constants=True)(u, *own)
+        test = RegionFunction(guard.inside, parameters is not None)
+        region = traced(test, ("u", *known("p")), constants=True)(u, *own)
         if len(region.outputs) != 1:
             raise UntranslatableError("a region of another shape")
     return StepFunctions(rate, added, region)
@@ -130,6 +134,7 @@ class CorrectionFunction:
     with_parameters: bool
 
     def __call__(self, t: Tensor, dt: Tensor, u: Tensor, slope: Tensor, k: Any, *p: Tensor) -> Tensor:
+        """Return what the correction adds to a step with the stages k."""
         return correction_term(self.correction, Step(u, slope, dt, t, tuple(k), *p))
 
 
@@ -141,6 +146,7 @@ class RegionFunction:
     with_parameters: bool
 
     def __call__(self, u: Tensor, *p: Tensor) -> Tensor:
+        """Return whether states are inside the trust region."""
         return self.inside(beside(u, p[0] if p else None))
 
 
@@ -159,7 +165,9 @@ class NativeLoop:
             self.function.argtypes = [*[pointer] * 9, number, number, ctypes.c_int]
             self.function.restype = number
         self.tensors = [x for function in functions for x in function.memory]
-        self.memory = (ctypes.c_void_p * max(1, len(self.tensors)))(*[x.data_ptr() for x in self.tensors])
+        self.memory = (ctypes.c_void_p * max(1, len(self.tensors)))(
+            *[x.data_ptr() for x in self.tensors]
+        )
 
     def __call__(
         self,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 LOGICAL = {"lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"}
@@ -9,6 +10,8 @@ FUNCTIONS = (
     "acos", "asin", "atan", "cbrt", "cos", "cosh", "erf", "exp", "expm1", "log", "log1p", "sin", "sinh",
     "tan", "tanh", "pow", "atan2",
 )  # fmt: skip
+SHORTEST_DOT = 8  # products in a sum that is one operation
+CONSTANT = -1  # stands for the tensor of weights that are constants
 MOST_FACTORS = 16  # of a power that is written as a product
 
 
@@ -17,20 +20,20 @@ class Leaf(NamedTuple):
 
     Attributes:
         source: Name of an input, such as "u"; "memory" for tensors that the function reads.
-        index: Its component, or the tensor and the place of the number in it.
+        place: Its component, or the tensor and the place of the number in it.
         row: The trajectory of the batch for which the function was traced.
     """
 
     source: str
-    index: tuple[int, ...]
+    place: tuple[int, ...]
     row: tuple[int, ...] = ()
 
 
 class Program:
     """A graph of operations on numbers, each of which occurs once.
 
-    Nodes are numbers of rows in `operations`: an operation, and its arguments, which are nodes (a float of
-    a constant, and a `Leaf` of an input).
+    Nodes are numbers of rows in `operations`: an operation, and its arguments, which are nodes (a float
+    for a constant, and a `Leaf` for an input).
     """
 
     def __init__(self) -> None:
@@ -72,11 +75,11 @@ class Program:
         match operation, values:
             case "add", [0.0, _]:
                 return arguments[1]
-            case ("add" | "sub"), [_, 0.0]:
+            case (("add" | "sub"), [_, 0.0]):
                 return arguments[0]
             case "mul", [1.0, _]:
                 return arguments[1]
-            case ("mul" | "div"), [_, 1.0]:
+            case (("mul" | "div"), [_, 1.0]):
                 return arguments[0]
             case "mul", [-1.0, _]:
                 return self.node("neg", arguments[1])
@@ -100,13 +103,50 @@ class Program:
             factor = self.node("mul", factor, factor) if n else factor
         return self.node("mul", result, self.node("sqrt", base)) if half else result
 
-    def without_zeros(self, nodes: Sequence[int]) -> int:
-        """Return the sum of nodes, without products with a constant zero."""
-        kept = [node for node in nodes if not self._is_zero(node)]
-        total = kept[0] if kept else self.constant(0.0)
-        for node in kept[1:]:
-            total = self.node("add", total, node)
-        return total
+    def total(self, nodes: Sequence[int]) -> int:
+        """Return the sum of nodes, without products with a constant zero.
+
+        A long sum of products with weights, which are constants or numbers at equal distances in a
+        tensor, is one operation "dot", whose arguments are the numbers and then their weights.
+        """
+        terms = [node for node in nodes if not self._is_zero(node)]
+        factors = [self._weighted(node) for node in terms]
+        weights = [weight for _, weight in factors]
+        products = sum(x != node for node, (x, _) in zip(terms, factors))
+        if products >= SHORTEST_DOT and self._are_row(weights):
+            return self._add("dot", *(x for x, _ in factors), *weights)
+        result = terms[0] if terms else self.constant(0.0)
+        for node in terms[1:]:
+            result = self.node("add", result, node)
+        return result
+
+    def _are_row(self, weights: Sequence[int]) -> bool:
+        """Return whether all weights are constants, or in one tensor at equal distances."""
+        tensors = {self._tensor(weight) for weight in weights}
+        if tensors == {CONSTANT}:
+            return True
+        if len(tensors) > 1 or CONSTANT in tensors:
+            return False
+        places = [self.operations[weight][1][0].place[1] for weight in weights]
+        return len({b - a for a, b in pairwise(places)}) == 1
+
+    def _weighted(self, node: int) -> tuple[int, int]:
+        """Return a number and a weight whose product is a node."""
+        operation, arguments = self.operations[node]
+        if operation == "neg":
+            return arguments[0], self.constant(-1.0)
+        if operation == "mul":
+            for x, weight in (arguments, arguments[::-1]):
+                if self._tensor(weight) is not None:
+                    return x, weight
+        return node, self.constant(1.0)
+
+    def _tensor(self, node: int) -> int | None:
+        """Return the number of the tensor in memory that holds a node; None if it is no weight."""
+        operation, arguments = self.operations[node]
+        if operation == "leaf" and arguments[0].source == "memory":
+            return arguments[0].place[0]
+        return CONSTANT if operation == "constant" else None
 
     def _is_zero(self, node: int) -> bool:
         operation, arguments = self.operations[node]
@@ -128,7 +168,7 @@ class Program:
         return sorted(seen)  # arguments are older than what is made of them
 
     def same(self, first: Sequence[int], second: Sequence[int]) -> bool:
-        """Return whether two lists of nodes are the same functions of the numbers of their trajectories."""
+        """Return whether two lists of nodes are the same functions of their trajectories."""
         equal = dict[int, int]()
         waiting = list(zip(first, second))
         while waiting:

@@ -140,7 +140,7 @@ class Traced:
     ) -> tuple[Program, tuple[int, ...], tuple[int, ...]]:
         if not all(isinstance(x, Tensor) for x in tensors):
             raise UntranslatableError("a number that varies")
-        traced = make_fx(module)(*tensors)
+        traced = make_fx(torch.func.functionalize(module))(*tensors)
         program = Program()
         arrays = list[Nodes]()
         batch, memory = state.dim() - 1, 0
@@ -160,9 +160,8 @@ class Traced:
                     array[place] = program.leaf("memory", (memory, i))
             memory += not mine
             arrays.append(array)
-        result = interpret(traced, arrays, program)
-        result = result[0] if isinstance(result, list | tuple) else result
-        if not isinstance(result, np.ndarray) or result.shape[:batch] != tuple(state.shape[:batch]):
+        result = interpret(traced, arrays, program, state.dtype)
+        if result.shape[:batch] != tuple(state.shape[:batch]):
             raise UntranslatableError("a result with another batch")
         return _of_one_trajectory(program, result, batch)
 
@@ -185,7 +184,7 @@ def _of_one_trajectory(
         raise UntranslatableError("a trajectory depends on others")
     if batch and not program.same(first, last):
         raise UntranslatableError("trajectories have rates of their own")
-    used = sorted({leaf.index[0] for leaf in leaves if leaf.source == "memory"})
+    used = sorted({leaf.place[0] for leaf in leaves if leaf.source == "memory"})
     return _renumbered(program, first, used)
 
 

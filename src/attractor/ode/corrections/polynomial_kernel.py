@@ -6,11 +6,6 @@ ten times as long to run. Without a C compiler there is no kernel, and steps are
 
 import ctypes
 import math
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attractor.core.native.compiler import compiled_library
 from attractor.core.rates import version
 from attractor.core.runs import Looped
 
@@ -27,7 +23,6 @@ SOURCE = Path(__file__).with_suffix(".c")
 TYPES = {torch.float32: "float", torch.float64: "double"}
 MOST_KEPT = 4096  # monomials of lower degrees, which are held on the stack
 MOST_COMPONENTS = 64  # of a state, whose sums are unrolled
-SECONDS = 60  # after which a compiler is given up
 
 
 @dataclass(frozen=True)
@@ -134,27 +129,17 @@ class Kernel:
 @cache
 def compiled_kernel(size: Size) -> Any:
     """Return the C function for a size; None if it is too large, or no C compiler compiles it."""
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     definitions = size.definitions
-    if compiler is None or definitions["LOWER"] > MOST_KEPT or size.state > MOST_COMPONENTS:
+    if definitions["LOWER"] > MOST_KEPT or size.state > MOST_COMPONENTS:
         return None
-    arm = platform.machine() in ("aarch64", "arm64")
-    native = ["-mcpu=native"] if arm else ["-march=native", "-mprefer-vector-width=512"]
-    macros = [f"-D{name}={value}" for name, value in definitions.items()]
-    options = ["-O3", "-ffp-contract=fast", "-shared", "-fPIC", *macros]
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "polynomial.so"
-        for extra in ([*native, "-fopenmp"], native, []):  # the fastest that this compiler accepts
-            command = [compiler, *options, *extra, str(SOURCE), "-o", str(library)]
-            try:
-                subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
-                function = ctypes.CDLL(str(library)).steps
-            except (OSError, subprocess.SubprocessError):
-                continue
-            pointer, number = ctypes.c_void_p, ctypes.c_longlong
-            function.argtypes = [
-                *[pointer] * 11, ctypes.c_double, *[pointer] * 3, number, number, ctypes.c_int
-            ]  # fmt: skip
-            function.restype = number
-            return function
-    return None
+    macros = tuple(f"{name}={value}" for name, value in definitions.items())
+    library = compiled_library(SOURCE.read_text(), macros)
+    if library is None:
+        return None
+    pointer, number = ctypes.c_void_p, ctypes.c_longlong
+    function = library.steps
+    function.argtypes = [
+        *[pointer] * 11, ctypes.c_double, *[pointer] * 3, number, number, ctypes.c_int
+    ]  # fmt: skip
+    function.restype = number
+    return function
