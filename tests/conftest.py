@@ -96,10 +96,11 @@ def compiler(request, monkeypatch):
 
     A C++ compiler takes a minute, the others a second.
     """
-    from attractor.core import compiling, grid
+    from attractor.core import compiling, control, grid
 
     if request.param != "native":
         monkeypatch.setattr(grid, "native_loop", lambda *step: None)
+        monkeypatch.setattr(control, "native_rounds", lambda *step: None)
     if request.param == "aot_eager":
         compile = torch.compile
 

@@ -7,7 +7,7 @@ import torch
 
 import attractor as at
 from attractor.core.grid import native_loop
-from attractor.core.native import compiler, loop
+from attractor.core.native import compiler
 from attractor.core.native.scalars import Program
 from attractor.core.runs import Guard, Looped, corrected_step
 from attractor.core.tableaus import get_scheme
@@ -179,7 +179,7 @@ def test_other_states_are_left_to_torch():
 
 def test_without_a_compiler(monkeypatch):
     monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
-    monkeypatch.setattr(loop, "_LIBRARIES", {})
+    monkeypatch.setattr(compiler, "_LIBRARIES", {})
     compiler.compiled_library.cache_clear()
     assert refused(lambda t, u: u * 1.2345, 4, 3)
     compiler.compiled_library.cache_clear()

@@ -20,6 +20,7 @@ from attractor.core.compiling import NotCompiledError, compiled, components_firs
 from attractor.core.dense import Segment, SteppedOutput
 from attractor.core.events import Event, EventSearch
 from attractor.core.interpolant import coefficients
+from attractor.core.native import native_rounds
 from attractor.core.rates import Rate, check_unwritten, version
 from attractor.core.replay import Round, differentiated
 from attractor.core.round_loop import compiled_rounds
@@ -137,6 +138,11 @@ def _forward(
         accepted=torch.zeros_like(which), rejected=torch.zeros_like(which),
     )  # fmt: skip
     may_loop = compile and not (keep or dense or events or u0.is_complex()) and u0.device.type == "cpu"
+
+    native = native_rounds(f, rules, output, control.max_steps, now, parameters) if may_loop else None
+    if native is not None:
+        steps, now = native.taken, native.now
+        calls += steps * rate_calls(scheme) + native.with_interpolant * len(scheme.extra_stages)
 
     while bool(now.active.any()):
         if steps >= control.max_steps:

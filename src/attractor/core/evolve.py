@@ -58,12 +58,11 @@ def evolve(
         parameters: Parameters ``[*batch, k]`` of the trajectories, or ``[k]`` for all of them. The rate
             is then called with them as a third argument, ``f(t, u, p)``.
         every: Number of steps between kept states. The last state is kept as well.
-        compile: Compile steps. On the CPU and without gradients they become one loop from one kept
-            state to the next: in C, compiled in less than a second, where the rate is arithmetic on the
-            components of a state, and by `torch.compile` in about ten seconds where it is not. With
-            gradients, on a GPU and under error control, `torch.compile` compiles several steps at a
-            time. Under error control this needs a call without events and dense output (see
-            docs/foundation.md).
+        compile: Compile steps. On the CPU and without gradients they become one loop of machine code,
+            under error control if there are no events and no dense output: a loop in C, compiled in
+            less than a second, where the rate is arithmetic on the components of a state, and one by
+            `torch.compile` in about ten seconds where it is not. With gradients and on a GPU
+            `torch.compile` compiles several steps at a time. See docs/foundation.md.
         checkpoint: Number of steps between the states that are kept for gradients; the steps between
             them are computed again in the backward pass. True: about the square root of the number of
             steps.

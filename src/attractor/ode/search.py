@@ -270,8 +270,8 @@ class Search:
         ways = {(c.method, c.correction): c for c in reversed(by_cost)}
         compiled: list[Candidate] = []
         for way in sorted(ways.values(), key=cost):
-            brief = way.method == "fixed" and self.compile_seconds <= SHORT
-            if cost(way) > (FEWER if brief else HOPELESS) * cost(by_cost[0]):
+            few = HOPELESS if self.compile_seconds > SHORT else FEWER
+            if cost(way) > few * cost(by_cost[0]):
                 continue
             if self.left <= 0 and compiled:
                 self.notes.append(f"{way}, compiled: the budget was spent")

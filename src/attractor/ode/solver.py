@@ -198,7 +198,7 @@ class HybridSolver:
                 have left.
             compile: Compile several steps at a time with `torch.compile`, as in `evolve`. With the
                 scheme "identity" the first step from outside of the trust region compiles its substeps
-                as well, which takes about ten seconds.
+                as well.
             parameters: Parameters ``[*batch, k]`` of the trajectories, or ``[k]`` for all of them, where
                 the equation is ``rate(t, u, p)``.
 

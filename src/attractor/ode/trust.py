@@ -189,8 +189,8 @@ def controlled_step(
 
     Args:
         tolerance: Allowed errors ``[d]`` or ``[*batch, d]``.
-        compile: Compile the steps, which takes about ten seconds. Numbers of trajectories are filled up
-            to a power of 16, so that few of them are compiled.
+        compile: Compile the steps. Numbers of trajectories are filled up to a power of 16, so that torch
+            compiles few of them where it has to.
     """
     count, start = u[..., 0].numel(), torch.as_tensor(t, device=u.device).detach().double()
     # Of one trajectory alone a rate of one time could not be told.

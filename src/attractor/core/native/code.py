@@ -1,252 +1,75 @@
-"""Programs of scalars and steps of schemes as C."""
+"""Functions of a block of trajectories in C, written from programs of scalars."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from attractor.core.native.scalars import FUNCTIONS, LOGICAL, Leaf
 from attractor.core.native.tracing import ScalarFunction
-from attractor.core.scheme import Scheme
 
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
     "eq": "==", "ne": "!=", "and": "&", "or": "|",
 }  # fmt: skip
 
-HEAD = """\
-/* Steps of a scheme for blocks of trajectories. T is float or double, LANES the trajectories of a block.
-   Functions of the step are written for one lane, and compilers make vectors of the loops over lanes. */
-#define EACH_LANE _Pragma("omp simd") for (int s = 0; s < LANES; s++)
-#define VECTOR_BYTES 64
-#define VECTORS (LANES * (int)sizeof(T) / VECTOR_BYTES)
-typedef T Block[LANES] __attribute__((aligned(VECTOR_BYTES)));
-typedef T Vector __attribute__((vector_size(VECTOR_BYTES)));
-#ifdef VECTOR_MATH
-#define OF_VECTORS __attribute__((simd("notinbranch"), const))
-#else
-#define OF_VECTORS __attribute__((const))
-#endif
-
-/* out = weights z, where the weight of row r and column i is weights[r * row + i * column]. */
-static inline void product(const T *weights, long row, long column, int rows, int columns,
-                           const Block *z, Block *out) {
-  int r = 0;
-  for (; r + 4 <= rows; r += 4) {
-    Vector sum[4][VECTORS] = {{{0}}};
-    for (int i = 0; i < columns; i++)
-      for (int q = 0; q < 4; q++)
-        for (int v = 0; v < VECTORS; v++)
-          sum[q][v] += weights[(r + q) * row + i * column] * ((const Vector *)z[i])[v];
-    for (int q = 0; q < 4; q++)
-      for (int v = 0; v < VECTORS; v++) ((Vector *)out[r + q])[v] = sum[q][v];
-  }
-  for (; r < rows; r++) {
-    Vector sum[VECTORS] = {{0}};
-    for (int i = 0; i < columns; i++)
-      for (int v = 0; v < VECTORS; v++)
-        sum[v] += weights[r * row + i * column] * ((const Vector *)z[i])[v];
-    for (int v = 0; v < VECTORS; v++) ((Vector *)out[r])[v] = sum[v];
-  }
-}
-"""
-
-LOOP = """
-/* Take up to `count` steps of the trajectories from `first` on, and return how many were taken: with
-   `stops`, only those before one of them, which is not `anywhere`, is outside. */
-static long long advance(const T *u, const T *parameters, const T *t, const T *dt, T *out,
-                         const unsigned char *anywhere, unsigned char *inside, unsigned char *stayed,
-                         const T *const *memory, long long n, long long count, long long first,
-                         int stops) {
-  Block x[STATE], p[PARAMETERS + 1];
-  unsigned char here[LANES];
-  int lanes = n - first < LANES ? (int)(n - first) : LANES;
-  for (int s = 0; s < LANES; s++) { /* the last trajectory stands in for those beyond it */
-    long long from = first + (s < lanes ? s : lanes - 1);
-    for (int i = 0; i < STATE; i++) x[i][s] = u[i * n + from];
-    for (int i = 0; i < PARAMETERS; i++) p[i][s] = parameters[i * n + from];
-    if (s < lanes) stayed[from] = inside[from] = 1;
-  }
-  long long taken = 0;
-  for (;; taken++) {
-    if (GUARDED) {
-      int leaves = 0;
-      region(x, p, here);
-      for (int s = 0; s < lanes; s++) {
-        inside[first + s] = here[s];
-        leaves |= !(here[s] | anywhere[first + s]);
-      }
-      if (stops && leaves) break;
-    }
-    if (taken == count) break;
-    for (int s = 0; GUARDED && s < lanes; s++) stayed[first + s] &= inside[first + s];
-    step(t[taken], dt[taken], x, p, memory);
-  }
-  for (int i = 0; i < STATE; i++)
-    for (int s = 0; s < lanes; s++) out[i * n + first + s] = x[i][s];
-  return taken;
-}
-
-/* Take up to `count` steps of n trajectories, fewer if one of them leaves, and return how many.
-
-   u and out [STATE, n], parameters [PARAMETERS, n], t and dt [count]; anywhere, inside and stayed [n].
-   `inside` is of the states in out. */
-long long steps(const T *u, const T *parameters, const T *t, const T *dt, T *out,
-                const unsigned char *anywhere, unsigned char *inside, unsigned char *stayed,
-                const T *const *memory, long long n, long long count, int threads) {
-  long long least = count;
-#pragma omp parallel for num_threads(threads) if (threads > 1 && n > 16 * LANES) reduction(min : least)
-  for (long long first = 0; first < n; first += LANES) {
-    long long taken = advance(u, parameters, t, dt, out, anywhere, inside, stayed, memory, n, count,
-                              first, 1);
-    least = taken < least ? taken : least;
-  }
-  if (least < count) /* all trajectories take as many steps */
-#pragma omp parallel for num_threads(threads) if (threads > 1 && n > 16 * LANES)
-    for (long long first = 0; first < n; first += LANES)
-      advance(u, parameters, t, dt, out, anywhere, inside, stayed, memory, n, least, first, 0);
-  return least;
-}
-"""
+_FOLDER = Path(__file__).parent
 
 
-@dataclass(frozen=True, eq=False)
-class StepFunctions:
-    """What a step consists of.
-
-    Attributes:
-        rate: ``(t, u, p) -> k``.
-        correction: ``(t, dt, u, slope, k, p) -> added``, or None.
-        region: ``(u, p) -> whether the state is inside``, or None.
-    """
-
-    rate: ScalarFunction
-    correction: ScalarFunction | None
-    region: ScalarFunction | None
-
-    @property
-    def functions(self) -> tuple[ScalarFunction, ...]:
-        """All functions, in the order in which their tensors are passed to the C code."""
-        return tuple(f for f in (self.rate, self.correction, self.region) if f is not None)
-
-    @property
-    def uses_vector_math(self) -> bool:
-        """Whether they call functions such as sines."""
-        return any(
-            f.program.operations[node][0] in FUNCTIONS
-            for f in self.functions
-            for node in f.program.needed(f.outputs)
-        )
-
-    @property
-    def statements(self) -> int:
-        """The number of operations that are written one by one, which compilers take time for."""
-        kinds = (
-            f.program.operations[node][0] for f in self.functions for node in f.program.needed(f.outputs)
-        )
-        return sum(kind not in ("leaf", "constant", "dot") for kind in kinds)
+def template(name: str) -> str:
+    """Return the text of a C file of this folder."""
+    return (_FOLDER / name).read_text()
 
 
-def source_of(step: StepFunctions, scheme: Scheme, dim: int, single: bool) -> str:
-    """Return the C code of a loop of steps.
-
-    Args:
-        dim: Number of components of a state.
-        single: Whether numbers are float32.
-    """
-    suffix = "f" if single else ""
-    prototypes = "".join(
+def prototypes(suffix: str) -> str:
+    """Return the declarations of elementary functions, which end with a suffix, "f" for float32."""
+    return "".join(
         f"OF_VECTORS T {name}{suffix}({'T, T' if name in ('pow', 'atan2') else 'T'});\n"
         for name in FUNCTIONS
     )
-    parts = [HEAD, prototypes]
-    offset = len(step.rate.memory)
-    parts.append(
-        _function("rate", "T t, const Block *u, const Block *p, Block *out", step.rate, 0, suffix)
-    )
-    if step.correction is not None:
-        parts.append(
-            _function(
-                "correction",
-                "T t, T dt, const Block *u, const Block *slope, const Block *k, const Block *p, "
-                "Block *out",
-                step.correction, offset, suffix, dim,
-            )
-        )  # fmt: skip
-    if step.region is not None:
-        assert not step.region.memory
-        parts.append(_region(step.region, suffix))
-    else:
-        parts.append(
-            "static inline void region(const Block *u, const Block *p, unsigned char *out) {}\n"
-        )
-    parts += [_step(scheme, dim, step.correction is not None), LOOP]
-    return "\n".join(parts)
 
 
-def _step(scheme: Scheme, dim: int, corrected: bool) -> str:
-    """Return the function of one step."""
-    stages = scheme.rate_calls
-    lines = [
-        "static inline void step(T t, T dt, Block *u, const Block *p, const T *const *memory) {",
-        f"  Block k[{stages * dim}], x[{dim}];",
-    ]
-    for i in range(stages):
-        if i == 0:
-            lines.append("  rate(t, u, p, k, memory);")
-            continue
-        row = _weighted(scheme._a[i][:i], dim)
-        lines.append(f"  for (int i = 0; i < {dim}; i++) EACH_LANE x[i][s] = u[i][s] + dt * ({row});")
-        time = f"t + (T){scheme._c[i]!r} * dt"
-        lines.append(f"  rate({time}, x, p, k + {i * dim}, memory);")
-    slope = _weighted(scheme._b[:stages], dim)
-    if corrected:
-        lines += [
-            f"  Block slope[{dim}], added[{dim}];",
-            f"  for (int i = 0; i < {dim}; i++) EACH_LANE slope[i][s] = {slope};",
-            "  correction(t, dt, u, slope, k, p, added, memory);",
-            f"  for (int i = 0; i < {dim}; i++)",
-            "    EACH_LANE u[i][s] = u[i][s] + dt * slope[i][s] + added[i][s];",
-        ]
-    else:
-        lines.append(f"  for (int i = 0; i < {dim}; i++) EACH_LANE u[i][s] = u[i][s] + dt * ({slope});")
-    return "\n".join([*lines, "}"])
-
-
-def _weighted(weights: Sequence[float], dim: int) -> str:
-    """Return the weighted sum of stages."""
-    terms = [f"(T){w!r} * k[{j * dim} + i][s]" for j, w in enumerate(weights) if w]
-    return " + ".join(terms) or "0"
-
-
-def _function(
-    name: str, signature: str, function: ScalarFunction, offset: int, suffix: str, dim: int = 0
+def function_text(
+    name: str, signature: str, function: ScalarFunction, suffix: str, offset: int = 0, dim: int = 0
 ) -> str:
-    """Return a function of a block of trajectories."""
-    memory = [f"  const T *m{i} = memory[{offset + i}];" for i in range(len(function.memory))]
+    """Return a C function that stores its results in the blocks `out`.
+
+    Args:
+        signature: Its parameters, without the tensors that it reads.
+        suffix: Of elementary functions.
+        offset: The number of tensors in `memory` that belong to functions before this one.
+        dim: The number of components of a stage, for functions of stages.
+    """
     body = _Body(function, suffix, dim)
     stores = [f"    out[{i}][s] = {body.value(node)};" for i, node in enumerate(function.outputs)]
-    return "\n".join(
-        [
-            *body.tables, f"static inline void {name}({signature}, const T *const *memory) {{", *memory,
-            *body.lines(stores), "}", "",
-        ]
-    )  # fmt: skip
+    return _definition(name, signature, function, offset, body, body.lines(stores))
 
 
-def _region(function: ScalarFunction, suffix: str) -> str:
-    """Return the function that tests states."""
+def test_text(name: str, signature: str, function: ScalarFunction, suffix: str) -> str:
+    """Return a C function whose result is a byte for each trajectory, 1 or 0."""
     (output,) = function.outputs
     body = _Body(function, suffix, 0)
-    return "\n".join(
-        [
-            *body.tables,
-            "static inline void region(const Block *u, const Block *p, unsigned char *out) {",
-            "  Block flags;", *body.lines([f"    flags[s] = {body.value(output)} ? 1 : 0;"]),
-            "  for (int s = 0; s < LANES; s++) out[s] = flags[s] != 0;", "}", "",
-        ]
-    )  # fmt: skip
+    lines = [
+        "  Block flags;",
+        *body.lines([f"    flags[s] = {body.value(output)} ? 1 : 0;"]),
+        "  for (int s = 0; s < LANES; s++) out[s] = flags[s] != 0;",
+    ]
+    return _definition(name, signature, function, 0, body, lines)
+
+
+def _definition(
+    name: str, signature: str, function: ScalarFunction, offset: int, body: "_Body", lines: list[str]
+) -> str:
+    memory = [f"  const T *m{i} = memory[{offset + i}];" for i in range(len(function.memory))]
+    head = f"static inline void {name}({signature}, const T *const *memory) {{"
+    return "\n".join([*body.tables, head, *memory, *lines, "}", ""])
+
+
+def weighted_stages(weights: Sequence[float], dim: int) -> str:
+    """Return the weighted sum of the stages k of a component i and a lane s."""
+    terms = [f"(T){w!r} * k[{j * dim} + i][s]" for j, w in enumerate(weights) if w]
+    return " + ".join(terms) or "0"
 
 
 class _Body:

@@ -29,11 +29,23 @@ class ScalarFunction:
         program: The operations.
         outputs: Nodes of the numbers that the function returns.
         memory: The tensors that it reads, contiguous and in the dtype of the states.
+        differentiable: Whether one of them requires a gradient.
     """
 
     program: Program
     outputs: tuple[int, ...]
     memory: tuple[Tensor, ...]
+    differentiable: bool = False
+
+    @property
+    def kinds(self) -> list[str]:
+        """The operations that it takes."""
+        return [self.program.operations[node][0] for node in self.program.needed(self.outputs)]
+
+    @property
+    def statements(self) -> int:
+        """The number of operations that are written one by one, which compilers take time for."""
+        return sum(kind not in ("leaf", "constant", "dot") for kind in self.kinds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,9 +138,8 @@ class Traced:
             graph.translated.clear()
             graph.translated[key] = self._translate(graph.module, tensors, places, own, state)
         program, outputs, used = graph.translated[key]
-        return ScalarFunction(
-            program, outputs, tuple(read[i].detach().to(state.dtype).contiguous() for i in used)
-        )
+        memory = tuple(read[i].detach().to(state.dtype).contiguous() for i in used)
+        return ScalarFunction(program, outputs, memory, any(x.requires_grad for x in read))
 
     def _translate(
         self,

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from attractor.core.native.aten import UntranslatableError
-from attractor.core.native.code import StepFunctions, source_of
-from attractor.core.native.compiler import compiled_library
+from attractor.core.native.code import (
+    function_text,
+    prototypes,
+    template,
+    test_text,
+    weighted_stages,
+)  # fmt: skip
+from attractor.core.native.compiler import TYPES, lanes_of, library_of
 from attractor.core.native.tracing import ScalarFunction, traced
 from attractor.core.rates import Rate
 from attractor.core.runs import Guard, Looped, beside, correction_term
 from attractor.core.scheme import Scheme
 from attractor.core.step import Correction, Step
 from attractor.core.tableaus import AnyScheme
-
-TYPES = {torch.float32: "float", torch.float64: "double"}
-VECTOR_BYTES = 64
-CACHE = 24_000  # bytes of the stages of a block, to stay in the first cache
-MOST_LIBRARIES = 64  # of compiled steps
-MOST_STATEMENTS = 6_000  # of a step's functions, which C compilers handle in seconds
 
 
 def native_loop(
@@ -52,36 +52,91 @@ def native_loop(
     except UntranslatableError:
         return None
     dim, known = u.shape[-1], 0 if parameters is None else parameters.shape[-1]
-    size, trajectories = u.element_size(), u.numel() // u.shape[-1]
-    lanes = VECTOR_BYTES // size
-    if trajectories > lanes and 2 * VECTOR_BYTES * dim * (scheme.rate_calls + 3) <= CACHE:
-        lanes *= 2
-    library = _library(step, scheme, u.dtype, lanes, dim, known)
+    lanes = lanes_of(u.dtype, u.numel() // dim, dim * (scheme.rate_calls + 3))
+    macros = (
+        f"T={TYPES[u.dtype]}", f"LANES={lanes}", f"STATE={dim}", f"PARAMETERS={known}",
+        f"GUARDED={int(step.region is not None)}",
+    )  # fmt: skip
+    source = lambda: source_of(step, scheme, dim, u.dtype == torch.float32)
+    library = library_of(step.functions, scheme, source, macros)
     return None if library is None else NativeLoop(library, step.functions)
 
 
-_LIBRARIES: dict[Any, tuple[Any, ctypes.CDLL | None]] = {}
+@dataclass(frozen=True, eq=False)
+class StepFunctions:
+    """What a step consists of.
+
+    Attributes:
+        rate: ``(t, u, p) -> k``.
+        correction: ``(t, dt, u, slope, k, p) -> added``, or None.
+        region: ``(u, p) -> whether the state is inside``, or None.
+    """
+
+    rate: ScalarFunction
+    correction: ScalarFunction | None
+    region: ScalarFunction | None
+
+    @property
+    def functions(self) -> tuple[ScalarFunction, ...]:
+        """All functions, in the order in which their tensors are passed to the C code."""
+        return tuple(f for f in (self.rate, self.correction, self.region) if f is not None)
 
 
-def _library(
-    step: StepFunctions, scheme: Scheme, dtype: torch.dtype, lanes: int, dim: int, known: int
-) -> ctypes.CDLL | None:
-    """Return the compiled steps, which are the same as long as the programs are."""
-    programs = [f.program for f in step.functions]
-    key = (*map(id, programs), scheme, dtype, lanes, dim, known)
-    if key not in _LIBRARIES:
-        while len(_LIBRARIES) >= MOST_LIBRARIES:
-            _LIBRARIES.pop(next(iter(_LIBRARIES)))
-        library = None
-        if step.statements <= MOST_STATEMENTS:
-            macros = (
-                f"T={TYPES[dtype]}", f"LANES={lanes}", f"STATE={dim}", f"PARAMETERS={known}",
-                f"GUARDED={int(step.region is not None)}",
-            )  # fmt: skip
-            source = source_of(step, scheme, dim, dtype == torch.float32)
-            library = compiled_library(source, macros, vector_math=step.uses_vector_math)
-        _LIBRARIES[key] = programs, library  # the programs, so that no other one has their ids
-    return _LIBRARIES[key][1]
+def source_of(step: StepFunctions, scheme: Scheme, dim: int, single: bool) -> str:
+    """Return the C code of a loop of steps.
+
+    Args:
+        dim: Number of components of a state.
+        single: Whether numbers are float32.
+    """
+    suffix = "f" if single else ""
+    parts = [template("blocks.c"), prototypes(suffix)]
+    parts.append(
+        function_text("rate", "T t, const Block *u, const Block *p, Block *out", step.rate, suffix)
+    )
+    if step.correction is not None:
+        signature = (
+            "T t, T dt, const Block *u, const Block *slope, const Block *k, const Block *p, Block *out"
+        )
+        offset = len(step.rate.memory)
+        parts.append(function_text("correction", signature, step.correction, suffix, offset, dim))
+    signature = "const Block *u, const Block *p, unsigned char *out"
+    if step.region is None:
+        parts.append(f"static inline void region({signature}, const T *const *memory) {{}}\n")
+    else:
+        assert not step.region.memory
+        parts.append(test_text("region", signature, step.region, suffix))
+    parts += [_step(scheme, dim, step.correction is not None), template("steps.c")]
+    return "\n".join(parts)
+
+
+def _step(scheme: Scheme, dim: int, corrected: bool) -> str:
+    """Return the function of one step."""
+    stages = scheme.rate_calls
+    lines = [
+        "static inline void step(T t, T dt, Block *u, const Block *p, const T *const *memory) {",
+        f"  Block k[{stages * dim}], x[{dim}];",
+    ]
+    for i in range(stages):
+        if i == 0:
+            lines.append("  rate(t, u, p, k, memory);")
+            continue
+        row = weighted_stages(scheme._a[i][:i], dim)
+        lines.append(f"  for (int i = 0; i < {dim}; i++) EACH_LANE x[i][s] = u[i][s] + dt * ({row});")
+        time = f"t + (T){scheme._c[i]!r} * dt"
+        lines.append(f"  rate({time}, x, p, k + {i * dim}, memory);")
+    slope = weighted_stages(scheme._b[:stages], dim)
+    if corrected:
+        lines += [
+            f"  Block slope[{dim}], added[{dim}];",
+            f"  for (int i = 0; i < {dim}; i++) EACH_LANE slope[i][s] = {slope};",
+            "  correction(t, dt, u, slope, k, p, added, memory);",
+            f"  for (int i = 0; i < {dim}; i++)",
+            "    EACH_LANE u[i][s] = u[i][s] + dt * slope[i][s] + added[i][s];",
+        ]
+    else:
+        lines.append(f"  for (int i = 0; i < {dim}; i++) EACH_LANE u[i][s] = u[i][s] + dt * ({slope});")
+    return "\n".join([*lines, "}"])
 
 
 def _functions(
