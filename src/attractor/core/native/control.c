@@ -61,7 +61,7 @@ static long long advance(const Call *call, long long first) {
   const Call c = *call;
   Block u[STATE], k[KNOWN * STATE], p[PARAMETERS + 1], u1[STATE], inner[COEFFICIENTS * STATE];
   Block time[1], size[1];
-  Wide t, h, error, goal, shortest, rtol[STATE], atol[STATE], step, end, errors[STATE], now[1];
+  Wide t, h, error, goal, shortest, rtol[STATE], atol[STATE], step, end, errors[STATE], now[1], next_time;
   int arrives[LANES], minimal[LANES], finite[LANES], active[LANES], status[LANES], passes[LANES];
   long long accepted[LANES], rejected[LANES], upcoming[LANES], last = c.times - 1;
   Block *k1 = k + LAST * STATE;
@@ -79,12 +79,14 @@ static long long advance(const Call *call, long long first) {
     active[s] = s < lanes && c.active[from], status[s] = c.status[from];
     accepted[s] = c.accepted[from], rejected[s] = c.rejected[from], upcoming[s] = c.upcoming[from];
     goal[s] = wanted_time(call, LANDS && upcoming[s] < last ? upcoming[s] : last, from);
+    next_time[s] = wanted_time(call, upcoming[s] < last ? upcoming[s] : last, from);
   }
   long long taken = 0;
   for (; taken < c.limit; taken++) {
     int any = 0;
     for (int s = 0; s < LANES; s++) any |= active[s];
     if (!any) break;
+    int reaches = 0; /* whether a step may end at or behind a wanted time */
     EACH_LANE {
       double later = t[s] + h[s];
       arrives[s] = active[s] & ((goal[s] - later) * c.sign <= 0);
@@ -115,8 +117,9 @@ static long long advance(const Call *call, long long first) {
     }
 #endif
     EACH_LANE passes[s] = active[s] & finite[s] & ((now[0][s] <= 1) | minimal[s]);
+    for (int s = 0; s < LANES; s++) reaches |= passes[s] & ((next_time[s] - end[s]) * c.sign <= 0);
     int known = 0; /* whether the interpolant is */
-    for (int s = 0; s < lanes; s++) {
+    for (int s = 0; reaches && s < lanes; s++) {
       long long row = first + s;
       for (; passes[s] && upcoming[s] <= last; upcoming[s]++) {
         double at = wanted_time(call, upcoming[s], row);
@@ -128,6 +131,7 @@ static long long advance(const Call *call, long long first) {
           known = c.inside[taken] = 1;
         }
         T *out = c.states + upcoming[s] * STATE * c.n + row;
+        next_time[s] = wanted_time(call, upcoming[s] < last ? upcoming[s] + 1 : last, row);
         for (int i = 0; i < STATE; i++) {
           T value = u1[i][s];
           if (theta != 1) {
@@ -144,7 +148,7 @@ static long long advance(const Call *call, long long first) {
     EACH_LANE {
       double x = now[0][s], previous = larger(error[s], 1e-4);
       double factor = c.safety * pow(x, -c.exponent);
-      if (c.beta != 0) factor *= pow(previous, c.beta);
+      if (PI_CONTROL) factor *= pow(previous, c.beta);
       factor = factor == factor && finite[s] ? factor : c.shrink;
       factor = rounded(larger(smaller(factor, c.grow), c.shrink));
       int done = passes[s] & (upcoming[s] > last);
@@ -158,7 +162,7 @@ static long long advance(const Call *call, long long first) {
       status[s] = stopped ? (finite[s] ? STEP_UNDERFLOW : LOST) : status[s];
       accepted[s] += passes[s];
       rejected[s] += active[s] & !passes[s];
-      error[s] = passes[s] & (c.beta != 0) ? x : error[s];
+      error[s] = PI_CONTROL && passes[s] ? x : error[s];
       active[s] = active[s] & !done & !stopped;
       t[s] = reached;
       h[s] = next * c.sign;

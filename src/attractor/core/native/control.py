@@ -67,9 +67,9 @@ def native_rounds(
         The rounds. None: the rate or the norm of the error cannot be written in C, or has gradients.
     """
     u, scheme = now.u, rules.scheme
-    if u.dtype not in TYPES or not u.numel() or now.t.dtype != torch.float64:
+    if not isinstance(scheme, Scheme) or u.dtype not in TYPES or not u.numel():
         return None
-    if is_transformed(u) or has_tangent(u):
+    if now.t.dtype != torch.float64 or is_transformed(u) or has_tangent(u):
         return None
     try:
         rate, norm = _functions(f, rules, u, parameters)
@@ -85,6 +85,7 @@ def native_rounds(
         f"LAST={len(scheme.b) - scheme.first_same_as_last}", f"LANDS={int(not scheme.interpolates)}",
         f"COEFFICIENTS={3 + len(scheme.dense_weights)}",
         f"STEP_UNDERFLOW={int(Status.STEP_UNDERFLOW)}", f"LOST={int(Status.LOST)}",
+        f"PI_CONTROL={int(rules.control.beta != 0)}",
         *(["TWO_ESTIMATES=1"] if scheme.lower_error_weights else []),
     )  # fmt: skip
     source = lambda: _source(rate, norm, scheme, dim, u.dtype == torch.float32)
