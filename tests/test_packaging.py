@@ -90,4 +90,4 @@ def test_commands_of_the_wheel(environment, command, output):
 
 def test_the_demo_of_the_wheel(environment):
     run(environment / "venv/bin/attractor", "demo", "--out", "demo", folder=environment)
-    assert (environment / "demo/index.html").stat().st_size > 10_000
+    assert (environment / "demo/report.html").stat().st_size > 10_000
