@@ -22,6 +22,7 @@ from attractor.core.events import Event, EventSearch
 from attractor.core.interpolant import coefficients
 from attractor.core.rates import Rate, check_unwritten, version
 from attractor.core.replay import Round, differentiated
+from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.round_loop import compiled_rounds
 from attractor.core.rounds import (
     Control,
@@ -61,8 +62,8 @@ def controlled(
     Args:
         parameters: Of each trajectory ``[*batch, k]``, see `check_parameters`.
     """
-    if not isinstance(scheme, Scheme) or scheme.b_low is None:
-        pairs = [s.name for s in ALL.values() if isinstance(s, Scheme) and s.b_low]
+    if not isinstance(scheme, Scheme | Rosenbrock) or scheme.b_low is None:
+        pairs = [s.name for s in ALL.values() if isinstance(s, Scheme | Rosenbrock) and s.b_low]
         raise ValueError(
             f"{scheme.name} has no embedded pair to estimate its error with; leave out rtol and "
             f"atol, or use one of {', '.join(pairs)}"
@@ -97,7 +98,7 @@ def _forward(
     u0: Tensor,
     k0: Tensor,
     t_out: Tensor,
-    scheme: Scheme,
+    scheme: Scheme | Rosenbrock,
     control: Control,
     parameters: Tensor | None,
     compile: bool,
@@ -225,7 +226,7 @@ def _forward(
 
 
 def _segment(
-    scheme: Scheme,
+    scheme: Scheme | Rosenbrock,
     f: Rate,
     t: Tensor,
     h: Tensor,
