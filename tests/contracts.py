@@ -138,6 +138,7 @@ def test_error_estimate_has_the_order_of_the_lower_scheme(scheme):
 # ---- systems: everything ode/systems exports
 
 SYSTEMS = [getattr(systems, name) for name in systems.__all__ if name != "System"]
+STIFF = (systems.Robertson, systems.HIRES, systems.Oregonator, systems.Pollution)
 every_system = pytest.mark.parametrize("make", SYSTEMS, ids=lambda c: c.__name__)
 
 
@@ -147,7 +148,7 @@ def states(system, n=5, dtype=torch.float64):
 
 def short(system):
     """A time over which the system is easy to solve tightly."""
-    return 1e-3 if isinstance(system, systems.Robertson) else 0.5
+    return 1e-3 if isinstance(system, STIFF) else 0.5
 
 
 def test_every_file_of_the_folder_is_exported():
@@ -182,7 +183,11 @@ def test_trajectories_do_not_see_each_other(make):
 def test_gradients_of_the_rate(make):
     system = make()
     u = states(system, 2) + 0.01
-    assert torch.autograd.gradcheck(lambda u: system(0.0, u), (u.requires_grad_(),), rtol=1e-3)
+    # The differences of gradcheck are rounded; Pollution has rates of up to 4e9 here.
+    atol = 10.0 if isinstance(system, systems.Pollution) else 1e-5
+    assert torch.autograd.gradcheck(
+        lambda u: system(0.0, u), (u.requires_grad_(),), rtol=1e-3, atol=atol
+    )
 
 
 @pytest.mark.sampled(3)
