@@ -30,7 +30,7 @@ class Rosenbrock:
     """A Rosenbrock scheme, in the form in which codes print their coefficients.
 
     With the Jacobian J and the derivative ``f_t`` of the rate in time, both at the start of the step,
-    the stages k_i of a step of size h from u at t are
+    the stages k_i of a step of size h from u at t are::
 
         (I - gamma h J) k_i = gamma (f(t + alpha_i h, u + h sum_j a_ij k_j) + sum_j c_ij k_j + d_i h f_t)
 
