@@ -161,7 +161,7 @@ def measure(name: str, batch: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=list(SYSTEMS), choices=list(SYSTEMS))
-    parser.add_argument("--batch", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=20)
     options = parser.parse_args()
     rows = [row for name in options.only for row in measure(name, options.batch)]
     save("stiff", {"batch": options.batch, "checked": CHECKED, "looped": LOOPED, "rows": rows})
