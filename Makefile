@@ -68,6 +68,7 @@ results: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.detest
 	$(BIN)/python -m benchmarks.energy
 	$(BIN)/python -m benchmarks.stiffness
+	$(BIN)/python -m benchmarks.stiff
 	$(BIN)/python -m benchmarks.hybrid
 	$(BIN)/python -m benchmarks.untuned
 	$(BIN)/python -m benchmarks.theory

@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attractor.core import (
+    Rosenbrock,
     Scheme,
     Splitting,
     Stats,
@@ -55,6 +56,7 @@ __all__ = [
     "CausalityError",
     "CheckpointError",
     "HybridSolver",
+    "Rosenbrock",
     "Scheme",
     "Splitting",
     "Stats",

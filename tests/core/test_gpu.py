@@ -14,13 +14,24 @@ T = torch.linspace(0, 1, 41, dtype=torch.float64)
 @pytest.mark.parametrize("how", [{}, {"scheme": "dopri5", "rtol": 1e-8}], ids=["grid", "controlled"])
 def test_same_as_on_the_cpu(make, how):
     system = make()
-    t = T * 1e-3 if make.__name__ == "Robertson" else T
+    t = T * {"Robertson": 1e-3, "Oregonator": 1e-3, "Pollution": 1e-11}.get(make.__name__, 1.0)
     u0 = system.sample(50, torch.Generator().manual_seed(0), torch.float64)
     here = at.evolve(system, u0, t, **how)
     there = at.evolve(system, u0.cuda(), t, **how)
     assert there.u.is_cuda
     assert there.ok.is_cuda
     torch.testing.assert_close(there.u.cpu(), here.u, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("scheme", ["rodas4", "rodas5p"])
+def test_rosenbrock_schemes_on_stiff_systems(scheme):
+    system = at.systems.HIRES()
+    u0 = system.sample(50, torch.Generator().manual_seed(0), torch.float64)
+    how = dict(rtol=1e-6, atol=1e-9)
+    here = at.evolve(system, u0, [0.0, 300.0], scheme, **how)
+    there = at.evolve(system, u0.cuda(), [0.0, 300.0], scheme, **how)
+    assert there.ok.all()
+    torch.testing.assert_close(there.u.cpu(), here.u, rtol=1e-6, atol=1e-8)
 
 
 def test_compiled_with_gradients():

@@ -37,6 +37,8 @@ WITHOUT = {
     "attractor.ode.trust.controlled_step": "steps of HybridSolver.solve",
     "attractor.ode.trust.largest_component": "steps of HybridSolver.solve",
     "attractor.ode.trust.settled_substeps": "steps of HybridSolver.solve",
+    "attractor.Rosenbrock.standard_form": "takes nothing",
+    "attractor.Rosenbrock.step": "steps of evolve; tests/core/test_rosenbrock.py",
     "attractor.Scheme.step": "steps of evolve; tests/ode/test_stages.py",
     "attractor.Splitting.step": "steps of evolve; tests/ode/test_stages.py",
     "attractor.Status": "an enumeration",

@@ -101,3 +101,50 @@ def test_lorenz_fixed_points():
 def test_bad_sizes_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+STIFF = [at.systems.Robertson, at.systems.HIRES, at.systems.Oregonator, at.systems.Pollution]
+
+
+@pytest.mark.parametrize("make", STIFF)
+def test_stiff_systems_end_at_the_published_states(make):
+    reference = torch.tensor(make.REFERENCE, **F64)
+    smallest = 1e-3 * reference.clamp(max=1e-3)
+    solved = at.evolve(
+        make(),
+        torch.tensor(make.START, **F64),
+        [0.0, make.END],
+        "rodas5p",
+        rtol=1e-5,
+        atol=1e-5 * smallest,
+    )
+    assert solved.ok
+    assert ((solved.final - reference) / reference).abs().max() < 1e-3
+    assert solved.stats.steps < 600
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", STIFF)
+def test_radau_ends_at_the_published_states(make):
+    from scipy.integrate import solve_ivp
+
+    system = make()
+    rate = lambda t, u: system(t, torch.from_numpy(u.copy())).numpy()
+    jacobian = lambda t, u: torch.func.jacrev(lambda u: system(t, u))(torch.from_numpy(u.copy())).numpy()
+    solved = solve_ivp(
+        rate, (0.0, make.END), make.START, "Radau", rtol=1e-10, atol=1e-20, jac=jacobian
+    ).y[:, -1]
+    torch.testing.assert_close(
+        torch.from_numpy(solved), torch.tensor(make.REFERENCE, **F64), rtol=1e-9, atol=0.0
+    )
+
+
+def test_pollution_keeps_its_nitrogen_and_sulphur():
+    system = at.systems.Pollution()
+    nitrogen, sulphur = torch.zeros(2, 20, **F64)
+    nitrogen[[0, 1, 12, 14, 18]], nitrogen[19] = 1, 2
+    sulphur[[16, 17]] = 1
+    du = system(0.0, torch.rand(5, 20, **F64))
+    rounding = 1e-14 * du.abs().max()
+    assert (du @ nitrogen).abs().max() < rounding
+    assert (du @ sulphur).abs().max() < rounding

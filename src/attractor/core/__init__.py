@@ -19,12 +19,14 @@ from attractor.core import stiffness, tableaus
 from attractor.core.evolve import evolve
 from attractor.core.lazy import submodule
 from attractor.core.odeint import odeint, odeint_adjoint, odeint_event
+from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.scheme import Scheme
 from attractor.core.splitting import Splitting
 from attractor.core.tableaus import get_scheme
 from attractor.core.trajectory import Stats, Status, Trajectory
 
 __all__ = [
+    "Rosenbrock",
     "Scheme",
     "Splitting",
     "Stats",

@@ -37,6 +37,7 @@ from attractor.core.rates import (
     version,
     weighted_sum,
 )
+from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.rounds import Control, root_mean_square
 from attractor.core.scheme import Scheme
 from attractor.core.transforms import is_differentiated
@@ -78,7 +79,7 @@ class _Search:
 
     f: Rate
     t_out: Tensor  # [n+1], as the caller passed it
-    scheme: Scheme
+    scheme: Scheme | Rosenbrock
     control: Control
     stops: Stops
     callbacks: Callbacks
@@ -154,6 +155,7 @@ class _Search:
             self.give_up()  # steps without an event grow until no number holds them
         end = lambda: self.at(t1, u, -self.sign * jump)
         if self.buffer is not None:
+            assert isinstance(scheme, Scheme)
             buffer, u1 = self.buffer, u
             buffer.start(k, h)
             for i, c in enumerate(scheme._c[1:], 1):
@@ -163,6 +165,13 @@ class _Search:
                 return u1, buffer.stages[-1].clone(), buffer.stages
             u1 = torch.addmv(u, *buffer.slope)
             return u1, call_rate(f, end(), u1), buffer.stages
+        if isinstance(scheme, Rosenbrock):
+            # The rate may be called at the end of the step, but not beyond a discontinuity there.
+            last, bound = end(), "max" if self.sign > 0 else "min"
+            before = lambda s, x: f(s.clamp(**{bound: last}), x)
+            stages = scheme.stages(before if jump else f, self.at(t, u), u, h, first=k)
+            u1 = moved(u, h, scheme.b, stages)
+            return u1, call_rate(f, last, u1), stages
         stages = [k]
         for row, c in zip(scheme._a[1:], scheme._c[1:]):
             time = end() if c == 1 else self.at(t + c * h, u)
@@ -335,7 +344,7 @@ def solve_adaptive(
     f: Rate,
     u0: Tensor,
     t: Tensor,
-    scheme: Scheme,
+    scheme: Scheme | Rosenbrock,
     control: Control,
     *,
     stops: Stops = NO_STOPS,
@@ -379,7 +388,7 @@ def solve_adaptive(
         search.h = search.first_step(u, k) if first is None else abs(first)
 
     traced = torch.is_grad_enabled() or forward_ad._current_level >= 0
-    if not traced and torch._C._functorch.maybe_current_level() is None:
+    if isinstance(scheme, Scheme) and not traced and torch._C._functorch.maybe_current_level() is None:
         search.buffer = _Buffer(scheme, u0)
 
     values, segment = [u0[None]], 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attractor.core.rates import Rate, call_rate
+from attractor.core.rates import Linearised, Rate, call_rate
 from attractor.core.rounds import as_time
 from attractor.core.step import with_parameters
 
@@ -28,6 +28,13 @@ class _OfComponents:
         return self.f(t[..., 0], u, *parameters)
 
 
+def _of_components(f: Rate) -> Rate:
+    """Return the rate, with its Jacobian, for times ``[*batch, 1]``."""
+    if isinstance(f, Linearised):
+        return Linearised(_OfComponents(f.f), _OfComponents(f.jacobian))
+    return _OfComponents(f)
+
+
 def fitted_to_time(
     f: Rate, t: Tensor, u0: Tensor, parameters: Tensor | None
 ) -> tuple[Rate, Tensor, int]:
@@ -42,7 +49,7 @@ def fitted_to_time(
         k = call_rate(with_parameters(f, parameters), start, u0)
     except (RuntimeError, ValueError) as error:
         try:
-            f = _OfComponents(f)
+            f = _of_components(f)
             k = call_rate(with_parameters(f, parameters), start, u0)
         except (RuntimeError, ValueError):
             if not _ONE_NUMBER.search(str(error)):

@@ -23,6 +23,7 @@ from attractor.core.interpolant import coefficients
 from attractor.core.native import native_rounds
 from attractor.core.rates import Rate, check_unwritten, version
 from attractor.core.replay import Round, differentiated
+from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.round_loop import compiled_rounds
 from attractor.core.rounds import (
     Control,
@@ -62,8 +63,8 @@ def controlled(
     Args:
         parameters: Of each trajectory ``[*batch, k]``, see `check_parameters`.
     """
-    if not isinstance(scheme, Scheme) or scheme.b_low is None:
-        pairs = [s.name for s in ALL.values() if isinstance(s, Scheme) and s.b_low]
+    if not isinstance(scheme, Scheme | Rosenbrock) or scheme.b_low is None:
+        pairs = [s.name for s in ALL.values() if isinstance(s, Scheme | Rosenbrock) and s.b_low]
         raise ValueError(
             f"{scheme.name} has no embedded pair to estimate its error with; leave out rtol and "
             f"atol, or use one of {', '.join(pairs)}"
@@ -98,7 +99,7 @@ def _forward(
     u0: Tensor,
     k0: Tensor,
     t_out: Tensor,
-    scheme: Scheme,
+    scheme: Scheme | Rosenbrock,
     control: Control,
     parameters: Tensor | None,
     compile: bool,
@@ -231,7 +232,7 @@ def _forward(
 
 
 def _segment(
-    scheme: Scheme,
+    scheme: Scheme | Rosenbrock,
     f: Rate,
     t: Tensor,
     h: Tensor,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attractor.core.interpolant import coefficients, evaluate, hermite
 from attractor.core.rates import Rate, call_rate
+from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.scheme import Scheme
 
 
@@ -82,7 +83,7 @@ class GridOutput:
     t: Tensor  # [n+1]
     u: Tensor  # [n+1, *batch, d]
     until: Tensor  # [*batch]
-    scheme: Scheme | None
+    scheme: Scheme | Rosenbrock | None
 
     def __call__(self, t: Tensor) -> Tensor:
         """Return the states at times t ``[n]``, each ``[*batch, d]``."""

@@ -1,7 +1,8 @@
 """The entrance of the step loop: on a grid of times (`grid`), or under error control (`control`)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -11,7 +12,8 @@ from attractor.core.dense import GridOutput
 from attractor.core.events import Event
 from attractor.core.grid import kept_states, on_grid
 from attractor.core.problem import check_parameters, check_problem
-from attractor.core.rates import Rate
+from attractor.core.rates import Linearised, Rate
+from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.rounds import Control
 from attractor.core.scheme import Scheme
 from attractor.core.step import Correction, with_parameters
@@ -36,6 +38,7 @@ def evolve(
     max_steps: int = 100_000,
     dense: bool = False,
     events: Event | Sequence[Event] | None = None,
+    jacobian: Callable[..., Any] | None = None,
 ) -> Trajectory:
     """Follow ``du/dt = f(t, u)`` from u0 at ``t[0]`` through the times t.
 
@@ -50,8 +53,9 @@ def evolve(
         u0: Initial states ``[*batch, d]``, floating or complex.
         t: Times, 1-D, strictly increasing or decreasing, of any spacing. Under error control also
             ``[n+1, *batch]``, one column of times per trajectory, all in one direction.
-        scheme: A name (see `get_scheme`), a Scheme or a Splitting. None: "dopri5" if a tolerance is
-            passed, "rk4" otherwise.
+        scheme: A name (see `get_scheme`), a Scheme, a Rosenbrock or a Splitting. None: "dopri5" if a
+            tolerance is passed, "rk4" otherwise. For stiff equations use "rodas4" or "rodas5p", which
+            solve linear systems with the Jacobian of the rate.
         correction: What is added to a plain step: ``correction(step)`` of a `Step`, or
             ``correction(u, slope, dt)``; one with a true attribute `timed` is called with t as a fourth
             argument.
@@ -76,6 +80,10 @@ def evolve(
         events: Under error control, a function ``(t, u) -> values`` or several, t ``[*batch]``, u
             ``[*batch, d]`` and the values ``[*batch]``. A trajectory ends where one of its values
             crosses zero, and keeps that state at later times; see `Trajectory.events`.
+        jacobian: For Rosenbrock schemes, a function of the arguments of f that returns df/du
+            ``[*batch, d, d]``, or the pair of df/du and df/dt ``[*batch, d]``. Without it both are
+            computed by `torch.func`; with df/du alone, df/dt is. A trajectory whose Jacobian is not
+            finite is `Status.LOST`. Gradients are those of the steps, the Jacobian included.
 
     Returns:
         A `Trajectory`. Where a state becomes non-finite, the trajectory keeps its last finite
@@ -95,8 +103,24 @@ def evolve(
     """
     if not callable(f):
         raise TypeError(f"f is a {type(f).__name__}; pass a function (t, u) -> du/dt")
+    if jacobian is not None and not callable(jacobian):
+        raise TypeError(
+            f"jacobian is a {type(jacobian).__name__}; pass a function (t, u) -> df/du [*batch, d, d]"
+        )
     controls_error = rtol is not None or atol is not None
     scheme = get_scheme(scheme if scheme is not None else "dopri5" if controls_error else "rk4")
+    if isinstance(scheme, Rosenbrock):
+        if compile:
+            raise ValueError(
+                f"compile=True is not implemented for {scheme.name}; leave out compile, or use an "
+                "explicit scheme"
+            )
+        f = f if jacobian is None else Linearised(f, jacobian)
+    elif jacobian is not None:
+        raise ValueError(
+            f"jacobian was passed, but {scheme.name} does not use it; leave it out, or use a Rosenbrock "
+            "scheme such as 'rodas4'"
+        )
     with without_vmap("error control"):
         t = check_problem(u0, t, per_trajectory=controls_error)
     parameters = check_parameters(u0, parameters)
@@ -124,7 +148,7 @@ def evolve(
         )  # fmt: skip
         if not dense:
             return solved
-        own = isinstance(scheme, Scheme) and scheme.dense_weights and correction is None
+        own = isinstance(scheme, Scheme | Rosenbrock) and scheme.dense_weights and correction is None
         rate = with_parameters(f, parameters)
         output = GridOutput(rate, t, solved.u, solved.until, scheme if own else None)  # type: ignore[arg-type]
         return replace(solved, dense=output)

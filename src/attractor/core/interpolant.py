@@ -4,7 +4,8 @@ All interpolants have the nested form of Hairer, Norsett and Wanner (I, II.6 and
 
     u + theta (c_0 + (1 - theta) (c_1 + theta (c_2 + (1 - theta) (c_3 + ...))))
 
-where c_0 to c_2 make the cubic Hermite polynomial and further coefficients raise its order.
+where c_0 to c_2 make the cubic Hermite polynomial and further coefficients raise its order. For a
+Rosenbrock scheme with rows of its own, c_0 is the difference of both ends and the rows give the others.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attractor.core.rates import Rate, call_rate, moved, weighted_sum
+from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.scheme import Scheme
 
 
@@ -24,7 +26,7 @@ def hermite(u: Tensor, u1: Tensor, k0: Tensor, k1: Tensor, h: Any) -> list[Tenso
 
 
 def coefficients(
-    scheme: Scheme,
+    scheme: Scheme | Rosenbrock,
     f: Rate,
     t: Any,
     h: Any,
@@ -36,9 +38,13 @@ def coefficients(
     """Return the coefficients c_i ``[*batch, d]`` of the step of size h from u at t to u1.
 
     Args:
-        stages: Rates at the scheme's stages.
+        stages: Stages of the scheme.
         k1: Rate at u1.
     """
+    if isinstance(scheme, Rosenbrock):  # its stages are no rates
+        if scheme.dense_rows:
+            return [u1 - u] + [h * weighted_sum(row, stages) for row in scheme.dense_rows]
+        return hermite(u, u1, call_rate(f, t, u), k1, h)
     inner = hermite(u, u1, stages[0], k1, h)
     if not scheme.dense_weights:
         return inner

@@ -25,6 +25,7 @@ from attractor.core.odeint_options import (
     warn_of_unused,
 )
 from attractor.core.problem import check_problem
+from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.rounds import Control
 from attractor.core.scheme import Scheme
 from attractor.core.scipy_solver import solve_scipy, solve_scipy_adjoint
@@ -60,14 +61,15 @@ def odeint(
         rtol, atol: Error control of adaptive methods: numbers, tensors that broadcast to y0, or for a
             tuple or dict one of these per part. Fixed-step methods do not use them.
         method: Adaptive: "dopri5" (default), "bosh3", "fehlberg2", "adaptive_heun", "tsit5", "dop853";
-            "dopri8" is accepted as another name of "dop853". Fixed steps: "euler", "midpoint", "heun2",
-            "heun3", "rk4" (the 3/8 rule, as in torchdiffeq), "explicit_adams", "implicit_adams";
-            implicit: "implicit_euler", "implicit_midpoint", "trapezoid", "radauIIA3", "gl4",
-            "radauIIA5", "gl6", "sdirk2", "trbdf2". "scipy_solver" calls `scipy.integrate.solve_ivp` and
-            has no gradients except in `odeint_adjoint`. A Scheme or Splitting is adaptive if it has an
-            embedded pair. A HybridSolver steps the last dimension of y0 by its own dt and guards its
-            steps (see `HybridSolver.solve`), except under transforms of torch.func. Such a solver
-            belongs to one equation: func must be that equation.
+            "dopri8" is accepted as another name of "dop853"; for stiff equations "rodas4" and "rodas5p",
+            whose linear systems are of the size of the whole y0. Fixed steps: "euler", "midpoint",
+            "heun2", "heun3", "rk4" (the 3/8 rule, as in torchdiffeq), "explicit_adams",
+            "implicit_adams"; implicit: "implicit_euler", "implicit_midpoint", "trapezoid", "radauIIA3",
+            "gl4", "radauIIA5", "gl6", "sdirk2", "trbdf2". "scipy_solver" calls
+            `scipy.integrate.solve_ivp` and has no gradients except in `odeint_adjoint`. A Scheme,
+            Rosenbrock or Splitting is adaptive if it has an embedded pair. A HybridSolver steps the last
+            dimension of y0 by its own dt and guards its steps (see `HybridSolver.solve`), except under
+            transforms of torch.func. Such a solver belongs to one equation: func must be that equation.
         options: Adaptive: first_step, safety, ifactor, dfactor, min_step, max_step, max_num_steps, norm,
             step_t (times at which steps end), jump_t (times at which func is discontinuous), dtype (the
             clock is always float64). Fixed: step_size, grid_constructor, perturb (do not call func
@@ -246,7 +248,7 @@ def _solve(
         scheme, adaptive = method_of(method)
         name = scheme.name
     if adaptive:
-        assert isinstance(scheme, Scheme)
+        assert isinstance(scheme, Scheme | Rosenbrock)
         most = MAX_STEPS if event is None else MAX_EVENT_STEPS
         tolerances = flat_tolerance("rtol", rtol, y0), flat_tolerance("atol", atol, y0)
         control = Control(*tolerances, max_steps=most)

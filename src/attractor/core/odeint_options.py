@@ -14,13 +14,16 @@ from attractor.core.fixed import StepRule, explicit_rule
 from attractor.core.flat_states import parts_of
 from attractor.core.implicit import TABLEAUS, implicit_rule
 from attractor.core.multistep import adams_rule
+from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.rounds import Control
 from attractor.core.scheme import Scheme
 from attractor.core.tableaus import AnyScheme, get_scheme
 
 # torchdiffeq's names, and two of ours. Its "rk4" is the 3/8 rule, and its "dopri8" is our "dop853".
 ADAPTIVE = {n: n for n in ("dopri5", "bosh3", "fehlberg2", "adaptive_heun", "tsit5", "dop853")} | {
-    "dopri8": "dop853"
+    "dopri8": "dop853",
+    "rodas4": "rodas4",
+    "rodas5p": "rodas5p",
 }
 FIXED = {
     "euler": "euler",
@@ -55,7 +58,7 @@ def method_of(method: str | AnyScheme | None) -> tuple[AnyScheme, bool]:
             )
         return get_scheme({**ADAPTIVE, **FIXED}[method]), method in ADAPTIVE
     scheme = get_scheme(method)
-    return scheme, isinstance(scheme, Scheme) and scheme.b_low is not None
+    return scheme, isinstance(scheme, Scheme | Rosenbrock) and scheme.b_low is not None
 
 
 def control_of(
@@ -144,7 +147,10 @@ def rule_of(
         chosen = {"max_iters": options.pop("max_iters")} if "max_iters" in options else {}
         return implicit_rule(method, perturb, **chosen)
     if not isinstance(scheme, Scheme):
-        raise ValueError("a Splitting has no perturb, interp, events or callbacks; use a Scheme")
+        raise ValueError(
+            f"a {type(scheme).__name__} has no perturb, interp, events or callbacks with fixed steps; "
+            "use a Scheme"
+        )
     return explicit_rule(scheme, perturb)
 
 

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -11,6 +12,43 @@ from torch import Tensor
 from attractor.core.checks import check_tensor, is_number
 
 Rate: TypeAlias = Callable[[Any, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Linearised:
+    """A rate with its Jacobian; implicit schemes call the latter in place of automatic differentiation.
+
+    Attributes:
+        f: The rate.
+        jacobian: A function of the arguments of f. It returns df/du ``[*batch, d, d]``, or the pair of
+            df/du and df/dt ``[*batch, d]``.
+    """
+
+    f: Callable[..., Tensor]
+    jacobian: Callable[..., Any]
+
+    def __call__(self, t: Any, u: Tensor, *parameters: Tensor) -> Tensor:
+        """Return the rate."""
+        return self.f(t, u, *parameters)
+
+
+def masked(f: Callable[..., Tensor], where: Tensor) -> Callable[..., Tensor]:
+    """Return the rate f, with its Jacobian, where a mask ``[*batch, 1]`` is true, and 0 elsewhere."""
+    own = f.f if isinstance(f, Linearised) else f
+    rate = lambda t, u, *p: torch.where(where, own(t, u, *p), 0.0)
+    if not isinstance(f, Linearised):
+        return rate
+    given = f.jacobian
+
+    def jacobian(t: Any, u: Tensor, *p: Tensor) -> Any:
+        value = given(t, u, *p)
+        pair = isinstance(value, tuple | list)
+        matrix, *in_time = value if pair else (value,)
+        matrix = torch.where(where[..., None], matrix, 0.0)
+        return (matrix, *(torch.where(where, x, 0.0) for x in in_time)) if pair else matrix
+
+    return Linearised(rate, jacobian)
+
 
 _OTHER_TYPE = re.compile("same dtype|scalar type|Input type")  # how torch says that types differ
 

@@ -15,6 +15,7 @@ from attractor.core.dense import Segment, SteppedOutput
 from attractor.core.events import Event, differentiated_root
 from attractor.core.interpolant import coefficients
 from attractor.core.rates import Rate, call_rate
+from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.rounds import as_time, attempt, rate_calls
 from attractor.core.scheme import Scheme
 from attractor.core.step import with_parameters
@@ -38,7 +39,7 @@ def differentiated(
     u0: Tensor,
     k: Tensor,
     t_out: Tensor,
-    scheme: Scheme,
+    scheme: Scheme | Rosenbrock,
     rounds: list[Round],
     parameters: Tensor | None,
     compile: bool,

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from attractor.core.checks import is_number
-from attractor.core.rates import Rate, call_rate, weighted_sum
+from attractor.core.rates import Rate, call_rate, masked, weighted_sum
+from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.scheme import Scheme
 from attractor.core.step import with_parameters
 from attractor.core.trajectory import Status
@@ -175,7 +176,7 @@ class Rules(NamedTuple):
         shortest: Step size ``[]`` or ``[*batch, 1]`` below which a step has vanished at time 0.
     """
 
-    scheme: Scheme
+    scheme: Scheme | Rosenbrock
     control: Control
     rtol: float | Tensor
     atol: float | Tensor
@@ -274,7 +275,7 @@ class Rules(NamedTuple):
 
 def attempt(
     f: Rate,
-    scheme: Scheme,
+    scheme: Scheme | Rosenbrock,
     t: Tensor,
     h: Tensor,
     u: Tensor,
@@ -283,18 +284,18 @@ def attempt(
     parameters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Return the new state of a step, the rate there, and the stages; rates are 0 unless `moving`."""
-    rate = plain = with_parameters(f, parameters)
+    rate = with_parameters(f, parameters)
     if moving is not None:
-        rate = lambda t, u: torch.where(moving, plain(t, u), 0.0)
+        rate = masked(rate, moving)
     stages = scheme.stages(rate, t, u, h, first=first)
     new = u + h * weighted_sum(scheme._b, stages)
     last = stages[-1] if scheme.first_same_as_last else call_rate(rate, t + h, new)
     return new, last, stages
 
 
-def rate_calls(scheme: Scheme) -> int:
+def rate_calls(scheme: Scheme | Rosenbrock) -> int:
     """Return the number of rate calls of an attempt whose first stage is known."""
-    return len(scheme.b) - scheme.first_same_as_last
+    return len(scheme.b) - scheme.first_same_as_last + isinstance(scheme, Rosenbrock)
 
 
 def first_step(
@@ -304,7 +305,7 @@ def first_step(
     sign: float,
     u: Tensor,
     k: Tensor,
-    scheme: Scheme,
+    scheme: Scheme | Rosenbrock,
     control: Control,
 ) -> Tensor:
     """Estimate the size of the first step [*batch, 1] (Hairer, Norsett, Wanner I, II.4)."""

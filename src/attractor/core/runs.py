@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._higher_order_ops.while_loop import while_loop
 
 from attractor.core.compiling import components_first, vectorised
-from attractor.core.rates import Rate, moved
+from attractor.core.rates import Rate, masked, moved
 from attractor.core.splitting import Halves, Splitting
 from attractor.core.step import Correction, Step, with_parameters
 from attractor.core.tableaus import AnyScheme
@@ -142,7 +142,7 @@ def looped(
 
 def only_alive(alive: Tensor, f: Rate) -> Rate:
     """Return the rate where a trajectory is alive, and 0 elsewhere."""
-    return lambda t, u, *p: torch.where(alive[..., None], f(t, u, *p), 0.0)
+    return masked(f, alive[..., None])
 
 
 def corrected_step(

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from attractor.core.rates import Linearised
+
 Correction: TypeAlias = Callable[..., Tensor]
 
 
@@ -33,7 +35,11 @@ class Step(NamedTuple):
 
 def with_parameters(f: Callable[..., Tensor], parameters: Tensor | None) -> Callable[..., Tensor]:
     """The rate ``(t, u) -> du/dt`` of ``f(t, u, p)`` for the parameters p; f itself without them."""
-    return f if parameters is None else lambda t, u: f(t, u, parameters)
+    if parameters is None:
+        return f
+    if isinstance(f, Linearised):
+        return Linearised(with_parameters(f.f, parameters), with_parameters(f.jacobian, parameters))
+    return lambda t, u: f(t, u, parameters)
 
 
 @dataclass(frozen=True)

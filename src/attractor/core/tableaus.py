@@ -4,10 +4,11 @@ from difflib import get_close_matches
 from typing import TypeAlias
 
 from attractor.core.identity import Identity
+from attractor.core.rosenbrock import RODAS4, RODAS5P, Rosenbrock
 from attractor.core.scheme import Scheme
 from attractor.core.splitting import Splitting
 
-AnyScheme: TypeAlias = Scheme | Splitting | Identity
+AnyScheme: TypeAlias = Scheme | Rosenbrock | Splitting | Identity
 
 EULER = Scheme("euler", [[]], [1], [0], 1)
 
@@ -224,8 +225,9 @@ YOSHIDA4 = Splitting(
     order=4,
 )
 
-ALL: dict[str, Scheme | Splitting] = {
-    scheme.name: scheme for scheme in list(globals().values()) if isinstance(scheme, Scheme | Splitting)
+_OWN = [scheme for scheme in list(globals().values()) if isinstance(scheme, Scheme | Splitting)]
+ALL: dict[str, Scheme | Splitting | Rosenbrock] = {
+    scheme.name: scheme for scheme in (*_OWN, RODAS4, RODAS5P)
 }
 
 IDENTITY = Identity()  # not in ALL, because alone it solves nothing
@@ -236,7 +238,9 @@ def get_scheme(name: str | AnyScheme) -> AnyScheme:
     if isinstance(name, AnyScheme):
         return name
     if not isinstance(name, str):
-        raise TypeError(f"a scheme is a name, a Scheme or a Splitting, not a {type(name).__name__}")
+        raise TypeError(
+            f"a scheme is a name, a Scheme, a Rosenbrock or a Splitting, not a {type(name).__name__}"
+        )
     if name == IDENTITY.name:
         return IDENTITY
     if name not in ALL:

@@ -75,6 +75,26 @@ def defect(
     return max(abs(row @ weights(tree, 0) - one / density(tree)) for tree in trees(nodes))
 
 
+def rosenbrock_defect(nodes: int, b: Any, alpha: Any, beta: Any) -> float:
+    """Return by how much the order conditions of a Rosenbrock method with that many nodes are missed.
+
+    Hairer and Wanner II, IV.7: the conditions of Runge-Kutta methods, where a node with one child takes
+    ``beta = alpha + Gamma`` in place of alpha.
+
+    Args:
+        b, alpha, beta: Arrays ``[s]`` and ``[s, s]`` of the standard form.
+    """
+
+    @cache
+    def weights(tree: Tree) -> Any:
+        product = np.ones(len(b))
+        for child in tree:
+            product = product * ((beta if len(tree) == 1 else alpha) @ weights(child))
+        return product
+
+    return max(abs(float(b @ weights(tree)) - 1 / density(tree)) for tree in trees(nodes))
+
+
 def _matrix(rows: Sequence[Sequence[Number]], columns: int, exact: bool) -> Any:
     """The rows, which may end early, as a matrix with that many columns."""
     made = np.zeros((len(rows), columns), dtype=object if exact else float)

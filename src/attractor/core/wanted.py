@@ -7,6 +7,7 @@ from torch import Tensor
 
 from attractor.core.dense import Segment
 from attractor.core.interpolant import evaluate
+from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.rounds import as_time
 from attractor.core.scheme import Scheme
 from attractor.core.transforms import is_differentiated
@@ -91,7 +92,7 @@ class Output:
 
 
 def states_inside(
-    scheme: Scheme, u1: Tensor, segment: Segment | None, pairs: Pairs, theta: Tensor
+    scheme: Scheme | Rosenbrock, u1: Tensor, segment: Segment | None, pairs: Pairs, theta: Tensor
 ) -> Tensor:
     """Return the states ``[pairs, d]`` at theta ``[pairs, 1]`` of steps that end at u1 ``[*batch, d]``.
 
@@ -107,11 +108,11 @@ def states_inside(
     return torch.where(theta == 1, flat(u1), value)  # whether or not others are inside of their steps
 
 
-def needs_interpolant(scheme: Scheme, theta: Tensor) -> bool:
+def needs_interpolant(scheme: Scheme | Rosenbrock, theta: Tensor) -> bool:
     """Return whether states at theta need more than the ends of steps."""
     return not (_skips_ends(scheme, theta) and bool((theta == 1).all()))
 
 
-def _skips_ends(scheme: Scheme, theta: Tensor) -> bool:
+def _skips_ends(scheme: Scheme | Rosenbrock, theta: Tensor) -> bool:
     """Return whether ends of steps need no interpolant, which would cost rate calls."""
     return bool(scheme.extra_stages) and not is_differentiated(theta)

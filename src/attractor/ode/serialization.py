@@ -16,6 +16,7 @@ from torch import Tensor
 from attractor.core import Scheme, Splitting
 from attractor.core.identity import Identity
 from attractor.core.limits import parse_json
+from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.step import with_parameters
 from attractor.core.tableaus import IDENTITY, AnyScheme
 from attractor.ode import systems
@@ -146,9 +147,16 @@ def scheme_to_json(scheme: AnyScheme) -> dict[str, Any]:
     if isinstance(scheme, Splitting):
         parts = {k: [x.hex() for x in getattr(scheme, k)] for k in ("kick", "drift")}
         return {"splitting": scheme.name, **parts, "order": scheme.order}
+    if isinstance(scheme, Rosenbrock):
+        text = lambda row: None if row is None else [x.hex() for x in row]
+        rows = {key: [text(x) for x in getattr(scheme, key)] for key in ("a", "c", "dense_rows")}
+        return {
+            "rosenbrock": scheme.name, "gamma": scheme.gamma.hex(), **rows, "b": text(scheme.b),
+            "b_low": text(scheme.b_low), "order": scheme.order,
+        }  # fmt: skip
     # Coefficients that were floats are written as such, for their checks are not exact.
-    text = lambda x: str(x) if scheme.exact else float(x).hex()
-    listed = lambda row: None if row is None else [text(x) for x in row]
+    text_of = lambda x: str(x) if scheme.exact else float(x).hex()
+    listed = lambda row: None if row is None else [text_of(x) for x in row]
     return {
         "scheme": scheme.name,
         **{key: [listed(row) for row in getattr(scheme, key)] for key in ("a", "dense_rows", "dense_a")},
@@ -165,6 +173,12 @@ def scheme_from_json(saved: dict[str, Any]) -> AnyScheme:
     if "splitting" in saved:
         kick, drift = ([float.fromhex(x) for x in saved[k]] for k in ("kick", "drift"))
         return Splitting(saved["splitting"], kick, drift, saved["order"])
+    if "rosenbrock" in saved:
+        read = lambda row: [float.fromhex(x) for x in row]
+        a, c, dense_rows = ([read(row) for row in saved[key]] for key in ("a", "c", "dense_rows"))
+        gamma, b = float.fromhex(saved["gamma"]), read(saved["b"])
+        b_low = None if saved["b_low"] is None else read(saved["b_low"])
+        return Rosenbrock(saved["rosenbrock"], gamma, a, c, b, saved["order"], b_low, dense_rows)
     number = str if saved.get("exact", True) else float.fromhex
     row = lambda values: None if values is None else [number(x) for x in values]
     parts: dict[str, Any] = {key: row(saved[key]) for key in ("b", "c", "b_low", "dense")}

@@ -260,8 +260,9 @@ def a_step(m: Maker, scheme: Any) -> tuple[Any, ...]:
 
 
 for _kind, _names in (
-    ("Scheme", [n for n in NAMES if n not in ("leapfrog", "yoshida4")]),
+    ("Scheme", [n for n in NAMES if n not in ("leapfrog", "yoshida4", "rodas4", "rodas5p")]),
     ("Splitting", ["leapfrog", "yoshida4"]),
+    ("Rosenbrock", ["rodas4", "rodas5p"]),
 ):
 
     @target(f"attractor.{_kind}.slope")
@@ -278,11 +279,32 @@ for _kind, _names in (
         return calling(scheme.check_rate, f, t, u, layouts=False)
 
 
-@target("attractor.Scheme.stages")
-def _stages(m: Maker) -> Call:
-    scheme: Any = at.get_scheme(m.pick(["rk4", "dopri5", "euler"]))
-    f, t, u, dt = a_step(m, scheme)
-    return calling(scheme.stages, f, t, u, dt, finite=False, tolerance=1e-3)
+for _kind, _names in (("Scheme", ["rk4", "dopri5", "euler"]), ("Rosenbrock", ["rodas4", "rodas5p"])):
+
+    @target(f"attractor.{_kind}.stages")
+    def _stages(m: Maker, names: list[str] = _names) -> Call:
+        scheme: Any = at.get_scheme(m.pick(names))
+        f, t, u, dt = a_step(m, scheme)
+        return calling(scheme.stages, f, t, u, dt, finite=False, tolerance=1e-3)
+
+
+@target("attractor.Rosenbrock")
+def _rosenbrock(m: Maker) -> Call:
+    like: Any = at.get_scheme(m.pick(["rodas4", "rodas5p"]))
+    keys = ("name", "gamma", "a", "c", "b", "order", "b_low", "dense_rows")
+    options: dict[str, Any] = {key: getattr(like, key) for key in keys}
+    for key in keys:
+        if m.chance(15):
+            options[key] = {
+                "name": m.pick(("mine", "", None, 3)),
+                "order": m.whole(1, 6),
+                "gamma": m.pick((0, -1, None, "1/4", math.nan, math.inf, [1])),
+            }.get(key) or [coefficient(m) for _ in range(m.whole_number(0, 4))]
+    if m.chance(30):
+        options["a"] = [[coefficient(m) for _ in range(i)] for i in range(m.whole_number(0, 4))]
+    if m.chance(10):
+        options[m.pick(["a", "c", "b"])] = m.pick((None, 3, "rodas4", [None], [[[]]], {}))
+    return calling(at.Rosenbrock, finite=False, **options)
 
 
 @target("attractor.get_scheme")

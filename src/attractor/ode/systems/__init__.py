@@ -17,9 +17,12 @@ tensor([ 0., -4.])
 from attractor.ode.systems.elastic_pendulum import ElasticPendulum
 from attractor.ode.systems.harmonic_oscillator import HarmonicOscillator
 from attractor.ode.systems.henon_heiles import HenonHeiles
+from attractor.ode.systems.hires import HIRES
 from attractor.ode.systems.logistic import Logistic
 from attractor.ode.systems.lorenz import Lorenz
+from attractor.ode.systems.oregonator import Oregonator
 from attractor.ode.systems.pendulum_chain import PendulumChain
+from attractor.ode.systems.pollution import Pollution
 from attractor.ode.systems.robertson import Robertson
 from attractor.ode.systems.spring_mass import SpringMass
 from attractor.ode.systems.system import System
@@ -27,12 +30,15 @@ from attractor.ode.systems.three_body import ThreeBody
 from attractor.ode.systems.van_der_pol import VanDerPol
 
 __all__ = [
+    "HIRES",
     "ElasticPendulum",
     "HarmonicOscillator",
     "HenonHeiles",
     "Logistic",
     "Lorenz",
+    "Oregonator",
     "PendulumChain",
+    "Pollution",
     "Robertson",
     "SpringMass",
     "System",

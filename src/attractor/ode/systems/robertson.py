@@ -1,7 +1,7 @@
 """Robertson's chemical kinetics: the classical stiff problem."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,8 +14,15 @@ class Robertson:
     """Three concentrations with rates 0.04, 1e4 and 3e7; their sum is conserved (`energy`).
 
     Explicit schemes need steps of about 1e-3 to 1e-4 however smooth the solution: a stress problem.
-    Initial states have the first substance between 1/2 and 1 and the rest in the third.
+    Initial states have the first substance between 1/2 and 1 and the rest in the third. `REFERENCE` is
+    the published state at the time `END`, from `START` at time 0 (Test Set for IVP Solvers).
     """
+
+    START: ClassVar[tuple[float, ...]] = (1.0, 0.0, 0.0)
+    END: ClassVar[float] = 1e11
+    REFERENCE: ClassVar[tuple[float, ...]] = (
+        0.2083340149701255e-7, 0.8333360770334713e-13, 0.9999999791665050,
+    )  # fmt: skip
 
     @property
     def dim(self) -> int:
