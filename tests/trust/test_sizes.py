@@ -49,7 +49,7 @@ def test_a_coefficient_of_a_scheme_is_bounded(solver, coefficient):
     config["scheme"]["a"][1][0] = coefficient
     path.write_text(json.dumps(config))
     sealed(solver)
-    with pytest.raises(at.CheckpointError, match=r"the coefficient '1.* is too long; at most 400"):
+    with pytest.raises(at.CheckpointError, match=r"the (coefficient|text) '1.* at most 400"):
         HybridSolver.load(solver)
 
 
@@ -79,7 +79,11 @@ def test_a_manifest_that_claims_many_shards(tmp_path):
     data = make_trajectories(
         at.systems.Lorenz(), tmp_path, trajectories=2, dt=0.1, horizon=0.2, fine_dt=0.1, shard_size=1
     )
-    for trajectories, told in ((10**7, "10,000,000 files"), (10**400, "files"), (90_000, "lacks 89998")):
+    for trajectories, told in (
+        (10**7, "10,000,000 files"),
+        (10**400, "of more than 300 digits"),
+        (90_000, "lacks 89998"),
+    ):
         manifest = {**data.manifest, "plan": {**data.manifest["plan"], "trajectories": trajectories}}
         (tmp_path / "manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(at.CheckpointError, match=told):

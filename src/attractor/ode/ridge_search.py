@@ -9,18 +9,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from attractor.core.schema import Schema, flag, number, pair, record, text, text_number
 from attractor.ode.closed_form import ClosedForm
-from attractor.ode.corrections import get_correction
+from attractor.ode.corrections import BY_NAME, get_correction
 from attractor.ode.pairs import Pairs
 from attractor.ode.rollouts import Rollouts
 from attractor.ode.serialization import history_from_json
 from attractor.ode.unfinished import Unfinished
 from attractor.train import checkpoint
-from attractor.train.checkpoint import CheckpointError
 from attractor.train.generators import forked
+from attractor.train.tensors import JSON, described
 
 SCALES = (0.25, 0.15, 0.4, 0.08, 0.7)  # of the random first layer, for standardised inputs
 ADAM_ROUNDS = 5  # the last layer is solved, and rollouts are judged, after each
+
+OPTIONS = {"state": flag, "stages": number(1, whole=True)}
+KEPT: dict[str, Schema] = {  # what is kept of a search beside tensors
+    "done": number(1, whole=True),
+    "best": record(
+        {
+            "rollout": text_number(0, math.inf), "scale": number(0),
+            "kind": pair(text(choices=BY_NAME), record({}, OPTIONS)),
+        }
+    ),
+    "history": text(JSON),
+}  # fmt: skip
 
 Kind = tuple[str, dict[str, Any]]  # name of a correction, and its own options
 
@@ -132,17 +145,18 @@ class RidgeSearch:
 
     def _load(self) -> None:
         """Continue where the search was interrupted."""
-        saved = self.unfinished.load()
+        saved = self.unfinished.load(KEPT)
         if saved is None:
             return
         tensors, config = saved
-        try:
-            best, (name, own) = config["best"], config["best"]["kind"]
-            self.generator.set_state(tensors.pop("generator"))
-            self.history, self.done = history_from_json(config["history"]), config["done"]
+        best, (name, own) = config["best"], config["best"]["kind"]
+        with described("the unfinished fit", "a search"):
+            if "generator" not in tensors:
+                raise ValueError("it has no state of the generator")
             model = self._make((name, own))
-            weights = {k.removeprefix("best."): v for k, v in tensors.items()}
+            weights = {k.removeprefix("best."): v for k, v in tensors.items() if k != "generator"}
             checkpoint.fill(model, weights, "the unfinished fit")
-            self.best = Best(float.fromhex(best["rollout"]), model, best["scale"], (name, own))
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"the unfinished fit cannot be continued: {error}") from None
+            self.generator.set_state(tensors["generator"])
+        self.history = history_from_json(config["history"], "the unfinished fit")
+        self.done = config["done"]
+        self.best = Best(float.fromhex(best["rollout"]), model, best["scale"], (name, own))

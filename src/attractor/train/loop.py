@@ -443,7 +443,7 @@ class _Training:
         if all(len(rows) == world for rows in begun.random.values()):  # else the epoch's seed will do
             try:
                 generators.restore({k: v[rank] for k, v in begun.random.items()}, self.place.device)
-            except (RuntimeError, TypeError, ValueError) as error:
+            except (OverflowError, RuntimeError, TypeError, ValueError) as error:
                 raise CheckpointError(
                     f"the checkpoint's random numbers cannot be used: {error}"
                 ) from None

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from attractor.core.schema import check, mapping, plain, record, text
 from attractor.core.shelf import Shelf
 from attractor.residual import resnet
 from attractor.train import checkpoint
@@ -26,6 +27,7 @@ KIND = "network"
 HOME = Path(__file__).parent
 _SHELF = Shelf(HOME, "pretrained network")
 _MAKERS = {"resnet_cifar": resnet.resnet_cifar}
+_SCHEMA = record({"network": text(choices=_MAKERS), "options": mapping(plain)})
 
 
 def names() -> list[str]:
@@ -47,8 +49,7 @@ def load(name: str) -> resnet.ResNet:
     """The trained network of that name, in evaluation mode."""
     place = folder(name)
     tensors, config = checkpoint.load(place, KIND)
-    if config.get("network") not in _MAKERS:
-        raise CheckpointError(f"{place} holds {config.get('network')!r}, which is not known here")
+    check(config, _SCHEMA, place, CheckpointError)
     with torch.random.fork_rng(devices=[]):  # its first weights are thrown away
         net = _MAKERS[config["network"]](**config["options"])
     checkpoint.fill(net, checkpoint.completed(net, tensors), place)
