@@ -214,3 +214,12 @@ def test_the_table_of_solve_is_as_it_was(tmp_path):
     solved = solver.solve(states, 0.2)
     order = [(k, i) for k in range(2) for i in range(3)]
     assert rows == [[k, solved.t[i].item(), *solved.u[i, k].tolist()] for k, i in order]
+
+
+def test_tune_estimates_its_reference():
+    with pytest.raises(
+        ValueError, match=r"horizon = 300000: the reference .* would take about .* use a"
+    ):
+        at.tune(
+            at.systems.HarmonicOscillator(), error=1e-4, horizon=3e5, batch=10, compile=False, budget=1.0
+        )
