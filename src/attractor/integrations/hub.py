@@ -33,7 +33,7 @@ from attractor.core import schema
 from attractor.core.checks import check_choice
 from attractor.core.files import check_source
 from attractor.core.limits import read_json
-from attractor.train import checkpoint
+from attractor.train import checkpoint, generators
 from attractor.train.tensors import CheckpointError, read_tensors, write_tensors
 
 __all__ = ["NETWORKS", "fetched", "load", "network", "push"]
@@ -203,7 +203,7 @@ def _class() -> Any:
             with torch.device("meta"):
                 shell = _in_precision_of(tensors, cls(network, options).net)
             checkpoint.check(shell, checkpoint.completed(shell, tensors), file)
-            with torch.random.fork_rng(devices=[]):  # its first weights are thrown away
+            with generators.own():  # its first weights are not kept
                 model = cls(network, options)
             net = _in_precision_of(tensors, model.net)
             checkpoint.fill(net, checkpoint.completed(net, tensors), file)

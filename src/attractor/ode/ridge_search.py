@@ -16,8 +16,7 @@ from attractor.ode.pairs import Pairs
 from attractor.ode.rollouts import Rollouts
 from attractor.ode.serialization import history_from_json
 from attractor.ode.unfinished import Unfinished
-from attractor.train import checkpoint
-from attractor.train.generators import forked
+from attractor.train import checkpoint, generators
 from attractor.train.tensors import JSON, described
 
 SCALES = (0.25, 0.15, 0.4, 0.08, 0.7)  # of the random first layer, for standardised inputs
@@ -128,7 +127,7 @@ class RidgeSearch:
         (name, own), like = kind, self.pairs.u
         correction = get_correction(name)
         options = {**correction.fit_defaults, **self.options, **own}
-        with forked(like.device):  # the weights that are drawn here are not kept
+        with generators.own():  # the weights that are drawn here are not kept
             return correction(like.shape[-1], **options, dtype=torch.float64, device=like.device)
 
     def _save(self, last: bool = False) -> None:

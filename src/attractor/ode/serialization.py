@@ -35,7 +35,7 @@ from attractor.core.tableau_checks import LONGEST, MOST_STAGES
 from attractor.core.tableaus import IDENTITY, AnyScheme
 from attractor.ode import systems
 from attractor.ode.trust import TrustRegion
-from attractor.train import checkpoint
+from attractor.train import checkpoint, generators
 from attractor.train.checkpoint import CheckpointError
 from attractor.train.tensors import described
 
@@ -243,7 +243,7 @@ def module_from_tensors(
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float64
     shell = make(dtype=dtype, device="meta")
     checkpoint.check(shell, checkpoint.completed(shell, own), folder)  # before memory is taken
-    with torch.random.fork_rng(devices=[]):  # its first weights are thrown away
+    with generators.own():  # its first weights are not kept
         module = make(dtype=dtype)
     checkpoint.fill(module, checkpoint.completed(module, own), folder)
     return module

@@ -13,12 +13,10 @@ torch.Size([1, 10])
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from attractor.core.schema import check, mapping, plain, record, text
 from attractor.core.shelf import Shelf
 from attractor.residual import resnet
-from attractor.train import checkpoint
+from attractor.train import checkpoint, generators
 from attractor.train.checkpoint import CheckpointError
 
 __all__ = ["card", "folder", "load", "names", "save"]
@@ -50,7 +48,7 @@ def load(name: str) -> resnet.ResNet:
     place = folder(name)
     tensors, config = checkpoint.load(place, KIND)
     check(config, _SCHEMA, place, CheckpointError)
-    with torch.random.fork_rng(devices=[]):  # its first weights are thrown away
+    with generators.own():  # its first weights are not kept
         net = _MAKERS[config["network"]](**config["options"])
     checkpoint.fill(net, checkpoint.completed(net, tensors), place)
     return net.eval()
