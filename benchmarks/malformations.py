@@ -627,7 +627,8 @@ def malform(folder: Path, draw: random.Random) -> str:
     else:
         text, how = malformed(path.read_text(), draw)
         path.write_bytes(text.encode("utf8", "surrogatepass"))
-        if path.name == MANIFEST and (path.parent / TENSORS).exists() and draw.random() < 0.9:
+        undone = "twice" in how or "'own'" in how  # a seal would undo these
+        if path.name == MANIFEST and (path.parent / TENSORS).exists() and not undone:
             with contextlib.suppress(Exception):  # what has no hashes cannot be sealed
                 seal_manifest(path)
     if path.name != MANIFEST and (path.parent / MANIFEST).exists() and (path.parent / TENSORS).exists():

@@ -179,6 +179,24 @@ def test_weights_that_are_not_finite_are_refused(solver, number):
         at.HybridSolver.load(solver)
 
 
+@pytest.mark.parametrize(
+    ("name", "number", "fault"),
+    [
+        ("deviation", 0.0, "the deviations and the limit of its trust region must be above 0"),
+        ("deviation", -math.inf, "deviation has 4 numbers that are NaN or infinite"),
+        ("limit", -1.0, "the deviations and the limit of its trust region must be above 0"),
+        ("accuracy", math.inf, "accuracy has 4 numbers that are NaN or infinite"),
+    ],
+)
+def test_a_trust_region_that_would_trust_everything_is_refused(tmp_path, name, number, fault):
+    malformations.FORMATS["solver: slope"].make(tmp_path / "solver")
+    tensors, config = checkpoint.load(tmp_path / "solver", "hybrid solver")
+    tensors[f"trust.{name}"].fill_(number)
+    checkpoint.save(tmp_path / "solver", "hybrid solver", tensors, config)
+    with pytest.raises(at.CheckpointError, match=fault):
+        at.HybridSolver.load(tmp_path / "solver")
+
+
 def test_a_rate_and_a_correction_of_different_dimensions_are_refused(solver):
     change(solver, rate={"system": "Lorenz", "options": {}})
     with pytest.raises(at.CheckpointError, match=r"of 4 components, and those of Lorenz.* have 3"):

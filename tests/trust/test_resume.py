@@ -213,6 +213,7 @@ def test_the_callers_random_numbers_are_left_alone():
         (lambda t, c: t.update(more=torch.zeros(1)), "it also has more"),
         (lambda t, c: t["model.0.weight"].fill_(torch.nan), "0.weight has .* numbers that are NaN"),
         (lambda t, c: t["optimiser.0.momentum_buffer"].fill_(torch.nan), "has .* numbers that are NaN"),
+        (lambda t, c: t.update({k: t[k].double() for k in t if "momentum" in k}), "is float64 .*, not float32"),
         (lambda t, c: t.update(log=torch.tensor([91] * 9000, dtype=torch.uint8)), "the log has more than 64 levels"),
         (lambda t, c: c["begun"].update(step=3), r"begun.sums is .*, not .* \[3, "),
         (lambda t, c: c["begun"].update(more=3), "begun has the key 'more'; it may have step, rate"),

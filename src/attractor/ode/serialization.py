@@ -33,6 +33,7 @@ from attractor.core.schema import (
 from attractor.core.step import with_parameters
 from attractor.core.tableau_checks import LONGEST, MOST_STAGES
 from attractor.core.tableaus import IDENTITY, AnyScheme
+from attractor.core.tensor_specs import TensorSpec, check_tensors
 from attractor.ode import systems
 from attractor.ode.trust import TrustRegion
 from attractor.train import checkpoint, generators
@@ -243,6 +244,8 @@ def module_from_tensors(
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float64
     shell = make(dtype=dtype, device="meta")
     checkpoint.check(shell, checkpoint.completed(shell, own), folder)  # before memory is taken
+    finite = {name: TensorSpec(tuple(x.shape), (x.dtype,)) for name, x in own.items()}
+    check_tensors(own, finite, folder, CheckpointError)  # buffers as well
     with generators.own():  # its first weights are not kept
         module = make(dtype=dtype)
     checkpoint.fill(module, checkpoint.completed(module, own), folder)

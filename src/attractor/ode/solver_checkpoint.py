@@ -126,6 +126,8 @@ def from_checkpoint(
         make = partial(corrections.get_correction(options.pop("name")), **options)
         region = partial(TrustRegion, dim, options.get("parameters", 0))
         trust = filled(region, prefix="trust.") if config["trust"] else None
+        if trust is not None and not bool((trust.deviation > 0).all() & (trust.limit > 0)):
+            raise ValueError("the deviations and the limit of its trust region must be above 0")
         correction = filled(make, prefix="correction.")
         correction.requires_grad_(False)  # as fit returns it
         scheme = serialization.scheme_from_json(config["scheme"])

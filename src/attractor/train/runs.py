@@ -441,7 +441,7 @@ def _restore(
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
     rates = [group["lr"] for group in optimiser.param_groups]
     specs = {
-        f"{i}.{key}": TensorSpec(() if key == "step" else tuple(p.shape), (*FLOATS, p.dtype))
+        f"{i}.{key}": TensorSpec((), FLOATS) if key == "step" else TensorSpec(tuple(p.shape), (p.dtype,))
         for i, p in enumerate(parameters)
         for key in STATES[recipe.optimiser]
     }
