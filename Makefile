@@ -74,6 +74,7 @@ results: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.theory
 	$(BIN)/python -m benchmarks.interrupted
 	$(BIN)/python -m benchmarks.damage
+	$(BIN)/python -m benchmarks.malformations
 	$(BIN)/python -m benchmarks.scale
 	$(BIN)/python -m benchmarks.cluster
 	$(BIN)/python -m benchmarks.compare

@@ -111,8 +111,8 @@ def checks(device: str = "cpu", compile: bool = False) -> list[tuple[str, Callab
         return "one of three lost, two untouched"
 
     def attention() -> str:
-        torch.manual_seed(0)
-        q, k, v = (torch.randn(1, 2, 100, 16, device=device) for _ in range(3))
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = torch.randn(3, 1, 2, 100, 16, generator=generator).to(device)
         methods = ("stepped", "dense")
         fast, whole = (
             pde_attention(q, k, v, is_causal=True, pde="diffusion", method=m) for m in methods

@@ -259,6 +259,7 @@ def _defaults(make: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _load(model: nn.Module, path: Path) -> None:
+    from attractor.core.tensor_specs import NO_NAN, TensorSpec
     from attractor.train.runs import WEIGHTS
     from attractor.train.tensors import CheckpointError, read_tensors
 
@@ -272,7 +273,15 @@ def _load(model: nn.Module, path: Path) -> None:
     if not path.is_file():
         raise ValueError(f"there is no file {path}; --weights takes a .safetensors file")
     try:
-        model.load_state_dict(read_tensors(path))
+        tensors = read_tensors(path)
+        wrong = [
+            name
+            for name, x in tensors.items()
+            if TensorSpec(tuple(x.shape), (x.dtype,), NO_NAN).mismatch(x, {})
+        ]
+        if wrong:
+            raise CheckpointError(f"{wrong[0]} has numbers that are NaN")
+        model.load_state_dict(tensors)
     except (CheckpointError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:400]
         raise ValueError(f"the weights of {path} do not fit {type(model).__name__}: {reason}") from None

@@ -203,7 +203,7 @@ def test_weights_and_names_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(at.CheckpointError):
         hub.load(tmp_path)
     config.write_text(text.replace("resnet_cifar", "system"))
-    with pytest.raises(ValueError, match="network 'system' is not one of resnet_cifar"):
+    with pytest.raises(ValueError, match="network is the text 'system'; it must be one of resnet_cifar"):
         hub.load(tmp_path)
     with pytest.raises(TypeError, match="gate is a type, which a configuration cannot hold"):
         hub.network("resnet_cifar", gate=at.gates.SE)
@@ -216,7 +216,9 @@ def test_weights_and_names_that_do_not_fit_are_refused(tmp_path):
         ('"width": 2', '"width": 1000000000000', "width = 1000000000000 is more than was saved"),
         ('"depth": 11', '"depth": "eleven"', "holds no network of attractor"),
         ('"depth"', '"colour"', "holds no network of attractor"),
-        ('"network"', '"name"', "does not name a network"),
+        ('"network"', '"name"', "config.json: the content lacks 'network'"),
+        ('"width": 2', '"width": 2, "device": "cuda"', "options has the key 'device'"),
+        ('"width": 2', '"width": 2, "width": 2', "has the key 'width' twice"),
         ("{", "[", "holds no network of attractor"),
     ],
 )

@@ -204,7 +204,9 @@ def test_no_verdict_on_seeds_of_different_data(tmp_path):
 def test_a_file_that_is_no_result_is_named(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "cpu.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"other/cpu.json is no file of results \(KeyError"):
+    with pytest.raises(
+        ValueError, match=r"other/cpu.json is no file of results: the content lacks 'experiment'"
+    ):
         load(EXAMPLE, "cpu", tmp_path)
 
 

@@ -139,7 +139,7 @@ def test_another_kind_of_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="holds a solver, not a stiffness profile"):
         StiffnessProfile.load(tmp_path / "a")
     checkpoint.save(tmp_path / "b", "stiffness profile", {"one": torch.ones(1, 1)}, {"names": ["a"]})
-    with pytest.raises(CheckpointError, match="is no whole profile"):
+    with pytest.raises(CheckpointError, match="the content lacks 'model'; it must have names, model"):
         StiffnessProfile.load(tmp_path / "b")
 
 

@@ -161,13 +161,19 @@ def test_filling_names_what_is_wrong_and_changes_nothing():
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"width": 10**12}, "width = 1000000000000 is more than was saved with it"),
+        (
+            {"width": 10**12},
+            "correction.width is 1000000000000; it must be a whole number of at least 0",
+        ),
+        ({"width": 10**9}, "width = 1000000000 is more than was saved with it"),
         ({"depth": 10**6}, "depth = 1000000 is more than was saved with it"),
         ({"width": 32}, "is of another model than this AttNS"),
         ({"dim": 5}, "is of another model than this AttNS"),
-        ({"name": "none"}, "no correction is called 'none'"),
-        ({"width": "64"}, "does not describe a hybrid solver"),
-        ({"body": "os.system"}, "not one of mlp, lstm, transformer"),
+        ({"name": "none"}, "correction.name is the text 'none'; it must be one of attns"),
+        ({"width": "64"}, "correction.width is the text '64'; it must be a whole number"),
+        ({"device": "cuda"}, "correction has the key 'device'; it may have"),
+        ({"parameters": 3}, "is of another model than this AttNS"),
+        ({"body": "os.system"}, "it must be one of mlp, lstm, transformer"),
     ],
 )
 def test_a_solver_whose_description_lies(tmp_path, change, told):

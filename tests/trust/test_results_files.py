@@ -28,14 +28,18 @@ def results(tmp_path):
 
 
 BAD = [
-    ({"digest": 7}, "its 'digest' is of type int"),
+    ({"digest": 7}, "digest is 7; it must be a text"),
     ({"metrics": {}}, "its metrics lack 'value'"),
-    ({"metrics": {"value": "1"}}, "its metric 'value' is of type str"),
-    ({"metrics": {"value": True}}, "its metric 'value' is of type bool"),
-    ({"seconds": "long"}, "its 'seconds' is of type str"),
-    ({"device": ["cpu"]}, "its 'device' is of type list"),
-    ({"device": "x" * 201}, "its 'device' has 201 characters, and at most 200 are read"),
-    ({"curves": [1]}, "its 'curves' is of type list"),
+    (
+        {"metrics": {"value": "1"}},
+        "metrics.value is the text '1'; it must be a number, or it must be null",
+    ),
+    ({"metrics": {"value": True}}, "metrics.value is true; it must be a number"),
+    ({"seconds": "long"}, "seconds is the text 'long'; it must be a number"),
+    ({"seconds": -1}, "seconds is -1; it must be a number of at least 0"),
+    ({"device": ["cpu"]}, "device is a list of 1 items; it must be a text"),
+    ({"device": "x" * 201}, "of 201 characters; it must be a text of at most 200 characters"),
+    ({"curves": [1]}, "curves is a list of 1 items; it must be an object"),
 ]
 
 
@@ -54,7 +58,7 @@ def test_merge_validates_before_it_writes(tmp_path, results, entries, message):
 @pytest.mark.parametrize("entry", ["digest", "metrics", "seconds", "device"])
 def test_a_damaged_run_is_not_merged_and_does_not_break_its_folder(tmp_path, results, entry):
     bad = damaged(results(), entry)
-    with pytest.raises(ValueError, match=f"it has no '{entry}'"):
+    with pytest.raises(ValueError, match=f"the content lacks '{entry}'"):
         merge(EXAMPLE, "cpu", tmp_path / "here", [bad])
     assert load(EXAMPLE, "cpu", tmp_path / "there").missing() == [("b", 2)]
     assert not run(EXAMPLE, "cpu", folder=tmp_path / "there").missing()  # it is made again
@@ -69,7 +73,7 @@ def damaged(path, entry):
 
 
 def test_runs_that_are_there_have_no_fault():
-    assert fault([]) == "it is not a JSON object"
+    assert fault([]).startswith("the content is a list of 0 items; it must be an object")
     run = {"digest": "x", "metrics": {"a": 1, "b": None}, "seconds": 1.0, "device": "cpu"}
     assert fault(run, "a") is None
 

@@ -14,7 +14,6 @@ Weights are random. Times are medians over rounds in which both implementations 
 """
 
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from attractor.core.limits import read_json
 
 KINDS = (
     "train", "checkpointed", "padded", "packed", "compiled", "dropout", "generate", "left_padded",
@@ -73,7 +74,7 @@ def config_of(name: str, **changes: Any) -> Any:
             raise ValueError(
                 f"{name!r} is neither a file, nor a folder with config.json, nor {' or '.join(NAMES)}"
             )
-        values = json.loads(path.read_text())
+        values = read_json(path, link=True)
     if not isinstance(values, dict) or "model_type" not in values:
         raise ValueError(f"{name} holds no model_type, so it is no configuration of transformers")
     values |= changes

@@ -36,6 +36,7 @@ from attractor.cli.terminal import (
 from attractor.core import Status
 from attractor.core.files import write_json, write_parts
 from attractor.core.limits import read_json
+from attractor.core.schema import check, number, plain, record
 from attractor.ode import HybridSolver, Paper, make_trajectories, pretrained
 from attractor.ode import fit as fit_solver
 from attractor.ode.compare import SCHEMES
@@ -492,6 +493,9 @@ def _find(
     return found
 
 
+HORIZON = record({"horizon": number(5e-324)}, others=plain)  # of the file fit.json
+
+
 def _load(
     name: str, rate: str | None, device: str, parameters: str | None = None, values: Any = None
 ) -> tuple[HybridSolver, equations.Equation]:
@@ -505,8 +509,10 @@ def _load(
         found = equations.Equation(name, loaded.rate, horizon=equations.find(name).horizon)
     fitted = folder.parent / "fit.json"
     if fitted.is_file():  # as far as it was fitted, unless something else is asked for
-        with suppress(ValueError, KeyError, TypeError):
-            found = replace(found, horizon=float(read_json(fitted)["horizon"]))
+        with suppress(ValueError):
+            content = read_json(fitted)
+            check(content, HORIZON, fitted)
+            found = replace(found, horizon=float(content["horizon"]))
     return loaded, found
 
 

@@ -22,18 +22,22 @@ STEP_BYTES = 64  # bytes per step for its time and its size, as tensors and as n
 UNCHECKED = 2**28  # bytes; smaller arrays are not checked, so that short calls stay fast
 
 
-def parse_json(raw: bytes | str, source: Path | str) -> Any:
+def parse_json(raw: bytes | str, source: Path | str, *, constants: bool = False) -> Any:
     """Return the content of a JSON document.
 
     Args:
         source: File or argument that holds it, for the message.
+        constants: Whether NaN, Infinity and -Infinity are read, which JSON does not have.
 
     Raises:
-        ValueError: It is not JSON, or is nested more than `DEEPEST_JSON` levels deep.
+        ValueError: It is not JSON, an object has a key twice, or it is nested more than `DEEPEST_JSON`
+            levels deep.
     """
     deep = f"{source} has more than {DEEPEST_JSON} levels of nested JSON; write it with fewer levels"
     try:
-        content = json.loads(raw)
+        content = json.loads(
+            raw, object_pairs_hook=_without_duplicates, parse_constant=float if constants else _refused
+        )
     except RecursionError:
         raise ValueError(deep) from None
     except ValueError as error:
@@ -157,6 +161,19 @@ def _table(path: Path | str) -> dict[str, int]:
     """Return the names and numbers of a file in /proc or /sys."""
     rows = [line.split() for line in Path(path).read_text().splitlines()]
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in content if keys.count(key) > 1)
+        raise ValueError(f"an object has the key {twice[:40]!r} twice")
+    return content
+
+
+def _refused(constant: str) -> Any:
+    raise ValueError(f"{constant} is no number of JSON")
 
 
 def _children(value: Any) -> Iterable[Any]:

@@ -29,10 +29,11 @@ from torch import Tensor, nn
 
 from attractor import attention, residual
 from attractor.attention import pdes
+from attractor.core import schema
 from attractor.core.checks import check_choice
 from attractor.core.files import check_source
 from attractor.core.limits import read_json
-from attractor.train import checkpoint
+from attractor.train import checkpoint, generators
 from attractor.train.tensors import CheckpointError, read_tensors, write_tensors
 
 __all__ = ["NETWORKS", "fetched", "load", "network", "push"]
@@ -45,6 +46,18 @@ EQUATIONS = {cls.__name__: cls for cls in pdes.BY_NAME.values()}
 PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LARGEST_CONFIG = 2**20  # bytes
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+ELSEWHERE = ("weights", "device", "dtype")  # options that are no part of a configuration
+
+
+def _options(value: Any, path: str) -> None:
+    """Match the options of a network; see `attractor.core.schema`."""
+    schema.mapping(schema.plain)(value, path)
+    for name in set(ELSEWHERE) & set(value):
+        allowed = f"{', '.join(ELSEWHERE)} are no options of a saved network"
+        raise schema.MismatchError(path, f"has the key {name!r}", allowed)
+
+
+NETWORK = schema.record({"network": schema.text(choices=NETWORKS), "options": _options})
 NOT_FETCHED = "is no folder here, and could not be fetched from the hub"
 
 
@@ -54,12 +67,14 @@ def network(name: str, **options: Any) -> Any:
     Args:
         name: one of `NETWORKS`.
         options: its arguments: what JSON can hold, and equations of `attractor.pdes`. ``weights=``
-            fills it, and is not part of its configuration; a gate then starts at exactly 1.
+            fills it; a gate then starts at exactly 1. ``device=`` and ``dtype=`` say where it is. These
+            three are not part of its configuration.
     """
     weights = options.pop("weights", None)
+    place = {name: options.pop(name) for name in ELSEWHERE if name in options}
     if weights is not None and "gate" in options:
         options["gate_options"] = {"identity": True, **(options.get("gate_options") or {})}
-    made = _class()(name, _to_json(options))
+    made = _class()(name, _to_json(options)).to(**place)
     if weights is not None:
         made.net.load_state_dict(NETWORKS[name](weights=weights, **options).state_dict())
     return made
@@ -178,15 +193,17 @@ def _class() -> Any:
             **place: Any,
         ) -> Any:
             """The mixin's, but no module is made before the weights are known to be its own."""
-            if network is None or not isinstance(options, dict):
-                raise CheckpointError(f"{model_id}: config.json does not name a network and its options")
+            if network is None:  # there is no config.json
+                raise CheckpointError(f"{model_id}: {CONFIG} does not name a network and its options")
+            config = {"network": network, "options": options}
+            schema.check(config, NETWORK, f"{model_id}/{CONFIG}", CheckpointError)
             file = _weights(model_id, place)
             tensors = read_tensors(file)
             checkpoint.check_sizes(options, tensors, file, allowed=1_000_000)  # of tokens, say
             with torch.device("meta"):
                 shell = _in_precision_of(tensors, cls(network, options).net)
             checkpoint.check(shell, checkpoint.completed(shell, tensors), file)
-            with torch.random.fork_rng(devices=[]):  # its first weights are thrown away
+            with generators.own():  # its first weights are not kept
                 model = cls(network, options)
             net = _in_precision_of(tensors, model.net)
             checkpoint.fill(net, checkpoint.completed(net, tensors), file)
@@ -225,7 +242,7 @@ def _check_config(name: str, options: Mapping[str, Any]) -> None:
             return  # the mixin reports it
     if place.exists():
         try:
-            read_json(place, LARGEST_CONFIG, link=True)
+            schema.check(read_json(place, LARGEST_CONFIG, link=True), NETWORK, CONFIG)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{name} holds no network of attractor: {error}") from None
 
@@ -275,10 +292,6 @@ def _to_json(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_json(options: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(options, dict) or "weights" in options:  # a path or an address of somebody's
-        raise CheckpointError(
-            f"options {options!r} are not those of a network; weights come beside them"
-        )
     found = {}
     for name, value in options.items():
         if isinstance(value, dict) and value.get("equation") in EQUATIONS:

@@ -13,11 +13,25 @@ import torch
 from torch import Tensor, nn
 
 from attractor.attention import kernels, pde_attention
-from attractor.attention.pdes import PDE, LearnedPDE, get_pde
+from attractor.attention.pdes import BY_NAME, PDE, LearnedPDE, get_pde
 from attractor.attention.pdes.evolution import Evolution
+from attractor.attention.validation import WALLS
+from attractor.core import schema
+from attractor.train.tensors import CheckpointError, described
 
 SETTING = "pde_attention"  # the entry of a model's config that says what add_pde added
 VERSION = 2  # of that entry; version 1 has no number, and its coefficients were saved as logits
+NUMBERS = schema.any_of(schema.number(), schema.flag, schema.listing(schema.number(), 1, 10_000))
+SCHEMA = schema.record(
+    {
+        "pde": schema.text(choices=BY_NAME), "coefficients": schema.mapping(NUMBERS),
+        "steps": schema.number(0, 10_000, whole=True), "dt": schema.number(),
+    },
+    {
+        "per_head": schema.flag, "learn": schema.flag, "walls": schema.text(choices=WALLS),
+        "version": schema.number(1, whole=True), "modules": schema.number(1, whole=True),
+    },
+)  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -134,8 +148,14 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def from_config(saved: Mapping[str, Any]) -> tuple[PDE, dict[str, Any]]:
-    """Return the equation and the options of `add_pde` that the entry `SETTING` of a config holds."""
+    """Return the equation and the options of `add_pde` that the entry `SETTING` of a config holds.
+
+    Raises:
+        CheckpointError: The entry does not describe a PDE.
+    """
+    schema.check(saved, SCHEMA, f"the entry {SETTING!r} of the model's config", CheckpointError)
     tensor = lambda c: torch.tensor(c)[:, None, None] if isinstance(c, list) else c
     options = {name: x for name, x in saved.items() if name not in ("version", "modules")}
     coefficients = {name: tensor(c) for name, c in options.pop("coefficients").items()}
-    return get_pde(options.pop("pde"))(**coefficients), options
+    with described(f"the entry {SETTING!r} of the model's config", "a PDE"):
+        return get_pde(options.pop("pde"))(**coefficients), options

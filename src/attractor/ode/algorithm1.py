@@ -15,14 +15,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from attractor.core.tensor_specs import TensorSpec, check_tensors, specs_of
 from attractor.ode.pairs import Pairs
 from attractor.ode.processes import Crew
 from attractor.ode.unfinished import Unfinished
-from attractor.train import checkpoint
 from attractor.train.capture import Captured
 from attractor.train.checkpoint import CheckpointError
+from attractor.train.tensors import described
 
 BATCH, LEARNING_RATE = 16_384, 1e-3  # the paper prints neither
+
+KEPT = {  # tensors of an unfinished training beside the weights and the state of Adam
+    "generator": TensorSpec(("state",), (torch.uint8,)),
+    "losses": TensorSpec(("epochs",), (torch.float64,)),
+}
 
 # (model, index [batch]) -> the loss of these rows, and the sum over them that is reported, both [].
 Loss = Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]]
@@ -274,21 +280,25 @@ class Checkpoints:
         Raises:
             CheckpointError: The checkpoint is of another training, or damaged.
         """
-        saved = self.unfinished.load()
+        saved = self.unfinished.load({})
         if saved is None:
             return []
-        tensors, _ = saved
-        weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
-        checkpoint.fill(model, weights, "the unfinished fit")
+        source, (tensors, _) = "the unfinished fit", saved
+        weights = [x for group in optimiser.param_groups for x in group["params"]]
+        specs = {f"model.{name}": spec for name, spec in specs_of(model).items()} | KEPT
+        for index, x in enumerate(weights):
+            specs[f"adam.{index}.step"] = TensorSpec(())
+            for name in ("exp_avg", "exp_avg_sq"):
+                specs[f"adam.{index}.{name}"] = TensorSpec(tuple(x.shape), (x.dtype,))
+        check_tensors(tensors, specs, source, CheckpointError)
         state: dict[int, dict[str, Tensor]] = {}
-        try:
-            for name, value in tensors.items():
-                if name.startswith("adam."):
-                    _, index, key = name.split(".")
-                    state.setdefault(int(index), {})[key] = value
-            groups = optimiser.state_dict()["param_groups"]
-            optimiser.load_state_dict({"state": state, "param_groups": groups})
+        for name, value in tensors.items():
+            if name.startswith("adam."):
+                _, number, key = name.split(".")
+                state.setdefault(int(number), {})[key] = value
+        with described(source, "a training"):
             self.generator.set_state(tensors["generator"])
-            return tensors["losses"].tolist()
-        except (KeyError, ValueError, TypeError, RuntimeError) as error:
-            raise CheckpointError(f"the unfinished fit cannot be taken up: {error}") from None
+        model.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
+        groups = optimiser.state_dict()["param_groups"]
+        optimiser.load_state_dict({"state": state, "param_groups": groups})
+        return tensors["losses"].tolist()

@@ -7,7 +7,38 @@ from pathlib import Path
 from typing import Any, Self
 
 from attractor.core.files import write_json
+from attractor.core.schema import (
+    any_of,
+    check,
+    flag,
+    listing,
+    mapping,
+    null,
+    number,
+    plain,
+    record,
+    text,
+)
 from attractor.core.views import html_table, pandas, pictures
+
+AMOUNT, UNKNOWN = number(0), any_of(number(0), null)  # null is what is infinite, or not known
+POINT = record(
+    {"method": text(), "setting": number(5e-324), "adaptive": flag, "error": UNKNOWN, "seconds": AMOUNT,
+     "rate_calls": number(0, whole=True)},
+    {"first_seconds": AMOUNT},
+)  # fmt: skip
+ABOUT = record(
+    {},
+    {"batch": number(1, whole=True), "fit_seconds": UNKNOWN, "dtype": text(), "device": text()},
+    others=plain,
+)
+COMPARISON = record(
+    {"m": UNKNOWN, "m_star": AMOUNT, "about": ABOUT, "hybrid": POINT, "rival": any_of(POINT, null),
+     "points": listing(POINT)},
+    {"verdict": text(1000), "pays": any_of(flag, null), "gain": UNKNOWN, "break_even": UNKNOWN,
+     "versions": mapping(text()), "command": text(10_000)},
+    others=plain,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -159,7 +190,12 @@ class Comparison:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Self:
-        """What was saved; JSON has null for what is infinite."""
+        """What was saved; JSON has null for what is infinite.
+
+        Raises:
+            ValueError: It is no comparison.
+        """
+        check(saved, COMPARISON, "a comparison")
         number = lambda x: math.inf if x is None else x
         point = lambda p: Point(**{**p, "error": number(p["error"])})
         return cls(

@@ -8,16 +8,40 @@ from typing import Any, Self
 
 import torch
 
-from attractor.core import limits
-from attractor.core.files import check_source, open_plain
+from attractor.core.files import open_plain
 from attractor.core.rates import Rate, call_rate
+from attractor.core.schema import any_of, check, listing, null, number, record, text, text_number
 from attractor.core.step import with_parameters
+from attractor.core.tensor_specs import TensorSpec, check_tensors
+from attractor.ode.serialization import RATE
 from attractor.ode.trajectories import Plan, Run, with_noise
 from attractor.train.checkpoint import CheckpointError
-from attractor.train.tensors import read_json
+from attractor.train.tensors import parse, read_annotated, read_json
 
 MANIFEST = 1 << 20  # bytes that one may have
 SHARDS = 100_000  # files per folder, at most
+LARGEST_PLAN = 2**53
+WHOLE, MATRIX = number(1, LARGEST_PLAN, whole=True), listing(listing(number(), 1), 1)
+PLAN = {
+    "dt": number(5e-324), "steps": WHOLE, "substeps": WHOLE,
+    "seed": number(-(2**63), 2**63 - 1, whole=True), "shard_size": WHOLE,
+    "period": any_of(number(5e-324), null), "stream": text(),
+}  # fmt: skip
+WITNESS = record(
+    {"states": MATRIX, "times": listing(number(), 1), "slopes": listing(MATRIX, 1)},
+    {"parameters": MATRIX},
+)
+WITNESSES = {
+    "states": TensorSpec(("states", "dim")), "times": TensorSpec(("times",)),
+    "slopes": TensorSpec(("times", "states", "dim")), "parameters": TensorSpec(("states", "parameters")),
+}  # fmt: skip
+# Data of the first versions have a "count" of trajectories, and neither reference nor witness.
+SCHEMA = record(
+    {"rate": RATE, "plan": any_of(*(record(PLAN | {key: WHOLE}) for key in ("trajectories", "count")))},
+    {"kind": text(choices=("fine trajectories",)), "reference": text(), "code": text(),
+     "witness": any_of(WITNESS, null)},
+)  # fmt: skip
+ABOUT = record({"shard": number(0, SHARDS, whole=True), "t0": text_number(), "sha256": text(64)})
 
 
 @dataclass(frozen=True)
@@ -43,15 +67,17 @@ class FineData:
         folder = Path(folder)
         try:
             manifest, _ = read_json(folder / "manifest.json", MANIFEST, link=False)
+            check(manifest, SCHEMA, "its manifest.json")
             entries = dict(manifest["plan"])
-            if "count" in entries:  # data of the first versions
+            if "count" in entries:
                 entries["trajectories"] = entries.pop("count")
             plan = Plan(**entries)
             check_shards(plan)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{folder} holds no fine data ({type(error).__name__}: {error})"
-            ) from None
+            witness = manifest.get("witness") or {}
+            tensors = {name: torch.tensor(x, dtype=torch.float64) for name, x in witness.items()}
+            check_tensors(tensors, WITNESSES, "its manifest.json", optional=WITNESSES)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder} holds no fine data: {error}") from None
         data = cls(folder, plan, manifest)
         missing = data.missing()
         if missing:
@@ -89,7 +115,14 @@ class FineData:
             return
         tensor = lambda key: torch.tensor(seen[key], dtype=torch.float64, device=device)
         parameters = tensor("parameters") if "parameters" in seen else None
-        now = slopes_at(rate, tensor("states"), seen["times"], parameters)
+        try:
+            now = slopes_at(rate, tensor("states"), seen["times"], parameters)
+        except (RuntimeError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"{self.folder} holds data of another equation: this rate cannot be called with the "
+                f"states that were saved with the data ({reason})"
+            ) from None
         if not is_close(now, seen["slopes"]):
             raise ValueError(
                 f"{self.folder} holds data of another equation: at u = {short(seen['states'][0])} its "
@@ -128,22 +161,19 @@ def read_shard(path: Path, plan: Plan, shard: int) -> Run:
     Raises:
         CheckpointError: The file cannot be read, or does not match its own hash or the plan.
     """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        check_source(path)
-        with safe_open(path, "pt") as file:
-            about, u = limits.parse_json(file.metadata()["about"], path), file.get_tensor("u")
-            p = file.get_tensor("parameters") if "parameters" in file.keys() else None  # noqa: SIM118
-        t0 = float.fromhex(about["t0"])
-        known = (u,) if p is None else (u, p)
-        good = about["sha256"] == tensor_hash(*known) and about["shard"] == shard
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    fits = u.shape[:2] == (plan.steps + 1, plan.size(shard)) and (p is None or len(p) == u.shape[1])
-    if not good or not fits:
+    tensors, metadata = read_annotated(path, link=False)
+    about = parse(metadata.get("about", "null").encode(), path)
+    check(about, ABOUT, f"{path}: the entry about", CheckpointError)
+    size = plan.size(shard)
+    specs = {
+        "u": TensorSpec((plan.steps + 1, size, "components"), (torch.float64,)),
+        "parameters": TensorSpec((size, "parameters"), (torch.float64,)),
+    }
+    check_tensors(tensors, specs, path, CheckpointError, optional=("parameters",))
+    known = [tensors[name] for name in specs if name in tensors]
+    if about["sha256"] != tensor_hash(*known) or about["shard"] != shard:
         raise CheckpointError(f"{path} is damaged: it does not match its own hash or the plan")
-    return Run(t0, u, p)
+    return Run(float.fromhex(about["t0"]), tensors["u"], tensors.get("parameters"))
 
 
 def is_good(path: Path, plan: Plan, shard: int) -> bool:

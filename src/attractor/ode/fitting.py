@@ -34,7 +34,7 @@ from attractor.ode.solver import HybridSolver
 from attractor.ode.trajectories import Run
 from attractor.ode.trust import TrustRegion
 from attractor.ode.unfinished import Unfinished
-from attractor.train.generators import forked
+from attractor.train import generators
 
 MARGIN = 1.5  # of the trust region: new trajectories of the sampler leave it in less than 1 % of cases
 # Whether the slope or the state determines the error depends on the equation, so "auto" tries both.
@@ -199,8 +199,7 @@ def fit(
     with unfinished.locked(crew):
         if isinstance(recipe, Paper):
             ((name, own),) = candidates
-            with forked(pairs.u.device):
-                torch.manual_seed(seed)
+            with generators.own(seed):
                 factory = {"device": pairs.u.device, "dtype": torch.float32}
                 model: nn.Module = get_correction(name)(pairs.u.shape[-1], **shared, **own, **factory)
             history = train_on_pairs(

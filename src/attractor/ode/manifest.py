@@ -11,7 +11,8 @@ import torch
 
 from attractor.core import limits
 from attractor.core.files import write_json
-from attractor.ode.fine_data import MANIFEST, is_close, short, slopes_at
+from attractor.core.schema import check
+from attractor.ode.fine_data import MANIFEST, SCHEMA, is_close, short, slopes_at
 from attractor.ode.samples import initial_states, sampled_parameters
 from attractor.ode.trajectories import Plan
 from attractor.train.checkpoint import CheckpointError
@@ -45,6 +46,7 @@ def begin(folder: Path, manifest: dict[str, Any]) -> None:
     """
     try:
         there = limits.read_json(folder / "manifest.json", MANIFEST)
+        check(there, SCHEMA, "the manifest")
     except FileNotFoundError:
         write_json(folder / "manifest.json", manifest)
         return

@@ -9,18 +9,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from attractor.core.schema import Schema, flag, number, pair, record, text, text_number
 from attractor.ode.closed_form import ClosedForm
-from attractor.ode.corrections import get_correction
+from attractor.ode.corrections import BY_NAME, get_correction
 from attractor.ode.pairs import Pairs
 from attractor.ode.rollouts import Rollouts
 from attractor.ode.serialization import history_from_json
 from attractor.ode.unfinished import Unfinished
-from attractor.train import checkpoint
-from attractor.train.checkpoint import CheckpointError
-from attractor.train.generators import forked
+from attractor.train import checkpoint, generators
+from attractor.train.tensors import JSON, described
 
 SCALES = (0.25, 0.15, 0.4, 0.08, 0.7)  # of the random first layer, for standardised inputs
 ADAM_ROUNDS = 5  # the last layer is solved, and rollouts are judged, after each
+
+OPTIONS = {"state": flag, "stages": number(1, whole=True)}
+KEPT: dict[str, Schema] = {  # what is kept of a search beside tensors
+    "done": number(1, whole=True),
+    "best": record(
+        {
+            "rollout": text_number(0, math.inf), "scale": number(0),
+            "kind": pair(text(choices=BY_NAME), record({}, OPTIONS)),
+        }
+    ),
+    "history": text(JSON),
+}  # fmt: skip
 
 Kind = tuple[str, dict[str, Any]]  # name of a correction, and its own options
 
@@ -115,7 +127,7 @@ class RidgeSearch:
         (name, own), like = kind, self.pairs.u
         correction = get_correction(name)
         options = {**correction.fit_defaults, **self.options, **own}
-        with forked(like.device):  # the weights that are drawn here are not kept
+        with generators.own():  # the weights that are drawn here are not kept
             return correction(like.shape[-1], **options, dtype=torch.float64, device=like.device)
 
     def _save(self, last: bool = False) -> None:
@@ -132,17 +144,18 @@ class RidgeSearch:
 
     def _load(self) -> None:
         """Continue where the search was interrupted."""
-        saved = self.unfinished.load()
+        saved = self.unfinished.load(KEPT)
         if saved is None:
             return
         tensors, config = saved
-        try:
-            best, (name, own) = config["best"], config["best"]["kind"]
-            self.generator.set_state(tensors.pop("generator"))
-            self.history, self.done = history_from_json(config["history"]), config["done"]
+        best, (name, own) = config["best"], config["best"]["kind"]
+        with described("the unfinished fit", "a search"):
+            if "generator" not in tensors:
+                raise ValueError("it has no state of the generator")
             model = self._make((name, own))
-            weights = {k.removeprefix("best."): v for k, v in tensors.items()}
+            weights = {k.removeprefix("best."): v for k, v in tensors.items() if k != "generator"}
             checkpoint.fill(model, weights, "the unfinished fit")
-            self.best = Best(float.fromhex(best["rollout"]), model, best["scale"], (name, own))
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"the unfinished fit cannot be continued: {error}") from None
+            self.generator.set_state(tensors["generator"])
+        self.history = history_from_json(config["history"], "the unfinished fit")
+        self.done = config["done"]
+        self.best = Best(float.fromhex(best["rollout"]), model, best["scale"], (name, own))

@@ -20,6 +20,10 @@ CHECKED = 200  # number of fresh trajectories on which errors are measured
 FIXED = ("dop853", "tsit5", "rk4")  # in the order in which they are tried
 ADAPTIVE = ("dop853", "tsit5")
 MOST_STEPS = 200_000
+# A reference solution takes at most so many times the budget, or so many seconds if that is longer.
+MOST_REFERENCE, LEAST_REFERENCE = 20.0, 120.0
+PARTS = [8.0**-k for k in range(9, 0, -1)]  # of the horizon, which are timed for an estimate
+RELIABLE = 0.1  # seconds, from which on the time of a part is an estimate
 REPEATS = 5  # number of timings, of which the least counts
 ENOUGH = 0.5  # seconds of timing after which it is not repeated
 COMPILING = 15.0  # seconds that torch takes to compile a loop of steps, for most rates
@@ -132,6 +136,7 @@ class Search:
     def reference_with_control(self) -> Trajectory:
         """Follow the checked trajectories by dop853 with error control."""
         tolerance = max(1e-13, 1e-3 * self.error)
+        self.check_horizon(tolerance)
         for _ in range(3):
             solved, finer = (
                 evolve(
@@ -153,6 +158,31 @@ class Search:
             "a reference with a hundredth of the error: rounding, or chaos, does not allow it"
         )
         return finer
+
+    def check_horizon(self, tolerance: float) -> None:
+        """Raise a ValueError if a reference would take far longer than the budget.
+
+        Longer and longer parts of it are timed. What a part takes more than the previous one tells what
+        the rest takes, so that a start with small steps does not count.
+        """
+        most = max(LEAST_REFERENCE, MOST_REFERENCE * self.budget)
+        before_share, before_seconds = 0.0, 0.0
+        for share in PARTS:
+            began = time.monotonic()
+            evolve(
+                self.rate, self.checked, [0.0, share * self.horizon], "dop853", rtol=tolerance,
+                atol=1e-3 * tolerance, parameters=self.checked_p,
+            )  # fmt: skip
+            seconds = time.monotonic() - began
+            pace = (seconds - before_seconds) / (share - before_share)
+            estimate = seconds + (1 - share) * pace
+            if seconds - before_seconds > RELIABLE and estimate > most:
+                raise ValueError(
+                    f"horizon = {self.horizon:g}: the reference solution alone would take about "
+                    f"{estimate:,.0f} s, and at most {most:,.0f} s are spent on it with a budget of "
+                    f"{self.budget:g} s; use a shorter horizon or a larger budget"
+                )
+            before_share, before_seconds = share, seconds
 
     def measured(self, way: Candidate) -> Candidate:
         """Return the candidate with its error on the checked trajectories."""

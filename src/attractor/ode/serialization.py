@@ -7,6 +7,7 @@ name. Both are saved with some values, which tell a rate from another one of the
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,74 @@ from attractor.core import Scheme, Splitting
 from attractor.core.identity import Identity
 from attractor.core.limits import parse_json
 from attractor.core.rosenbrock import Rosenbrock
+from attractor.core.schema import (
+    Schema,
+    any_of,
+    check,
+    flag,
+    listing,
+    null,
+    number,
+    plain,
+    record,
+    text,
+    variants,
+)
 from attractor.core.step import with_parameters
+from attractor.core.tableau_checks import LONGEST, MOST_STAGES
 from attractor.core.tableaus import IDENTITY, AnyScheme
+from attractor.core.tensor_specs import TensorSpec, check_tensors
 from attractor.ode import systems
 from attractor.ode.trust import TrustRegion
-from attractor.train import checkpoint
+from attractor.train import checkpoint, generators
 from attractor.train.checkpoint import CheckpointError
+from attractor.train.tensors import described
 
 TIMES = (0.0, 0.37, 1.9)  # at which the values of a rate are saved
+
+# Schemas of the parts of a configuration. Keys that files of older versions lack are optional.
+LARGEST_SYSTEM = 100_000  # components of a state, say
+ORDER = number(1, 64, whole=True)
+COEFFICIENTS = listing(text(LONGEST), most=MOST_STAGES)
+ROWS = listing(COEFFICIENTS, most=MOST_STAGES)
+SCHEME = any_of(
+    record(
+        {"scheme": text(), "a": ROWS, "b": COEFFICIENTS, "c": COEFFICIENTS, "order": ORDER,
+         **dict.fromkeys(("b_low", "dense"), any_of(COEFFICIENTS, null))},
+        {"b_lower": any_of(COEFFICIENTS, null), "dense_rows": ROWS, "dense_a": ROWS, "exact": flag},
+    ),
+    record({"splitting": text(), **dict.fromkeys(("kick", "drift"), COEFFICIENTS), "order": ORDER}),
+    record(
+        {"rosenbrock": text(), "gamma": text(LONGEST), "b": COEFFICIENTS, "order": ORDER,
+         **dict.fromkeys(("a", "c", "dense_rows"), ROWS), "b_low": any_of(COEFFICIENTS, null)}
+    ),
+    record({"identity": flag}),
+)  # fmt: skip
+VALUES = {
+    "values": listing(listing(number(), 1), len(TIMES), len(TIMES)),
+    "times": listing(number(), len(TIMES), len(TIMES)),
+}
+ERROR = any_of(number(finite=False), null)  # of a candidate; null in files without infinite numbers
+ENTRY = dict.fromkeys(("rollout", "median", "worst", "plain", "loss"), ERROR)
+ENTRY |= dict.fromkeys(("scale", "seconds"), number()) | {"epoch": number(0, whole=True)}
+ENTRY |= {"correction": text(), "state": flag, "chosen": flag}
+HISTORY = listing(record({}, ENTRY, partial(plain, finite=False)))
+
+
+def _options_of(system: type) -> Schema:
+    """Return the schema of the options of a system."""
+    size, seed = number(0, LARGEST_SYSTEM, whole=True), number(0, 2**63 - 1, whole=True)
+    whole = lambda name: seed if name == "seed" else size
+    fields = [f for f in dataclasses.fields(system) if f.init]
+    return record({}, {f.name: whole(f.name) if f.type is int else number() for f in fields})
+
+
+SYSTEMS = {
+    name: record({"system": text(), "options": _options_of(getattr(systems, name))}, VALUES)
+    for name in systems.__all__
+    if dataclasses.is_dataclass(getattr(systems, name))
+}
+RATE = any_of(variants("system", SYSTEMS), record({"name": text()}, VALUES))
 
 
 def is_system(rate: Any) -> bool:
@@ -45,8 +106,6 @@ def rate_from_json(saved: dict[str, Any]) -> Any:
     """Return the system that was saved; None if it was a rate of the user's own."""
     if "system" not in saved:
         return None
-    if saved["system"] not in systems.__all__:
-        raise ValueError(f"no system is called {saved['system']!r}")
     return getattr(systems, saved["system"])(**saved["options"])
 
 
@@ -74,10 +133,9 @@ def values_from_json(saved: dict[str, Any], dim: int) -> Values | None:
     if "values" not in saved:
         return None
     rates = torch.tensor(saved["values"], dtype=torch.float64)
-    times = tuple(float(t) for t in saved.get("times", (0.0, 0.0, 0.0)))
-    if rates.shape != (3, dim) or len(times) != 3:
+    if rates.shape[1:] != (dim,):
         raise ValueError(f"values of its rate have shape {list(rates.shape)}, not [3, {dim}]")
-    return Values(times, rates)
+    return Values(tuple(float(t) for t in saved.get("times", (0.0, 0.0, 0.0))), rates)
 
 
 def check_values(
@@ -135,9 +193,17 @@ def history_to_json(history: list[dict[str, Any]]) -> str:
     return json.dumps(history)
 
 
-def history_from_json(saved: Any) -> list[dict[str, Any]]:
-    """Return the history of a fit; the first versions wrote it as a list."""
-    return parse_json(saved, "the history") if isinstance(saved, str) else saved
+def history_from_json(saved: Any, source: Path | str) -> list[dict[str, Any]]:
+    """Return the history of a fit; the first versions wrote it as a list.
+
+    Raises:
+        CheckpointError: It is not the history of a fit.
+    """
+    if isinstance(saved, str):
+        with described(source, "the history of a fit"):
+            saved = parse_json(saved, "the history", constants=True)
+    check(saved, HISTORY, f"{source}: history", CheckpointError)
+    return saved
 
 
 def scheme_to_json(scheme: AnyScheme) -> dict[str, Any]:
@@ -196,7 +262,9 @@ def module_from_tensors(
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float64
     shell = make(dtype=dtype, device="meta")
     checkpoint.check(shell, checkpoint.completed(shell, own), folder)  # before memory is taken
-    with torch.random.fork_rng(devices=[]):  # its first weights are thrown away
+    finite = {name: TensorSpec(tuple(x.shape), (x.dtype,)) for name, x in own.items()}
+    check_tensors(own, finite, folder, CheckpointError)  # buffers as well
+    with generators.own():  # its first weights are not kept
         module = make(dtype=dtype)
     checkpoint.fill(module, checkpoint.completed(module, own), folder)
     return module

@@ -6,15 +6,55 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from attractor.core import schema
 from attractor.core.rates import Rate
+from attractor.core.schema import (
+    ADVICE,
+    any_of,
+    flag,
+    null,
+    number,
+    record,
+    text,
+    text_number,
+    variants,
+)
 from attractor.core.tableaus import AnyScheme
 from attractor.ode import corrections, serialization
+from attractor.ode.corrections.network import ACTIVATIONS
+from attractor.ode.corrections.sequence import BODIES
 from attractor.ode.serialization import is_system
 from attractor.ode.trust import TrustRegion
 from attractor.train import checkpoint
 from attractor.train.checkpoint import CheckpointError
+from attractor.train.tensors import JSON, described
 
 KIND = "hybrid solver"
+SIZE, COUNT = number(1, 2**31, whole=True), number(0, 2**31, whole=True)
+AFFINE = {"period": any_of(number(0), null), "parameters": COUNT}
+NETWORK = AFFINE | {
+    "width": COUNT, "depth": SIZE, "activation": text(choices=ACTIVATIONS), "skip": flag,
+    "residual": flag, "body": text(choices=("mlp", *BODIES)),
+    "precision": any_of(text(choices=("float32",)), null),
+}  # fmt: skip
+OPTIONS = dict.fromkeys(corrections.BY_NAME, NETWORK) | {
+    "attns": NETWORK | {"times_dt": flag, "state": flag},
+    "linear": AFFINE,
+    "polynomial": AFFINE | {"degree": SIZE, "odd": flag},
+    "stages": NETWORK | {"stages": SIZE},
+}
+SOLVER = record(
+    {
+        "dt": text_number(5e-324),
+        "scheme": serialization.SCHEME,
+        "correction": variants(
+            "name", {k: record({"name": text(), "dim": SIZE}, own) for k, own in OPTIONS.items()}
+        ),
+        "trust": flag,
+        "rate": serialization.RATE,
+        "history": any_of(text(JSON), serialization.HISTORY),
+    }
+)
 
 
 class Parts(NamedTuple):
@@ -72,25 +112,27 @@ def from_checkpoint(
     Raises:
         CheckpointError: They do not describe a solver, or the solver of another equation.
     """
-    try:
-        options = dict(config["correction"])
-        sizes = {**options, **config["rate"].get("options", {})}
-        checkpoint.check_sizes(sizes, tensors, folder)
+    schema.check(config, SOLVER, folder, CheckpointError)
+    options = dict(config["correction"])
+    dim = options["dim"]
+    sizes = {**options, **config["rate"].get("options", {})}
+    checkpoint.check_sizes({k: v for k, v in sizes.items() if k != "seed"}, tensors, folder)
+    unknown = [name for name in tensors if not name.startswith(("correction.", "trust."))]
+    if unknown or (not config["trust"] and any(name.startswith("trust.") for name in tensors)):
+        raise CheckpointError(f"{folder} has tensors that belong to no part of the solver. {ADVICE}")
+    filled = partial(serialization.module_from_tensors, tensors=tensors, folder=folder)
+    with described(folder, "a hybrid solver"):
         known = serialization.rate_from_json(config["rate"])
-        make = corrections.get_correction(options.pop("name"))
-        filled = partial(serialization.module_from_tensors, tensors=tensors, folder=folder)
-        correction = filled(partial(make, **options), prefix="correction.")
-        correction.requires_grad_(False)  # as fit returns it
-        region = partial(TrustRegion, options["dim"], options.get("parameters", 0))
+        make = partial(corrections.get_correction(options.pop("name")), **options)
+        region = partial(TrustRegion, dim, options.get("parameters", 0))
         trust = filled(region, prefix="trust.") if config["trust"] else None
+        if trust is not None and not bool((trust.deviation > 0).all() & (trust.limit > 0)):
+            raise ValueError("the deviations and the limit of its trust region must be above 0")
+        correction = filled(make, prefix="correction.")
+        correction.requires_grad_(False)  # as fit returns it
         scheme = serialization.scheme_from_json(config["scheme"])
-        dt = float.fromhex(config["dt"])
-        history = serialization.history_from_json(config["history"])
-        values = serialization.values_from_json(config["rate"], options["dim"])
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{folder} does not describe a hybrid solver: {error}") from None
+        values = serialization.values_from_json(config["rate"], dim)
+    history = serialization.history_from_json(config["history"], folder)
     if rate is None and known is None:
         raise CheckpointError(
             f"{folder} was fitted to {config['rate']['name']!r}, which is not saved with it; "
@@ -99,6 +141,18 @@ def from_checkpoint(
     if rate is not None and known is not None and is_system(rate) and rate != known:
         raise CheckpointError(f"{folder} was fitted to {known}, not to {rate}")
     equation = rate if rate is not None else known
+    own = getattr(equation, "dim", None) if is_system(equation) else dim
+    if own != dim:
+        raise CheckpointError(
+            f"{folder} holds a correction of states of {dim} components, and those of {equation} have "
+            f"{own}; pass the equation of the fit as rate="
+        )
+    stages = correction.config.get("stages", scheme.rate_calls)
+    if stages != scheme.rate_calls:
+        raise CheckpointError(
+            f"{folder} holds a correction of {stages} stages, and {scheme!r} has {scheme.rate_calls}. "
+            f"{ADVICE}"
+        )
     if values is not None:
         serialization.check_values(values, equation, options["dim"], trust, folder)
-    return Parts(equation, scheme, correction, dt, trust, history)
+    return Parts(equation, scheme, correction, float.fromhex(config["dt"]), trust, history)

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from attractor.core import Trajectory, checks
+from attractor.core import Trajectory, checks, get_scheme
 from attractor.core.checks import (
     as_number,
     check_number,
@@ -20,6 +20,19 @@ from attractor.core.checks import (
     check_whole,
 )
 from attractor.core.rates import Rate
+from attractor.core.schema import (
+    ADVICE,
+    any_of,
+    check,
+    flag,
+    listing,
+    null,
+    number,
+    record,
+    text,
+    text_number,
+)
+from attractor.core.tensor_specs import check_tensors
 from attractor.core.views import html_table
 from attractor.ode import serialization
 from attractor.ode.candidates import Candidate, in_dtype, solved_by
@@ -27,10 +40,31 @@ from attractor.ode.fitting import fit
 from attractor.ode.hybrid_search import HybridSearch
 from attractor.ode.samples import Sampler
 from attractor.ode.solver import HybridSolver
+from attractor.ode.solver_checkpoint import SOLVER
 from attractor.train import checkpoint
 from attractor.train.checkpoint import CheckpointError
+from attractor.train.tensors import described
 
 KIND = "tuned solver"
+POSITIVE, COUNT = number(5e-324), number(0, whole=True)
+TIMED = text_number(0, math.inf, float)  # an infinite number is text
+CANDIDATE = record(
+    {
+        "method": text(choices=("fixed", "adaptive", "hybrid")), "scheme": text(), "setting": POSITIVE,
+        "width": any_of(COUNT, null), "dtype": text(choices=("float64", "float32")), "compiled": flag,
+        "error": TIMED, "seconds": TIMED, "rate_calls": COUNT,
+    },
+    {"degree": any_of(COUNT, null)},
+)  # fmt: skip
+REPORT = record(
+    {
+        "error": POSITIVE, "horizon": POSITIVE, "batch": number(1, whole=True), "device": text(),
+        "candidates": listing(CANDIDATE, 1, 1000), "seconds": number(0), "hybrid_seconds": number(0),
+        "scale": listing(POSITIVE), "notes": listing(text(1000)),
+    }
+)  # fmt: skip
+PLAIN = record({"report": REPORT, "rate": serialization.RATE})
+HYBRID = record({"report": REPORT, "solver": SOLVER})
 
 
 @dataclass(frozen=True)
@@ -210,16 +244,21 @@ class TunedSolver:
             CheckpointError: The folder is damaged, or the equation is missing.
         """
         tensors, config = checkpoint.load(folder, KIND)
-        try:
+        own = HYBRID if isinstance(config, dict) and "solver" in config else PLAIN
+        check(config, own, folder, CheckpointError)
+        with described(folder, "a tuned solver"):
             report = TuningReport.from_json(config["report"])
-            if "solver" in config:
+            if own is HYBRID:
                 solver = HybridSolver._from_checkpoint(tensors, config["solver"], folder, rate)
                 return cls(solver.rate, report, solver)
+            get_scheme(report.winner.scheme)
+            check_tensors(tensors, {}, folder, CheckpointError)
             known = serialization.rate_from_json(config["rate"])
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{folder} does not describe a tuned solver: {error}") from None
+        if known is not None and report.scale and known.dim != len(report.scale):
+            raise CheckpointError(
+                f"{folder} was tuned for states of {len(report.scale)} components, and those of {known} "
+                f"have {known.dim}. {ADVICE}"
+            )
         equation = rate if rate is not None else known
         if equation is None:
             raise CheckpointError(f"{folder} needs its equation; pass it as rate=")

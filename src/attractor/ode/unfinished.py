@@ -2,14 +2,15 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from attractor.core.files import lock_folder
+from attractor.core.schema import Schema, check, mapping, number, plain, record
 from attractor.ode.processes import Crew
 from attractor.train.checkpoint import CheckpointError
 from attractor.train.runs import Kept
@@ -26,6 +27,7 @@ class Unfinished:
     """
 
     SECONDS = 30.0  # between checkpoints
+    FIELDS: ClassVar = {"what": mapping(plain), "seconds": number(0)}  # of the configuration
 
     def __init__(
         self, out: Path | str | None, what: dict[str, Any], unit: str, writes: bool = True
@@ -58,19 +60,22 @@ class Unfinished:
             crew.raise_together(problem)
             yield
 
-    def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    def load(self, fields: Mapping[str, Schema]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Tensors and numbers of the latest state, if there is one.
 
+        Args:
+            fields: schemas of the numbers that were passed to `save`.
+
         Raises:
-            CheckpointError: it is of another fit.
+            CheckpointError: it is of another fit, or the numbers do not match their schemas.
         """
         found = self.kept.load() if self.kept else None
         if found is None:
             return None
         folder, tensors, config = found
-        theirs = config.get("what")
+        check(config, record({**self.FIELDS, **fields}), folder, CheckpointError)
+        theirs = config["what"]
         if theirs != self.what:
-            theirs = theirs if isinstance(theirs, dict) else {}
             other = [k for k in self.what if theirs.get(k) != self.what[k]]
             raise CheckpointError(
                 f"{folder} is of a fit with other {', '.join(other)}; give another out="

@@ -17,14 +17,30 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from attractor.core import schema
 from attractor.core.files import lock_folder, write_json
 from attractor.core.limits import read_json
 
 FORMAT = 1
 Run = dict[str, Any]
-NEEDED = {"digest": str, "metrics": dict, "seconds": int | float, "device": str}  # of every run
-OPTIONAL = {"curves": dict, "data": dict | None, "versions": dict, "made_by": str | None}
-LONGEST = 200  # characters of a name
+RUN = schema.record(
+    {
+        "digest": schema.text(), "metrics": schema.mapping(schema.any_of(schema.number(), schema.null)),
+        "seconds": schema.number(0), "device": schema.text(),
+    },
+    {
+        "curves": schema.mapping(schema.plain), "versions": schema.mapping(schema.text()),
+        "data": schema.any_of(schema.mapping(schema.plain), schema.null),
+        "made_by": schema.any_of(schema.text(), schema.null),
+    },
+    others=schema.plain,
+)  # fmt: skip
+SEEDS = schema.mapping(lambda run, path: None)  # `fault` says whether a run counts
+FILE = schema.record(
+    {"experiment": schema.text(), "scale": schema.text(), "runs": schema.mapping(SEEDS)},
+    others=lambda value, path: None,
+)
+LONGEST = schema.LONGEST  # characters of a name
 
 
 @dataclass
@@ -139,19 +155,29 @@ def path_of(folder: Path | str, experiment: str, scale: str) -> Path:
 def read(path: Path, experiment: str, scale: str) -> dict[str, dict[int, Run]]:
     """The runs in a file, whatever they were made with; nothing if there is no file."""
     try:
-        found = read_json(path)
-        runs = {arm: {int(s): run for s, run in seeds.items()} for arm, seeds in found["runs"].items()}
+        found = _content(path)
     except FileNotFoundError:
         return {}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is no file of results ({type(error).__name__}: {error})") from None
-    if found.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {found.get('format')}; this version reads {FORMAT}")
     if (found["experiment"], found["scale"]) != (experiment, scale):
         raise ValueError(
             f"{path} holds {found['experiment']} at scale {found['scale']}, not {experiment} at {scale}"
         )
-    return runs
+    try:
+        return {arm: {int(seed): run for seed, run in own.items()} for arm, own in found["runs"].items()}
+    except ValueError as error:
+        raise ValueError(f"{path} has a seed that is no number: {error}") from None
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """What a file of results holds; runs themselves are not checked."""
+    try:
+        found = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is no file of results: {error}") from None
+    if isinstance(found, dict) and found.get("format", FORMAT) != FORMAT:
+        raise ValueError(f"{path} has format {found['format']!r:.40}; this version reads {FORMAT}")
+    schema.check(found, FILE, f"{path} is no file of results")
+    return found
 
 
 def write(path: Path, experiment: str, scale: str, runs: Mapping[str, Mapping[int, Run]]) -> None:
@@ -166,23 +192,10 @@ def fault(run: Any, metric: str | None = None) -> str | None:
     Args:
         metric: Name of a metric that it must have.
     """
-    if not isinstance(run, dict):
-        return "it is not a JSON object"
-    for key, kind in {**NEEDED, **OPTIONAL}.items():
-        value = run.get(key)
-        if key not in run and key in NEEDED:
-            return f"it has no {key!r}"
-        if key in run and (not isinstance(value, kind) or isinstance(value, bool)):
-            return f"its {key!r} is of type {type(value).__name__}"
-        if isinstance(value, str) and len(value) > LONGEST:
-            return f"its {key!r} has {len(value):,} characters, and at most {LONGEST} are read"
-    numbers = run["metrics"]
-    if metric is not None and metric not in numbers:
+    wrong = schema.mismatch(run, RUN)
+    if wrong is None and metric is not None and metric not in run["metrics"]:
         return f"its metrics lack {metric!r}"
-    for name, value in numbers.items():
-        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
-            return f"its metric {name[:LONGEST]!r} is of type {type(value).__name__}"
-    return None
+    return wrong
 
 
 def add(
@@ -205,13 +218,8 @@ def _by_digest(files: tuple[tuple[Path, int, int], ...]) -> dict[str, dict[int, 
     """All runs in these files, as they were at these times and in these places of the disk."""
     found: dict[str, dict[int, Run]] = {}
     for path, *_ in files:
-        try:
-            kept = read_json(path)
-            name, scale = kept["experiment"], kept["scale"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path} is no file of results ({type(error).__name__}: {error}); take it out of there"
-            ) from None
+        kept = _content(path)
+        name, scale = kept["experiment"], kept["scale"]
         for seeds in read(path, name, scale).values():
             for seed, run in seeds.items():
                 if fault(run) is None:

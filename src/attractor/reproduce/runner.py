@@ -20,6 +20,7 @@ from attractor.reproduce import results as kept
 from attractor.reproduce.experiment import Experiment
 from attractor.reproduce.results import Results, Run, digest
 from attractor.reproduce.tasks import Context, data_of, task_of
+from attractor.train import generators
 from attractor.train.tensors import CheckpointError
 
 Shard = tuple[str, int]  # arm and seed
@@ -206,7 +207,8 @@ def arm(config: Mapping[str, Any], shard: Shard) -> Run:
 def one(task: str, config: dict[str, Any], context: Context) -> Run:
     """A single run, with all that tells how it was made."""
     began = time.perf_counter()
-    outcome = task_of(task)(config, context)
+    with generators.forked(torch.device(context.device)):  # tasks seed the global ones
+        outcome = task_of(task)(config, context)
     seconds = time.perf_counter() - began
     if context.scratch is not None:
         shutil.rmtree(context.scratch, ignore_errors=True)

@@ -24,6 +24,7 @@ from attractor.residual.branch import Branch, Given, Source, copied
 from attractor.residual.dispatch import tensors_in
 from attractor.residual.gates import Gate
 from attractor.residual.rewriting import counts, gate_branch, gate_flat_branch, gated_class
+from attractor.train import generators
 
 
 def attach(block: Any, gate: nn.Module, branch: Branch) -> None:
@@ -56,7 +57,7 @@ def attach(block: Any, gate: nn.Module, branch: Branch) -> None:
 def _calls_once(block: nn.Module, kind: type[nn.Module], trial: Given) -> bool:
     """Whether a forward with a gate in it calls the gate once, both in evaluation and in training."""
     args, kwargs = trial
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), generators.forked(torch.device("cpu")):
         return counts(copied(block), kind, lambda b: b(*args, **kwargs)) == [1, 1]
 
 

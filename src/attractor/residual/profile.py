@@ -12,14 +12,31 @@ from torch import Tensor
 from attractor.core import stiffness
 from attractor.core.checks import check_beside, check_tensor, check_values
 from attractor.core.files import write_json
+from attractor.core.schema import check, listing, record, text
 from attractor.core.stiffness import Mean
+from attractor.core.tensor_specs import ANY, FINITE, TensorSpec, check_tensors
 from attractor.core.views import html_table, pandas, pictures
 from attractor.residual import ranks
 from attractor.train import checkpoint
+from attractor.train.checkpoint import CheckpointError
+from attractor.train.tensors import described
 
 Step: TypeAlias = Literal["one", "gate"]
 STEPS: tuple[Step, ...] = ("one", "gate")
 KIND = "stiffness profile"
+MOST_STAGES = 100_000
+PROFILE = record(
+    {"names": listing(text()), "model": text(), "granularity": text(choices=("block", "addition")),
+     "step": text(choices=STEPS), "mean": text(choices=("input", "stage"))},
+    {"initial": text()},
+)  # fmt: skip
+MATRIX = TensorSpec(("inputs", "blocks"))
+GATES = TensorSpec(("inputs", "blocks"), values=ANY)  # NaN where there is no gate
+TENSORS = {
+    "one": MATRIX, "gate": GATES, "gates": GATES, "stage": TensorSpec(("blocks",), (torch.int64,)),
+}  # fmt: skip
+BEFORE, GATES_BEFORE = (TensorSpec(("initial inputs", "blocks"), values=v) for v in (FINITE, ANY))
+INITIAL = {"initial.one": BEFORE, "initial.gate": GATES_BEFORE, "initial.gates": GATES_BEFORE}
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,21 +336,26 @@ class StiffnessProfile:
     def load(cls, folder: Path | str) -> "StiffnessProfile":
         """Read what `save` wrote."""
         tensors, config = checkpoint.load(folder, KIND)
-        try:
-            before = config.pop("initial", None)
-            config["names"] = tuple(config["names"])
-            made = lambda prefix, config: cls(
-                tensors[f"{prefix}one"],
-                tensors[f"{prefix}gate"],
-                tensors[f"{prefix}gates"],
-                tensors["stage"],
-                **config,
-            )
-            found = made("", config)
-            initial = made("initial.", {**config, "model": before}) if before is not None else None
-            return found.beside(initial)
-        except (KeyError, TypeError, ValueError) as error:
-            raise checkpoint.CheckpointError(f"{folder} is no whole profile: {error}") from None
+        check(config, PROFILE, folder, CheckpointError)
+        before = config.pop("initial", None)
+        specs = TENSORS if before is None else TENSORS | INITIAL
+        check_tensors(tensors, specs, folder, CheckpointError)
+        config["names"] = tuple(config["names"])
+        config["stage"] = tensors["stage"]
+
+        def made(prefix: str) -> StiffnessProfile:
+            options: dict[str, Any] = {k: tensors[prefix + k] for k in ("one", "gate", "gates")}
+            return cls(**options, **config)
+
+        with described(folder, "a profile"):
+            stages = tensors["stage"].unique().tolist()
+            if stages and not 0 <= stages[0] <= stages[-1] < MOST_STAGES:
+                raise ValueError(f"its stages are {stages[0]} to {stages[-1]}; they count from 0")
+            found = made("")
+            if before is None:
+                return found
+            config["model"] = before
+            return found.beside(made("initial."))
 
 
 @dataclass(frozen=True)

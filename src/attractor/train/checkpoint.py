@@ -20,6 +20,7 @@ import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from uuid import uuid4
 
 from torch import Tensor, nn
 
+from attractor.core import schema
 from attractor.core.files import (
     LOCK,
     LOCK_SECONDS,
@@ -37,6 +39,8 @@ from attractor.core.files import (
     sync_folder,
     write_bytes,
 )
+from attractor.core.schema import ADVICE, Schema
+from attractor.core.tensor_specs import ANY, check_tensors, specs_of
 from attractor.train.tensors import (
     CheckpointError,
     json_limit,
@@ -56,6 +60,14 @@ FILES = ("tensors.safetensors", "config.json")
 MANIFEST, NEXT = "manifest.json", ".next"
 STAGING = re.compile(r"\.next-[0-9a-f]{32}")  # a checkpoint that is being written
 LARGEST_MANIFEST = 65_536
+HASHED: dict[str, Schema] = {
+    "format": schema.number(1, FORMAT, whole=True),
+    "kind": schema.text(60),
+    "sha256": schema.record(dict.fromkeys(FILES, schema.text(64))),
+    "own": schema.text(64),
+}
+SIZED = HASHED | {"bytes": schema.record(dict.fromkeys(FILES, schema.number(0, whole=True)))}
+SCHEMAS = {1: schema.record(HASHED), FORMAT: schema.record(SIZED)}  # of a manifest, by its format
 
 
 def save(folder: Path | str, kind: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> Path:
@@ -212,27 +224,22 @@ def _check_present(folder: Path) -> None:
 def _read(folder: Path, kind: str, files: dict[str, FileIO]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Check and return what three open files hold."""
     manifest, raw = json_of(files[MANIFEST], LARGEST_MANIFEST, folder / MANIFEST)
-    try:
-        own = manifest.pop("own")
-        version, found, hashes = manifest["format"], manifest["kind"], manifest["sha256"]
-        sizes = manifest["bytes"] if version == FORMAT else {}
-        same = own == _own_hash(manifest) and raw == json_bytes({**manifest, "own": own})
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
-        raise CheckpointError(f"{folder}/{MANIFEST} is damaged: it lacks what it must hold") from None
-    if not same:
-        raise CheckpointError(f"{folder}/{MANIFEST} is damaged: it does not match its own hash")
+    version = manifest.get("format") if isinstance(manifest, dict) else FORMAT
     if version not in READ:
         raise CheckpointError(
             f"{folder} has format {version!r:.40}; this version of attractor reads {FORMAT} and before"
         )
-    if found != kind:
-        raise CheckpointError(f"{folder} holds a {found!s:.60}, not a {kind}")
-    if any(not isinstance(x, dict) or set(x) != set(FILES) for x in (hashes, sizes or hashes)):
-        raise CheckpointError(f"{folder}/{MANIFEST} is damaged: it names other files than {FILES}")
+    schema.check(manifest, SCHEMAS[version], folder / MANIFEST, CheckpointError)
+    own = manifest.pop("own")
+    if own != _own_hash(manifest) or raw != json_bytes({**manifest, "own": own}):
+        raise CheckpointError(f"{folder}/{MANIFEST} is damaged: it does not match its own hash")
+    if manifest["kind"] != kind:
+        raise CheckpointError(f"{folder} holds a {manifest['kind']}, not a {kind}")
+    hashes, sizes = manifest["sha256"], manifest.get("bytes", {})
     actual = {name: os.fstat(files[name].fileno()).st_size for name in FILES}
     for name in FILES:
         if sizes and actual[name] != sizes[name]:
-            told = f"it has {actual[name]:,} bytes, not {sizes[name]!r:.20}"
+            told = f"it has {actual[name]:,} bytes, not {sizes[name]:,}"
             raise CheckpointError(f"{folder}/{name} is damaged: {told}")
     config, raw = json_of(files[FILES[1]], json_limit(actual[FILES[0]]), folder / FILES[1])
     if hashlib.sha256(raw).hexdigest() != hashes[FILES[1]]:
@@ -285,29 +292,12 @@ def check_sizes(
 
 def check(module: nn.Module, tensors: Mapping[str, Tensor], source: Any, advice: str = "") -> None:
     """What `fill` checks; the module may be on the meta device, where it takes no memory."""
-    own = module.state_dict()
-    wrong = [f"it lacks {_few(sorted(own.keys() - tensors.keys()))}"] if own.keys() - tensors else []
-    if tensors.keys() - own:
-        wrong.append(f"it also has {_few(sorted(tensors.keys() - own.keys()))}")
-    other = [
-        f"{name} is {_kind(tensors[name])}, not {_kind(value)}"
-        for name, value in own.items()
-        if name in tensors and _kind(tensors[name]) != _kind(value)
-    ]
-    if other:
-        wrong.append(_few(other))
-    if wrong:
-        told = f"{source} is of another model than this {type(module).__name__}"
-        raise CheckpointError(f"{told}; {advice + '; ' if advice else ''}{'; '.join(wrong)}")
-
-
-def _kind(value: Any) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-
-
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(name[:80] for name in names[:3]) + more
+    told = f"{source} is of another model than this {type(module).__name__}"
+    advice = f"{advice[0].upper()}{advice[1:]}." if advice else ADVICE
+    specs = specs_of(module)
+    shapes = {name: replace(spec, values=ANY) for name, spec in specs.items()}
+    check_tensors(tensors, shapes, told, CheckpointError, advice=advice)
+    check_tensors(tensors, specs, source, CheckpointError, advice=advice)
 
 
 def _place(folder: Path, name: str) -> Path:

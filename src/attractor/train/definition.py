@@ -23,10 +23,19 @@ from attractor.core.fingerprint import (
     settings_of,
     short,
 )
+from attractor.core.schema import listing, mapping, mismatch, number, record, text
+from attractor.train import recipe as recipes
 from attractor.train.recipe import Recipe
 
 FORMAT = 1
 FREE = ("capture",)  # of a recipe: may be another when a run goes on
+OUTLINE = mapping(text(100_000))  # of fingerprints by path
+DEFINITION = record(
+    {"format": number(whole=True), "recipe": recipes.SCHEMA, "frozen": listing(text()),
+     "tied": listing(listing(text())),
+     **dict.fromkeys(("model", "weights", "loss", "train_data", "valid_data"), OUTLINE)},
+    {"steps": number(0, whole=True)},
+)  # fmt: skip
 LOADER = ("dataset", "batch_size", "drop_last", "sampler", "batch_sampler", "collate_fn")
 
 
@@ -91,25 +100,13 @@ class Definition:
         Raises:
             ValueError: it has another format, or is not the description of a run.
         """
-        try:
-            content = dict(saved)
-            version = content.pop("format")
-            if version != FORMAT:
-                raise ValueError(f"its format is {version!r}, and this version reads {FORMAT}")
-            made = cls(**content)
-            mappings = (
-                made.recipe,
-                made.model,
-                made.weights,
-                made.loss,
-                made.train_data,
-                made.valid_data,
-            )
-            if not all(isinstance(part, dict) for part in mappings):
-                raise ValueError("its parts are not JSON objects")
-            return made
-        except (KeyError, TypeError) as error:
-            raise ValueError(str(error)) from None
+        version = saved.get("format") if isinstance(saved, dict) else FORMAT
+        if version != FORMAT:
+            raise ValueError(f"its format is {version!r:.40}, and this version reads {FORMAT}")
+        fault = mismatch(saved, DEFINITION)
+        if fault is not None:
+            raise ValueError(fault)
+        return cls(**{name: value for name, value in saved.items() if name != "format"})
 
     def to_json(self) -> dict[str, Any]:
         """Return what is written to the folder of the run."""
@@ -126,7 +123,7 @@ class Definition:
         theirs = {**asdict(Recipe()), **self.recipe}  # older ones know fewer options
         for name, value in other.recipe.items():
             if theirs.get(name) != value:
-                found.append(f"{name} = {theirs.get(name)!r}, not {value!r}")
+                found.append(f"{name} = {theirs.get(name)!r:.80}, not {value!r:.80}")
         if self.steps != other.steps:
             found.append(
                 f"{self.steps} steps per epoch, not {other.steps} (other data, or a loader's batch, "

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.data import Dataset, DistributedSampler
 
+from attractor.train import generators
 from attractor.train.recipe import Recipe
 
 Share = tuple[int, int]  # which of how many processes
@@ -254,7 +255,15 @@ class BatchFeed:
 
     def ordered(self, epoch: int) -> Iterator[Any]:
         """The batches, in an order that depends on the recipe's seed and the epoch alone."""
-        state, seed = torch.get_rng_state(), self.recipe.stream("batches", epoch)
+        if type(self.batches) in (list, tuple):
+            return iter(self.batches)
+        with generators.turn():
+            return self._drawn(epoch)
+
+    def _drawn(self, epoch: int) -> Iterator[Any]:
+        """`ordered` for a loader, which draws from the global generator."""
+        state = torch.get_rng_state()
+        seed = self.recipe.stream("batches", epoch)
         if (
             self.train
             and epoch

@@ -61,6 +61,11 @@ def train(
     numbers are seeded for every epoch, and are the caller's again afterwards; what data sets draw from
     others is theirs to seed.
 
+    **Threads.** Dropout and data loaders draw from generators that all threads share. Trainings in
+    several threads of one process therefore take turns, and give the weights that they give one after
+    the other. Meanwhile other threads must not draw from the global generators, and `tell` must not
+    wait for the training of another thread. Trainings that are to run at the same time need processes.
+
     **The run in a folder.** With `out`, a folder holds one run. What defines it is written to
     ``run.json`` before the first step: the recipe (without `capture`; `precision` as in use), the model
     (class and attributes of every module, such as dropout's), its weights at the call, the loss (its
@@ -224,7 +229,8 @@ def train_seeds(
     """Train from several seeds, one after the other: mean and spread of the final epoch.
 
     Args:
-        make_model: called after ``torch.manual_seed(seed)``: weights differ like everything else.
+        make_model: called after ``torch.manual_seed(seed)``: weights differ like everything else. The
+            global generators are the caller's again afterwards.
         out: each seed has a folder in it, ``seed-0``, for one run as in `train`; summary.json holds what
             they give.
         after: called with each trained model, its history and its seed.
@@ -242,8 +248,9 @@ def train_seeds(
         (Path(out) / "summary.json").unlink(missing_ok=True)
     histories: list[History] = []
     for seed in seeds:
-        torch.manual_seed(seed)
-        model = make_model()
+        with generators.forked(torch.device(options.get("device") or _first_device())):
+            torch.manual_seed(seed)
+            model = make_model()
         inner = None if out is None else Path(out) / f"seed-{seed}"
         own = replace(recipe, seed=seed)
         history = train(model, train_data, valid_data, own, out=inner, **options)
@@ -443,7 +450,7 @@ class _Training:
         if all(len(rows) == world for rows in begun.random.values()):  # else the epoch's seed will do
             try:
                 generators.restore({k: v[rank] for k, v in begun.random.items()}, self.place.device)
-            except (RuntimeError, TypeError, ValueError) as error:
+            except (OverflowError, RuntimeError, TypeError, ValueError) as error:
                 raise CheckpointError(
                     f"the checkpoint's random numbers cannot be used: {error}"
                 ) from None
@@ -634,6 +641,11 @@ def _numbers(found: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
 def _counted(numbers: dict[str, Tensor], place: Place) -> Counted:
     sums = torch.stack([value.detach().to(place.wide).sum() for value in numbers.values()])
     return sums, {name: value.numel() for name, value in numbers.items()}
+
+
+def _first_device() -> str:
+    """A GPU if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _example(model: nn.Module) -> Tensor:

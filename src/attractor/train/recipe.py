@@ -3,12 +3,13 @@
 import hashlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from attractor.core.schema import any_of, flag, listing, null, number, record, text
 from attractor.train.groups import undecayed
 
 CHOICES = {
@@ -156,6 +157,10 @@ def _groups(
     groups = [{"params": decayed, "weight_decay": decay}, {"params": spared, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
+
+# Schema of a recipe in files; infinite numbers are null or text there.
+OPTION = any_of(number(), text(), flag, null, listing(number(), most=1000))
+SCHEMA = record({}, {own.name: OPTION for own in fields(Recipe)})
 
 SHORT = Recipe()  # for a fair short comparison
 PAPER = Recipe(  # Table 6 of the StepNet paper, ResNet164 on CIFAR

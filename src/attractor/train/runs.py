@@ -13,17 +13,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attractor.core.files import json_bytes, read_bytes, read_text, sweep, write_new, write_text
+from attractor.core import schema
+from attractor.core.files import json_bytes, sweep, write_new, write_text
+from attractor.core.limits import read_json, read_json_lines
+from attractor.core.tensor_specs import ANY, FLOATS, TensorSpec, check_tensors
 from attractor.core.versions import versions
 from attractor.train import checkpoint
+from attractor.train import recipe as recipes
 from attractor.train.checkpoint import CheckpointError
 from attractor.train.definition import Definition, plain
 from attractor.train.history import TIMES, History, Row
 from attractor.train.recipe import Recipe
-from attractor.train.tensors import check_dtypes, parse, write_tensors
+from attractor.train.tensors import check_dtypes, described, parse, write_tensors
 
 KIND = "training"
 DEFINITION, WEIGHTS = "run.json", "model.safetensors"
+SECONDS, COUNT = schema.number(0), schema.number(0, whole=True)
+SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+BEGUN = schema.record(
+    {"step": schema.number(1, whole=True), "rate": schema.number(), "counts": schema.mapping(COUNT),
+     "seconds": SECONDS, "samples": COUNT}
+)  # fmt: skip
+TRAINING = schema.record(  # the configuration of a checkpoint
+    {"run": schema.text(), "recipe": recipes.SCHEMA, "steps": COUNT,
+     "scaler": schema.record({}, dict.fromkeys(SCALER, SECONDS)),
+     "trained": schema.listing(schema.text(1000)), "versions": schema.mapping(schema.text())},
+    {"begun": BEGUN},
+)  # fmt: skip
+EPOCH = {"epoch": schema.number(1, whole=True)}
+ROWS = schema.listing(schema.record(EPOCH, others=schema.plain))  # of log.jsonl
+TIMED = schema.listing(schema.record(EPOCH, dict.fromkeys(TIMES, SECONDS)))  # of times.jsonl
+INTEGERS = (torch.int64, torch.uint8)
+NEEDED = ("random.torch", "random.python")
+RANDOM = {k: TensorSpec(("processes", k), INTEGERS) for k in (*NEEDED, "random.numpy", "random.cuda")}
 STATES = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}  # of an optimiser
 
 Found = tuple[Path, dict[str, Tensor], dict[str, Any]]
@@ -242,27 +264,22 @@ class RunFolder:
                 f"run, so it may be another one; {ADVICE}. Its weights are in {checkpoint.FILES[0]}, "
                 "with 'model.' before their names"
             )
+        schema.check(config, TRAINING, folder, CheckpointError, ADVISED)
+        begun = _begun(config.get("begun"), tensors, self.steps, folder)
+        rows = _rows(tensors["log"], folder)
         weights = _weights(model, tensors)
-        try:
-            log = tensors["log"].numpy().tobytes().splitlines()
-            rows = [json.loads(line) for line in log if line]
-            self._check(recorded, None if len(rows) >= self.recipe.epochs else weights, model)
-            if recorded is None and config["run"] != self.definition.digest:
-                raise CheckpointError(f"{folder} is of another run, and without {DEFINITION}; {ADVICE}")
-            if recorded is not None and config["run"] != recorded.digest:
-                raise CheckpointError(f"{folder} is of another run than {DEFINITION} says; {ADVICE}")
-            begun = _begun(config.get("begun"), tensors, self.steps)
-            trained, scale = config["trained"], config["scaler"]
-        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{folder} does not describe a training ({error}); {ADVICE}") from None
+        self._check(recorded, None if len(rows) >= self.recipe.epochs else weights, model)
+        if recorded is None and config["run"] != self.definition.digest:
+            raise CheckpointError(f"{folder} is of another run, and without {DEFINITION}; {ADVICE}")
+        if recorded is not None and config["run"] != recorded.digest:
+            raise CheckpointError(f"{folder} is of another run than {DEFINITION} says; {ADVICE}")
         checkpoint.fill(model, weights, folder, ADVICE)
-        if trained != _names(model, optimiser):
+        if config["trained"] != _names(model, optimiser):
             raise CheckpointError(f"{folder} was trained with other parameters frozen; {ADVICE}")
         _restore(optimiser, _part(tensors, "optimiser."), self.recipe, folder)
-        if scale:
-            scaler.load_state_dict(scale)
+        if config["scaler"]:
+            with described(folder, "a training"):
+                scaler.load_state_dict(config["scaler"])
         return History([{**row, **times} for row, times in zip(rows, self._times(len(rows)))]), begun
 
     def _check_foreign(self) -> None:
@@ -281,7 +298,7 @@ class RunFolder:
         if not path.exists():
             return None
         try:
-            return Definition.from_json(parse(read_bytes(path), path))
+            return Definition.from_json(read_json(path))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} does not describe a run ({error}); {ADVICE}") from None
 
@@ -335,10 +352,11 @@ class RunFolder:
     def _times(self, count: int) -> list[Row]:
         """Of so many epochs, as far as they are known: nothing depends on them."""
         try:
-            lines = read_text(self.folder / "times.jsonl").splitlines()[:count]
-            rows = [{k: row[k] for k in TIMES if k in row} for row in map(json.loads, lines)]
-        except (OSError, ValueError, TypeError, RecursionError):
-            rows = []
+            times = read_json_lines(self.folder / "times.jsonl")[:count]
+        except (OSError, ValueError):
+            times = []
+        known = schema.mismatch(times, TIMED) is None
+        rows = [{k: row[k] for k in TIMES if k in row} for row in times] if known else []
         return rows + [{}] * (count - len(rows))
 
     def close(self) -> None:
@@ -348,6 +366,7 @@ class RunFolder:
 
 
 ADVICE = "give another out=, or resume=False to start anew"
+ADVISED = f"{ADVICE[0].upper()}{ADVICE[1:]}."
 
 
 def _remove(folder: Path) -> None:
@@ -376,14 +395,29 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
 
-def _begun(saved: dict[str, Any] | None, tensors: dict[str, Tensor], steps: int) -> Begun | None:
+def _begun(
+    saved: dict[str, Any] | None, tensors: dict[str, Tensor], steps: int, folder: Path
+) -> Begun | None:
+    """What a checkpoint holds of an epoch that is not over; all but weights and states is checked."""
+    own = {k: v for k, v in tensors.items() if not k.startswith(("model.", "optimiser."))}
+    specs = {"log": TensorSpec(("bytes",), (torch.uint8,))}
+    if saved is not None:
+        specs["begun.sums"] = TensorSpec((saved["step"], len(saved["counts"])), values=ANY)
+        specs |= {k: spec for k, spec in RANDOM.items() if k in own or k in NEEDED}
+    check_tensors(own, specs, folder, CheckpointError, advice=ADVISED)
     if saved is None:
         return None
-    begun = Begun(**saved, sums=tensors["begun.sums"], random=_part(tensors, "random."))
-    whole = 0 < begun.step <= steps and begun.sums.shape == (begun.step, len(begun.counts))
-    if not whole or "loss" not in begun.counts or not {"torch", "python"} <= begun.random.keys():
-        raise ValueError("its steps and their numbers do not match")
-    return begun
+    if saved["step"] > steps or "loss" not in saved["counts"]:
+        raise CheckpointError(f"{folder}: its steps and their numbers do not match. {ADVISED}")
+    return Begun(**saved, sums=tensors["begun.sums"], random=_part(tensors, "random."))
+
+
+def _rows(log: Tensor, folder: Path) -> list[Row]:
+    """The rows of a log that is kept as bytes."""
+    lines = log.numpy().tobytes().splitlines()
+    rows = [parse(line, f"{folder}: the log") for line in lines if line]
+    schema.check(rows, ROWS, f"{folder}: the log", CheckpointError, ADVISED)
+    return rows
 
 
 def _names(model: nn.Module, optimiser: torch.optim.Optimizer) -> list[str]:
@@ -406,14 +440,17 @@ def _restore(
     """Fill an optimiser's state; each tensor laid out in memory as its parameter is."""
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
     rates = [group["lr"] for group in optimiser.param_groups]
+    specs = {
+        f"{i}.{key}": TensorSpec((), FLOATS) if key == "step" else TensorSpec(tuple(p.shape), (p.dtype,))
+        for i, p in enumerate(parameters)
+        for key in STATES[recipe.optimiser]
+    }
+    told = f"{folder} has a state that the optimiser does not"
+    check_tensors(tensors, specs, told, CheckpointError, optional=specs, advice=ADVISED)
     state: dict[int, dict[str, Tensor]] = {}
     for name, value in tensors.items():
         index, _, key = name.partition(".")
-        known = index.isdecimal() and int(index) < len(parameters) and key in STATES[recipe.optimiser]
-        like = parameters[int(index)] if known else value
-        fits = value.dim() == 0 if key == "step" else _alike(value, like)
-        if not known or not fits:
-            raise CheckpointError(f"{folder} has a state {name!r} that the optimiser does not; {ADVICE}")
+        like = parameters[int(index)]
         laid_out = torch.empty_like(like, dtype=value.dtype) if value.shape == like.shape else None
         state.setdefault(int(index), {})[key] = value if laid_out is None else laid_out.copy_(value)
     if any(set(found) != STATES[recipe.optimiser] for found in state.values()):

@@ -11,6 +11,7 @@ import math
 import os
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attractor.core import schema
 from attractor.core.files import FileTypeError, open_plain, write_parts
 from attractor.core.limits import parse_json
+from attractor.core.schema import ADVICE
 
+# JSON may grow twenty-five times when it is read; so much of it keeps below 64 MB beside a file's size.
+JSON = 2_000_000
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
@@ -28,12 +33,40 @@ DTYPES = {
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# JSON may grow twenty-five times when it is read; so much of it keeps below 64 MB beside a file's size.
-JSON = 2_000_000
+SIZE = schema.number(0, 2**63 - 1, whole=True)
+TENSOR = schema.record(
+    {
+        "dtype": schema.text(choices=DTYPES),
+        "shape": schema.listing(SIZE, most=64),
+        "data_offsets": schema.pair(SIZE, SIZE),
+    }
+)
+HEADER = schema.record({}, {"__metadata__": schema.mapping(schema.text(JSON))}, others=TENSOR)
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be trusted or understood, and why."""
+
+
+@contextmanager
+def described(source: Any, what: str) -> Iterator[None]:
+    """Raise a `CheckpointError` where values that match their schema do not describe what was saved.
+
+    A schema says what each field may be. How fields depend on each other, such as the coefficients of a
+    scheme, is checked by the objects that are made of them, with errors of their own.
+
+    Args:
+        source: The file or folder, for the message.
+        what: What it should describe, such as "a hybrid solver".
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
+            ValueError) as error:  # fmt: skip
+        reason = " ".join(str(error).split())[:400]
+        raise CheckpointError(f"{source} does not describe {what}: {reason}. {ADVICE}") from None
 
 
 def json_limit(size: int) -> int:
@@ -103,6 +136,19 @@ def read_hashed(path: Path | str, *, link: bool = True) -> tuple[dict[str, Tenso
 
 def tensors_of(file: FileIO, path: Path | str) -> tuple[dict[str, Tensor], str]:
     """`read_hashed` for a file that is open; `path` names it in errors."""
+    found, digest, _ = _all_of(file, path)
+    return found, digest
+
+
+def read_annotated(path: Path | str, *, link: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """All tensors of a safetensors file, and its metadata; see `read_tensors`."""
+    with open_file(path, link=link) as file:
+        found, _, metadata = _all_of(file, path)
+        return found, metadata
+
+
+def _all_of(file: FileIO, path: Path | str) -> tuple[dict[str, Tensor], str, dict[str, str]]:
+    """Tensors, the SHA-256 of the bytes that were read, and metadata."""
     digest = hashlib.sha256()
     size = os.fstat(file.fileno()).st_size
     start = _read(file, min(8, size), path)
@@ -117,7 +163,8 @@ def tensors_of(file: FileIO, path: Path | str) -> tuple[dict[str, Tensor], str]:
     text = _read(file, length, path)
     digest.update(start + text)
     found = {}
-    for name, dtype, shape in _layout(text, size - 8 - length, path):
+    layout, metadata = _layout(text, size - 8 - length, path)
+    for name, dtype, shape in layout:
         try:
             found[name] = torch.empty(shape, dtype=dtype)
         except (RuntimeError, OverflowError, TypeError):
@@ -125,7 +172,7 @@ def tensors_of(file: FileIO, path: Path | str) -> tuple[dict[str, Tensor], str]:
         view = _bytes(found[name])
         _fill(file, view, path)
         digest.update(view)
-    return found, digest.hexdigest()
+    return found, digest.hexdigest(), metadata
 
 
 def read_json(path: Path | str, limit: int, *, link: bool = True) -> tuple[Any, bytes]:
@@ -163,30 +210,25 @@ def open_file(path: Path | str, *, link: bool) -> FileIO:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _layout(text: bytes, size: int, path: Path | str) -> list[tuple[str, torch.dtype, list[int]]]:
-    """Name, dtype and shape of all tensors, as they lie in so many bytes, without a gap."""
+def _layout(
+    text: bytes, size: int, path: Path | str
+) -> tuple[list[tuple[str, torch.dtype, list[int]]], dict[str, str]]:
+    """Name, dtype and shape of all tensors, as they lie in so many bytes, without a gap; metadata."""
     header = parse(text, path)
+    schema.check(header, HEADER, f"{path}: the header", CheckpointError)
+    metadata = header.pop("__metadata__", {})
     found, place = [], 0
-    try:
-        header.pop("__metadata__", None)
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            dtype, shape, (begin, end) = (entry[key] for key in ("dtype", "shape", "data_offsets"))
-            if dtype not in DTYPES:
-                raise CheckpointError(f"{path} has a tensor {name!r} of unknown dtype {dtype!r:.40}")
-            whole = all(type(x) is int and x >= 0 for x in (begin, end, *shape))
-            if not whole or begin != place or end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
-                raise CheckpointError(f"{path} has a header that lies about the size of {name!r}")
-            found.append((name, DTYPES[dtype], shape))
-            place = end
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path} is damaged: its header does not describe tensors") from None
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        if begin != place or end - begin != math.prod(shape) * dtype.itemsize:
+            raise CheckpointError(f"{path} has a header that lies about the size of {name[:80]!r}")
+        found.append((name, dtype, shape))
+        place = end
     if place != size:
         raise CheckpointError(
             f"{path} is not whole: its header describes {place:,} bytes, and there are {size:,}"
         )
-    return found
+    return found, metadata
 
 
 def _bytes(value: Tensor) -> memoryview:

@@ -24,6 +24,10 @@ class ElasticPendulum:
     length: float = 10.0
     g: float = 9.8
 
+    def __post_init__(self) -> None:
+        if self.m == 0:
+            raise ValueError("m = 0: the mass divides the force of the spring; pass a mass above 0")
+
     @property
     def dim(self) -> int:
         """Size of a state."""

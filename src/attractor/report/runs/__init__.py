@@ -12,10 +12,13 @@ puts the pictures and tables of several on a page.
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 from attractor.core.files import check_source
+from attractor.core.limits import DEEPEST_JSON
+from attractor.core.schema import plain
 from attractor.report.page import Page
 from attractor.report.runs import benchmarks, comparisons, fits, probes, reproductions, trainings
 from attractor.report.runs.run import Run, read_json, side_by_side
@@ -30,6 +33,7 @@ KINDS: dict[str, tuple[str, ModuleType]] = {
     "benchmark": ("Benchmarks", benchmarks),
     "reproduction": ("Tables of the papers", reproductions),
 }
+ANY = partial(plain, depth=DEEPEST_JSON)
 SCALES = ("smoke", "cpu", "gpu")
 WHAT = (
     "attractor fit, probe, compare, bench --out and reproduce write runs, and so does attractor.train "
@@ -98,7 +102,7 @@ def _whole(what: Path | str) -> Iterator[None]:
     """Files that are not as they were written are told from mistakes of ours."""
     try:
         yield
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         raise ValueError(f"{what} is no whole run: {type(error).__name__}: {error}") from error
 
 
@@ -112,7 +116,7 @@ def _of_file(path: Path) -> list[Run]:
         return [probes.read(path.parent, str(path.parent))]
     if path.suffix != ".json":
         return []
-    there = read_json(path)
+    there = read_json(path, ANY)
     if not isinstance(there, dict):
         return []
     if {"experiment", "scale", "runs"} <= there.keys():
@@ -149,7 +153,7 @@ def _of_folder(path: Path) -> list[Run]:
 def _saved(folder: Path) -> str | None:
     """The kind of checkpoint in a folder, if it is one."""
     try:
-        return read_json(folder / "manifest.json")["kind"]
+        return read_json(folder / "manifest.json", ANY)["kind"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from attractor.core.schema import listing, plain, record, text
 from attractor.report import live
 from attractor.report.page import Page
-from attractor.report.runs.run import Run, flat, look, read_json
+from attractor.report.runs.run import ORIGIN, Run, flat, look, read_json
 
 ABOUT = "Times and errors as measured, each beside a peer in the same run."
+BENCHMARK = record({}, {**ORIGIN, "torch": text(), "rows": listing(plain)}, plain)
 PLAIN = (str, int, float, bool, type(None))
 WIDEST = 10  # columns of a table
 DULL = (".graph", "peak_mb", ".ours", ".dense")
@@ -16,7 +18,7 @@ DULL = (".graph", "peak_mb", ".ours", ".dense")
 
 def read(path: Path, name: str) -> Run:
     """The run in a JSON file with lists of rows."""
-    told = read_json(path)
+    told = read_json(path, BENCHMARK)
     tables = {
         k: v
         for k, v in told.items()

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from attractor.ode.compare import Comparison
+from attractor.ode.comparison import COMPARISON, Comparison
 from attractor.report import live
 from attractor.report.page import Page
 from attractor.report.runs.run import Run, read_json
@@ -17,11 +17,8 @@ ABOUT = (
 
 def read(path: Path, name: str) -> Run:
     """The run in a file such as compare.json."""
-    told = read_json(path)
-    try:
-        found = Comparison.from_json(told)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no whole comparison: {type(error).__name__} {error}") from None
+    told = read_json(path, COMPARISON)
+    found = Comparison.from_json(told)
     finite = lambda x: x if math.isfinite(x) else None
     return Run(
         "comparison",

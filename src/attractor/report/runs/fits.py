@@ -4,23 +4,36 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attractor.ode.serialization import history_from_json
+from attractor.core.schema import listing, mapping, number, plain, record, text
+from attractor.ode.serialization import HISTORY, history_from_json
+from attractor.ode.solver_checkpoint import SOLVER
 from attractor.report import live
 from attractor.report.page import Page
-from attractor.report.runs.run import Run, look, read_json
+from attractor.report.runs.run import ORIGIN, UNKNOWN, Run, look, read_json
 
 ABOUT = (
     "A hybrid solver takes big steps of a plain scheme and adds a correction that it has learnt. "
     "The errors are on trajectories that the fit has not seen."
 )
+CURVE = listing(UNKNOWN)
+FIT = record(
+    {},
+    {
+        "equation": text(), "horizon": number(5e-324), "history": HISTORY,
+        "test": mapping(record({"error": UNKNOWN, "rate_calls": number(0, whole=True)}, others=plain)),
+        "curves": record({"times": CURVE, "errors": mapping(CURVE), "states": listing(listing(CURVE))}),
+        **ORIGIN,
+    },
+    others=plain,
+)  # fmt: skip
 
 
 def read(path: Path, name: str) -> Run:
     """The run in a folder with fit.json, or with a solver's config.json."""
-    told = read_json(path / "fit.json") if (path / "fit.json").exists() else {}
+    told = read_json(path / "fit.json", FIT) if (path / "fit.json").exists() else {}
     inner = path / "solver" if (path / "solver").is_dir() else path
-    config = read_json(inner / "config.json") if (inner / "config.json").exists() else {}
-    history = told.get("history") or history_from_json(config.get("history") or [])
+    config = read_json(inner / "config.json", SOLVER) if (inner / "config.json").exists() else {}
+    history = told.get("history") or history_from_json(config.get("history") or [], path)
     last = history[-1] if history else {}
     test = told.get("test", {})
     error = lambda key: test[key]["error"] if key in test else None

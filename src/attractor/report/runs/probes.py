@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from attractor.core.schema import flag, listing, number, record, text
 from attractor.report import live
 from attractor.report.page import Page
-from attractor.report.runs.run import Run, look, read_json
-from attractor.residual.profile import StiffnessProfile
+from attractor.report.runs.run import ORIGIN, UNKNOWN, Run, look, read_json
+from attractor.residual.profile import STEPS, StiffnessProfile
 from attractor.train.checkpoint import CheckpointError
 
 ABOUT = (
@@ -17,6 +18,22 @@ ABOUT = (
     "others. Both depend on the initial weights, so a trained network is shown beside those."
 )
 CELLS = 40
+COUNT = number(0, whole=True)
+PAIRS = record(dict.fromkeys(STEPS, record({"trained": UNKNOWN, "initial": UNKNOWN})))
+STAGE = {"stage": COUNT, "first": text(), "blocks": COUNT}
+STAGE |= dict.fromkeys(("mean", "largest", "initial", "gate"), UNKNOWN)
+BLOCK = {"name": text(), "stage": COUNT, "one": number()}
+BLOCK |= dict.fromkeys(("gate", "gate_value", "initial"), UNKNOWN)
+PROBE = record(
+    {
+        "model": text(), "granularity": text(), "inputs": COUNT, "mean": text(), "tns": PAIRS,
+        "stages": listing(record(STAGE)), "blocks": listing(record(BLOCK)),
+    },
+    {
+        "tns_with_first": PAIRS, "note": text(10_000), "network": text(1000), "source": text(1000),
+        "trained": flag, **ORIGIN,
+    },
+)  # fmt: skip
 
 
 def read(path: Path, name: str) -> Run:
@@ -29,7 +46,7 @@ def read(path: Path, name: str) -> Run:
             raise
         profile = None  # the numbers are there all the same
     told: dict[str, Any] = (
-        read_json(path / "probe.json") if (path / "probe.json").exists() else profile.numbers()  # type: ignore[union-attr]
+        read_json(path / "probe.json", PROBE) if (path / "probe.json").exists() else profile.numbers()  # type: ignore[union-attr]
     )
     tns = told["tns"]
     return Run(

@@ -10,7 +10,7 @@ from attractor.report.page import Page
 from attractor.report.runs.run import Run, read_json
 from attractor.reproduce import find
 from attractor.reproduce.page import command, rows, told, worded
-from attractor.reproduce.results import Results
+from attractor.reproduce.results import FILE, Results, fault
 from attractor.reproduce.results import read as read_runs
 
 ABOUT = (
@@ -21,10 +21,14 @@ ABOUT = (
 
 def read(path: Path, name: str) -> Run:
     """The run in a file such as stepnet_table1/smoke.json."""
-    there = read_json(path)
+    there = read_json(path, FILE)
     experiment = find(there["experiment"])
     scale = there["scale"]
     runs = read_runs(path, experiment.name, scale)
+    for arm, own in runs.items():
+        for seed, run in own.items():
+            if wrong := fault(run, experiment.metric if arm in experiment.arms else None):
+                raise ValueError(f"{path}: {wrong}, in the run of arm {arm[:80]!r} and seed {seed}")
     seeds = sorted({seed for own in runs.values() for seed in own})
     results = Results(experiment.name, scale, experiment.metric, experiment.arms_of(scale), seeds, runs)
     verdict = experiment.verdict(results)

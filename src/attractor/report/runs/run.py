@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from attractor.core import limits
+from attractor.core.schema import Schema, any_of, check, mapping, null, number, text
 from attractor.report.live import COLORS
 from attractor.report.page import Page, cell_text
 
+ORIGIN = {"versions": mapping(text()), "command": text(100_000)}  # of every file of numbers
+UNKNOWN = any_of(number(), null)  # null is what is not finite, or not known
 DASHES = ("solid", "dash", "dot", "dashdot")
 
 
@@ -57,12 +60,14 @@ def look(color: int, dash: int = 0, **more: Any) -> dict[str, Any]:
     return {"line": line, "marker": {"color": own}, **more}
 
 
-def read_json(path: Path) -> Any:
-    """A JSON file's content; an error that names the file."""
+def read_json(path: Path, content: Schema) -> Any:
+    """A JSON file's content if it matches a schema; an error that names the file."""
     try:
-        return limits.read_json(path)
+        found = limits.read_json(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
+    check(found, content, path)
+    return found
 
 
 def side_by_side(page: Page, runs: Sequence[Run], part: str) -> None:

@@ -5,6 +5,18 @@ from pathlib import Path
 from typing import Any
 
 from attractor.core.limits import read_json_lines
+from attractor.core.schema import (
+    any_of,
+    check,
+    flag,
+    listing,
+    mapping,
+    null,
+    number,
+    plain,
+    record,
+    text,
+)
 from attractor.report import live
 from attractor.report.page import Page
 from attractor.report.runs.run import Run, look, read_json
@@ -12,6 +24,11 @@ from attractor.report.runs.run import Run, look, read_json
 ABOUT = (
     "A line an epoch, the last one is what the training ended with. Validation is on data that the "
     "network was not trained on."
+)
+EPOCH = {"epoch": number(1, whole=True)}
+ROWS = listing(record(EPOCH, others=any_of(number(), null, text(), flag)))
+CONFIG = record(
+    {}, {"recipe": mapping(plain), "steps": number(whole=True), "versions": mapping(text())}, plain
 )
 SHOWN = ("train_loss", "valid_loss", "train_accuracy", "valid_accuracy")
 
@@ -21,10 +38,10 @@ def read(path: Path, name: str) -> Run:
     log = _lines(path / "log.jsonl")
     times = _lines(path / "times.jsonl") if (path / "times.jsonl").exists() else []
     kept = sorted(path.glob("epoch-*/config.json"))
-    config = read_json(kept[-1]) if kept else {}
+    config = read_json(kept[-1], CONFIG) if kept else {}
     last = log[-1] if log else {}
     numbers = {key: value for key, value in last.items() if key not in ("epoch", "lr")}
-    seconds = sum(row.get("seconds", 0.0) for row in times)
+    seconds = sum(row.get("seconds") or 0.0 for row in times)
     return Run(
         "training",
         name,
@@ -38,9 +55,11 @@ def read(path: Path, name: str) -> Run:
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     try:
-        return read_json_lines(path)
+        rows = read_json_lines(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
+    check(rows, ROWS, path)
+    return rows
 
 
 def show(page: Page, runs: Sequence[Run]) -> None:

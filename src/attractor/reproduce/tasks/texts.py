@@ -8,7 +8,6 @@ What is tokenised is kept beside the results, in a folder ``.tokens``, and mappe
 """
 
 import hashlib
-import json
 import math
 import random
 import warnings
@@ -27,7 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from attractor.attention import CausalityError, Classifier, LanguageModel, assert_causal
 from attractor.attention.diagnostics import coefficients
 from attractor.attention.windows import window_attention
-from attractor.core.files import read_text, write_json, write_text
+from attractor.core.files import write_json, write_text
+from attractor.core.limits import read_json, read_json_lines
 from attractor.data import text
 from attractor.reproduce.tasks import Context, Outcome
 from attractor.reproduce.tasks.mixed import MixedValues
@@ -369,8 +369,8 @@ def train_epochs(
 def _begun(scratch: Path) -> Rows:
     """Rows of a training that was interrupted: those of its log, with what had been seen of each."""
     log, seen = scratch / "training" / "log.jsonl", scratch / "rows.json"
-    rows: Rows = [json.loads(line) for line in read_text(log).splitlines()] if log.exists() else []
-    looked: Rows = json.loads(read_text(seen)) if seen.exists() else []
+    rows: Rows = read_json_lines(log) if log.exists() else []
+    looked: Rows = read_json(seen) if seen.exists() else []
     return [{**row, **(looked[i] if i < len(looked) else {})} for i, row in enumerate(rows)]
 
 

@@ -13,11 +13,10 @@ torch.Size([1, 10])
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from attractor.core.schema import check, mapping, plain, record, text
 from attractor.core.shelf import Shelf
 from attractor.residual import resnet
-from attractor.train import checkpoint
+from attractor.train import checkpoint, generators
 from attractor.train.checkpoint import CheckpointError
 
 __all__ = ["card", "folder", "load", "names", "save"]
@@ -26,6 +25,7 @@ KIND = "network"
 HOME = Path(__file__).parent
 _SHELF = Shelf(HOME, "pretrained network")
 _MAKERS = {"resnet_cifar": resnet.resnet_cifar}
+_SCHEMA = record({"network": text(choices=_MAKERS), "options": mapping(plain)})
 
 
 def names() -> list[str]:
@@ -47,9 +47,8 @@ def load(name: str) -> resnet.ResNet:
     """The trained network of that name, in evaluation mode."""
     place = folder(name)
     tensors, config = checkpoint.load(place, KIND)
-    if config.get("network") not in _MAKERS:
-        raise CheckpointError(f"{place} holds {config.get('network')!r}, which is not known here")
-    with torch.random.fork_rng(devices=[]):  # its first weights are thrown away
+    check(config, _SCHEMA, place, CheckpointError)
+    with generators.own():  # its first weights are not kept
         net = _MAKERS[config["network"]](**config["options"])
     checkpoint.fill(net, checkpoint.completed(net, tensors), place)
     return net.eval()
