@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from attractor.reproduce import Experiment, Results, Scale, all_of
-from attractor.reproduce.verdict import Rule
+from attractor.reproduce import Experiment, Results, Rule, Scale, all_of
 
 from .attns_shared import (
     CPU,

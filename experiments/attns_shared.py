@@ -12,9 +12,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from attractor.reproduce import Effect, Results, Verdict, decide, number, pooled
+from attractor.reproduce import Effect, Results, Rule, Verdict, decide, number, pooled
 from attractor.reproduce.tasks.solvers import CEILING
-from attractor.reproduce.verdict import Rule
 
 SOLVE = "attractor.reproduce.tasks.solvers:solve"
 LABELS = {"attns": "AttNS", "neurvec": "NeurVec", "csm": "CSM", "fsnet": "FSNet", "attns_m": "AttNS-m"}

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from attractor.reproduce import Experiment, Results, Scale, all_of
-from attractor.reproduce.verdict import Rule
+from attractor.reproduce import Experiment, Results, Rule, Scale, all_of
 
 from .attns_shared import (
     CPU,

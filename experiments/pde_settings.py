@@ -19,8 +19,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from attractor.reproduce import Deviation, Effect, Results, Verdict, compare, decide, number
-from attractor.reproduce.verdict import Rule
+from attractor.reproduce import Deviation, Effect, Results, Rule, Verdict, compare, decide, number
 
 TASK = "attractor.reproduce.tasks.texts:language"
 BASE: dict[str, Any] = {"length": 512, "part": 1.0, "recipe": "fair"}

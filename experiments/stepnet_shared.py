@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from attractor.reproduce import Experiment, Results, Scale, all_of, best, gains, number
+from attractor.reproduce import Experiment, Results, Rule, Scale, all_of, best, gains, number
 from attractor.reproduce.tasks.images import (
     CIFAR10,
     CIFAR100,
@@ -19,7 +19,6 @@ from attractor.reproduce.tasks.images import (
     SMOKE,
     table,
 )
-from attractor.reproduce.verdict import Rule
 from attractor.residual.profile import Comparison
 
 __all__ = ["CIFAR10", "CIFAR100", "CLASSIFY", "DIGITS", "GATES", "SIX", "SMOKE"]

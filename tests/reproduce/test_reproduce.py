@@ -3,6 +3,8 @@
 import hashlib
 import json
 import math
+import re
+import sys
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -22,6 +24,7 @@ from attractor.reproduce import (
     best,
     catalogue,
     find,
+    from_file,
     gains,
     load,
     merge,
@@ -414,3 +417,57 @@ def test_command_line(tmp_path, monkeypatch):
     assert "**supported**: the least lead" in page
     assert call().exit_code == 2
     assert call("attns-exampel").exit_code == 2
+
+
+OWN = """
+from attractor.reproduce import Experiment, Scale, best
+
+
+def solve(config, context):
+    return {"metrics": {"error": config["size"] + 0.1 * context.seed}}
+
+
+EXPERIMENT = Experiment(
+    name="mine-first", paper="mine", place="Table 1", claim="b is worse.",
+    task="own_experiment_of_a_test:solve", arms={"a": {"size": 1.0}, "b": {"size": 2.0}},
+    scales={"smoke": Scale(seeds=(0, 1))}, metric="error", better="higher", numbers={"a": 1, "b": 3},
+    judge=best("b"),
+)
+"""
+
+
+def test_an_experiment_from_outside_the_repository(tmp_path, monkeypatch):
+    path = tmp_path / "own_experiment_of_a_test.py"
+    path.write_text(OWN)
+    out = tmp_path / "out"
+    monkeypatch.setattr("sys.path", [*sys.path])
+    found = CliRunner().invoke(app, ["reproduce", str(path), "--out", str(out), "--json"])
+    assert found.exit_code == 0, found.output
+    (made,) = json.loads(found.stdout)
+    assert (made["experiment"], made["path"]) == ("mine-first", str(out / "mine_first" / "smoke.json"))
+    assert made["verdict"]["direction"] == SUPPORTED
+    assert made["verdict"]["size"] == "smaller: 50 % [50, 50]"
+    assert not load(from_file(path), "smoke", out).missing()
+    assert pages.titles({"mine-first": from_file(path)}) == {"mine": "mine"}
+
+
+def test_files_that_declare_no_experiment(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    with pytest.raises(FileNotFoundError, match="pass a Python file that declares EXPERIMENT"):
+        find(str(tmp_path / "nothing.py"))
+    (tmp_path / "declares_nothing_at_all.py").write_text("x = 1")
+    with pytest.raises(ValueError, match="declares no EXPERIMENT = Experiment"):
+        from_file(tmp_path / "declares_nothing_at_all.py")
+    (tmp_path / "json.py").write_text(OWN)
+    with pytest.raises(ValueError, match="json is already the name of"):
+        from_file(tmp_path / "json.py")
+    missing = CliRunner().invoke(app, ["reproduce", str(tmp_path / "nothing.py")])
+    assert missing.exit_code == 2
+
+
+def test_experiments_use_public_names_only():
+    """What a file outside the repository could not use, those of the project do not use either."""
+    private = re.compile(r"(?:import|\.)\s*_[a-z]\w*")
+    for path in sorted(home().parent.glob("*.py")):
+        found = private.findall(path.read_text())
+        assert not found, f"{path.name}: {found}"
