@@ -207,17 +207,26 @@ def _list(folder: Path, as_json: bool) -> None:
             for e in everything
         ])  # fmt: skip
         return
-    table = make_table("experiment", "of the paper, or its claim", "runs", "direction", "size", words=4)
+    table = make_table("experiment", "of the paper", "runs", "direction, size", words=4)
     for column in table.columns:
         column.overflow = "fold"
     table.columns[0].no_wrap = True
     for e in everything:
         rows = claims(e, folder)
-        several = len(rows) > 1
-        if several:
-            table.add_row(e.name, e.place, state(e, folder), worded(e, largest(e, folder)), "")
+        if len(rows) > 1:
+            table.add_row(e.name, e.place, state(e, folder), worded(e, largest(e, folder)))
         for row in rows:
-            told = ("", f"- {row['claim']}", "") if several else (e.name, e.place, state(e, folder))
-            so_far = "" if row["complete"] or not row["direction"] else " so far"
-            table.add_row(*told, f"{row['direction'] or ''}{so_far}", row.get("size", ""))
+            first = (
+                (e.name, e.place, state(e, folder)) if len(rows) == 1 else ("", f"- {row['claim']}", "")
+            )
+            table.add_row(*first, _brief(row))
     console.print(table, width=None if console.is_terminal else WIDE)
+
+
+def _brief(row: dict[str, Any]) -> str:
+    """Return the direction and the size of a claim, without the interval."""
+    direction = row["direction"] or ""
+    so_far = " so far" if direction and not row["complete"] else ""
+    size = row.get("size", "").split(" [")[0].replace(":", "")
+    size = "" if size.startswith("not judged") else size
+    return f"{direction}{so_far}{f', {size}' * bool(size)}"
