@@ -50,6 +50,18 @@ def test_only_what_leaks_has_two_perplexities(arm):
         assert metrics["left_to_right"] == pytest.approx(metrics["sample_forced"], rel=1e-4)
 
 
+def test_the_smallest_scale_shows_the_leak():
+    found = {
+        arm: run(find("pde-leak"), "smoke", arms=[arm]).runs[arm][0]["metrics"]
+        for arm in ("PDE, causal", "PDE, without walls")
+    }
+    alone, forced = (
+        {arm: m[name] for arm, m in found.items()} for name in ("left_to_right", "sample_forced")
+    )
+    assert alone["PDE, without walls"] > 1.5 * forced["PDE, without walls"]
+    assert alone["PDE, causal"] == pytest.approx(forced["PDE, causal"], rel=1e-4)
+
+
 @pytest.mark.parametrize("channels", [(), (2, 4)], ids=["a layer", "a channel"])
 def test_mixed_values_are_attention_to_a_convolution(channels):
     torch.manual_seed(0)

@@ -471,3 +471,15 @@ def test_experiments_use_public_names_only():
     for path in sorted(home().parent.glob("*.py")):
         found = private.findall(path.read_text())
         assert not found, f"{path.name}: {found}"
+
+
+def test_charts_of_small_data_do_not_bear_the_name_of_the_paper_s():
+    leak = find("pde-leak")
+    small = run(leak, "smoke", arms=["standard"])
+    assert pages.chart_title(leak, small) == (
+        "pde-leak at scale smoke, on generated data in place of the paper's data"
+    )
+    assert pages.chart_title(leak, load(leak, "gpu", home())) == leak.place
+    tricks = find("stepnet-fig8")
+    assert "on digits in place of" in pages.chart_title(tricks, load(tricks, "cpu", home()))
+    assert pages.chart_title(EXAMPLE, load(EXAMPLE, "cpu", home())) == EXAMPLE.place

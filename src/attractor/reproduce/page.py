@@ -317,7 +317,7 @@ def section(experiment: Experiment, folder: Path | str, pictures: Path) -> str:
         lines += larger(experiment, found, folder)
         drawn = pictures / f"{experiment.name.replace('-', '_')}.png"
         if experiment.picture is not None and drawn.exists():
-            lines.append(f"![{experiment.place}]({pictures.name}/{drawn.name})\n")
+            lines.append(f"![{chart_title(experiment, found)}]({pictures.name}/{drawn.name})\n")
     elif not experiment.missing:
         scale = next((s for s in reversed(SCALES) if s in experiment.scales), "smoke")
         lines.append(f"`{command(experiment, scale)}`\n")
@@ -341,6 +341,20 @@ def judged(experiment: Experiment, results: Results | None, verdict: Verdict) ->
     ]
     rest = verdict.why.removeprefix(joined(verdict.parts).why).removeprefix(". ")
     return [*lines, "", f"{rest}."] if rest else lines
+
+
+def chart_title(experiment: Experiment, results: Results) -> str:
+    """Return the title of a chart: the place in the paper, unless runs were made on other data.
+
+    Small scales of an experiment may have a generated data set or one that comes with the library.
+    """
+    configs = [run.get("config", {}) for runs in results.runs.values() for run in runs.values()]
+    names = {str(c["data"]) for c in configs if isinstance(c.get("data"), str)}
+    made = any(c.get("synthetic") or c.get("made") for c in configs)
+    if not experiment.data or (names <= set(experiment.data) and not made):
+        return experiment.place
+    what = "generated data" if made or "toy" in names else ", ".join(sorted(names))
+    return f"{experiment.name} at scale {results.scale}, on {what} in place of the paper's data"
 
 
 def larger(experiment: Experiment, found: Results, folder: Path | str) -> list[str]:

@@ -9,7 +9,7 @@ from attractor.report import live
 from attractor.report.page import Page
 from attractor.report.runs.run import Run, read_json
 from attractor.reproduce import find
-from attractor.reproduce.page import command, rows, sized, told, worded
+from attractor.reproduce.page import chart_title, command, rows, sized, told, worded
 from attractor.reproduce.results import Results
 from attractor.reproduce.results import read as read_runs
 
@@ -85,7 +85,7 @@ def show(page: Page, runs: Sequence[Run]) -> None:
         )
         _bars(page, experiment, found)
         if experiment.picture is not None and results.complete:
-            page.figure(f"{experiment.name}: {experiment.place}", experiment.picture(results))
+            page.figure(chart_title(experiment, results), experiment.picture(results))
         if experiment.note:
             page.text(experiment.note)
 
