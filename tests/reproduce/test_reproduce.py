@@ -385,6 +385,8 @@ def test_the_page_in_the_docs_is_that_of_the_results():
     docs = home().parents[1] / "docs"
     made = pages.page(home(), docs / "results")
     assert (docs / "results.md").read_text() == made, "attractor reproduce --page docs/results.md"
+    claims = pages.claims_page(home())
+    assert (docs / "claims.md").read_text() == claims, "attractor reproduce --page docs/results.md"
 
 
 def test_the_catalogue_is_whole():
@@ -483,3 +485,20 @@ def test_charts_of_small_data_do_not_bear_the_name_of_the_paper_s():
     tricks = find("stepnet-fig8")
     assert "on digits in place of" in pages.chart_title(tricks, load(tricks, "cpu", home()))
     assert pages.chart_title(EXAMPLE, load(EXAMPLE, "cpu", home())) == EXAMPLE.place
+
+
+def test_every_table_and_figure_has_a_level_of_completeness():
+    levels = pages.coverage(catalogue(), home())
+    assert sum(len(items) for own in levels.values() for items in own.values()) == 34
+    assert levels["pde"]["not at all"] == ["Fig. 6", "Fig. 11", "Fig. 14", "Fig. 15"]
+    assert {"table2", "table3"} == set(levels["stepnet"]["not at all"])
+
+
+def test_claims_are_short():
+    """A paper's claims fit on two screens: a row each, and no cell that would make it a paragraph."""
+    page = (home().parents[1] / "docs" / "claims.md").read_text()
+    for part in page.split("\n## ")[1:4]:
+        rows = [line for line in part.splitlines() if line.startswith("| ")][2:]
+        assert 10 < len(rows) <= 40
+        shown = [re.sub(r"\]\([^)]*\)", "", row) for row in rows]
+        assert max(map(len, shown)) < 320

@@ -37,6 +37,11 @@ def papers() -> dict[str, str]:
     return dict(getattr(_folder(), "PAPERS", {}))
 
 
+def uncovered() -> dict[str, tuple[str, ...]]:
+    """Return the tables and figures with results for which there is no experiment, by paper."""
+    return dict(getattr(_folder(), "UNCOVERED", {}))
+
+
 def from_file(path: Path | str) -> Experiment:
     """Return the experiment that a Python file declares as `EXPERIMENT`.
 
