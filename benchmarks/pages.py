@@ -1084,6 +1084,34 @@ def in_words(items: list[str]) -> str:
     return f"{', '.join(items[:-1])} and {items[-1]}"
 
 
+def null() -> str:
+    """Return how often each direction occurs under equal arms."""
+    content = load("null")
+    draws = content["draws"]
+    words = ("supported", "contradicted", "inconclusive")
+    percent = lambda x, n: f"{100 * x / n:.1f} %"
+    rows = [
+        [r["rule"], str(r["comparisons"]), *(percent(r[word], draws) for word in words)]
+        for r in content["rules"]
+    ]
+    one = [r for r in content["claims"] if r["comparisons"] == 1]
+    several = [r for r in content["claims"] if r["comparisons"] > 1 and not r["barred"]]
+    for what, group in (("claims of one comparison", one), ("claims of several comparisons", several)):
+        sums = [sum(r[word] for r in group) for word in words]
+        rows.append([
+            f"experiments, {len(group)} {what}", str(round(statistics.fmean(r["comparisons"] for r in group))),
+            *(percent(x, sum(sums)) for x in sums),
+        ])  # fmt: skip
+    single = {word: sum(r["single"][word] for r in content["claims"]) for word in words}
+    total = sum(single.values())
+    rows.append([
+        f"experiments, all {total:,} comparisons one by one", "1",
+        *(percent(single[word], total) for word in words),
+    ])  # fmt: skip
+    head = [f"{draws:,} draws each, equal arms", "comparisons", *words]
+    return command("null") + table(head, rows)
+
+
 def command(name: str) -> str:
     return f"`python -m benchmarks.{name}`\n\n"
 

@@ -5,19 +5,10 @@ state, and the number 1e-5 added to every state that a step starts from. Both ar
 makes a correction learn to subtract 1e-5 in every step, which the test does not need.
 """
 
+from dataclasses import replace
 from typing import Any
 
-from attractor.reproduce import (
-    DIRECTION,
-    FAILS,
-    HOLDS,
-    UNTESTED,
-    Experiment,
-    Results,
-    Scale,
-    Verdict,
-)
-from attractor.reproduce.verdict import number
+from attractor.reproduce import Experiment, Results, Scale, Verdict, decide, number
 
 from .attns_shared import (
     CPU,
@@ -26,8 +17,8 @@ from .attns_shared import (
     SMOKE,
     SOLVE,
     UNPRINTED,
+    against,
     arms,
-    cautious,
     corrections,
     dots,
     name,
@@ -58,16 +49,16 @@ QUIET = {f"{what} at 50 %, no noise": {**kind, "share": 0.5} for what, kind in P
 
 
 def judge(results: Results) -> Verdict:
-    """Holds if NeurVec loses trajectories in all noisy settings and AttNS in none; in direction if AttNS
-    is more exact in all and loses none. Where noise changes no error, nothing is tested."""
-    told, worse, stable = [], [], []
+    """AttNS is more exact than NeurVec in all noisy settings; a lost trajectory is the largest error.
+
+    Where noise changes no error, nothing is tested.
+    """
+    told = []
     settings = [*(label("{}", share) for share in SHARES), "{} at 50 %, constant"]
     noisy = [[name("elastic", s.format(w), "paper") for w in PAIR] for s in settings]
     for ours, theirs in noisy:
         a, b = typical(results, ours), typical(results, theirs)
         lost = max(results.values(ours, "lost")), max(results.values(theirs, "lost"))
-        worse.append(lost[1] > 0)
-        stable.append(a < b and lost[0] == 0)
         what = ours.split(" at ")[1].removesuffix(", paper")
         shares = " and ".join(f"{100 * x:.1f} %" for x in lost)
         errors = " against ".join("lost" if n else number(x) for x, n in zip((a, b), lost))
@@ -97,10 +88,11 @@ def judge(results: Results) -> Verdict:
         f"{'no' if spared else 'some'} trajectories are lost, "
         f"AttNS over NeurVec {number(min(fair))} to {number(max(fair))}"
     )
+    effects = [against(results, ours, theirs) for ours, theirs in noisy]
     if all(1 / SEEN < x < SEEN for x in change):
-        return Verdict(UNTESTED, f"{why}. Errors of this training are far above such a noise")
-    word = HOLDS if all(worse) and all(stable) else DIRECTION if all(stable) else FAILS
-    return cautious(results, [arm for pair in noisy for arm in pair], Verdict(word, why))
+        hidden = "errors of this training are far above such a noise"
+        effects = [replace(e, barred="; ".join(filter(None, [hidden, e.barred]))) for e in effects]
+    return decide(effects, why)
 
 
 def picture(results: Results) -> Any:
@@ -140,6 +132,7 @@ EXPERIMENT = Experiment(
             {**GPU, "epochs": 20},
             SEEDS,
             time="8 min on one H200",
+            training="4 %",
             note="Here 20 epochs, 3,000 to 12,200 updates.",
         ),
     },

@@ -4,10 +4,10 @@
 readings are tried: states by their largest component, components each by itself, trajectories.
 """
 
+from dataclasses import replace
 from typing import Any
 
-from attractor.reproduce import DIRECTION, FAILS, HOLDS, Experiment, Results, Scale, Verdict
-from attractor.reproduce.verdict import number
+from attractor.reproduce import EXACT, Effect, Experiment, Results, Scale, Verdict, decide, number
 
 from .attns_shared import frame
 
@@ -17,24 +17,30 @@ PAPER = {
     "2-link": (41.10, 65.93, 80.55, 89.48, 94.66, 97.61, 99.03, 99.71, 99.95),
 }
 LEVELS = {"spring-mass": list(range(30, 271, 30)), "2-link": list(range(5, 46, 5))}
-CLOSE = 2.0  # percentage points
 
 
 def judge(results: Results) -> Verdict:
-    """Holds if one reading gives the paper's numbers for both systems. In direction if the 2-link
-    pendulum, all of whose constants are printed, has a tail in the reading nearest to the paper's: most
-    are below a third of the largest level, and some above two thirds."""
+    """Judge the tail of the 2-link pendulum, all of whose constants are printed.
+
+    Most states are below a third of the largest level, and some above two thirds, in the reading nearest
+    to the paper's. How far the readings are from the paper's rows is said beside it.
+    """
     off = {of: {s: results.mean(f"{s}, {of}") for s in PAPER} for of in READINGS}
     nearest = {s: min(READINGS, key=lambda of: off[of][s]) for s in PAPER}
     share = results.curve(f"2-link, {nearest['2-link']}", "share")
-    tail = share[2] >= 50 and share[5] < 100
-    told = ", ".join(f"of {nearest[s]} for {s}, {number(off[nearest[s]][s])} points off" for s in PAPER)
-    close = any(max(of.values()) <= CLOSE for of in off.values())
+    rows = ", ".join(f"of {nearest[s]} for {s}, {number(off[nearest[s]][s])} points off" for s in PAPER)
+    low, high = (
+        Effect(
+            "below a third of the largest level", (share[2] - 50,), PAPER["2-link"][2] - 50, "points"
+        ),
+        Effect("above two thirds of it", (100 - share[5],), 100 - PAPER["2-link"][5], "% of states"),
+    )
+    effects = [replace(effect, deviation=EXACT) for effect in (low, high)]
     why = (
-        f"the nearest readings are {told}; of the 2-link pendulum {share[2]:.0f} % are below a third "
+        f"the nearest readings are {rows}; of the 2-link pendulum {share[2]:.0f} % are below a third "
         f"of the largest level and {100 - share[5]:.1f} % above two thirds"
     )
-    return Verdict(HOLDS if close else DIRECTION if tail else FAILS, why)
+    return decide(effects, why, headline=effects[1], caveat="no reading gives the paper's rows")
 
 
 def picture(results: Results) -> Any:

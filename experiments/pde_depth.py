@@ -9,9 +9,19 @@ layer makes its own map instead of going on with the last one's.
 import math
 from itertools import pairwise
 
-from attractor.reproduce import DIRECTION, FAILS, HOLDS, Experiment, Results, Scale, Verdict
-from attractor.reproduce.verdict import number
+from attractor.reproduce import (
+    EXACT,
+    Effect,
+    Experiment,
+    Results,
+    Scale,
+    Verdict,
+    decide,
+    number,
+    values_of,
+)
 
+CLOSE = 0.1  # of the order 1
 LAYERS = (4, 8, 16, 32)
 
 
@@ -29,9 +39,17 @@ def judge(results: Results) -> Verdict:
         f"(here without weights), the last map is {number(own)} of a map away from that of L steps: "
         "there pseudo-time does not add up"
     )
-    if all(abs(p - 1) < 0.1 for p in orders) and additive < 1e-12:
-        return Verdict(HOLDS, why)
-    return Verdict(DIRECTION if errors == sorted(errors, reverse=True) else FAILS, why)
+    errors_of = {arm: values_of(results, arm) for arm in results.arms}
+    effects = [
+        Effect(
+            f"order from {a} to {b}",
+            tuple(CLOSE - abs(math.log2(errors_of[a][s] / errors_of[b][s]) - 1) for s in errors_of[a]),
+        )
+        for a, b in pairwise(results.arms)
+    ]
+    effects.append(Effect("one map is the other", (1e-12 - additive,), deviation=EXACT))
+    return decide(effects, why, headline=min(effects[:-1], key=lambda effect: effect.value),
+                  measured=f"orders {', '.join(f'{p:.2f}' for p in orders)}")  # fmt: skip
 
 
 EXPERIMENT = Experiment(

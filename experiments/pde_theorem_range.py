@@ -4,7 +4,7 @@ The paper says that it grows like sqrt(t). Here the spread of softmax maps in wh
 one key, step by step; and how far a single weight gets in the four steps that the paper takes.
 """
 
-from attractor.reproduce import DIRECTION, FAILS, HOLDS, Experiment, Results, Scale, Verdict
+from attractor.reproduce import Effect, Experiment, Results, Scale, Verdict, decide
 
 from . import pde_settings as lm
 
@@ -12,6 +12,7 @@ PDES = {
     "diffusion": {}, "advection-diffusion": {"pde": "advection_diffusion"},
     "reaction-diffusion": {"pde": "reaction_diffusion"}, "wave": {"pde": "wave"},
 }  # fmt: skip
+CLOSE = 0.05  # of the exponent 1/2
 SIZE = {"tokens": 128, "steps": 100}
 
 
@@ -23,9 +24,9 @@ def judge(results: Results) -> Verdict:
         f"the range of diffusion grows like t^{half:.3f}, its square by {rate:.3f} of 2 alpha t; the "
         f"wave's like t^{wave:.3f}"
     )
-    if abs(half - 0.5) < 0.05:
-        return Verdict(HOLDS, why)
-    return Verdict(DIRECTION if half < 0.9 else FAILS, why)
+    values = results.values("diffusion")
+    return decide([Effect("exponent", tuple(CLOSE - abs(x - 0.5) for x in values))], why,
+                  measured=f"t^{half:.3f}")  # fmt: skip
 
 
 def picture(results: Results):

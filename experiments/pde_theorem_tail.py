@@ -6,8 +6,7 @@ linearly (by as many layers as sqrt(t)). The runs of pde-theorem-range.
 
 from dataclasses import replace
 
-from attractor.reproduce import DIRECTION, FAILS, HOLDS, Results, Verdict
-from attractor.reproduce.verdict import number
+from attractor.reproduce import Effect, Results, Verdict, decide, joined, number
 
 from .pde_theorem_range import EXPERIMENT as RANGE
 
@@ -18,13 +17,20 @@ def judge(results: Results) -> Verdict:
     """Linear: an exponent near 1. Polynomial: weight beyond what steps of a stencil reach, and at that
     distance less than half of it lost from one key to the next; (1 + 1 / 4)^-3 is half."""
     growth, reach, tail = (results.mean("diffusion", n) for n in ("exponent", "reach", "tail"))
-    linear, polynomial = growth > 0.9, reach > STEPS and tail > 0.5
-    why = (
-        f"in four steps of diffusion a weight reaches {number(reach)} keys and none beyond, the last of "
-        f"them has {number(tail)} of the one before; the range of one map grows like t^{growth:.3f}"
-    )
-    word = HOLDS if linear and polynomial else DIRECTION if linear or polynomial else FAILS
-    return Verdict(word, why)
+    of = lambda name: results.values("diffusion", name)
+    linear = [Effect("exponent", tuple(x - 0.9 for x in of("exponent")))]
+    polynomial = [
+        Effect("weight beyond the stencil", tuple(x - STEPS - 0.5 for x in of("reach")), unit="keys"),
+        Effect("weight lost from one key to the next", tuple(x - 0.5 for x in of("tail"))),
+    ]
+    return joined([
+        decide(polynomial, f"in four steps of diffusion a weight reaches {number(reach)} keys and none "
+               f"beyond, the last of them has {number(tail)} of the one before",
+               claim="Distant interactions decay polynomially", headline=polynomial[1],
+               measured=f"none beyond {number(reach)} keys"),
+        decide(linear, f"the range of one map grows like t^{growth:.3f}",
+               claim="The range grows linearly", measured=f"t^{growth:.3f}"),
+    ])  # fmt: skip
 
 
 EXPERIMENT = replace(

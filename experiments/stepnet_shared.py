@@ -6,17 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from attractor.reproduce import (
-    DIRECTION,
-    FAILS,
-    HOLDS,
-    UNTESTED,
-    Experiment,
-    Results,
-    Scale,
-    Verdict,
-    all_of,
-)
+from attractor.reproduce import Experiment, Results, Rule, Scale, all_of, best, gains, number
 from attractor.reproduce.tasks.images import (
     CIFAR10,
     CIFAR100,
@@ -29,12 +19,12 @@ from attractor.reproduce.tasks.images import (
     SMOKE,
     table,
 )
-from attractor.reproduce.verdict import margin, number
 from attractor.residual.profile import Comparison
 
 __all__ = ["CIFAR10", "CIFAR100", "CLASSIFY", "DIGITS", "GATES", "SIX", "SMOKE"]
 
 SEEDS = (0, 1, 2)
+SHORT = "18 %, half of the depth"  # 30 of 164 epochs, ResNet83 for ResNet164
 STEPS = {"one": "step 1", "gate": "step F"}
 TABLE1 = {gate: {"gate": gate} for gate in GATES}
 TABLE4: dict[str, dict[str, Any]] = {
@@ -74,7 +64,9 @@ def on_cifar100(experiment: Experiment) -> Experiment:
         place=experiment.place.replace("CIFAR-10", "CIFAR-100"),
         scales={
             "smoke": experiment.scales["smoke"],
-            "gpu": Scale(CIFAR100, seeds=SEEDS, time="none beside Table 1's on CIFAR-100"),
+            "gpu": Scale(
+                CIFAR100, seeds=SEEDS, training=SHORT, time="none beside Table 1's on CIFAR-100"
+            ),
         },
         data=("cifar100",),
     )
@@ -86,36 +78,16 @@ def of_seed(results: Results, arm: str, metric: str) -> dict[int, float]:
     return {seed: known(run["metrics"][metric]) for seed, run in results.runs[arm].items()}
 
 
-def leads(
-    arm: str, among: Sequence[str] | None = None, metric: str | None = None
-) -> Callable[[Results], Verdict]:
-    """Holds if an arm is above all others, at the seeds both have, by more than seeds differ; in
-    direction if it is above them on the mean; untested if another is above it by no more than that, or
-    at one seed.
-    """
-
-    def judge(results: Results) -> Verdict:
-        others = [a for a in (among or results.arms) if a != arm and results.runs.get(a)]
-        gaps = {a: results.paired(arm, a, metric) for a in others}
-        closest = min(gaps, key=lambda a: statistics.fmean(gaps[a]))
-        above = [a for a in others if statistics.fmean(gaps[a]) < 0]
-        sure = all(statistics.fmean(g) > margin(g) for g in gaps.values())
-        gap = statistics.fmean(gaps[closest])
-        seeds = f"{len(gaps[closest])} seed{'s' * (len(gaps[closest]) > 1)}"
-        told = f"{arm} against {closest}: {gap:+.2f} ({seeds})"
-        if not above:
-            return Verdict(HOLDS if sure else DIRECTION, told)
-        doubt = margin(gaps[closest])
-        unsure = "which one seed cannot tell" if math.isinf(doubt) else f"seeds differ by ±{doubt:.2f}"
-        word = UNTESTED if -gap < doubt else FAILS
-        return Verdict(word, f"{len(above)} of {len(others)} are above {arm}; {told}, {unsure}")
-
-    return judge
+EVERY = "Every gate makes the network better"
+MOST = "StepNet makes it better than every other gate"
 
 
-def all_lead(groups: Mapping[str, Sequence[str]]) -> Callable[[Results], Verdict]:
-    """`leads` of several arms, each among its own group."""
-    return all_of(*(leads(arm, among) for arm, among in groups.items()))
+def gates(others: Sequence[str]) -> Rule:
+    """Return the rule of Table 1: every gate gains over none, and StepNet most."""
+    return all_of(
+        gains([arm for arm in others if arm != "none"], over="none", claim=EVERY),
+        best("stepnet", [arm for arm in others if arm != "none"], claim=MOST),
+    )
 
 
 def compared(results: Results) -> dict[str, Comparison]:
@@ -165,7 +137,7 @@ def gains_picture(numbers: Mapping[str, float], over: str = "none") -> Callable[
         axis.axhline(0, color=draw.figures.INK, lw=0.8)
         axis.plot([], [], "o", color=draw.STAGES[0], label="ours, a seed each")
         axis.plot([], [], "D", mfc="white", mec=draw.STAGES[1], label="paper")
-        draw.figures._frame(axis, "", "", f"gain over {over} (points of accuracy)")
+        draw.figures.frame(axis, "", "", f"gain over {over} (points of accuracy)")
         axis.set_xticks(range(len(arms)), arms, rotation=25, ha="right")
         axis.legend(frameon=False, fontsize=8)
         return figure
@@ -220,7 +192,7 @@ def nsi(results: Results) -> Any:
             mark = results.mean(arm, f"oscillation_{step}")
             title = f"{arm}, {told}: oscillation {number(mark)}"
             last, left = arm == results.arms[-1], step == "one"
-            draw.figures._frame(axis, title, "block" if last else "", "NSI" if left else "")
+            draw.figures.frame(axis, title, "block" if last else "", "NSI" if left else "")
     for axis in axes.flat:
         axis.set_ylim(bottom=0)
     return figure
@@ -240,7 +212,7 @@ def shares(results: Results) -> Any:
                     axis.plot(M2, line, look, color=color, lw=1.3, label=None if end else arm)
             axis.axhline(10, color=draw.figures.INK, lw=0.8, ls=":")
             x = "m2" if step == "gate" else ""
-            draw.figures._frame(axis, f"m1 = {float(M1[i]):g}, {told}", x, "")
+            draw.figures.frame(axis, f"m1 = {float(M1[i]):g}, {told}", x, "")
         row[0].set_ylabel("stiff blocks (%)")
     axes[0, -1].legend(frameon=False, fontsize=8)
     return figure
@@ -269,9 +241,9 @@ def gate_correlations(results: Results) -> Any:
         right.bar(edges, counts, width=1.8 / len(counts), color=draw.STAGES[0])
         right.axvline(0, color=draw.figures.INK, lw=0.8)
         last = arm == results.arms[-1]
-        draw.figures._frame(left, f"{arm}, block by block", "block" if last else "", "correlation")
+        draw.figures.frame(left, f"{arm}, block by block", "block" if last else "", "correlation")
         x = "correlation" if last else ""
-        draw.figures._frame(right, f"{arm}, input by input, first stage", x, "inputs (%)")
+        draw.figures.frame(right, f"{arm}, input by input, first stage", x, "inputs (%)")
         for axis in (left, right):
             axis.set_axisbelow(True)
     return figure
@@ -293,7 +265,7 @@ def seeds_side_by_side(arm: str) -> Callable[[Results], Any]:
                     label = None if end else f"seed {seed}"
                     axis.plot(blocks, line, look, color=draw.STAGES[i], ms=4, lw=1.2, label=label)
             y = "NSI" if step == "one" else ""
-            draw.figures._frame(axis, f"{arm}, first stage, {told}", "block", y)
+            draw.figures.frame(axis, f"{arm}, first stage, {told}", "block", y)
             axis.set_ylim(bottom=0)
         axis.legend(frameon=False, fontsize=8)
         return figure
@@ -315,7 +287,7 @@ def before_and_after(results: Results) -> Any:
                 axis.plot(i - 0.2, start, "o", mfc="white", mec=color, ms=6)
                 axis.plot(i + 0.2, after[seed], "o", color=color, ms=6)
         axis.set_xticks(range(len(results.arms)), results.arms)
-        draw.figures._frame(axis, told, "", "TNS" if step == "one" else "")
+        draw.figures.frame(axis, told, "", "TNS" if step == "one" else "")
     axes[0].set_ylim(bottom=0)
     axes[1].plot([], [], "o", mfc="white", mec=draw.figures.INK, label="before training")
     axes[1].plot([], [], "o", color=draw.figures.INK, label="after")

@@ -5,18 +5,19 @@ before training and after it on the same test images; figures that look at such 
 runs.
 """
 
-from attractor.reproduce import Experiment, Scale, all_of, gains
+from attractor.reproduce import Experiment, Scale
 
 from .stepnet_shared import (
     CIFAR10,
     CLASSIFY,
     RECIPE,
     SEEDS,
+    SHORT,
     SIX,
     TABLE1,
     digits,
     gains_picture,
-    leads,
+    gates,
     smoke,
 )
 
@@ -35,12 +36,12 @@ EXPERIMENT = Experiment(
     scales={
         "smoke": smoke("none", "stepnet"),
         "cpu": digits(*SIX, time="5 min on 2 cores, on the digits"),
-        "gpu": Scale(CIFAR10, seeds=SEEDS, arms=SIX, time="20 min on one H200"),
+        "gpu": Scale(CIFAR10, seeds=SEEDS, training=SHORT, arms=SIX, time="20 min on one H200"),
     },
     metric="accuracy",
     better="higher",
     numbers=NUMBERS,
-    judge=all_of(gains(SIX[1:], over="none"), leads("stepnet")),
+    judge=gates(SIX),
     others=("parameters", "tns_one", "tns_gate"),
     unit="%",
     data=("cifar10",),

@@ -4,10 +4,10 @@ FOLDER holds train/<class>/<image> and val/<class>/<image>, or a folder imagenet
 test writes such a folder with two classes.
 """
 
-from attractor.reproduce import Experiment, Scale
+from attractor.reproduce import Experiment, Scale, best
 from attractor.reproduce.tasks.images import IMAGEFOLDER
 
-from .stepnet_shared import SEEDS, leads
+from .stepnet_shared import SEEDS
 
 GATES = ("none", "se", "eca", "cbam", "srm", "fca", "sge", "stepnet")
 ROWS = {
@@ -45,7 +45,7 @@ EXPERIMENT = Experiment(
     metric="accuracy",
     better="higher",
     numbers={f"ResNet{d}, {g}": x for d, row in ROWS.items() for g, x in zip(GATES, row)},
-    judge=leads("ResNet50, stepnet", [f"ResNet50, {gate}" for gate in GATES]),
+    judge=best("ResNet50, stepnet", [f"ResNet50, {gate}" for gate in GATES]),
     others=("parameters",),
     unit="%",
     data=("imagefolder",),

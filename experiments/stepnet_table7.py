@@ -6,6 +6,8 @@ and StepNet as their step size (Eq. 32), so that patches see each other only thr
 other reading of "ViT+StepNet", attention kept and StepNet a gate on every step, is an arm too.
 """
 
+from dataclasses import replace
+
 from attractor.reproduce import Experiment, Results, Scale, Verdict, all_of, gains
 
 from .stepnet_shared import CLASSIFY, SEEDS
@@ -23,10 +25,13 @@ TINY = {"name": "vit", "patch": 2, "dim": 32, "depth": 3, "heads": 4}
 
 def judge(results: Results) -> Verdict:
     """StepNet in place of attention against the plain ViT, for each data set."""
-    rules = [gains([f"StepNet for attention, {d}"], over=f"ViT, {d}") for d in ("CIFAR-10", "CIFAR-100")]
+    rules = [
+        gains([f"StepNet for attention, {d}"], over=f"ViT, {d}", claim=f"It is better on {d}")
+        for d in ("CIFAR-10", "CIFAR-100")
+    ]
     verdict = all_of(*rules)(results)
     told = [f"{a}: {results.mean(a):.2f}" for a in results.arms]
-    return Verdict(verdict.word, f"{verdict.why}; {', '.join(told)}")
+    return replace(verdict, why=f"{verdict.why}; {', '.join(told)}")
 
 
 EXPERIMENT = Experiment(

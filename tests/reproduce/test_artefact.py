@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from attractor.reproduce import FAILS, HOLDS, UNTESTED, Results, find
+from attractor.reproduce import CONTRADICTED, INCONCLUSIVE, SUPPORTED, Results, find
 from attractor.reproduce.tasks import Context, artefact
 from attractor.train import Recipe
 
@@ -222,17 +222,22 @@ def results(on, off, pde, zeros=1.0, scale="gpu"):
         more = {"left_to_right": 300.0, "sample_forced": 200.0}
         runs[standard] = {0: {"metrics": {"perplexity": a, "fast_off": b, "zeros": zeros, **more}}}
         runs[moved] = {0: {"metrics": {"perplexity": c, "fast_off": c, "zeros": 0.0, **more}}}
+        for arm in (standard, moved):
+            runs[arm][1] = runs[arm][0]
     return Results("pde-artefact", scale, "perplexity", list(runs), [0], runs)
 
 
 def test_verdicts():
     judge = find("pde-artefact").judge
     on, off, pde = (6865.0, 14900.0, 20748.0), (13.0, 4.0, 2.0), (12.65, 3.74, 1.97)
-    assert judge(results(on, off, pde)).word == FAILS, "the same weights have the PDE's perplexities"
-    assert judge(results(on, on, pde)).word == HOLDS, "the gap is there without the fast path"
-    assert judge(results(on, off, pde, zeros=0.0)).word == UNTESTED, "the path was not taken"
-    assert judge(results(pde, pde, pde)).word == UNTESTED, "there is no gap"
-    assert judge(results(on, (1000.0, 1000.0, 1000.0), (12.0, 12.0, 12.0))).word == UNTESTED
+    of = lambda *numbers, **options: [p.direction for p in judge(results(*numbers, **options)).parts]
+    assert of(on, off, pde)[:2] == [CONTRADICTED, SUPPORTED], "the same weights have the PDE's numbers"
+    assert of(on, on, pde)[:2] == [SUPPORTED, SUPPORTED], "the gap is there without the fast path"
+    assert of(pde, pde, pde) == [INCONCLUSIVE] * 3, "there is no gap"
+    assert of(on, (5.0, 2.0, 1.0), pde)[:2] == [CONTRADICTED, CONTRADICTED]
+    not_taken = judge(results(on, off, pde, zeros=0.0))
+    assert not_taken.direction == INCONCLUSIVE
+    assert "torch did not take the fast path" in not_taken.why
     assert "99.6, 99.2, 99.8 % of the gap" in judge(results(on, off, pde)).why
 
 

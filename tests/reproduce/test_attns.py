@@ -9,10 +9,9 @@ import torch
 from attractor import evolve, systems
 from attractor.ode.pairs import one_step
 from attractor.reproduce import (
-    DIRECTION,
-    FAILS,
-    HOLDS,
-    UNTESTED,
+    CONTRADICTED,
+    INCONCLUSIVE,
+    SUPPORTED,
     Context,
     Results,
     catalogue,
@@ -145,21 +144,22 @@ def test_theorems_hold_for_a_small_fit():
 @pytest.mark.parametrize(
     ("ours", "theirs", "epochs", "word"),
     [
-        ([1e-6, 2e-6, 1e-6], [1e-4, 1e-4, 3e-4], 500, HOLDS),
-        ([1e-6, 2e-6, 1e-6], [1e-4, 1e-4, 3e-4], 10, DIRECTION),  # a short training proves nothing
-        ([1e-4, 1e-4, 3e-4], [1e-6, 2e-6, 1e-6], 500, FAILS),
-        ([1e-4, 1e-4, 3e-4], [1e-6, 2e-6, 1e-6], 10, UNTESTED),
-        ([1e-6, 1e-6, 1e-6], [1.01e-6, 1.01e-6, 1.01e-6], 500, DIRECTION),  # level
-        ([1.01e-6], [1e-6], 500, DIRECTION),
-        ([2e-6], [1e-6], 500, UNTESTED),  # one seed cannot tell
-        ([1e-6, 2e-6, 4e-6], [1.1e-6, 1.5e-6, 3e-6], 500, UNTESTED),  # nor three that differ so
-        ([None], [1e-6], 500, FAILS),  # a training that diverged is not the best of all
-        ([1e40, 1e40], [1e40, 1e40], 500, FAILS),  # lost is not level with lost
+        ([1e-6, 2e-6, 1e-6], [1e-4, 1e-4, 3e-4], 500, SUPPORTED),
+        ([1e-6, 2e-6, 1e-6], [1e-4, 1e-4, 3e-4], 10, INCONCLUSIVE),  # a short training proves nothing
+        ([1e-4, 1e-4, 3e-4], [1e-6, 2e-6, 1e-6], 500, CONTRADICTED),
+        ([1e-4, 1e-4, 3e-4], [1e-6, 2e-6, 1e-6], 10, INCONCLUSIVE),
+        ([1e-6, 1e-6, 1e-6], [1e-6, 1e-6, 1e-6], 500, INCONCLUSIVE),  # level
+        ([1e-6], [2e-6], 500, INCONCLUSIVE),  # nor can one seed on the other side
+        ([2e-6], [1e-6], 500, INCONCLUSIVE),  # one seed cannot tell
+        ([1e-6, 2e-6, 4e-6], [1.1e-6, 1.5e-6, 3e-6], 500, INCONCLUSIVE),  # nor three that differ so
+        ([None, None], [1e-6, 1e-6], 500, CONTRADICTED),  # a training that diverged is the worst
+        ([1e-6, 1e-6], [None, None], 500, SUPPORTED),
+        ([1e40, 1e40], [1e40, 1e40], 500, INCONCLUSIVE),  # both are lost
     ],
 )
 def test_which_error_is_smaller(ours, theirs, epochs, word):
     results = pair(ours, theirs, epochs={"s": epochs})
-    assert attns_shared.smaller("a", ["a", "b"])(results).word == word
+    assert attns_shared.smaller("a", ["a", "b"])(results).direction == word
 
 
 def pair(ours, theirs, **config):
@@ -171,19 +171,22 @@ def pair(ours, theirs, **config):
     return Results("x", "cpu", "mse", ["a", "b"], [0, 1, 2], runs)
 
 
-def test_half_of_the_data_are_half_of_the_updates():
+def test_epochs_of_half_of_the_data_are_epochs():
+    """A claim about half of the data can be contradicted."""
     ours, theirs = [1e-4, 1e-4, 3e-4], [1e-6, 2e-6, 1e-6]
     judge = attns_shared.smaller("a", ["a", "b"])
-    found = judge(pair(ours, theirs, epochs=500, share=0.5))
-    assert found.word == UNTESTED
-    assert found.why.endswith("after the updates of 250 of 500 epochs")
-    assert judge(pair(ours, theirs, epochs=1000, share=0.5)).word == FAILS
-    assert judge(pair(ours, theirs, recipe="default", share=0.5)).word == FAILS
+    assert judge(pair(ours, theirs, epochs=500, share=0.5)).direction == CONTRADICTED
+    assert judge(pair(theirs, ours, epochs=500, share=0.5)).direction == SUPPORTED
+    for one, other in ((ours, theirs), (theirs, ours)):
+        short = judge(pair(one, other, epochs=250, share=0.5))
+        assert short.direction == INCONCLUSIVE
+        assert short.why.endswith("a training of 250 of 500 epochs decides nothing either way")
+    assert judge(pair(ours, theirs, recipe="default", share=0.5)).direction == CONTRADICTED
 
 
 @pytest.mark.parametrize(
     ("ratio", "spread", "word"),
-    [(0.1, 1.1, HOLDS), (1.1, 2.0, UNTESTED), (10, 1.1, FAILS), (0.9, 2.0, DIRECTION)],
+    [(0.1, 1.1, SUPPORTED), (1.1, 2.0, INCONCLUSIVE), (10, 1.1, CONTRADICTED), (0.9, 2.0, INCONCLUSIVE)],
 )
 def test_verdicts_on_inputs(ratio, spread, word):
     runs = {
@@ -197,7 +200,7 @@ def test_verdicts_on_inputs(ratio, spread, word):
         for what, x in (("AttNS", ratio * 1e-6), ("NeurVec", 1e-6))
     }  # fmt: skip
     judge = find("attns-normalised").judge
-    assert judge(Results("attns-normalised", "gpu", "mse", list(runs), [0], runs)).word == word
+    assert judge(Results("attns-normalised", "gpu", "mse", list(runs), [0], runs)).direction == word
 
 
 def test_what_goes_around_a_network_may_be_its_input_itself(monkeypatch):
@@ -213,40 +216,43 @@ def test_what_goes_around_a_network_may_be_its_input_itself(monkeypatch):
 @pytest.mark.parametrize(
     ("narrow", "middle", "wide", "word"),
     [
-        ([3e-6, 4e-6], [2e-6, 1e-6], [1e-7, 2e-7], HOLDS),
-        ([3e-6, 4e-6], [1e-8, 1e-8], [1e-7, 2e-7], DIRECTION),  # not at every step
-        ([1e-7, 1.1e-7], [2e-6, 1e-6], [3e-6, 3.2e-6], FAILS),
-        ([1e-7, 9e-6], [2e-6, 1e-6], [3e-6, 1e-6], UNTESTED),  # seeds differ by more
-        ([1e-7], [2e-6], [3e-6], UNTESTED),
+        ([3e-6, 4e-6], [2e-6, 1e-6], [1e-7, 2e-7], SUPPORTED),
+        ([1e-7, 1.1e-7], [2e-6, 1e-6], [3e-6, 3.2e-6], CONTRADICTED),
+        ([1e-7, 9e-6], [2e-6, 1e-6], [3e-6, 1e-6], INCONCLUSIVE),  # seeds differ by more
+        ([1e-7], [2e-6], [3e-6], INCONCLUSIVE),
     ],
 )
 def test_verdicts_on_width(narrow, middle, wide, word):
-    made = lambda x: {
-        "metrics": {"mse": x},
-        "config": {"system": "2-link", "recipe": "paper", "epochs": {"2-link": 500}},
-    }
-    arms = [attns_shared.name("2-link", what, "paper") for what in attns_table1.ENDS]
-    errors = zip(arms, (narrow, middle, wide))
-    runs = {arm: dict(enumerate(map(made, xs))) for arm, xs in errors}
-    results = Results("attns-table1", "gpu", "mse", arms, [0, 1], runs)
-    assert attns_table1.width("2-link")(results).word == word
+    runs = {}
+    for system in attns_table1.SYSTEMS:
+        config = {"system": system, "recipe": "paper", "epochs": {system: 500}}
+        for what, errors in zip(attns_table1.ENDS, (narrow, middle, wide)):
+            made = {s: {"metrics": {"mse": x}, "config": config} for s, x in enumerate(errors)}
+            runs[attns_shared.name(system, what, "paper")] = made
+    results = Results("attns-table1", "gpu", "mse", list(runs), [0, 1], runs)
+    assert attns_table1.wider(results).direction == word
 
 
 def test_no_ratio_of_errors_where_trajectories_are_lost():
     runs = {
         attns_shared.name(s, f"h = {h}, width {w}", "paper"): {
-            0: {
-                "metrics": {"mse": solvers.CEILING if s == "elastic" and h == 3 else 1e-6, "step": h},
+            seed: {
+                "metrics": {"mse": solvers.CEILING if s == lost and h == 3 else 1e-6, "step": h},
                 "config": {"system": s, "recipe": "paper", "epochs": {s: 500}},
             }
+            for seed in (0, 1)
         }
+        for lost in ("elastic",)
         for s in attns_table1.SYSTEMS
         for h, w in ((2, 512), (2, 1024), (2, 2048), (3, 1024), (4, 1024))
     }
     made = Results("attns-table1", "gpu", "mse", list(runs), [0], runs)
-    words = {s: attns_table1.depth(s)(made) for s in attns_table1.SYSTEMS}
-    assert [v.word for v in words.values()] == [HOLDS, HOLDS, FAILS]
-    assert "not known, trajectories are lost" in words["elastic"].why
+    verdict = attns_table1.deeper(made)
+    words = [effect.direction for effect in verdict.effects]
+    assert words == [SUPPORTED] * 4 + [INCONCLUSIVE] * 2
+    assert verdict.direction == INCONCLUSIVE
+    assert "elastic not known, trajectories are lost" in verdict.why
+    assert attns_table1.slower(made).direction == SUPPORTED
 
 
 def test_curves_are_short_and_keep_their_ends():

@@ -22,7 +22,11 @@ from attractor.cli.terminal import (
 
 Names = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[NAME]...", help="Of --list; a paper's name stands for all of its own."),
+    typer.Argument(
+        metavar="[NAME]...",
+        help="Of --list; a paper's name stands for all of its experiments. A Python file that declares "
+        "an EXPERIMENT may be named by its path.",
+    ),
 ]
 
 WIDE = 200  # columns of a table that goes into a file or a pipe
@@ -103,14 +107,14 @@ def reproduce(
 
 def _chosen(names: list[str], known: list[str]) -> list[str]:
     from attractor.reproduce import find
-    from attractor.reproduce.experiment import PAPERS
 
+    papers = {n.split("-")[0] for n in known}
     found: list[str] = []
     for name in names:
-        if name == "all" or name in PAPERS:
+        if name == "all" or name in papers:
             found += [n for n in known if name == "all" or n.startswith(f"{name}-")]
         else:
-            found.append(find(name).name)
+            found.append(name if name.endswith(".py") else find(name).name)
     return list(dict.fromkeys(found))
 
 
@@ -123,6 +127,7 @@ def _one(
     from attractor.reproduce.results import path_of
 
     experiment = find(name)
+    name = experiment.name
     if merged:
         results = merge(experiment, scale, out, merged)
     else:
@@ -134,13 +139,21 @@ def _one(
         say(f"Results: {path}")
     found = {
         "experiment": name, "scale": scale, "path": str(path), "rows": rows(experiment, results),
-        "verdict": None if verdict is None else {"word": verdict.word, "why": verdict.why},
+        "verdict": None if verdict is None else _plain(verdict),
     }  # fmt: skip
     return json.loads(json_bytes(found))
 
 
+def _plain(verdict: Any) -> dict[str, Any]:
+    """Return a verdict for JSON."""
+    return {
+        "direction": verdict.direction, "size": verdict.size, "why": verdict.why,
+        "caveat": verdict.caveat, "claim": verdict.claim, "parts": [_plain(x) for x in verdict.parts],
+    }  # fmt: skip
+
+
 def _show(experiment: Any, results: Any, verdict: Any) -> None:
-    from attractor.reproduce.page import known, rows, worded
+    from attractor.reproduce.page import judged, known, rows
     from attractor.reproduce.verdict import number
 
     unit = f", {experiment.unit}" if experiment.unit else ""
@@ -162,7 +175,8 @@ def _show(experiment: Any, results: Any, verdict: Any) -> None:
         say(f"Too wide to show: {', '.join(columns[fit:])}; --json has them.")
     say(f"The paper: {experiment.claim}")
     if verdict is not None:
-        say(f"{worded(experiment, results)}: {verdict.why}", style="bold")
+        for text in judged(experiment, results, verdict):
+            say(text.replace("**", ""), style="bold")
     elif results.missing():
         say(f"{len(results.missing())} runs are still to come.")
     else:
@@ -177,23 +191,42 @@ def _seeds(given: str) -> list[int]:
 
 
 def _list(folder: Path, as_json: bool) -> None:
+    from attractor.core.files import json_bytes
     from attractor.reproduce import catalogue
-    from attractor.reproduce.page import largest, state, worded
+    from attractor.reproduce.page import claims, largest, sized, state, worded
 
-    found: list[dict[str, Any]] = [
-        {
-            "name": e.name, "place": e.place, "claim": e.claim, "scales": list(e.scales),
-            "state": state(e, folder), "verdict": worded(e, largest(e, folder)) or None,
-        }
-        for e in catalogue().values()
-    ]  # fmt: skip
+    everything = catalogue().values()
     if as_json:
-        print_json(found)
+        print_json([
+            {
+                "name": e.name, "place": e.place, "claim": e.claim, "scales": list(e.scales),
+                "state": state(e, folder), "verdict": worded(e, largest(e, folder)) or None,
+                "size": sized(e.verdict(largest(e, folder))) or None,
+                "claims": json.loads(json_bytes(claims(e, folder))),
+            }
+            for e in everything
+        ])  # fmt: skip
         return
-    table = make_table("experiment", "of the paper", "runs", "verdict", words=4)
+    table = make_table("experiment", "of the paper", "runs", "direction, size", words=4)
     for column in table.columns:
         column.overflow = "fold"
     table.columns[0].no_wrap = True
-    for row in found:
-        table.add_row(row["name"], row["place"], row["state"], row["verdict"] or "")
+    for e in everything:
+        rows = claims(e, folder)
+        if len(rows) > 1:
+            table.add_row(e.name, e.place, state(e, folder), worded(e, largest(e, folder)))
+        for row in rows:
+            first = (
+                (e.name, e.place, state(e, folder)) if len(rows) == 1 else ("", f"- {row['claim']}", "")
+            )
+            table.add_row(*first, _brief(row))
     console.print(table, width=None if console.is_terminal else WIDE)
+
+
+def _brief(row: dict[str, Any]) -> str:
+    """Return the direction and the size of a claim, without the interval."""
+    direction = row["direction"] or ""
+    so_far = " so far" if direction and not row["complete"] else ""
+    size = row.get("size", "").split(" [")[0].replace(":", "")
+    size = "" if size.startswith("not judged") else size
+    return f"{direction}{so_far}{f', {size}' * bool(size)}"

@@ -33,7 +33,7 @@ def _solvers(axis: Any, found: dict[str, Any]) -> None:
         off = np.array(one["drawn"]["median_off"][name])[1:]
         label = f"{name}, same step" if name == "AttNS" else f"plain RK4, dt = {one['dt']:g}"
         axis.semilogy(one["dt"] * np.arange(1, len(off) + 1), off, color=color, lw=1.8, label=label)
-    figures._frame(
+    figures.frame(
         axis, "In a solver, attention corrects a step", "time", "distance from the exact motion"
     )
     axis.set_ylim(top=axis.get_ylim()[1] * 20)
@@ -51,7 +51,7 @@ def _networks(axis: Any, found: dict[str, Any]) -> None:
                 color=networks.COLORS[gate], lw=1.6, ms=5, label=label if s == stage[0] else None
             )
             axis.plot(blocks[own], np.array(arm["nsi"])[own], "o-", **look)
-    figures._frame(
+    figures.frame(
         axis, "In a network, it is the step size", "block of a ResNet on digits", "stiffness (NSI)"
     )
     axis.set_ylim(0, axis.get_ylim()[1] * 1.25)
@@ -67,7 +67,7 @@ def _attention(axis: Any, found: dict[str, Any]) -> None:
     axis.imshow(maps._shades(last, allowed, 0.4), interpolation="nearest", aspect="auto")
     axis.add_collection(LineCollection(maps.edge(allowed), colors=figures.INK, lw=1.2))
     leak = found["pdes"]["diffusion"]["no walls"]["future"][-1]
-    figures._frame(axis, "In a transformer, the map takes steps", "key", "query")
+    figures.frame(axis, "In a transformer, the map takes steps", "key", "query")
     axis.grid(visible=False)
     told = (
         f"without walls {100 * leak:.0f} % of\nthe weight leaks into\nthe future (red);\nwith walls none"

@@ -33,7 +33,7 @@ def convergence(errors: Mapping[str, Sequence[tuple[float, float]]], title: str 
         if kept:
             look = dict(color=plt.get_cmap("tab10")(i % 10), marker="os^vDPX<>*"[i % 10])
             axis.loglog(*zip(*kept), ms=5, lw=1.4, label=literal(name), **look)
-    _frame(axis, title, "step dt", "root mean square error")
+    frame(axis, title, "step dt", "root mean square error")
     axis.set_xticks(steps, [f"{dt:g}" for dt in steps])
     axis.minorticks_off()
     axis.legend(frameon=False, fontsize=8)
@@ -46,7 +46,7 @@ def drift(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], title: s
     figure, axis = plt.subplots(figsize=(8, 3.6))
     for i, (name, (times, errors)) in enumerate(lines.items()):
         axis.semilogy(times, errors, lw=1.1, label=literal(name), color=plt.get_cmap("tab10")(i))
-    _frame(axis, title, "time", "relative energy error")
+    frame(axis, title, "time", "relative energy error")
     axis.legend(frameon=False)
     figure.tight_layout()
     return figure
@@ -57,7 +57,7 @@ def history(rows: Sequence[Mapping[str, Any]], plain: float | None, title: str =
     figure, axis = plt.subplots(figsize=(9, 3.4))
     if "loss" in rows[0]:
         axis.semilogy([r["epoch"] + 1 for r in rows], [r["loss"] for r in rows], color="C0", lw=1.3)
-        _frame(axis, title, "epoch", "training loss")
+        frame(axis, title, "epoch", "training loss")
         figure.tight_layout()
         return figure
     kinds: dict[str, list[tuple[float, float]]] = {}
@@ -69,7 +69,7 @@ def history(rows: Sequence[Mapping[str, Any]], plain: float | None, title: str =
         axis.loglog(*zip(*sorted(pairs)), "os^vDP"[i % 6], ms=7, ls="-", lw=0.8, label=literal(name))
     if plain is not None and math.isfinite(plain):
         axis.axhline(plain, color=INK, ls=":", lw=1.2, label="without a correction")
-    _frame(axis, title, "scale of the random weights", "held-out mean square error")
+    frame(axis, title, "scale of the random weights", "held-out mean square error")
     scales = sorted({r["scale"] for r in rows})
     axis.set_xticks(scales, [f"{s:g}" for s in scales])
     axis.minorticks_off()
@@ -86,7 +86,7 @@ def errors_over_time(
     for i, (name, errors) in enumerate(lines.items()):
         look = dict(color=plt.get_cmap("tab10")(i), ls="--" if i % 2 else "-", lw=1.4)
         axis.semilogy(times[1:], errors[1:], label=literal(name), **look)
-    _frame(axis, title, "time", "root mean square error")
+    frame(axis, title, "time", "root mean square error")
     axis.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     return figure
@@ -105,13 +105,13 @@ def trajectories(times: Sequence[float], states: Any, title: str = "", shown: in
     for i, axis in enumerate(axes):
         for k in range(min(states.shape[1], shown)):
             axis.plot(times, states[:, k, i], lw=1.0, color=plt.get_cmap("tab10")(k))
-        _frame(axis, title if i == 0 else "", "time" if i == count - 1 else "", f"u{i}")
+        frame(axis, title if i == 0 else "", "time" if i == count - 1 else "", f"u{i}")
     if right is not None:
         axis = right.subplots()
         for k in range(min(states.shape[1], shown)):
             axis.plot(states[:, k, 0], states[:, k, 1], lw=0.9, color=plt.get_cmap("tab10")(k))
             axis.plot(*states[0, k, :2], "o", ms=4, color=plt.get_cmap("tab10")(k))
-        _frame(axis, "", "u0", "u1")
+        frame(axis, "", "u0", "u1")
     return figure
 
 
@@ -133,8 +133,8 @@ def work_precision(found: Any, title: str = "") -> Any:
         star = dict(marker="*", ms=17, color="#c0392b", ls="", label="hybrid", zorder=5)
         axis.loglog([getattr(found.hybrid, work)], [found.hybrid.error], **star)
         axis.axhline(found.hybrid.error, color="#c0392b", lw=0.8, ls=":")
-    _frame(axes[0], title, "seconds (the network counted)", "mean square error")
-    _frame(
+    frame(axes[0], title, "seconds (the network counted)", "mean square error")
+    frame(
         axes[1],
         f"m = {found.m:.3g}, m* = {found.m_star:.3g}",
         "rate calls (the network not counted)",
@@ -158,7 +158,8 @@ def write(figure: Any, path: Path | str) -> Path:
     return write_bytes(path, buffer.getvalue())
 
 
-def _frame(axis: Any, title: str, x: str, y: str) -> None:
+def frame(axis: Any, title: str, x: str, y: str) -> None:
+    """Give an axis its title, labels and grid, as all pictures of the library have them."""
     axis.set_title(title, color=INK, fontsize=11)
     axis.set_xlabel(x)
     axis.set_ylabel(y)

@@ -95,7 +95,7 @@ def measures(
         low, high = axis.get_ylim()
         if high - low < 1e-6 * max(abs(high), 1e-3):  # a constant: no magnified rounding
             axis.set_ylim(low - 0.1, high + 0.1)
-        figures._frame(axis, "", "pseudo-time" if axis in axes[-1] else "", label)
+        figures.frame(axis, "", "pseudo-time" if axis in axes[-1] else "", label)
     axes[0, 0].legend(frameon=False, fontsize=9)
     figure.suptitle(title, color=figures.INK, fontsize=12)
     return figure
@@ -115,7 +115,7 @@ def coefficients(rows: Sequence[Mapping[str, Any]], title: str = "") -> Any:
         )
         axis.plot(layers, [r["mean"] for r in own], "o-", ms=5, lw=1.2, color=color)
         axis.set_xticks(list(layers))
-        figures._frame(axis, "", "layer", name)
+        figures.frame(axis, "", "layer", name)
     figure.suptitle(title, color=figures.INK, fontsize=12)
     return figure
 

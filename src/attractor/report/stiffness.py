@@ -118,7 +118,7 @@ def proportions(
                         label = name if look == "-" else f"{name}, initial"
                         axis.plot(heights.numpy(), line, look, color=color, lw=1.5, label=label)
             title = f"m1 = {first:g}" + (f", {TOLD[step]}" if len(steps) > 1 else "")
-            figures._frame(axis, figures.literal(title), "m2", "")
+            figures.frame(axis, figures.literal(title), "m2", "")
             axis.set_ylim(bottom=0)
         row[0].set_ylabel("stiff blocks (%)")
     axes[0, -1].legend(frameon=False, fontsize=8)
@@ -139,7 +139,7 @@ def gates(profile: StiffnessProfile) -> Any:
         pair = (profile.gates[:, b].numpy(), profile.nsi[:, b].numpy())
         axis.plot(*pair, "o", ms=3, alpha=0.5, color=color, mew=0)
         title = f"{profile.names[b]}: {found[b]:+.2f}"
-        figures._frame(
+        figures.frame(
             axis, figures.literal(title), "mean gate value", "NSI" if b == strongest[0] else ""
         )
     axis = below.subplots()
@@ -147,7 +147,7 @@ def gates(profile: StiffnessProfile) -> Any:
     axis.bar([b + 1 for b in known], found[known].numpy(), color=colors, width=0.75)
     axis.axhline(0, color=figures.INK, lw=0.8)
     axis.set(ylim=(-1.05, 1.05), xlim=(0.4, len(profile.names) + 0.6), axisbelow=True)
-    figures._frame(axis, "", "block", "correlation")
+    figures.frame(axis, "", "block", "correlation")
     axis.locator_params(axis="x", integer=True)
     return figure
 
@@ -185,7 +185,7 @@ def overview(profile: StiffnessProfile) -> Any:
             line = 100 * _grid(p.proportion, first, heights)
             axis.plot(heights.numpy(), line, look, color=STAGES[i], lw=1.4, label=label)
     note = ", dashed: initial" if len(pair) > 1 else ""
-    figures._frame(axis, f"stiff blocks{note}", "m2", "%")
+    figures.frame(axis, f"stiff blocks{note}", "m2", "%")
     axis.set_ylim(bottom=0)
     axis.legend(frameon=False, fontsize=8)
     return figure
@@ -212,7 +212,7 @@ def draw_comparison(found: Comparison, path: Path | str | None = None) -> Any:
         text = f"\nKendall {told['kendall']:+.2f}, Spearman {told['spearman']:+.2f}" if told else ""
         hollow = " (hollow: initial)" if found.rows[0][f"{step}_initial"] is not None else ""
         label = "accuracy" if step == "one" else ""
-        figures._frame(axis, f"{TOLD[step]}{text}", f"TNS{hollow}", label)
+        figures.frame(axis, f"{TOLD[step]}{text}", f"TNS{hollow}", label)
     axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return _written(figure, path)
 
@@ -246,7 +246,7 @@ def _nsi(axis: Any, profile: StiffnessProfile, title: str) -> None:
             last = stage == int(profile.stage.max())
             look = dict(color=BEFORE, lw=1.3, zorder=1, marker="_", ms=5)
             axis.plot(blocks[own], before, "--", label="initial" if last else None, **look)
-    figures._frame(axis, figures.literal(title), "block", "NSI")
+    figures.frame(axis, figures.literal(title), "block", "NSI")
     axis.locator_params(axis="x", integer=True)
 
 

@@ -6,7 +6,7 @@ the claim holds; a task of `reproduce.tasks` does one arm with one seed. Experim
 
 >>> from attractor.reproduce import Experiment, Scale, best
 >>> example = Experiment(
-...     name="example", paper="attns", place="Table 0", claim="Two is more than one.",
+...     name="attns-example", paper="attns", place="Table 0", claim="Two is more than one.",
 ...     task="attractor.reproduce.tasks:echo", arms={"one": {"value": 1.0}, "two": {"value": 2.0}},
 ...     scales={"smoke": Scale(judged=True)}, metric="value", better="higher",
 ...     numbers={"one": 1.0, "two": 2.0}, judge=best("two"),
@@ -15,8 +15,8 @@ the claim holds; a task of `reproduce.tasks` does one arm with one seed. Experim
 >>> results = run(example, "smoke")
 >>> results.mean("two")
 2.0
->>> print(example.judge(results))
-holds in direction: two is best, at one seed, 2 against 1 (one)
+>>> print(example.judge(results))  # of one seed, whose deviation is not known
+inconclusive (size unclear: 100 %): the least lead is that over one: 1, no interval (1 inconclusive)
 
 On the command line: ``attractor reproduce --list``, ``attractor reproduce stepnet-table1 --scale cpu``.
 """
@@ -27,40 +27,68 @@ from attractor.core.lazy import submodule
 from attractor.reproduce.experiment import Experiment, Scale
 from attractor.reproduce.results import Results, load, merge
 from attractor.reproduce.runner import run
-from attractor.reproduce.shelf import catalogue, find
+from attractor.reproduce.shelf import catalogue, find, from_file, papers
 from attractor.reproduce.tasks import Context
 from attractor.reproduce.verdict import (
-    DIRECTION,
-    FAILS,
-    HOLDS,
-    UNTESTED,
+    CONTRADICTED,
+    DIRECTIONS,
+    EXACT,
+    INCONCLUSIVE,
+    NOT_RUN,
+    SUPPORTED,
+    Deviation,
+    Effect,
+    Rule,
     Verdict,
     all_of,
     below,
     best,
+    compare,
+    decide,
     gains,
+    joined,
+    margin,
+    number,
+    pooled,
+    quantile,
+    values_of,
     within,
 )
 
 __all__ = [
-    "DIRECTION",
-    "FAILS",
-    "HOLDS",
-    "UNTESTED",
+    "CONTRADICTED",
+    "DIRECTIONS",
+    "EXACT",
+    "INCONCLUSIVE",
+    "NOT_RUN",
+    "SUPPORTED",
     "Context",
+    "Deviation",
+    "Effect",
     "Experiment",
     "Results",
+    "Rule",
     "Scale",
     "Verdict",
     "all_of",
     "below",
     "best",
     "catalogue",
+    "compare",
+    "decide",
     "find",
+    "from_file",
     "gains",
+    "joined",
     "load",
+    "margin",
     "merge",
+    "number",
+    "papers",
+    "pooled",
+    "quantile",
     "run",
+    "values_of",
     "within",
 ]
 

@@ -2,20 +2,16 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from attractor.reproduce.results import Results
-from attractor.reproduce.verdict import UNTESTED, Verdict
+from attractor.reproduce.verdict import INCONCLUSIVE, NOT_RUN, Verdict
 
 Config = Mapping[str, Any]  # whatever JSON can hold
 SCALES = ("smoke", "cpu", "gpu")
-PAPERS = {
-    "attns": "AttNS, hybrid solvers",
-    "stepnet": "StepNet, stiffness and gates",
-    "pde": "PDE attention",
-}
 
 
 @dataclass(frozen=True)
@@ -29,6 +25,8 @@ class Scale:
         judged: whether it is large enough for a verdict; a smoke test shows only that everything runs.
         note: what is special about it, told beside its results.
         time: what to expect, such as "4 min on one H200".
+        training: The share of the paper's training, such as "30 of 164 epochs"; empty if nothing is
+            trained.
     """
 
     config: Config = field(default_factory=dict)
@@ -37,6 +35,7 @@ class Scale:
     judged: bool = True
     time: str = ""
     note: str = ""
+    training: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,8 @@ class Experiment:
 
     Attributes:
         name: paper and place, as ``stepnet-table1``; the file has the same with an underscore.
-        paper: a key of `PAPERS`.
+        paper: The short name of a paper, with which the experiment's name begins. Titles of the papers
+            are in ``experiments/__init__.py``; any other paper may be named.
         place: where in the paper, with the rows that were typed in.
         claim: what the paper says there, in a sentence.
         task: ``module:function``, called with the configuration of an arm and a `Context`.
@@ -90,8 +90,14 @@ class Experiment:
     picture: Callable[[Results], Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.paper not in PAPERS:
-            raise ValueError(f"{self.name}: paper {self.paper!r} is not one of {', '.join(PAPERS)}")
+        if not re.fullmatch(r"[a-z][a-z0-9]*", self.paper):
+            raise ValueError(
+                f"{self.name}: paper {self.paper!r} is not a short name of lower-case letters and digits"
+            )
+        if not self.name.startswith(f"{self.paper}-"):
+            raise ValueError(
+                f"{self.name}: the name of an experiment of {self.paper!r} begins with '{self.paper}-'"
+            )
         for what, given, known in (
             ("scales", self.scales, SCALES),
             ("numbers", self.numbers, self.arms),
@@ -122,16 +128,16 @@ class Experiment:
         return list(self.scale(scale).arms or self.arms)
 
     def verdict(self, results: Results | None) -> Verdict | None:
-        """The judge's word; None where there is nothing, or not enough, to judge."""
+        """Return the judge's verdict; None where there is nothing, or not enough, to judge."""
         if results is None or not results.complete:
-            return Verdict(UNTESTED, self.missing) if self.missing else None
+            return Verdict(NOT_RUN, self.missing) if self.missing else None
         if not self.scale(results.scale).judged:
             return None
         judged = [arm for arm in results.arms if arm not in results.extra]
         lost = [arm for arm in judged if any(map(math.isnan, results.values(arm)))]
         if lost:  # rules compare numbers
-            return Verdict(UNTESTED, f"{self.metric} is not finite for {'; '.join(lost)}")
+            return Verdict(INCONCLUSIVE, f"{self.metric} is not finite for {'; '.join(lost)}")
         mixed = [arm for arm in judged if self.data and len(results.data_of(arm)) > 1]
         if mixed:
-            return Verdict(UNTESTED, f"seeds were run on different data: {'; '.join(mixed)}")
+            return Verdict(INCONCLUSIVE, f"seeds were run on different data: {'; '.join(mixed)}")
         return self.judge(results)

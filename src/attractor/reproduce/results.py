@@ -53,6 +53,8 @@ class Results:
         arms, seeds: those there should be.
         extra: arms among them that no verdict waits for.
         runs: arm -> seed -> what the task returned, with configuration, device and so on.
+        numbers: The paper's values of the metric, by arm.
+        logarithmic: The metric differs by factors.
     """
 
     experiment: str
@@ -62,6 +64,8 @@ class Results:
     seeds: list[int]
     runs: dict[str, dict[int, Run]] = field(default_factory=dict)
     extra: tuple[str, ...] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    logarithmic: bool = False
 
     @property
     def complete(self) -> bool:
@@ -245,7 +249,10 @@ def load(experiment: Any, scale: str, folder: Path | str) -> Results:
         every = {**lent.get(wanted, {}), **own}
         runs[arm] = {s: every[s] for s in sorted(every) if experiment.metric in every[s]["metrics"]}
     seeds = list(experiment.scale(scale).seeds)
-    return Results(experiment.name, scale, experiment.metric, arms, seeds, runs, experiment.extra)
+    return Results(
+        experiment.name, scale, experiment.metric, arms, seeds, runs, experiment.extra,
+        experiment.numbers, experiment.logarithmic,
+    )  # fmt: skip
 
 
 def _current(experiment: Any, arm: str, scale: str) -> str | None:

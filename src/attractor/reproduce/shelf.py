@@ -1,6 +1,7 @@
-"""Where experiments are found: files with an `EXPERIMENT` in the folder ``experiments``.
+"""Where experiments come from: files with an `EXPERIMENT`.
 
-In a checkout that is the folder of the project; what is installed has it inside the package.
+Those of the project are in its folder ``experiments``; what is installed has it inside the package. Any
+other file can be read with `from_file`.
 """
 
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import attractor
-from attractor.reproduce.experiment import PAPERS, Experiment
+from attractor.reproduce.experiment import Experiment
 
 PACKAGE = Path(attractor.__file__).parent
 
@@ -27,13 +28,54 @@ def catalogue() -> dict[str, Experiment]:
         if made.name.replace("-", "_") != path.stem:
             raise ValueError(f"{path.name} holds {made.name}; file and experiment share their name")
         found.append(made)
-    order = list(PAPERS)
+    order = [*papers(), *dict.fromkeys(e.paper for e in found)]
     return {e.name: e for e in sorted(found, key=lambda e: (order.index(e.paper), _place(e.name)))}
 
 
+def papers() -> dict[str, str]:
+    """Return the titles of the papers by their short names, in their order."""
+    return dict(getattr(_folder(), "PAPERS", {}))
+
+
+def uncovered() -> dict[str, tuple[str, ...]]:
+    """Return the tables and figures with results for which there is no experiment, by paper."""
+    return dict(getattr(_folder(), "UNCOVERED", {}))
+
+
+def from_file(path: Path | str) -> Experiment:
+    """Return the experiment that a Python file declares as `EXPERIMENT`.
+
+    The file is imported as a module of its own name, from its folder, which is added to the end of
+    ``sys.path``. So its tasks are named ``my_experiment:function`` in ``my_experiment.py``.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file declares no experiment, or another module of its name has been imported.
+    """
+    path = Path(path).resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not a file; pass a Python file that declares EXPERIMENT")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    module = import_module(path.stem)
+    if Path(str(module.__file__)).resolve() != path:
+        raise ValueError(f"{path.stem} is already the name of {module.__file__}; rename {path.name}")
+    made = getattr(module, "EXPERIMENT", None)
+    if not isinstance(made, Experiment):
+        raise ValueError(f"{path} declares no EXPERIMENT = Experiment(...)")
+    return made
+
+
 def find(name: str) -> Experiment:
-    """The experiment of that name; an error that names similar ones."""
+    """Return the experiment of a name, or of the file if the name is a path that ends in ``.py``.
+
+    Raises:
+        ValueError: No experiment has that name; the message has similar ones.
+    """
     from difflib import get_close_matches
+
+    if name.endswith(".py"):
+        return from_file(name)
 
     known = catalogue()
     if name not in known:

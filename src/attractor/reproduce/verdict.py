@@ -1,45 +1,66 @@
-"""Whether a claim holds, and rules that say so.
+"""Judge a claim: which way the measurements point, and how much of the claimed effect there is.
 
-A rule is a function ``results -> Verdict``. Means are over seeds; "by more than seeds differ" is by more
-than `margin`, half of the difference's 95 % interval, which needs two seeds at least.
+A claim is made of comparisons. Each comparison is an `Effect`: a number per seed, positive if it goes
+the paper's way, with the number that the paper prints. Two questions are answered separately.
+
+Direction. One comparison is "supported" if the 95 % confidence interval of its mean lies above 0,
+"contradicted" if it lies below 0, and else "inconclusive"; the rule is the same on both sides. A claim
+is supported if all its comparisons are, each at 95 %. It is contradicted if one of them is, by an
+interval widened for the number of comparisons (Bonferroni). So each of the two words is wrong with a
+probability of at most 2.5 %. What has no runs is "not run: no data".
+
+Size. The share of the claimed effect that was measured, with its interval: "smaller" if the interval
+lies below 1, "larger" if it lies above 1, "as claimed" if it contains 1 and not 0, "opposite" if it
+lies below 0, "unclear" if it contains 0 and 1.
+
+A rule is a function ``results -> Verdict``.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
 from attractor.reproduce.results import Results
 
-HOLDS, DIRECTION, FAILS, UNTESTED = (
-    "holds",
-    "holds in direction",
-    "does not hold",
-    "cannot be tested here",
+SUPPORTED, CONTRADICTED, INCONCLUSIVE, NOT_RUN = (
+    "supported",
+    "contradicted",
+    "inconclusive",
+    "not run: no data",
 )
+DIRECTIONS = (SUPPORTED, CONTRADICTED, INCONCLUSIVE, NOT_RUN)
+LEVEL = 0.95
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """One of the four words, and why."""
+@cache
+def quantile(freedom: int, probability: float = 0.975) -> float:
+    """Return the quantile of Student's t distribution, for a probability above one half.
 
-    word: str
-    why: str
-
-    def __post_init__(self) -> None:
-        words = (HOLDS, DIRECTION, FAILS, UNTESTED)
-        if self.word not in words:
-            raise ValueError(f"{self.word!r} is not one of {', '.join(words)}")
-
-    def __str__(self) -> str:
-        return f"{self.word}: {self.why}"
+    Args:
+        freedom: Degrees of freedom, at least 1.
+    """
+    low, high = 0.0, math.pi / 2  # of the angle whose tangent is t / sqrt(freedom)
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < 2 * probability - 1 else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
 
 
-Rule = Callable[[Results], Verdict]
+def _within(angle: float, freedom: int) -> float:
+    """Return the probability of |t| <= sqrt(freedom) tan(angle): Abramowitz and Stegun 26.7.3 and 4."""
+    sine, cosine = math.sin(angle), math.cos(angle)
+    term = cosine if freedom % 2 else 1.0
+    total = 0.0
+    for k in range(freedom % 2 + 2, freedom + 1, 2):
+        total += term
+        term *= cosine**2 * (k - 1) / k
+    return 2 / math.pi * (angle + sine * total) if freedom % 2 else sine * total
 
 
 def number(x: float) -> str:
-    """As short as it can be read."""
+    """Return a number in as few digits as can be read."""
     if math.isnan(x):
         return "NaN"
     if 1e4 <= abs(x) < 1e6 or (x == round(x) and 1e4 <= abs(x) < 1e9):
@@ -47,54 +68,326 @@ def number(x: float) -> str:
     return f"{x:.3g}" if abs(x) < 1e-2 or abs(x) >= 1e4 else f"{x:.4g}"
 
 
-# Student's t, 97.5 %, of 1 to 10 degrees of freedom
-QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+def short(x: float) -> str:
+    """Return a number in two or three digits."""
+    if math.isinf(x):
+        return "∞" if x > 0 else "-∞"
+    if 1e3 <= abs(x) < 1e6:
+        return f"{x:,.0f}"
+    return f"{x:.3g}" if abs(x) >= 10 else f"{x:.2g}"
 
 
-def margin(differences: Sequence[float]) -> float:
-    """Half of the 95 % interval of their mean; infinite of one, or where one is not finite."""
-    if len(differences) < 2 or not all(map(math.isfinite, differences)):
-        return math.inf
-    quantile = QUANTILES[min(len(differences) - 1, len(QUANTILES)) - 1]
-    return quantile * statistics.stdev(differences) / math.sqrt(len(differences))
+@dataclass(frozen=True)
+class Deviation:
+    """The standard deviation of one run over seeds, known from other runs.
+
+    Attributes:
+        value: Of one run, in the units of the effect.
+        freedom: Degrees of freedom of the estimate; None if the value is exact.
+    """
+
+    value: float
+    freedom: int | None = None
 
 
-def lead(
-    results: Results, arm: str, other: str, sign: int = 1, metric: str | None = None
-) -> tuple[float, float]:
-    """How far an arm is ahead of another at the seeds of both, and the margin of that.
+EXACT = Deviation(0.0)  # of what does not depend on a seed
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One comparison of a claim.
+
+    Attributes:
+        label: What is compared.
+        samples: A number per seed, positive if it goes the paper's way.
+        paper: The number that the paper prints, positive; None if it prints none.
+        unit: Of the samples.
+        ratio: Samples are natural logarithms of a ratio, which is shown.
+        deviation: Of a sample, for an effect of one seed; None if it is not known, so that the interval
+            of one seed is infinite.
+        barred: Why the comparison can neither support nor contradict the claim; empty if it can.
+        inclusive: An effect of exactly 0 supports the claim, as the equality of a bound does.
+    """
+
+    label: str
+    samples: tuple[float, ...]
+    paper: float | None = None
+    unit: str = ""
+    ratio: bool = False
+    deviation: Deviation | None = None
+    barred: str = ""
+    inclusive: bool = False
+
+    @property
+    def value(self) -> float:
+        """The mean of the samples; NaN without any."""
+        return statistics.fmean(self.samples) if self.samples else math.nan
+
+    def interval(self, comparisons: int = 1) -> tuple[float, float]:
+        """Return the 95 % confidence interval of the mean.
+
+        Args:
+            comparisons: Number of comparisons for which the interval is widened.
+        """
+        half = margin(self.samples, comparisons, self.deviation)
+        return (-math.inf, math.inf) if math.isinf(half) else (self.value - half, self.value + half)
+
+    def supports(self) -> bool:
+        """Return whether the interval lies above 0."""
+        low, _ = self.interval()
+        return not self.barred and (low > 0 or (self.inclusive and low == 0))
+
+    def contradicts(self, comparisons: int = 1) -> bool:
+        """Return whether the interval, widened for a number of comparisons, lies below 0."""
+        return not self.barred and self.interval(comparisons)[1] < 0
+
+    @property
+    def direction(self) -> str:
+        """The direction of this comparison alone."""
+        return SUPPORTED if self.supports() else CONTRADICTED if self.contradicts() else INCONCLUSIVE
+
+    @property
+    def share(self) -> tuple[float, float, float] | None:
+        """The measured part of the claimed effect, and its interval; None if the paper has no number."""
+        if not self.paper or math.isnan(self.value):
+            return None
+        low, high = self.interval()
+        return self.value / self.paper, low / self.paper, high / self.paper
+
+    @property
+    def size(self) -> str:
+        """The size in a word; empty if the paper has no number."""
+        if self.share is None:
+            return ""
+        if self.barred:
+            return "not judged"
+        _, low, high = self.share
+        if high < 0:
+            return "opposite"
+        if high < 1:
+            return "smaller"
+        if low > 1:
+            return "larger"
+        return "as claimed" if low > 0 else "unclear"
+
+    def shown(self, x: float) -> str:
+        """Return a value of this effect as a reader sees it."""
+        if math.isnan(x):
+            return "lost"
+        if self.ratio:
+            size = math.exp(min(x, 700.0)) if x > -700 else 0.0
+            return "∞" if math.isinf(x) and x > 0 else short(size) if abs(x) > 0.2 else f"{size:.3f}"
+        return short(x)
+
+    def __str__(self) -> str:
+        low, high = self.interval()
+        unit = f" {self.unit}" if self.unit else ""
+        what = "factor " if self.ratio else ""
+        if math.isinf(low):
+            return f"{what}{self.shown(self.value)}{unit}, no interval"
+        return f"{what}{self.shown(self.value)}{unit} [{self.shown(low)}, {self.shown(high)}]"
+
+
+def margin(samples: Sequence[float], comparisons: int = 1, deviation: Deviation | None = None) -> float:
+    """Return half of the 95 % confidence interval of the mean.
+
+    Several samples have the deviation that they show. One sample has the deviation that is passed;
+    without one its margin is infinite. A sample that is not finite makes the margin infinite.
 
     Args:
-        sign: -1: smaller is better.
+        comparisons: Number of comparisons for which the interval is widened (Bonferroni).
     """
-    gaps = [sign * x for x in results.paired(arm, other, metric)]
-    return statistics.fmean(gaps), margin(gaps)
+    if not samples or not all(map(math.isfinite, samples)):
+        return math.inf
+    probability = 1 - (1 - LEVEL) / 2 / comparisons
+    if len(samples) > 1:
+        spread = statistics.stdev(samples) / math.sqrt(len(samples))
+        return quantile(len(samples) - 1, probability) * spread
+    if deviation is None:
+        return math.inf
+    if deviation.freedom is None:
+        return statistics.NormalDist().inv_cdf(probability) * deviation.value
+    return quantile(deviation.freedom, probability) * deviation.value
 
 
-def best(
-    arm: str, among: Sequence[str] | None = None, better: str = "higher", metric: str | None = None
-) -> Rule:
-    """Holds if it is better than all other arms by more than seeds differ, in direction if by less;
-    untested if it is worse than the best of them by no more than that, or at one seed."""
+@dataclass(frozen=True)
+class Verdict:
+    """Direction and size of a claim, and the reasons.
 
-    def judge(results: Results) -> Verdict:
-        sign = 1 if better == "higher" else -1
-        others = [a for a in (among or results.arms) if a != arm and results.runs.get(a)]
-        mine = results.mean(arm, metric)
-        first = max(others, key=lambda a: _worth(sign * results.mean(a, metric)))
-        theirs = results.mean(first, metric)
-        gap, doubt = lead(results, arm, first, sign, metric)
-        against = f"{number(mine)} against {number(theirs)} ({first})"
-        if gap > doubt:
-            return Verdict(HOLDS, f"{arm} is best, {against}")
-        if gap > 0:
-            few = "by no more than seeds differ" if math.isfinite(doubt) else "at one seed"
-            return Verdict(DIRECTION, f"{arm} is best, {few}, {against}")
-        if gap > -doubt:
-            return Verdict(UNTESTED, f"{arm} cannot be told from the best at so few seeds, {against}")
-        return Verdict(FAILS, f"{arm} is not best, {against}")
+    Attributes:
+        direction: One of `DIRECTIONS`.
+        why: The measurements in words.
+        claim: The part of an experiment's claim that this verdict is about; empty for all of it.
+        effects: The comparisons.
+        headline: The effect that stands for the claim in tables; None without any.
+        caveat: What limits the comparison, such as a flaw of the protocol.
+        measured: What was measured, in a few words, where the headline's number needs an explanation.
+        parts: The verdicts of the parts of a claim, where it has several.
+    """
 
-    return judge
+    direction: str
+    why: str
+    claim: str = ""
+    effects: tuple[Effect, ...] = ()
+    headline: Effect | None = None
+    caveat: str = ""
+    measured: str = ""
+    parts: tuple["Verdict", ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.direction not in DIRECTIONS:
+            raise ValueError(f"direction {self.direction!r} is not one of {', '.join(DIRECTIONS)}")
+
+    @property
+    def size(self) -> str:
+        """The size in a word, with the share of the claimed effect; empty if the paper has no number."""
+        if self.headline is None or self.headline.share is None:
+            return ""
+        value, low, high = (100 * x for x in self.headline.share)
+        if math.isinf(low):
+            return f"{self.headline.size}: {short(value)} %"
+        return f"{self.headline.size}: {short(value)} % [{short(low)}, {short(high)}]"
+
+    @property
+    def claims(self) -> tuple["Verdict", ...]:
+        """The parts, or the verdict itself if it has none."""
+        return self.parts or (self,)
+
+    def tally(self) -> str:
+        """Return how many comparisons have each direction, alone."""
+        words = [effect.direction for effect in self.effects]
+        counts = {word: words.count(word) for word in DIRECTIONS if word in words}
+        return ", ".join(f"{count} {word}" for word, count in counts.items())
+
+    def __str__(self) -> str:
+        size = f" (size {self.size})" if self.size else ""
+        return f"{self.direction}{size}: {self.why}"
+
+
+Rule = Callable[[Results], Verdict]
+
+
+def decide(
+    effects: Sequence[Effect],
+    why: str = "",
+    *,
+    claim: str = "",
+    headline: Effect | None = None,
+    caveat: str = "",
+    measured: str = "",
+    control: Sequence[Effect] = (),
+    vacuous: str = "",
+) -> Verdict:
+    """Return the verdict on a claim that says that all effects are positive.
+
+    Args:
+        headline: The effect that stands for the claim; None for the mean over the effects.
+        control: The same effects where the claim cannot be true, as of networks without training. If
+            they support the claim as well, the check cannot fail, and the claim is inconclusive.
+        measured: See `Verdict`.
+        vacuous: Why no outcome of the measurement could have contradicted the claim, which is then
+            inconclusive unless it is contradicted.
+    """
+    effects = tuple(effects)
+    if not effects:
+        raise ValueError("a claim needs at least one effect")
+    if all(effect.supports() for effect in effects):
+        direction = SUPPORTED
+    elif any(effect.contradicts(len(effects)) for effect in effects):
+        direction = CONTRADICTED
+    else:
+        direction = INCONCLUSIVE
+    if direction == SUPPORTED and control and all(effect.supports() for effect in control):
+        vacuous = "the control supports the claim as well, so that this check cannot fail"
+    if direction == SUPPORTED and vacuous:
+        direction, caveat = INCONCLUSIVE, "; ".join(filter(None, [caveat, vacuous]))
+    else:
+        vacuous = ""
+    barred = sorted({effect.barred for effect in effects if effect.barred})
+    reasons = [why or "; ".join(f"{e.label}: {e}" for e in effects), *barred]
+    text, shown = "; ".join(filter(None, reasons)), headline or pooled(effects)
+    return Verdict(direction, text, claim, effects, shown, caveat, measured)
+
+
+def pooled(effects: Sequence[Effect]) -> Effect:
+    """Return the mean of effects, seed by seed; an effect with the fewest seeds if numbers differ.
+
+    Effects of other units than the first one's, and those without the paper's number where others have
+    one, are left out, and those that are barred if others are not.
+    """
+    first = effects[0]
+    alike = [e for e in effects if (e.unit, e.ratio) == (first.unit, first.ratio)]
+    alike = [e for e in alike if not e.barred] or alike
+    printed = [e for e in alike if e.paper is not None]
+    chosen = printed or alike
+    if len(chosen) == 1:
+        return chosen[0]
+    fewest = min(chosen, key=lambda e: len(e.samples))
+    if any(len(e.samples) != len(fewest.samples) for e in chosen):
+        return fewest
+    samples = tuple(map(statistics.fmean, zip(*(e.samples for e in chosen))))
+    paper = statistics.fmean(e.paper for e in printed if e.paper is not None) if printed else None
+    return replace(fewest, label=f"mean of {len(chosen)} comparisons", samples=samples, paper=paper)
+
+
+def values_of(
+    results: Results, arm: str, metric: str | None = None, ratio: bool = False
+) -> dict[int, float]:
+    """Return a metric by seed, as logarithms where ratios are compared; NaN for what is not finite."""
+    name = metric or results.metric
+    values = {seed: run["metrics"][name] for seed, run in sorted(results.runs.get(arm, {}).items())}
+    real = {seed: math.nan if x is None else float(x) for seed, x in values.items()}
+    return {s: (math.log(x) if x > 0 else math.nan) for s, x in real.items()} if ratio else real
+
+
+def deviation_of(
+    results: Results, arms: Sequence[str], metric: str | None, ratio: bool
+) -> Deviation | None:
+    """Return the deviation of a difference of two runs, pooled over the arms with several seeds."""
+    groups = [list(values_of(results, arm, metric, ratio).values()) for arm in arms]
+    groups = [g for g in groups if len(g) > 1 and all(map(math.isfinite, g))]
+    freedom = sum(len(g) - 1 for g in groups)
+    if not freedom:
+        return None
+    squares = sum((len(g) - 1) * statistics.variance(g) for g in groups)
+    return Deviation(math.sqrt(2 * squares / freedom), freedom)
+
+
+def compare(
+    results: Results,
+    arm: str,
+    over: str,
+    better: str = "higher",
+    *,
+    metric: str | None = None,
+    ratio: bool | None = None,
+    paper: float | None = None,
+    label: str = "",
+    deviation: Deviation | None = None,
+    barred: str = "",
+) -> Effect:
+    """Return by how much an arm is better than another, at the seeds of both.
+
+    Args:
+        better: "higher" or "lower".
+        metric: Name of a metric; None for the experiment's.
+        ratio: Compare logarithms; None if the experiment's metric differs by factors.
+        paper: The paper's effect; None for the difference of its numbers of the two arms, if the
+            experiment has both.
+        deviation: Of a difference, for one seed; None for that of the arms with several seeds.
+    """
+    own = metric in (None, results.metric)
+    ratio = (results.logarithmic and own) if ratio is None else ratio
+    sign = 1 if better == "higher" else -1
+    ours, theirs = (values_of(results, which, metric, ratio) for which in (arm, over))
+    samples = tuple(sign * (ours[s] - theirs[s]) for s in sorted(ours.keys() & theirs.keys()))
+    if paper is None and own and arm in results.numbers and over in results.numbers:
+        a, b = (math.log(results.numbers[x]) if ratio else results.numbers[x] for x in (arm, over))
+        paper = sign * (a - b)
+    if len(samples) == 1 and deviation is None:
+        deviation = deviation_of(results, results.arms, metric, ratio)
+    paper = paper if paper is not None and paper > 0 else None
+    return Effect(label or f"{arm} over {over}", samples, paper, "", ratio, deviation, barred)
 
 
 def gains(
@@ -102,80 +395,110 @@ def gains(
     over: str,
     better: str = "higher",
     metric: str | None = None,
-    clearly: bool = True,
+    ratio: bool | None = None,
+    claim: str = "",
 ) -> Rule:
-    """Holds if every arm beats `over`, by more than seeds differ; in direction if the means do; untested
-    if those that do not are behind by no more than that, or at one seed.
+    """Return the rule of a claim that every arm is better than the arm `over`."""
 
-    Args:
-        clearly: False: means are enough.
+    def judge(results: Results) -> Verdict:
+        present = [arm for arm in arms if results.runs.get(arm)]
+        effects = [compare(results, arm, over, better, metric=metric, ratio=ratio) for arm in present]
+        counts = decide(effects).tally()
+        each = ", ".join(f"{arm} {effect}" for arm, effect in zip(present, effects))
+        return decide(effects, f"better than {over}: {each} ({counts})", claim=claim)
+
+    return judge
+
+
+def best(
+    arm: str,
+    among: Sequence[str] | None = None,
+    better: str = "higher",
+    metric: str | None = None,
+    ratio: bool | None = None,
+    claim: str = "",
+) -> Rule:
+    """Return the rule of a claim that an arm is better than each of the others.
+
+    The comparison with the least lead, for its size, stands for the claim.
     """
 
     def judge(results: Results) -> Verdict:
-        sign = 1 if better == "higher" else -1
-        means, sure, behind = [], [], []
-        for arm in arms:
-            gap, doubt = lead(results, arm, over, sign, metric)
-            means.append(gap > 0)
-            sure.append(gap > doubt)
-            behind.append(not gap > -doubt)
-        told = f"{sum(means)} of {len(arms)} are {'above' if sign > 0 else 'below'} {over}"
-        if all(sure) or (not clearly and all(means)):
-            return Verdict(HOLDS, told)
-        if all(means):
-            return Verdict(DIRECTION, f"{told}, {sum(sure)} by more than seeds differ")
-        if any(behind):
-            return Verdict(FAILS, told)
-        return Verdict(UNTESTED, f"{told}, the others not clearly at so few seeds")
+        others = [a for a in (among or results.arms) if a != arm and results.runs.get(a)]
+        effects = [compare(results, arm, a, better, metric=metric, ratio=ratio) for a in others]
+        least = min(effects, key=_lead)
+        rivals = f"the least lead is that over {others[effects.index(least)]}: {least}"
+        return decide(effects, f"{rivals} ({decide(effects).tally()})", claim=claim, headline=least)
 
     return judge
 
 
-def below(arm: str, bound: float, metric: str | None = None) -> Rule:
-    """Holds if the mean is at most a number that is known beforehand."""
+def below(arm: str, bound: float, metric: str | None = None, claim: str = "") -> Rule:
+    """Return the rule of a claim that a metric is at most a number that is known beforehand."""
 
     def judge(results: Results) -> Verdict:
+        values = values_of(results, arm, metric).values()
+        deviation = EXACT if len(values) == 1 else None
+        effect = Effect(arm, tuple(bound - x for x in values), deviation=deviation, inclusive=True)
         mean = results.mean(arm, metric)
-        told = f"{metric or results.metric} of {arm} is {number(mean)}, {number(bound)} is allowed"
-        return Verdict(HOLDS if mean <= bound else FAILS, told)
+        why = (
+            f"{metric or results.metric} of {arm} is {number(mean)}, at most {number(bound)} is claimed"
+        )
+        return decide([effect], why, claim=claim)
 
     return judge
 
 
-def within(expected: dict[str, float], factor: float, metric: str | None = None) -> Rule:
-    """Holds if every mean is within a factor of the paper's; in direction if their order is the same."""
+def within(
+    expected: Mapping[str, float], factor: float, metric: str | None = None, claim: str = ""
+) -> Rule:
+    """Return the rule of a claim that every mean is within a factor of the paper's number."""
 
     def judge(results: Results) -> Verdict:
-        ours = {arm: results.mean(arm, metric) for arm in expected}
-        off = [
-            arm
-            for arm, paper in expected.items()
-            if not (ours[arm] > 0 and max(ours[arm] / paper, paper / ours[arm]) <= factor)
-        ]
-        if not off:
-            return Verdict(HOLDS, f"all {len(ours)} within a factor of {number(factor)}")
-        told = f"{len(ours) - len(off)} of {len(ours)} within a factor of {number(factor)}"
-        if sorted(ours, key=ours.__getitem__) == sorted(expected, key=expected.__getitem__):
-            return Verdict(DIRECTION, f"{told}; the order is the paper's")
-        return Verdict(FAILS, f"{told}; the order is another")
+        effects = []
+        for arm, paper in expected.items():
+            values = values_of(results, arm, metric, ratio=True).values()
+            samples = tuple(math.log(factor) - abs(x - math.log(paper)) for x in values)
+            effects.append(Effect(arm, samples, deviation=EXACT if len(samples) == 1 else None))
+        count = sum(effect.value > 0 for effect in effects)
+        why = f"{count} of {len(effects)} means are within a factor of {number(factor)} of the paper's"
+        return decide(effects, why, claim=claim)
 
     return judge
 
 
 def all_of(*rules: Rule) -> Rule:
-    """The worst of several verdicts, its reasons first, then those of the others with their words; one
-    that fails outweighs one that is untested."""
+    """Return the rule of a claim with several parts.
+
+    It is supported if all parts are, contradicted if a part is, and else inconclusive.
+    """
 
     def judge(results: Results) -> Verdict:
-        found = [rule(results) for rule in rules]
-        order = [HOLDS, DIRECTION, UNTESTED, FAILS]
-        words = sorted({v.word for v in found}, key=order.index, reverse=True)
-        told = ["; ".join(v.why for v in found if v.word == word) for word in words]
-        rest = [f"beside it, {word}: {why}" for word, why in zip(words[1:], told[1:])]
-        return Verdict(words[0], "; ".join((told[0], *rest)))
+        return joined([rule(results) for rule in rules])
 
     return judge
 
 
-def _worth(x: float) -> float:
-    return -math.inf if math.isnan(x) else x
+def joined(verdicts: Sequence[Verdict]) -> Verdict:
+    """Return the verdict on a claim of which these are the parts."""
+    parts = tuple(part for verdict in verdicts for part in verdict.claims)
+    words = [part.direction for part in parts]
+    direction = next((w for w in (CONTRADICTED, NOT_RUN, INCONCLUSIVE) if w in words), SUPPORTED)
+    why = ". ".join(
+        f"{part.claim.rstrip('.') or 'Part'}: {part.direction}"
+        f"{f' (size {part.size})' * bool(part.size)}, {part.why}"
+        for part in parts
+    )
+    effects = tuple(effect for part in parts for effect in part.effects)
+    caveats = "; ".join(dict.fromkeys(part.caveat for part in parts if part.caveat))
+    return Verdict(direction, why, "", effects, None, caveats, "", parts)
+
+
+def _lead(effect: Effect) -> float:
+    """Return an effect in units of its margin, which orders effects from the least lead upwards."""
+    if math.isnan(effect.value):
+        return -math.inf
+    half = (effect.interval()[1] - effect.interval()[0]) / 2
+    if half == 0 or math.isinf(half):
+        return math.copysign(math.inf, effect.value) if half == 0 and effect.value else effect.value
+    return effect.value / half

@@ -9,7 +9,7 @@ from attractor.report import live
 from attractor.report.page import Page
 from attractor.report.runs.run import Run, read_json
 from attractor.reproduce import find
-from attractor.reproduce.page import command, rows, told, worded
+from attractor.reproduce.page import chart_title, command, rows, sized, told, worded
 from attractor.reproduce.results import FILE, Results, fault
 from attractor.reproduce.results import read as read_runs
 
@@ -30,7 +30,10 @@ def read(path: Path, name: str) -> Run:
             if wrong := fault(run, experiment.metric if arm in experiment.arms else None):
                 raise ValueError(f"{path}: {wrong}, in the run of arm {arm[:80]!r} and seed {seed}")
     seeds = sorted({seed for own in runs.values() for seed in own})
-    results = Results(experiment.name, scale, experiment.metric, experiment.arms_of(scale), seeds, runs)
+    results = Results(
+        experiment.name, scale, experiment.metric, experiment.arms_of(scale), seeds, runs,
+        experiment.extra, experiment.numbers, experiment.logarithmic,
+    )  # fmt: skip
     verdict = experiment.verdict(results)
     every = [run for own in runs.values() for run in own.values()]
     versions = {k: v for run in every for k, v in run.get("versions", {}).items()}
@@ -40,6 +43,7 @@ def read(path: Path, name: str) -> Run:
         path,
         numbers={
             "verdict": worded(experiment, results) or "not judged at this scale",
+            "size": sized(verdict) or None,
             "why": verdict.why if verdict else None,
             "runs": len(every),
             "seconds": results.seconds(),
@@ -65,7 +69,8 @@ def show(page: Page, runs: Sequence[Run]) -> None:
         experiment, results = run.content
         page.text(f"{experiment.name}, scale {results.scale}. The paper: {experiment.claim}")
         why = f": {run.numbers['why']}" if run.numbers["why"] else ""
-        page.text(f"Verdict: {run.numbers['verdict']}{why}.")
+        size = f" (size {run.numbers['size']})" if run.numbers["size"] else ""
+        page.text(f"Verdict: {run.numbers['verdict']}{size}{why}.")
         found = rows(experiment, results)
         unit = f", {experiment.unit}" if experiment.unit else ""
         head = ["", "paper", f"ours ({experiment.metric}{unit})", "seeds", *experiment.others]
@@ -84,7 +89,7 @@ def show(page: Page, runs: Sequence[Run]) -> None:
         )
         _bars(page, experiment, found)
         if experiment.picture is not None and results.complete:
-            page.figure(f"{experiment.name}: {experiment.place}", experiment.picture(results))
+            page.figure(chart_title(experiment, results), experiment.picture(results))
         if experiment.note:
             page.text(experiment.note)
 
