@@ -33,7 +33,7 @@ from attractor.ode.trajectories import Plan
 from attractor.ode.trust import TrustRegion
 from attractor.residual import Backbone, ResNet, StiffnessProfile, compare_profiles, kendall, vit
 from attractor.residual.resnet import BasicBlock
-from attractor.residual.trunk import stage_numbers
+from attractor.residual.stages import stage_numbers
 from tests.fuzz.judging import Call, Finding, Target, judge
 from tests.fuzz.strategies import Maker
 from tests.fuzz.targets.ode import solver, tuned

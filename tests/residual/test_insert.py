@@ -292,14 +292,14 @@ def test_where_gates_go(where, names):
 def test_what_cannot_be_done():
     model = resnet_cifar(20, 5, width=4)
     with pytest.raises(
-        ValueError, match=r"there is no block 'layer4.0'; there are 0 to 5, called layer1.0"
+        ValueError, match=r"there is no block 'layer4.0'; the blocks are 0 to 5, called layer1.0"
     ):
         insert_gates(model, "se", ["layer4.0"])
     with pytest.raises(ValueError, match="there is no block 6"):
         insert_gates(model, "se", [6])
     with pytest.raises(ValueError, match="where 'layer1' is not one of default, all, identity"):
         insert_gates(model, "se", "layer1")
-    with pytest.raises(ValueError, match="chooses none of the 6 blocks"):
+    with pytest.raises(ValueError, match="selects none of the 6 blocks"):
         insert_gates(model, "se", [])
     with pytest.raises(ValueError, match="no gate is called 'sey'"):
         insert_gates(model, "sey")
@@ -307,11 +307,11 @@ def test_what_cannot_be_done():
     assert insert_gates(model, "none") is insert_gates(model, None) is model
     for gate in ("se", "iebn", "dia"):
         gated = insert_gates(resnet_cifar(20, 5, width=4), gate, [1])
-        with pytest.raises(ValueError, match=r"1 blocks have a gate already, layer1.1 is the first"):
+        with pytest.raises(ValueError, match=r"1 blocks have a gate already, the first is layer1.1"):
             insert_gates(gated, "eca", [2])
     for nothing in (nn.Linear(3, 3), nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3))):
         with pytest.raises(
-            ValueError, match="has no residual blocks of convolutions; looked for modules with"
+            ValueError, match="has no residual blocks of convolutions: no module with convolutions adds"
         ):
             insert_gates(nothing, "se")
     unnormed = Theirs()
@@ -450,14 +450,14 @@ def test_preactivation_elsewhere_is_gated_at_its_last_convolution(gate, where):
 
 
 def test_where_a_branch_ends_is_read_or_asked_for():
-    ends = lambda block: residual_blocks(nn.Sequential(block))[0].branch
+    ends = lambda block: residual_blocks(nn.Sequential(block))[0].end
     first = ("bn1", "bn2", "conv1", "conv2")
     assert ends(Before(8, 8)) == ends(Before(4, 8, order=first)) == "conv2"  # by order, by channels
     assert ends(Before(4, 8, order=("conv1", "bn1", "conv2", "bn2"))) == "conv2"
     with pytest.raises(ValueError, match=r"block 0 has registered bn2 before all .* in which forward"):
         ends(Before(8, 8, order=first))
-    assert {block.branch for block in residual_blocks(make("own-pre"))} == {"conv3"}
-    assert {block.branch for block in residual_blocks(make("own"))} == {"bn3"}
+    assert {block.end for block in residual_blocks(make("own-pre"))} == {"conv3"}
+    assert {block.end for block in residual_blocks(make("own"))} == {"bn3"}
 
 
 def test_hooks_of_a_shortcut_run_once_and_the_gate_sees_what_they_make():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from attractor.residual import insert_gates, probe
-from attractor.residual.meter import arguments_of, batches_of, is_batch
+from attractor.residual.batch import arguments_of, batches_of, is_batch
 
 X, Y = torch.randn(7, 3, 8, 8), torch.arange(7)
 
@@ -174,11 +174,11 @@ def test_what_is_no_list_of_batches_is_refused(net, batches, message):
     [
         (
             TensorDataset(X, Y),
-            r"batches is a TensorDataset, a Dataset of single samples; give DataLoader",
+            r"batches is a TensorDataset, a Dataset of single samples; pass DataLoader",
         ),
-        ("images", "batches is a str; give a tensor"),
-        (3, "batches is a int; give a tensor"),
-        (None, "batches is a NoneType; give a tensor"),
+        ("images", "batches is a str; pass a tensor"),
+        (3, "batches is a int; pass a tensor"),
+        (None, "batches is a NoneType; pass a tensor"),
     ],
 )
 def test_what_is_no_batch_at_all_is_refused(net, batches, message):
@@ -216,7 +216,7 @@ def test_a_model_with_several_inputs():
         probe(pair, [(X,)])
     with pytest.raises(ValueError, match="forward of Pair needs shift"):
         probe(pair, {"images": X})
-    with pytest.raises(ValueError, match="how many inputs a batch has cannot be told"):
+    with pytest.raises(ValueError, match="the number of inputs is ambiguous"):
         probe(pair, [(X, shift[:4])])
 
 

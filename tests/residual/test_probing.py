@@ -12,8 +12,9 @@ from torch.nn.functional import layer_norm, relu
 
 from attractor.core.stiffness import neural_stiffness_index
 from attractor.residual import probe, resnet_cifar, vit
-from attractor.residual.graph import sample_axis
-from attractor.residual.trunk import block_path, stage_numbers
+from attractor.residual.axes import sample_axis
+from attractor.residual.stages import stage_numbers
+from attractor.residual.trunk import block_path
 
 CLOSE = dict(rtol=1e-6, atol=0)
 
@@ -420,9 +421,9 @@ def test_inputs_are_told_apart_or_there_is_an_error():
     assert sample_axis((4, 3, 8, 8), 4) == 0
     assert sample_axis((7, 4, 16), 4) == 1
     assert sample_axis((4 * 9, 49, 16), 4) == -1
-    assert sample_axis((5, 5, 16), 5, seen=1) == 1  # as many tokens as inputs
-    assert sample_axis((49 * 9, 49, 16), 49, seen=-1) == -1
-    assert sample_axis((5, 4, 16), 5, seen=1) == 0
+    assert sample_axis((5, 5, 16), 5, previous=1) == 1  # as many tokens as inputs
+    assert sample_axis((49 * 9, 49, 16), 49, previous=-1) == -1
+    assert sample_axis((5, 4, 16), 5, previous=1) == 0
     with pytest.raises(ValueError, match="no axis for the 4 inputs"):
         sample_axis((7, 9), 4)
 
@@ -488,7 +489,7 @@ def test_padding_is_left_out():
     assert torch.equal(probe(net, [(batch, ids[:, 0])]).nsi, found.nsi)
     with pytest.raises(ValueError, match=r"\[3, 10, 16\] do not have the 4 tokens"):
         probe(net, [batch], padding=mask[:, :4])
-    with pytest.raises(ValueError, match="no real token at all"):
+    with pytest.raises(ValueError, match="an input consists of padding only"):
         probe(net, [batch], padding=mask * 0)
 
 
@@ -728,7 +729,7 @@ def test_a_random_model_is_refused():
                 x = x.sin()
             return self.net(x)
 
-    with pytest.raises(ValueError, match="does not take the same way twice"):
+    with pytest.raises(ValueError, match="runs other operations in a second call"):
         probe(Random(), [torch.randn(4, 3, 8)])
 
 
@@ -753,8 +754,8 @@ def test_initial_is_probed_on_the_same_inputs():
         (dict(batches=["text"]), "without a tensor"),
         (dict(batches=[()]), "a batch is empty"),
         (dict(within="stagez"), r"within = 'stagez'; Net has no module of that path, .* did you mean"),
-        (dict(within="stem"), "adds nothing in its module 'stem'"),
-        (dict(model=nn.Linear(3, 3)), "Linear adds nothing to what it was made from"),
+        (dict(within="stem"), "adds no branch to its input in its module 'stem'"),
+        (dict(model=nn.Linear(3, 3)), "Linear has no residual blocks: it adds no branch"),
         (dict(mean="both"), "mean = 'both'"),
     ],
 )
@@ -1080,7 +1081,7 @@ def test_tokens_that_cannot_be_told_from_channels():
         mask[1, 2:] = 0
         batch = {"x": torch.randn(2, tokens, 6), "attention_mask": mask}
         if tokens == 6:
-            with pytest.raises(ValueError, match=r"\[2, 6, 6\] have two axes.*to another length"):
+            with pytest.raises(ValueError, match=r"\[2, 6, 6\] have 2 axes.*to another length"):
                 probe(net, [batch])
         else:
             probe(net, [batch])
@@ -1106,7 +1107,7 @@ def test_inputs_are_counted_by_all_that_a_mapping_holds():
     ]
     for batch in batches:
         assert torch.equal(probe(net, [batch]).nsi, expected)
-    with pytest.raises(ValueError, match=r"first axes \(masked_image 4, edges 2\); all have as many"):
+    with pytest.raises(ValueError, match=r"differ \(masked_image 4, edges 2\); each must have as many"):
         probe(net, [{"masked_image": x, "edges": torch.zeros(2, 9)}])
     text = Text()
     ids, places = torch.randint(50, (3, 8)), torch.arange(8)[None]

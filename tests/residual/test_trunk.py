@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import avg_pool1d, pad
 
 from attractor.residual import probe
-from attractor.residual.trunk import stage_numbers
+from attractor.residual.stages import stage_numbers
 
 SHAPES = {
     "channels x 4, a quarter of the pixels": ([(16, 32, 32), (64, 16, 16)], [0, 1]),

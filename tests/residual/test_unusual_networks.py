@@ -480,7 +480,7 @@ def test_what_adds_nothing_to_itself():
             return gate * self.f(x).relu() + (1 - gate) * x
 
     for net in (Dense(), nn.Sequential(Highway(), Highway())):
-        with pytest.raises(ValueError, match="adds nothing to what it was made from"):
+        with pytest.raises(ValueError, match="adds no branch to its input"):
             probe(net, [torch.randn(4, DIM)])
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attractor.residual.branch import Branch, Given, Source, copied
+from attractor.residual.branch import Arguments, Branch, Source, copied
 from attractor.residual.dispatch import tensors_in
 from attractor.residual.gates import Gate
 from attractor.residual.rewriting import counts, gate_branch, gate_flat_branch, gated_class
@@ -53,7 +53,7 @@ def attach(block: Any, gate: nn.Module, branch: Branch) -> None:
         _intercept(block, branch.end, source, flat)
 
 
-def _calls_once(block: nn.Module, kind: type[nn.Module], trial: Given) -> bool:
+def _calls_once(block: nn.Module, kind: type[nn.Module], trial: Arguments) -> bool:
     """Whether a forward with a gate in it calls the gate once, both in evaluation and in training."""
     args, kwargs = trial
     with torch.no_grad(), torch.random.fork_rng(devices=[]):

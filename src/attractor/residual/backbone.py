@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from attractor.residual.insert import residual_blocks
+from attractor.residual.finder import residual_blocks
 from attractor.residual.resnet import check_images, resnet34, resnet50, resnet101
 
 
