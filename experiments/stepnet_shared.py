@@ -30,7 +30,7 @@ from attractor.reproduce.tasks.images import (
     table,
 )
 from attractor.reproduce.verdict import margin, number
-from attractor.residual.profile import Comparison
+from attractor.residual.comparison import Comparison
 
 __all__ = ["CIFAR10", "CIFAR100", "CLASSIFY", "DIGITS", "GATES", "SIX", "SMOKE"]
 

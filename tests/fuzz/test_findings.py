@@ -297,7 +297,7 @@ CASES = {
     # networks and data
     "a gate of integers for parameters": (lambda: at.gates.SGE(4, dtype=torch.int64), "no type of floats"),
     "a kernel of half a pixel": (lambda: at.gates.ECA(4, kernel_size=1.5), "kernel_size=1.5"),
-    "no profile beside": (lambda: a_profile().beside("profile"), "give a StiffnessProfile"),
+    "no profile beside": (lambda: a_profile().beside("profile"), "pass a StiffnessProfile"),
     "profiles in a list": (lambda: compare_profiles([a_profile()]), "a dictionary"),
     "probe, no device": (lambda: at.probe(nn.Identity(), [ONES], device="nowhere:1"), "cannot be used here"),
     "a backbone, half in training": (lambda: Backbone(ResNet(BasicBlock, [1], [4], 2), (0,)).train(0.5), "mode = 0.5"),

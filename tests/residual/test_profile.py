@@ -49,8 +49,8 @@ def test_a_summary_always_speaks_of_the_initial_value():
     assert "TNS, step one" in text
     assert "TNS, step gate" in text
     assert "not given" not in text
-    assert "initial: not given" in a_profile(initial=False).summary()
-    assert "no gates: both steps are one" in a_profile(gated=False).summary()
+    assert "initial: unknown" in a_profile(initial=False).summary()
+    assert "no gates: both step sizes are 1" in a_profile(gated=False).summary()
     assert "30 inputs, 7 blocks in 2 stages" in repr(a_profile())
     assert str(a_profile()) == text  # what print shows
 
@@ -61,7 +61,7 @@ def test_one_block_a_stage_has_no_tns_but_a_summary():
     )
     assert alone.totals() == {s: {"trained": None, "initial": None} for s in ("one", "gate")}
     assert "TNS, step one: –" in alone.summary()
-    with pytest.raises(ValueError, match=r"look at \.nsi, .*\.total\(drop_first=False\)"):
+    with pytest.raises(ValueError, match=r"use \.nsi of the blocks.*\.total\(drop_first=False\)"):
         _ = alone.tns
     assert alone.total(drop_first=False) == 0
     assert ".total(" not in alone.note  # which would say as little
@@ -96,22 +96,22 @@ def test_a_note_says_what_tns_is_silent_of_wherever_it_is_shown():
     found = of_stages(2, 2, 2, 2)
     assert found.tns == 0
     assert found.total(drop_first=False) > 0
-    assert found.note.startswith("TNS says nothing of any stage: it leaves out a stage's first block")
+    assert found.note.startswith("TNS does not measure any stage: it omits a stage's first block")
     assert ".total(drop_first=False)" in found.note
     assert found.note in str(found)
-    assert "TNS says nothing of 4 stages, see .note" in repr(found)
-    assert "TNS says nothing of any stage" in found._repr_html_()
+    assert "TNS does not measure 4 stages, see .note" in repr(found)
+    assert "TNS does not measure any stage" in found._repr_html_()
     assert found.numbers()["note"] == found.note
     assert found.numbers()["tns_with_first"]["one"]["trained"] == pytest.approx(
         found.total(False).item()
     )
     assert f"a: {found.note}" in repr(compare_profiles({"a": found}))
     some = of_stages(3, 2, 1)
-    assert "TNS says nothing of the stages that begin at layer2.0, layer3.0:" in some.note
-    assert "of 1 with one block in all there is nothing else" in some.note
+    assert "TNS does not measure the stages that begin at layer2.0, layer3.0:" in some.note
+    assert "for 1 stages of one block it is the only alternative" in some.note
     for silent_of_none in (of_stages(3, 4), of_stages(2, 2, mean="stage")):
         assert silent_of_none.note == ""
-        assert "says nothing" not in repr(silent_of_none) + str(silent_of_none)
+        assert "does not measure" not in repr(silent_of_none) + str(silent_of_none)
 
 
 @pytest.mark.parametrize("initial", [True, False])
@@ -139,7 +139,7 @@ def test_another_kind_of_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="holds a solver, not a stiffness profile"):
         StiffnessProfile.load(tmp_path / "a")
     checkpoint.save(tmp_path / "b", "stiffness profile", {"one": torch.ones(1, 1)}, {"names": ["a"]})
-    with pytest.raises(CheckpointError, match="is no whole profile"):
+    with pytest.raises(CheckpointError, match="is not a complete profile"):
         StiffnessProfile.load(tmp_path / "b")
 
 
@@ -210,7 +210,7 @@ def test_comparison(tmp_path):
     assert bare.rows[0]["one_initial"] is None
     with pytest.raises(ValueError, match=r"differ in \['net4', 'other'\]"):
         compare_profiles(profiles, {**{k: v for k, v in accuracy.items() if k != "net4"}, "other": 1.0})
-    with pytest.raises(ValueError, match="no profiles"):
+    with pytest.raises(ValueError, match="profiles is empty"):
         compare_profiles({})
 
 

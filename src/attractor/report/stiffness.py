@@ -19,7 +19,8 @@ from matplotlib import pyplot as plt
 from torch import Tensor
 
 from attractor.report import figures
-from attractor.residual.profile import STEPS, Comparison, Step, StiffnessProfile
+from attractor.residual.comparison import Comparison
+from attractor.residual.profile import STEPS, Step, StiffnessProfile
 
 STAGES = ("#1f5a99", "#c0392b", "#2e8b57", "#8e5ea2", "#d08a1d", "#3a8f9e", "#7a6a55")
 MARKS = "os^Dv"  # one after the other, where there are more lines than colours
