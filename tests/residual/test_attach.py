@@ -75,7 +75,7 @@ def test_a_memory_under_checkpointing(name):
     for one, other in zip(found, want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
     assert blocks[0].gate.memory is None
-    assert not len(blocks[0].gate.memories._begun)
+    assert not len(blocks[0].gate.memories._initial)
 
 
 @pytest.mark.gpu
@@ -89,7 +89,7 @@ def test_a_memory_under_checkpointing_on_a_gpu(name):
     want = gradients(copy.deepcopy(blocks), plain, x)
     for one, other in zip(gradients(blocks, RUNS[name], x), want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
-    assert not len(blocks[0].gate.memories._begun)
+    assert not len(blocks[0].gate.memories._initial)
 
 
 @pytest.mark.gpu
@@ -239,5 +239,5 @@ def test_checkpointing_inside_of_a_block_that_is_intercepted_raises():
 
     net = insert_gates(nn.Sequential(Inside()), "stepnet")
     out = net.train()(torch.randn(3, 4, 5, 5))
-    with pytest.raises(RuntimeError, match="as checkpointing inside of a block's forward does"):
+    with pytest.raises(RuntimeError, match="as checkpointing inside a block's forward does"):
         out.sum().backward()

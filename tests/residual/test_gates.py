@@ -142,7 +142,7 @@ def test_eca_kernel_is_the_papers():
     for channels in range(1, 2100):
         t = int(abs((math.log2(channels) + 1) / 2))
         assert ECA(channels, device="meta").conv.kernel_size == (t if t % 2 else t + 1,)
-    with pytest.raises(ValueError, match="it is odd"):
+    with pytest.raises(ValueError, match="pass an odd number"):
         ECA(8, kernel_size=4)
 
 
@@ -284,21 +284,21 @@ def test_fca_splits_any_number_of_channels_evenly(channels):
     assert sum(sizes) == channels
     assert max(sizes) - min(sizes) <= 1
     assert found == sorted(found, key=lambda uv: TOP.index(tuple(uv)))  # neighbours together
-    with pytest.raises(ValueError, match="give 1 to 16"):
+    with pytest.raises(ValueError, match="pass 1 to 16"):
         FCA(channels, frequencies=17)
 
 
 def test_fca_keeps_its_waves_for_the_next_call_but_not_for_ever():
     gate, f = FCA(16), torch.rand(2, 16, 8, 8)
-    fca.kept_cosines.cache_clear()
+    fca.cached_cosines.cache_clear()
     with torch.inference_mode():
         gate(f)
-    made = fca.kept_cosines.cache_info().misses
+    made = fca.cached_cosines.cache_info().misses
     gate(f.requires_grad_()).sum().backward()  # waves made in inference serve in training
-    assert fca.kept_cosines.cache_info().misses == made == 2
+    assert fca.cached_cosines.cache_info().misses == made == 2
     for size in range(1, 100):
         gate(torch.rand(1, 16, size, size + 1))
-    assert fca.kept_cosines.cache_info().currsize <= 128
+    assert fca.cached_cosines.cache_info().currsize <= 128
 
 
 def test_fca_keeps_no_waves_that_mean_nothing_outside():
@@ -306,7 +306,7 @@ def test_fca_keeps_no_waves_that_mean_nothing_outside():
     gate, f = stir(FCA(16)), torch.rand(2, 16, 9, 11)
     with torch.no_grad():
         want = gate(f)
-    fca.kept_cosines.cache_clear()
+    fca.cached_cosines.cache_clear()
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert gate(mode.from_tensor(f)).shape == f.shape
     torch.func.grad(lambda f: gate(f).sum())(f)
@@ -520,15 +520,15 @@ def test_stepnet_starts_where_the_paper_says():
 def test_stepnet_says_what_it_needs():
     f, x = pair(dtype=torch.float32)
     gate = StepNet(8)
-    with pytest.raises(ValueError, match=r"looks at the shortcut as well: call gate\(f, x\)"):
+    with pytest.raises(ValueError, match=r"looks at the shortcut as well; call gate\(f, x\)"):
         gate(f)
     assert StepNet(8, inputs="difference")(f).shape == f.shape
-    with pytest.raises(ValueError, match="give the projection"):
+    with pytest.raises(ValueError, match="projected shortcut is the projection"):
         gate(f, x[:, :, ::2])
     for name, choice in (("inputs", "both"), ("adaptor", "e"), ("iebn", "before")):
         with pytest.raises(ValueError, match=rf"StepNet\({name}='{choice}'\); it is one of"):
             StepNet(8, **{name: choice})
-    with pytest.raises(ValueError, match="has not both BN and IE"):
+    with pytest.raises(ValueError, match="does not have both BN and IE"):
         StepNet(8, adaptor="a", iebn="inside")
 
 
@@ -589,7 +589,7 @@ def test_dia_remembers_within_a_stage_and_not_beyond():
 def test_dia_without_start_says_so():
     gate, (f, _) = DIA(8), pair(dtype=torch.float32)
     gate(f)
-    with pytest.raises(ValueError, match=r"DIA remembers 4 samples.*was given 2.*call start\(\)"):
+    with pytest.raises(ValueError, match=r"DIA has a memory of 4 samples.*but f has 2.*call start\(\)"):
         gate(f[:2])
     gate.start()
     assert gate(f[:2]).shape == (2, 8, 5, 6)
@@ -648,11 +648,11 @@ def test_make_gate_takes_names_classes_and_functions():
     )
     assert isinstance(make_gate(lambda c: nn.Conv2d(c, c, 1), 8), nn.Conv2d)
     assert make_gate(lambda c: None, 8) is None
-    with pytest.raises(ValueError, match="no gate is called 'SE'; there are none, se"):
+    with pytest.raises(ValueError, match="no gate is called 'SE'; the names are none, se"):
         make_gate("SE", 8)
-    with pytest.raises(TypeError, match="already made, but every block needs its own"):
+    with pytest.raises(TypeError, match="is a SE, but each block needs a gate of its own"):
         make_gate(SE(8), 8)
-    with pytest.raises(TypeError, match="made a int for 8 channels"):
+    with pytest.raises(TypeError, match="gate returned a int for 8 channels"):
         make_gate(lambda c: c, 8)
     with pytest.raises(TypeError, match="gate = 3 is not a name"):
         make_gate(3, 8)

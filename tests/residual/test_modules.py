@@ -358,7 +358,7 @@ def test_checkpointing_without_reentry_has_the_gradients_of_a_plain_run(gate, ne
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         for cell in (m for m in wrapped.modules() if hasattr(m, "memory")):
             assert cell.memory is None
-            assert len(cell.memories._begun) == 0
+            assert len(cell.memories._initial) == 0
 
 
 @sampled
@@ -471,7 +471,7 @@ def by_hand(net, x):
             f = plain(block.bn2, block.conv2(block.bn1(block.conv1(x)).relu()))
             x = x if block.downsample is None else plain(block.downsample, x)
             if gate is not None:
-                memory = memory or getattr(gate, "elsewhere", (gate,))[0]
+                memory = memory or getattr(gate, "owner", (gate,))[0]
                 if gate is memory:
                     memory.start()
                 f = f * memory.weights(f, x) if isinstance(gate, SharedGate) else f * gate.weights(f, x)

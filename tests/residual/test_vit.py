@@ -196,20 +196,22 @@ def test_what_cannot_be_done():
     for options, message in (
         ({"image_size": 9}, "images of 9 x 9 cannot be cut into patches of 2 x 2"),
         ({"heads": 3}, "dim = 16 must be a multiple of heads = 3"),
-        ({"depth": 0}, "depth = 0; there is at least one layer"),
+        ({"depth": 0}, "depth = 0; it must be at least 1"),
         ({"pool": "max"}, "pool 'max' is not one of mean, cls"),
         ({"where": "all"}, "where 'all' is not one of both, mixer, network"),
-        ({"gate": "iebn"}, "IEBN takes the place of batch normalisations; a ViT has none"),
+        ({"gate": "iebn"}, "IEBN replaces batch normalisations, but a ViT has none"),
         ({"mixer": "attend"}, "no gate is called 'attend'"),
         ({"mixer": "stepnet", "attention": at.attention.PDEAttention}, "exclude each other"),
         (
             {"mixer": "stepnet", "gate": "se", "where": "mixer"},
-            "is a gate itself; another goes where='network'",
+            "is a gate itself; use where='network' for another gate",
         ),
     ):
         with pytest.raises(ValueError, match=message):
             small(**options)
-    with pytest.raises(TypeError, match="is a Linear already made, but every layer needs its own"):
+    with pytest.raises(TypeError, match="is a Linear, but each layer needs a module of its own"):
         small(attention=nn.Linear(3, 3))
-    with pytest.raises(ValueError, match="images of 16 x 8; this model has positions for 8 x 8"):
+    with pytest.raises(
+        ValueError, match="images have 16 x 8 pixels, but this model has position embeddings for 8 x 8"
+    ):
         small()(torch.rand(1, 1, 16, 8))
