@@ -213,7 +213,7 @@ def made(kind):
 
 
 @pytest.mark.parametrize("kind", RESIDUAL)
-def test_a_gate_of_two_makes_x_and_twice_f(kind):
+def test_a_gate_of_two_gives_x_plus_twice_f(kind):
     net, x = made(kind)
     block = net[0]
     f, shortcut = block.f(x), block.x(x)
@@ -230,7 +230,7 @@ def test_a_gate_of_two_makes_x_and_twice_f(kind):
 @pytest.mark.sampled(30)
 @pytest.mark.parametrize("gate", BY_NAME)
 @pytest.mark.parametrize("kind", RESIDUAL)
-def test_nothing_changes_on_the_first_day_to_the_bit(kind, gate):
+def test_inserted_gates_do_not_change_a_bit(kind, gate):
     net, x = made(kind)
     before, state = net(x), copy.deepcopy(net.state_dict())
     (block,) = residual_blocks(net)
@@ -254,7 +254,7 @@ def test_nothing_changes_on_the_first_day_to_the_bit(kind, gate):
 
 
 @pytest.mark.parametrize("gate", ANY_AXES)
-def test_places_are_one_axis_whatever_their_number(gate):
+def test_gates_treat_spatial_axes_as_one(gate):
     """A volume that is flat in one direction is gated as the image is."""
     torch.manual_seed(0)
     image, volume = Named(), Named(axes=3)
@@ -271,7 +271,7 @@ def test_places_are_one_axis_whatever_their_number(gate):
     torch.testing.assert_close(nets[1](x[:, :, None])[:, :, 0], nets[0](x))
 
 
-def test_a_whole_network_under_other_names():
+def test_a_network_with_other_names():
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1),
@@ -349,7 +349,7 @@ NONE = {
 
 
 @pytest.mark.parametrize("kind", NONE)
-def test_what_is_no_residual_block_is_refused_and_left_as_it_was(kind):
+def test_lookalikes_are_refused_and_not_changed(kind):
     make, reason = NONE[kind]
     net, x = nn.Sequential(make(), make()).eval(), torch.randn(2, 8, 8, 8)
     if kind == "dense":
@@ -364,7 +364,7 @@ def test_what_is_no_residual_block_is_refused_and_left_as_it_was(kind):
 
 
 @pytest.mark.parametrize("kind", NONE)
-def test_among_others_it_gets_no_gate_and_a_warning_or_an_error_says_so(kind):
+def test_lookalikes_among_blocks_give_a_warning_or_an_error(kind):
     make, reason = NONE[kind]
     net = nn.Sequential(Named(), make())
     with pytest.warns(
@@ -399,7 +399,7 @@ class Diffusion(nn.Module):
         return x
 
 
-def test_a_block_that_cannot_be_tried_by_itself_needs_an_example():
+def test_a_block_with_several_inputs_needs_an_example():
     net, batch = Diffusion(Timed).train(), {"x": torch.randn(3, 3, 8, 8), "time": torch.rand(3)}
     with pytest.raises(
         ValueError, match=r"block blocks.0 could not be run by itself.*time.*; pass example="
@@ -421,7 +421,7 @@ def test_a_block_that_cannot_be_tried_by_itself_needs_an_example():
         insert_gates(Diffusion(Late), "se", example=batch)
 
 
-def test_other_modules_that_cannot_be_tried_are_named():
+def test_errors_list_modules_that_cannot_run_alone():
     class Odd(Lines):
         def forward(self, x, time):
             return x + self.f(x + time[:, None, None, None])
@@ -437,7 +437,7 @@ def test_other_modules_that_cannot_be_tried_are_named():
         assert torch.equal(again(**batch), before)
 
 
-def test_looking_at_a_block_leaves_no_trace():
+def test_running_blocks_does_not_change_them():
     """Its statistics, its hooks, and random numbers are as they were."""
     seen = []
     net = nn.Sequential(Named(), Named(8, 16, 2)).train()
@@ -452,7 +452,7 @@ def test_looking_at_a_block_leaves_no_trace():
     assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
 
 
-def test_a_block_that_needs_numbers_is_tried_with_some():
+def test_a_block_that_fails_on_the_meta_device_runs_with_values():
     class Looking(Named):
         def forward(self, x):
             return self.x(x) + (self.f(x) if float(x.abs().max()) >= 0 else x)
@@ -461,7 +461,7 @@ def test_a_block_that_needs_numbers_is_tried_with_some():
     assert (found.end, found.identity, found.failure) == ("bn2", True, "")
 
 
-def test_among_blocks_of_other_names_what_a_gate_cannot_reach_is_told():
+def test_unreachable_branches_with_other_names_give_a_warning():
     class Squeezing(Lines):
         def forward(self, x):
             f = self.f(x)
@@ -553,7 +553,7 @@ def test_trees_of_dla_are_gated_on_an_example(block, residual_root):
         torch.testing.assert_close(given, part(tree.tree1(twice.base_layer(x), tree.project(bottom))))
 
 
-def test_trees_of_dla_without_an_example_say_what_is_missing():
+def test_trees_of_dla_without_an_example_give_a_warning():
     net = lookalikes.DLA()
     with pytest.warns(
         UserWarning, match=r"get no gate: level2.tree1 could not be run by itself.*example="
@@ -563,7 +563,7 @@ def test_trees_of_dla_without_an_example_say_what_is_missing():
     assert "level2.tree1" not in gated_blocks(net)
 
 
-def test_a_condition_that_is_added_is_no_branch():
+def test_a_function_of_another_argument_is_not_a_branch():
     """What is made from another argument alone is no function of x."""
 
     class Conditioned(Named):

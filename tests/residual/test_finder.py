@@ -197,6 +197,16 @@ def test_a_profile_selects_the_blocks_that_it_measured(kind):
         assert all(name.startswith(within) for name in gated_blocks(gated))
 
 
+def test_compiled_blocks():
+    network = lookalikes.GhostNet().eval()
+    names_before = names(residual_blocks(network, IMAGES))
+    for stage in network.blocks:
+        for i, block in enumerate(stage):
+            stage[i] = torch.compile(block, backend="eager")
+    assert names(residual_blocks(network, IMAGES)) == names_before
+    assert list(probe(network, IMAGES).names) == names_before
+
+
 def test_a_profile_of_another_network_is_refused():
     profile = probe(lookalikes.GhostNet(), IMAGES)
     with pytest.raises(
@@ -205,7 +215,7 @@ def test_a_profile_of_another_network_is_refused():
         insert_gates(lookalikes.ResNet(), "se", where=profile)
 
 
-def test_blocks_that_take_no_gate_are_named_with_the_reason():
+def test_errors_state_why_blocks_take_no_gate():
     network = encoder()
     with pytest.raises(
         ValueError, match=r"no residual blocks of convolutions: layers.0 adds .*; layers.1 adds"
@@ -221,7 +231,7 @@ def test_blocks_that_take_no_gate_are_named_with_the_reason():
         assert list(gated_blocks(hybrid)) == ["convolutions.0", "convolutions.1"]
 
 
-def test_searching_leaves_no_trace():
+def test_the_search_does_not_change_the_network():
     network = lookalikes.ResNet().train()
     state = copy.deepcopy(network.state_dict())
     residual_blocks(network, IMAGES)

@@ -44,7 +44,7 @@ def test_formulas_are_those_of_the_core():
     assert torch.equal(other.with_step("one").with_mean("input").tns, found.tns)
 
 
-def test_a_summary_always_speaks_of_the_initial_value():
+def test_a_summary_states_the_initial_value_or_its_absence():
     text = a_profile().summary()
     assert "TNS, step one" in text
     assert "TNS, step gate" in text
@@ -55,7 +55,7 @@ def test_a_summary_always_speaks_of_the_initial_value():
     assert str(a_profile()) == text  # what print shows
 
 
-def test_one_block_a_stage_has_no_tns_but_a_summary():
+def test_stages_of_one_block_have_no_tns_but_a_summary():
     alone = StiffnessProfile(
         *[torch.ones(3, 2)] * 2, torch.full((3, 2), math.nan), torch.arange(2), ("a", "b")
     )
@@ -78,7 +78,7 @@ def of_stages(*blocks, mean="input", seed=0):
 @pytest.mark.parametrize("mean", ["input", "stage"])
 @pytest.mark.parametrize("blocks", [(2, 2, 2, 2), (3, 2, 4), (1, 3), (1, 2), (3, 4)])
 @pytest.mark.parametrize("drop_first", [True, False])
-def test_what_tns_says_nothing_of_does_not_move_it(blocks, mean, drop_first):
+def test_unmeasured_stages_do_not_change_tns(blocks, mean, drop_first):
     """And what it speaks of does: a silent stage is one whose NSI may be anything."""
     found = of_stages(*blocks, mean=mean)
     silent = stiffness.silent_stages(found.stage, drop_first, mean)
@@ -91,7 +91,7 @@ def test_what_tns_says_nothing_of_does_not_move_it(blocks, mean, drop_first):
     assert bool(found.note) == bool(stiffness.silent_stages(found.stage, mean=mean))
 
 
-def test_a_note_says_what_tns_is_silent_of_wherever_it_is_shown():
+def test_the_note_on_unmeasured_stages_is_shown_everywhere():
     """A ResNet18's TNS is 0 by construction, which is no measurement."""
     found = of_stages(2, 2, 2, 2)
     assert found.tns == 0
@@ -171,7 +171,7 @@ def test_rank_correlations_with_ties(x, data):
             assert got == pytest.approx(reference(x, y).statistic, abs=1e-12)
 
 
-def test_what_is_constant_but_for_rounding_correlates_with_nothing():
+def test_correlations_with_a_constant_up_to_rounding_are_nan():
     noise = torch.randn(20, dtype=torch.float64)
     constant = torch.full((20,), 0.1, dtype=torch.float64)  # whose mean is not 0.1
     for x, y in ((constant, noise), (noise, constant), (0 * noise, noise), (noise[:1], noise[:1])):
@@ -224,7 +224,7 @@ def test_pictures(kind, tmp_path):
     assert figure.get_size_inches().min() > 1
 
 
-def test_a_picture_of_few_gates_has_no_empty_frames():
+def test_a_picture_of_few_gates_has_no_empty_axes():
     pytest.importorskip("matplotlib")
     found = a_profile(initial=False)
     few = torch.where(torch.arange(7) == 3, found.gates, math.nan)
@@ -271,7 +271,7 @@ def test_pictures_of_several(tmp_path):
         profiles["none"].plot("gates")
 
 
-def test_the_surface_s_integral_is_tns():
+def test_the_integral_of_the_surface_is_tns():
     """What the picture shows adds up to the number in its title."""
     found = a_profile()
     m1, m2 = (

@@ -146,7 +146,7 @@ def test_a_shared_gate():
 
 
 @pytest.mark.parametrize("where", ["both", "mixer", "network"])
-def test_where(where):
+def test_selection_of_blocks(where):
     model = small(gate="se", where=where)
     for layer in model.layers:
         assert isinstance(layer.mix.gate, SE) == (where != "network")
@@ -175,7 +175,7 @@ def test_any_attention(pde):
      *(pytest.param(x, marks=pytest.mark.slow) for x in ({}, {"gate": "stepnet"}, {"gate": "dia"}))],
 )  # fmt: skip
 @pytest.mark.slow
-def test_compiles_whole_and_copies(options):
+def test_compiles_without_graph_breaks_and_copies(options):
     model = small(**options)
     whole = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
     for _ in range(2):
@@ -192,7 +192,7 @@ def test_compiles_whole_and_copies(options):
     assert double(IMAGES.double()).dtype == torch.float64
 
 
-def test_what_cannot_be_done():
+def test_refused_arguments():
     for options, message in (
         ({"image_size": 9}, "images of 9 x 9 cannot be cut into patches of 2 x 2"),
         ({"heads": 3}, "dim = 16 must be a multiple of heads = 3"),

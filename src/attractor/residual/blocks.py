@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from attractor.residual.branch import Branch
-from attractor.residual.dispatch import Path
+from attractor.residual.dispatch import Path, split_path
 from attractor.residual.normalisations import Norm, batch_norms, replaces_norm
 from attractor.residual.trunk import block_path
 
@@ -68,11 +68,6 @@ class ResidualBlock:
 
     def __str__(self) -> str:
         return f"block {self.name}" if self.name else "the network itself"
-
-
-def split_path(name: str) -> Path:
-    """Return the parts of a module's name."""
-    return tuple(name.split(".")) if name else ()
 
 
 def block_by_names(name: str, module: nn.Module) -> ResidualBlock | None:

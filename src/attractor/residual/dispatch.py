@@ -15,6 +15,11 @@ Path: TypeAlias = tuple[str, ...]
 Stack: TypeAlias = tuple[tuple[Path, int], ...]  # running modules, and the numbers of their calls
 
 
+def split_path(name: str) -> Path:
+    """Return the parts of a module's name, without those that torch.compile adds."""
+    return tuple(part for part in name.split(".") if part not in ("", "_orig_mod"))
+
+
 class Calls:
     """The modules that are running, recorded by hooks that exist for one pass only."""
 
@@ -36,8 +41,7 @@ class Calls:
             for name, module in self.model.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
                     continue
-                path = tuple(part for part in name.split(".") if part not in ("", "_orig_mod"))
-                enter = partial(self._enter, path)
+                enter = partial(self._enter, split_path(name))
                 handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
                 handles.append(module.register_forward_hook(self._leave, always_call=True))
             yield

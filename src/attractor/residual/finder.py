@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from attractor.residual.batch import Batch, Call, call_model
-from attractor.residual.blocks import ResidualBlock, block_by_names, split_path
+from attractor.residual.blocks import ResidualBlock, block_by_names
 from attractor.residual.branch import Arguments, Branch, NoBranchError, place_of, read_branch
-from attractor.residual.dispatch import Calls, Path
+from attractor.residual.dispatch import Calls, Path, split_path
 from attractor.residual.evaluation import PROCESS_LOCK, evaluation_mode
 from attractor.residual.graph import Graph
 from attractor.residual.trunk import find_trunk, merge_lists_of_parts, merge_parts
@@ -130,25 +130,24 @@ def _run_network(model: nn.Module, example: Any) -> Search:
     for step in merge_lists_of_parts(trunk, model) if trunk else ():
         homes[place_of(graph, step)].append(step.home)
     places = {place_of(graph, step) for step in graph.steps.values()}
-    search, known = Search(model), set()
-    for name, module in model.named_modules():
-        place = split_path(name)
-        named = block_by_names(name, module)
-        if (named is None and place not in places) or "gate" in place:
+    modules = {split_path(name): (name, module) for name, module in model.named_modules()}
+    search, obstacles = Search(model), set()
+    for place, (name, module) in modules.items():
+        by_names = block_by_names(name, module)
+        if (by_names is None and place not in places) or "gate" in place:
             continue
         count = len(search.blocks)
-        search.examine(named or ResidualBlock(name, module), arguments)
+        search.examine(by_names or ResidualBlock(name, module), arguments)
         block = search.blocks[-1] if len(search.blocks) > count else None
         if place in homes and (block is None or block.obstacle):
             del search.blocks[count:]
             reason = search.lookalikes.pop(name, "") or (block.obstacle if block else "")
             for home in dict.fromkeys(homes[place]):  # a forward may add the outputs of several blocks
                 own = home if len(home) > len(place) else place
-                if own not in known:
-                    known.add(own)
-                    part = model.get_submodule(".".join(own))
-                    search.blocks.append(ResidualBlock(".".join(own), part, obstacle=reason))
-        elif named is None and (block is None or block.obstacle):  # a sum inside a branch
+                if own not in obstacles:
+                    obstacles.add(own)
+                    search.blocks.append(ResidualBlock(*modules[own], obstacle=reason))
+        elif by_names is None and (block is None or block.obstacle):  # a sum inside a branch
             del search.blocks[count:]
             search.lookalikes.pop(name, None)
     for i, block in enumerate(search.blocks):
@@ -204,8 +203,8 @@ def _read(block: ResidualBlock, arguments: dict[str, Arguments] | None) -> Resid
     if arguments is not None and block.name not in arguments:
         return replace(block, failure="the network does not call it on the example")
     try:
-        known = arguments[block.name] if arguments is not None else None
-        branch = read_branch(block.module, known, block.end, split_path(block.name))
+        call = arguments[block.name] if arguments is not None else None
+        branch = read_branch(block.module, call, block.end, split_path(block.name))
     except NoBranchError:
         raise
     except Exception as error:

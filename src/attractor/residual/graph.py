@@ -39,6 +39,7 @@ from attractor.residual.dispatch import (
     is_feature,
     is_scalar,
     kind_of,
+    split_path,
     storage_of,
     tensors_in,
 )
@@ -100,17 +101,14 @@ class Graph(Counted):
         related: bool = False,
     ) -> None:
         super().__init__()
-        self.calls, self.size = calls, size
-        self.within = tuple(within.split(".")) if within else ()
-        # Per node:
-        self.parents: list[tuple[int, ...]] = []
+        self.calls, self.size, self.within = calls, size, split_path(within)
+        self.parents: list[tuple[int, ...]] = []  # this and the following lists have one entry per node
         self.operation: list[str] = []
         self.sources: list[frozenset[str]] = []  # names of the inputs that it depends on
         self.where: list[Stack] = []
         self.depth: list[int] = []  # number of layers with weights on the longest path from the input
         self.work: list[int] = []  # the same for operations that are neither pointwise nor moves
         self.latest: list[int] = []  # the latest step on any path from the input, or -1
-
         self.gates: dict[int, tuple[Gate, ...]] = {}  # node -> gates at its end
         self.steps: dict[int, Addition] = {}  # node -> residual step
         self.digests: dict[int, int] = {}  # operation -> hash of the operations up to it
@@ -309,9 +307,7 @@ class Graph(Counted):
         for state, (sum_, other) in enumerate(((a, b), (b, a))):
             if self._began_above(sum_, other):
                 return state, sides
-        if self.depth[a] == self.depth[b]:
-            return None
-        return (0 if self.depth[a] < self.depth[b] else 1), sides
+        return None if self.depth[a] == self.depth[b] else (int(self.depth[a] > self.depth[b]), sides)
 
     def _is_state(self, node: int, ancestor: int) -> bool:
         """Whether a node is the state of an ancestor, possibly some steps later, and not a branch."""

@@ -204,10 +204,10 @@ def _measured(search: Search, profile: StiffnessProfile) -> list[ResidualBlock]:
     holds = lambda name, block: block.home == name or f"{block.home}.".startswith(f"{name}.")
     unknown = [name for name in names if not any(holds(name, block) for block in search.blocks)]
     if unknown:
-        known = dict.fromkeys(block.home for block in search.blocks)
+        homes = dict.fromkeys(block.home for block in search.blocks)
         raise ValueError(
             f"the profile of {profile.model} measured {summarise(unknown)}, but the blocks of this "
-            f"{type(search.model).__name__} are {', '.join(known)}; pass a profile of this network, and "
+            f"{type(search.model).__name__} are {', '.join(homes)}; pass a profile of this network, and "
             "as example= the batch that it was probed with"
         )
     return [block for block in search.blocks if any(holds(name, block) for name in names)]

@@ -10,7 +10,7 @@ from attractor.core.checks import nearest
 from attractor.core.stiffness import Mean
 from attractor.residual.axes import reorder, sample_axis
 from attractor.residual.batch import Batch, Call, call_model, tensors_of
-from attractor.residual.dispatch import Counted
+from attractor.residual.dispatch import Counted, split_path
 from attractor.residual.finder import trace
 from attractor.residual.profile import Step, StiffnessProfile
 from attractor.residual.trunk import Gate, Granularity, Plan
@@ -29,7 +29,7 @@ class Meter:
     def __init__(
         self, model: nn.Module, granularity: Granularity, within: str, call: Call | None
     ) -> None:
-        names = [_without_compilation(name) for name, _ in model.named_modules(remove_duplicate=False)]
+        names = [".".join(split_path(name)) for name, _ in model.named_modules(remove_duplicate=False)]
         if within not in names:
             children = ", ".join(name for name in names if name and "." not in name)
             raise ValueError(
@@ -187,8 +187,10 @@ class Recorder(Counted):
         for _, part, order in removed:
             increment = increment + reorder(part, order, out)
         if removed:
-            known = block.order is None and all(order is not None for _, _, order in removed)
-            self.ungated[k] = self.reductions.norm(increment, axis, tokens) * (1 if known else torch.nan)
+            aligned = block.order is None and all(order is not None for _, _, order in removed)
+            self.ungated[k] = self.reductions.norm(increment, axis, tokens) * (
+                1 if aligned else torch.nan
+            )
 
     def table(self) -> Tensor:
         """Return |x|, |x_{t+1} - x|, the same without gates, and mean gates: ``[4, inputs, blocks]``."""
@@ -281,11 +283,6 @@ def _piece(n: int) -> int:
     """Return the largest divisor of n up to 4,096, since longer float32 sums lose digits, or n."""
     longest = max(d for d in range(1, 4097) if n % d == 0)
     return longest if longest >= 64 else n
-
-
-def _without_compilation(name: str) -> str:
-    """Return a module's path without the parts that torch.compile adds."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _outline(plan: Plan) -> list[tuple[str, int]]:

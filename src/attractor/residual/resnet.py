@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from attractor.core.checks import check_input, check_whole
 from attractor.residual.insert import Where, insert_gates
+from attractor.residual.weights import load_weights, read_weights
 
 
 class BasicBlock(nn.Module):
@@ -389,37 +390,5 @@ def _imagenet(
     plain = set(model.state_dict())
     insert_gates(model, gate, where, **{"identity": weights is not None, **(gate_options or {})})
     if weights is not None:
-        _load(model, _read(name, weights), plain)
+        load_weights(model, read_weights(name, weights), plain)
     return model
-
-
-def _read(name: str, weights: Path | str) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, or of torchvision's network of that name."""
-    if weights == "torchvision":
-        try:
-            from torchvision.models import get_model_weights  # type: ignore[import-not-found,unused-ignore]
-        except ImportError:
-            raise ImportError(
-                'weights="torchvision" needs torchvision (pip install torchvision); or pass a file'
-            ) from None
-        return get_model_weights(name).DEFAULT.get_state_dict(check_hash=True, weights_only=True)
-    if not Path(weights).is_file():
-        raise FileNotFoundError(f'weights {str(weights)!r} is neither a file nor "torchvision"')
-    from attractor.train.tensors import read_tensors
-
-    return read_tensors(weights)
-
-
-def _load(model: ResNet, tensors: dict[str, Tensor], plain: set[str]) -> None:
-    """Load tensors. Only gates may be missing; a classifier of another size is skipped."""
-    own = model.state_dict()
-    for part in ("fc.weight", "fc.bias"):
-        if part in tensors and tensors[part].shape != own[part].shape:
-            tensors = {**tensors, part: own[part]}
-    missing, unknown = model.load_state_dict(tensors, strict=False)
-    absent = [key for key in missing if key in plain]
-    if absent or unknown:
-        raise ValueError(
-            f"these weights do not belong to this network: {len(absent)} tensors are missing "
-            f"({', '.join(absent[:3])}, ...), {len(unknown)} unknown ({', '.join(unknown[:3])}, ...)"
-        )
