@@ -263,7 +263,7 @@ def test_pictures_of_several(tmp_path):
             > 1000
         )
     compare_profiles(profiles, dict.fromkeys(profiles, 0.9)).plot(tmp_path / "c.png")
-    with pytest.raises(ValueError, match="no accuracies to draw"):
+    with pytest.raises(ValueError, match="the comparison has no accuracies"):
         compare_profiles(profiles).plot()
     with pytest.raises(ValueError, match="kind = 'map'; it is one of nsi"):
         profiles["se"].plot("map")
