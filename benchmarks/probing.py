@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from attractor.residual import probe, resnet_cifar
-from attractor.residual.meter import Batch, Meter
-from attractor.residual.probing import at_rest
+from attractor.residual.batch import Batch
+from attractor.residual.evaluation import evaluation_mode
+from attractor.residual.meter import Meter
 from benchmarks.results import save
 
 BATCH, ROUNDS = 64, 15
@@ -57,12 +58,12 @@ def images(size: int) -> torch.Tensor:
 
 
 def measure(model: nn.Module, given: Any) -> dict[str, Any]:
-    with at_rest(model, None) as net:
+    with evaluation_mode(model) as net:
         batch = Batch.of(given, net, None)
         meter = Meter(net, "block", "", None)
         jobs: dict[str, Callable[[], Any]] = {
-            "plain": lambda: meter.call(net, batch.given),
-            "batch": lambda: meter.see(batch),
+            "plain": lambda: meter.call(net, batch.data),
+            "batch": lambda: meter.measure(batch),
             "call": lambda: probe(net, [given]),
         }
         for job in jobs.values():

@@ -19,7 +19,7 @@ from attractor.reproduce.tasks.images import (
     SMOKE,
     table,
 )
-from attractor.residual.profile import Comparison
+from attractor.residual.comparison import Comparison
 
 __all__ = ["CIFAR10", "CIFAR100", "CLASSIFY", "DIGITS", "GATES", "SIX", "SMOKE"]
 

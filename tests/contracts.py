@@ -606,7 +606,7 @@ def test_every_gate_is_in_a_file_and_has_a_name():
         assert cls.__name__ in gates.__all__
         assert getattr(gates, cls.__name__) is cls is gates.get_gate(name)
         assert type(gates.make_gate(name, 6)) is cls
-    with pytest.raises(ValueError, match="no gate is called 'senet'; there are none, se, cbam"):
+    with pytest.raises(ValueError, match="no gate is called 'senet'; the names are none, se, cbam"):
         gates.get_gate("senet")
 
 
@@ -626,7 +626,7 @@ def test_gate_is_made_with_its_channels_first(make):
         with pytest.raises(ValueError, match=rf"{make.__name__}\(channels=.*positive integer"):
             make(wrong)
     for shape in ((3, 5, 4, 4), (3, 6), (3, 6, 4), (6, 4, 4)):
-        with pytest.raises(ValueError, match=r"it takes \[batch, 6, height, width\]"):
+        with pytest.raises(ValueError, match=r"takes \[batch, 6, height, width\]"):
             make(6)(torch.rand(shape), torch.rand(shape))
 
 

@@ -388,7 +388,7 @@ def test_a_text_network_without_inputs_gets_random_tokens_or_is_told_what_to_wri
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ("inputs = 3", "inputs in text.py is a int; give a tensor [n, ...]"),
+        ("inputs = 3", "inputs in text.py is a int; pass a tensor [n, ...]"),
         (
             "inputs = (torch.zeros(4, 7).long(),) * 2",
             "inputs in text.py is a tuple whose elements 0 and 1",

@@ -133,7 +133,7 @@ def test_a_page_shows_configuration_versions_tables_pictures_and_commands(out, p
 
 @pytest.mark.slow
 def test_a_page_says_what_tns_is_silent_of(out, tmp_path):
-    assert "TNS says nothing" not in text(kept.page(kept.find(out / "probe")).html())
+    assert "TNS does not measure" not in text(kept.page(kept.find(out / "probe")).html())
     two_a_stage = ["-o", "depth=20", "-o", "width=4", "--size", "8", "--inputs", "6"]
     told = printed("probe", "attractor:resnet_cifar", *two_a_stage, "--out", tmp_path / "probe")
     assert told["tns"]["one"]["trained"] == 0 < told["tns_with_first"]["one"]["trained"]

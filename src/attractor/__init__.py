@@ -33,6 +33,7 @@ from attractor.core import (
 )
 from attractor.core import tableaus as schemes
 from attractor.core.lazy import submodule
+from attractor.core.views import register_pictures
 
 if TYPE_CHECKING:  # what `__getattr__` below brings, for type checkers and editors
     from attractor import attention, data, integrations, jobs, ode, report, reproduce, residual, train
@@ -120,6 +121,22 @@ _LAZY = {  # name -> module, or module:name in it
     "train": "attractor.train",
     "tune": "attractor.ode.tuning:tune",
 }
+
+
+def _figures() -> Any:
+    import attractor.report.figures
+
+    return attractor.report.figures
+
+
+def _stiffness_figures() -> Any:
+    import attractor.report.stiffness
+
+    return attractor.report.stiffness
+
+
+register_pictures("figures", _figures)
+register_pictures("stiffness", _stiffness_figures)
 
 
 def __getattr__(name: str) -> Any:

@@ -26,7 +26,7 @@ from attractor.core.files import read_text
 from attractor.core.limits import check_memory, parse_json
 from attractor.data import images
 from attractor.data.imagefolder import ENDINGS, centre_box, decoded
-from attractor.residual.meter import Batch, is_batch
+from attractor.residual.batch import Batch, is_batch
 
 HUBS = ("timm", "torchvision", "transformers", "attractor")
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

@@ -157,7 +157,6 @@ def test_code_is_imported_by_name_in_few_places():
         "equations.py": {"place"},  # what the user typed as MODULE:FUNCTION
         "networks.py": {"'attractor.integrations.timm'", "name"},  # packages named in the file
         "core/lazy.py": {"full"},  # submodules of packages that list them
-        "core/views.py": {"f'attractor.report.{name}'"},
         "ode/solver_hub.py": {"'attractor.integrations.hub'"},
         "reproduce/tasks/__init__.py": {"module"},  # of a table in that file
         "reproduce/shelf.py": {

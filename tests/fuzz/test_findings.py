@@ -33,7 +33,7 @@ from attractor.ode.trajectories import Plan
 from attractor.ode.trust import TrustRegion
 from attractor.residual import Backbone, ResNet, StiffnessProfile, compare_profiles, kendall, vit
 from attractor.residual.resnet import BasicBlock
-from attractor.residual.trunk import stage_numbers
+from attractor.residual.stages import stage_numbers
 from tests.fuzz.judging import Call, Finding, Target, judge
 from tests.fuzz.strategies import Maker
 from tests.fuzz.targets.ode import solver, tuned
@@ -134,7 +134,7 @@ CASES = {
     ),
     "a normalisation of another type": (
         lambda: at.gates.IEBN(3).bfloat16()(torch.rand(2, 3, 4, 4).half()),
-        "an IEBN of torch.bfloat16 was given torch.float16",
+        "f is torch.float16, but this IEBN is torch.bfloat16",
     ),
     "fine steps without end": (
         lambda: at.make_trajectories(
@@ -297,7 +297,7 @@ CASES = {
     # networks and data
     "a gate of integers for parameters": (lambda: at.gates.SGE(4, dtype=torch.int64), "no type of floats"),
     "a kernel of half a pixel": (lambda: at.gates.ECA(4, kernel_size=1.5), "kernel_size=1.5"),
-    "no profile beside": (lambda: a_profile().beside("profile"), "give a StiffnessProfile"),
+    "no profile beside": (lambda: a_profile().beside("profile"), "pass a StiffnessProfile"),
     "profiles in a list": (lambda: compare_profiles([a_profile()]), "a dictionary"),
     "probe, no device": (lambda: at.probe(nn.Identity(), [ONES], device="nowhere:1"), "cannot be used here"),
     "a backbone, half in training": (lambda: Backbone(ResNet(BasicBlock, [1], [4], 2), (0,)).train(0.5), "mode = 0.5"),
@@ -309,7 +309,7 @@ CASES = {
     "a gate of a list": (lambda: at.gates.SE(4)([1.0]), "f is a list"),
     "a gate of integers": (lambda: at.gates.IEBN(4)(torch.ones(2, 4, 3, 3).long()), "give floats"),
     "a gate on another device": (lambda: at.gates.ECA(4)(torch.ones(2, 4, 3, 3, device="meta")), "f is on meta"),
-    "a gate of no pixels": (lambda: at.gates.CBAM(4)(torch.ones(2, 4, 0, 3)), "it takes"),
+    "a gate of no pixels": (lambda: at.gates.CBAM(4)(torch.ones(2, 4, 0, 3)), "takes \\[batch, 4"),
     "a ResNet of two dimensions": (lambda: ResNet(BasicBlock, [1], [4], 2)(ONES), r"\[batch, 3, height, width\]"),
     "a ResNet of bools": (lambda: ResNet(BasicBlock, [1], [4], 2)(torch.ones(1, 3, 4, 4).bool()), "give floats"),
     "a ResNet of no stages": (lambda: ResNet(BasicBlock, [], [4], 2), r"depths = \[\]"),

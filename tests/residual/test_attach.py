@@ -75,7 +75,7 @@ def test_a_memory_under_checkpointing(name):
     for one, other in zip(found, want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
     assert blocks[0].gate.memory is None
-    assert not len(blocks[0].gate.memories._begun)
+    assert not len(blocks[0].gate.memories._initial)
 
 
 @pytest.mark.gpu
@@ -89,7 +89,7 @@ def test_a_memory_under_checkpointing_on_a_gpu(name):
     want = gradients(copy.deepcopy(blocks), plain, x)
     for one, other in zip(gradients(blocks, RUNS[name], x), want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
-    assert not len(blocks[0].gate.memories._begun)
+    assert not len(blocks[0].gate.memories._initial)
 
 
 @pytest.mark.gpu
@@ -100,7 +100,7 @@ def test_reentrant_checkpointing_of_single_blocks_raises_on_a_gpu(name):
         REENTRANT[name](blocks, x).square().sum().backward()
 
 
-def test_a_backward_pass_that_is_run_twice():
+def test_two_backward_passes_through_one_graph():
     blocks, x = stage(), features()
     loss = each(blocks, x).square().sum()
     first = torch.autograd.grad(loss, list(blocks.parameters()), retain_graph=True)
@@ -165,7 +165,7 @@ def test_blocks_that_are_compiled_one_by_one(reentrant):
         each(compiled, x, reentrant=reentrant).square().sum().backward()
 
 
-def test_frozen_blocks_are_no_reentrant_ones():
+def test_frozen_blocks_are_not_mistaken_for_reentrant_checkpointing():
     """Blocks that run without gradients, before others that have them, are what their owner wants."""
     blocks, x = stage(), features()
     with torch.no_grad():
@@ -179,7 +179,7 @@ def test_frozen_blocks_are_no_reentrant_ones():
     assert half.grad is not None
 
 
-def test_a_memory_goes_with_a_forward_that_fails():
+def test_a_failed_forward_releases_the_memory():
     blocks, x = stage().eval(), features()
     hook = blocks[1].conv2.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -191,7 +191,7 @@ def test_a_memory_goes_with_a_forward_that_fails():
     assert torch.equal(blocks(x), stage().eval()(x))
 
 
-def test_nothing_is_kept_between_forwards():
+def test_no_memory_is_held_between_forwards():
     """Neither features nor their graph, whether or not a backward pass follows."""
     for net, x in (
         (stage(), features().requires_grad_()),
@@ -207,14 +207,14 @@ def test_nothing_is_kept_between_forwards():
         assert all(ref() is None for ref in seen)
 
 
-def test_shared_gates_tell_what_they_need():
+def test_references_to_shared_gates_have_needs_x():
     for gate, needs in (("dia", False), ("stepnet", True)):
         net = insert_gates(ResNet(), gate, "all")
         assert SharedGate(net.layer1[0].gate).needs_x is needs
 
 
 @pytest.mark.parametrize("gate", ["se", "stepnet", "dia"])
-def test_a_part_that_is_called_outside_of_its_block(gate):
+def test_a_gated_part_called_outside_its_block_raises(gate):
     net = insert_gates(HiddenResNet(), gate, "all")
     with pytest.raises(
         RuntimeError, match=r"BatchNorm2d at the end of a gated branch was called outside"
@@ -226,7 +226,7 @@ def test_a_part_that_is_called_outside_of_its_block(gate):
     assert torch.equal(written.layer1[0].bn2(x), plain(x))
 
 
-def test_checkpointing_inside_of_a_block_that_is_intercepted_raises():
+def test_checkpointing_inside_an_intercepted_block_raises():
     """The end of the branch is run again without its block, so x is not at hand."""
 
     class Inside(nn.Module):
@@ -239,5 +239,5 @@ def test_checkpointing_inside_of_a_block_that_is_intercepted_raises():
 
     net = insert_gates(nn.Sequential(Inside()), "stepnet")
     out = net.train()(torch.randn(3, 4, 5, 5))
-    with pytest.raises(RuntimeError, match="as checkpointing inside of a block's forward does"):
+    with pytest.raises(RuntimeError, match="as checkpointing inside a block's forward does"):
         out.sum().backward()

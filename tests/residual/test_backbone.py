@@ -62,7 +62,7 @@ def test_frozen_stages(frozen):
     assert backbone.train().layer1.training == (frozen < 1)
 
 
-def test_statistics_can_stay():
+def test_norm_eval_keeps_statistics():
     backbone = small("srm", norm_eval=True).train()
     before = {name: t.clone() for name, t in backbone.state_dict().items()}
     backbone(IMAGES[:1])  # one image is enough
@@ -70,7 +70,7 @@ def test_statistics_can_stay():
     assert all(p.requires_grad for p in backbone.parameters())
 
 
-def test_parts_in_the_order_of_their_calls():
+def test_parts_are_registered_in_the_order_of_their_calls():
     """What torchvision's IntermediateLayerGetter does with a ResNet."""
     model = resnet_cifar(20, 5, "dia", width=4).eval()
     x = IMAGES
@@ -82,7 +82,7 @@ def test_parts_in_the_order_of_their_calls():
     assert model.inplanes == 64
 
 
-def test_what_cannot_be_done():
+def test_refused_arguments():
     with pytest.raises(ValueError, match=r"out_indices \(3,\) must be among 0 to 2"):
         small(out_indices=(3,))
     with pytest.raises(ValueError, match="frozen_stages = 5"):
@@ -127,7 +127,7 @@ def test_names_of_torchvisions_detector():
     assert set(ours.state_dict()) - counters == set(theirs.state_dict()) - counters
 
 
-def test_torchvisions_own_helpers():
+def test_torchvisions_helpers():
     utils = pytest.importorskip("torchvision.models._utils")
     from torchvision.models import resnet50 as theirs
     from torchvision.models.detection.backbone_utils import BackboneWithFPN

@@ -213,7 +213,7 @@ def made(kind):
 
 
 @pytest.mark.parametrize("kind", RESIDUAL)
-def test_a_gate_of_two_makes_x_and_twice_f(kind):
+def test_a_gate_of_two_gives_x_plus_twice_f(kind):
     net, x = made(kind)
     block = net[0]
     f, shortcut = block.f(x), block.x(x)
@@ -230,7 +230,7 @@ def test_a_gate_of_two_makes_x_and_twice_f(kind):
 @pytest.mark.sampled(30)
 @pytest.mark.parametrize("gate", BY_NAME)
 @pytest.mark.parametrize("kind", RESIDUAL)
-def test_nothing_changes_on_the_first_day_to_the_bit(kind, gate):
+def test_inserted_gates_do_not_change_a_bit(kind, gate):
     net, x = made(kind)
     before, state = net(x), copy.deepcopy(net.state_dict())
     (block,) = residual_blocks(net)
@@ -254,7 +254,7 @@ def test_nothing_changes_on_the_first_day_to_the_bit(kind, gate):
 
 
 @pytest.mark.parametrize("gate", ANY_AXES)
-def test_places_are_one_axis_whatever_their_number(gate):
+def test_gates_treat_spatial_axes_as_one(gate):
     """A volume that is flat in one direction is gated as the image is."""
     torch.manual_seed(0)
     image, volume = Named(), Named(axes=3)
@@ -271,7 +271,7 @@ def test_places_are_one_axis_whatever_their_number(gate):
     torch.testing.assert_close(nets[1](x[:, :, None])[:, :, 0], nets[0](x))
 
 
-def test_a_whole_network_under_other_names():
+def test_a_network_with_other_names():
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1),
@@ -339,33 +339,37 @@ class Unasked(Named):
 
 
 NONE = {
-    "plain": (Plain, "adds nothing to what it was given"),
-    "dense": (Dense, "concatenates what it has made with its input"),
-    "encoder": (Encoder, "adds nothing to what it was given"),
-    "squeezed": (Squeezed, "ends its branch by mul in its own forward, where no hook reaches"),
-    "curved": (Curved, "ends its branch by silu in its own forward"),
+    "plain": (Plain, "adds nothing to its input"),
+    "dense": (Dense, "concatenates its input and its features"),
+    "encoder": (Encoder, "adds nothing to its input"),
+    "squeezed": (Squeezed, "ends its branch with mul in its own forward, where no hook reaches"),
+    "curved": (Curved, "ends its branch with silu in its own forward"),
     "unasked": (Unasked, "has an attribute gate, None, but calls it 0 times"),
 }
 
 
 @pytest.mark.parametrize("kind", NONE)
-def test_what_is_no_residual_block_is_refused_and_left_as_it_was(kind):
+def test_lookalikes_are_refused_and_not_changed(kind):
     make, reason = NONE[kind]
     net, x = nn.Sequential(make(), make()).eval(), torch.randn(2, 8, 8, 8)
     if kind == "dense":
         net = net[:1]
     before = net(x)
-    with pytest.raises(ValueError, match=f"Sequential has no residual blocks of .* found 0 {reason}"):
+    with pytest.raises(
+        ValueError, match=f"Sequential has no residual blocks of convolutions: 0 {reason}"
+    ):
         insert_gates(net, "se")
     assert torch.equal(net(x), before)
     assert not any("gate" in name for name in net.state_dict())
 
 
 @pytest.mark.parametrize("kind", NONE)
-def test_among_others_it_gets_no_gate_and_a_warning_or_an_error_says_so(kind):
+def test_lookalikes_among_blocks_give_a_warning_or_an_error(kind):
     make, reason = NONE[kind]
     net = nn.Sequential(Named(), make())
-    with pytest.warns(UserWarning, match=f"1 modules get no gate, though they look .*: 1 {reason}"):
+    with pytest.warns(
+        UserWarning, match=f"1 modules that look like residual blocks get no gate: 1 {reason}"
+    ):
         insert_gates(net, "se")
     assert list(gated_blocks(net)) == ["0"]
     net = nn.Sequential(Named(), make())
@@ -395,9 +399,11 @@ class Diffusion(nn.Module):
         return x
 
 
-def test_a_block_that_cannot_be_tried_by_itself_needs_an_example():
+def test_a_block_with_several_inputs_needs_an_example():
     net, batch = Diffusion(Timed).train(), {"x": torch.randn(3, 3, 8, 8), "time": torch.rand(3)}
-    with pytest.raises(ValueError, match=r"block blocks.0 could not be tried.*time.*; give example="):
+    with pytest.raises(
+        ValueError, match=r"block blocks.0 could not be run by itself.*time.*; pass example="
+    ):
         insert_gates(net, "se")
     state = copy.deepcopy(net.state_dict())
     before = copy.deepcopy(net).eval()(**batch)
@@ -411,17 +417,17 @@ def test_a_block_that_cannot_be_tried_by_itself_needs_an_example():
         def forward(self, x, time):
             return self.f(x + time[:, None, None, None])
 
-    with pytest.raises(ValueError, match=r"found blocks.0 adds nothing to what it was given"):
+    with pytest.raises(ValueError, match=r"convolutions: blocks.0 adds nothing to its input"):
         insert_gates(Diffusion(Late), "se", example=batch)
 
 
-def test_other_modules_that_cannot_be_tried_are_named():
+def test_errors_list_modules_that_cannot_run_alone():
     class Odd(Lines):
         def forward(self, x, time):
             return x + self.f(x + time[:, None, None, None])
 
     net = Diffusion(Odd)
-    with pytest.raises(ValueError, match=r"; blocks.0 could not be tried .*: give example=, a batch"):
+    with pytest.raises(ValueError, match=r"blocks.0 could not be run by itself .*; pass example="):
         insert_gates(net, "se")
     batch = {"x": torch.randn(3, 3, 8, 8), "time": torch.rand(3)}
     before = net(**batch)
@@ -431,7 +437,7 @@ def test_other_modules_that_cannot_be_tried_are_named():
         assert torch.equal(again(**batch), before)
 
 
-def test_looking_at_a_block_leaves_no_trace():
+def test_running_blocks_does_not_change_them():
     """Its statistics, its hooks, and random numbers are as they were."""
     seen = []
     net = nn.Sequential(Named(), Named(8, 16, 2)).train()
@@ -446,16 +452,16 @@ def test_looking_at_a_block_leaves_no_trace():
     assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
 
 
-def test_a_block_that_needs_numbers_is_tried_with_some():
+def test_a_block_that_fails_on_the_meta_device_runs_with_values():
     class Looking(Named):
         def forward(self, x):
             return self.x(x) + (self.f(x) if float(x.abs().max()) >= 0 else x)
 
     (found,) = residual_blocks(nn.Sequential(Looking()))
-    assert (found.branch, found.identity, found.untried) == ("bn2", True, "")
+    assert (found.end, found.identity, found.failure) == ("bn2", True, "")
 
 
-def test_among_blocks_of_other_names_what_a_gate_cannot_reach_is_told():
+def test_unreachable_branches_with_other_names_give_a_warning():
     class Squeezing(Lines):
         def forward(self, x):
             f = self.f(x)
@@ -463,7 +469,8 @@ def test_among_blocks_of_other_names_what_a_gate_cannot_reach_is_told():
 
     net = nn.Sequential(Lines(), Squeezing(), nn.Conv2d(8, 8, 1), Lines())
     with pytest.warns(
-        UserWarning, match=r"1 modules get no gate.*: 1 ends its branch by mul in its own"
+        UserWarning,
+        match=r"1 modules that look like .* get no gate: 1 ends its branch with mul in its own",
     ):
         insert_gates(net, "se")
     assert list(gated_blocks(net)) == ["0", "3"]
@@ -496,7 +503,7 @@ def test_ghost_bottlenecks_are_gated(example):
         gated = insert_gates(copy.deepcopy(net), "stepnet", "all", example=example)
         twice = insert_gates(copy.deepcopy(net), lambda channels: Noting(), "all", example=example)
     assert [block.name for block in found] == ["blocks.0.0", "blocks.1.0", "blocks.1.1"]
-    assert [block.branch for block in found] == ["ghost2"] * 3
+    assert [block.end for block in found] == ["ghost2"] * 3
     assert [block.channels for block in found] == [10, 14, 14]
     assert [block.identity for block in found] == [True, False, True]
     assert torch.equal(gated(x), before)
@@ -546,17 +553,17 @@ def test_trees_of_dla_are_gated_on_an_example(block, residual_root):
         torch.testing.assert_close(given, part(tree.tree1(twice.base_layer(x), tree.project(bottom))))
 
 
-def test_trees_of_dla_without_an_example_say_what_is_missing():
+def test_trees_of_dla_without_an_example_give_a_warning():
     net = lookalikes.DLA()
     with pytest.warns(
-        UserWarning, match=r"modules get no gate.*level2.tree1 could not be tried.*example="
+        UserWarning, match=r"get no gate: level2.tree1 could not be run by itself.*example="
     ):
         insert_gates(net, "se")
     assert "level2.tree2" in gated_blocks(net)
     assert "level2.tree1" not in gated_blocks(net)
 
 
-def test_a_condition_that_is_added_is_no_branch():
+def test_a_function_of_another_argument_is_not_a_branch():
     """What is made from another argument alone is no function of x."""
 
     class Conditioned(Named):
@@ -564,7 +571,7 @@ def test_a_condition_that_is_added_is_no_branch():
             return x + self.f(condition)
 
     batch = {"x": torch.randn(2, 3, 8, 8), "time": torch.randn(2, 8, 8, 8)}
-    with pytest.raises(ValueError, match=r"found blocks.0 adds nothing to what it was given"):
+    with pytest.raises(ValueError, match=r"convolutions: blocks.0 adds nothing to its input"):
         insert_gates(Diffusion(Conditioned), "se", example=batch)
 
 
@@ -586,7 +593,7 @@ def test_channels_in_the_last_axis_are_refused_with_a_reason():
             return self.blocks(x.permute(0, 2, 3, 1))
 
     reason = (
-        r"blocks.0 adds \[5, 6, 8\] per input, whose first axis is no number of channels of its conv"
+        r"blocks.0 adds \[5, 6, 8\] per input, whose first axis is not the channels of one of its conv"
     )
     with pytest.raises(ValueError, match=reason):
         insert_gates(Net(), "se", example=torch.randn(2, 8, 5, 6))

@@ -129,7 +129,7 @@ def test_reduction_leaves_at_least_one_channel():
         SE(5, reduction=0)
 
 
-def test_eca_looks_at_neighbours_and_ends_with_zeros():
+def test_eca_uses_neighbours_and_pads_with_zeros():
     gate, (f, _) = stir(ECA(8, kernel_size=3, dtype=torch.float64)), pair()
     kernel, f_weights = gate.conv.weight[0, 0], gate.weights(f)
     for n, c in itertools.product(range(4), range(8)):
@@ -142,11 +142,11 @@ def test_eca_kernel_is_the_papers():
     for channels in range(1, 2100):
         t = int(abs((math.log2(channels) + 1) / 2))
         assert ECA(channels, device="meta").conv.kernel_size == (t if t % 2 else t + 1,)
-    with pytest.raises(ValueError, match="it is odd"):
+    with pytest.raises(ValueError, match="pass an odd number"):
         ECA(8, kernel_size=4)
 
 
-def test_sem_multiplies_three_excitations_as_decided():
+def test_sem_multiplies_three_weighted_excitations():
     gate, (f, _) = stir(SEM(8, reduction=4, kernel_size=3, dtype=torch.float64)), pair()
     mean = f.mean((2, 3))
     w = torch.sigmoid(mean @ gate.decide.weight.T + gate.decide.bias)
@@ -194,7 +194,7 @@ def test_srm_normalises_a_sum_of_mean_and_deviation():
 
 
 @pytest.mark.parametrize("make", [SRM, StepNet])
-def test_means_of_halves_are_not_rounded(make):
+def test_means_in_half_precision_are_accumulated_in_float32(make):
     """Every value is a bfloat16, but a mean of 200.25 is not: the nearest are 200 and 201."""
     f = torch.full((2, 8, 4, 4), 200.0)
     f[1, :, 0] = 201.0
@@ -230,7 +230,7 @@ def test_sge_in_half_precision_of_maps_that_do_not_vary():
         torch.testing.assert_close(gate.weights(f.half()).double(), want, rtol=2e-3, atol=0)
 
 
-def test_sge_finds_groups_of_equal_size():
+def test_default_groups_of_sge_have_equal_size():
     assert [SGE(c).groups for c in (1, 6, 64, 96, 128, 67, 2048)] == [1, 6, 64, 48, 64, 1, 64]
     with pytest.raises(ValueError, match=r"SGE\(96, groups=64\).*divisor of 96"):
         SGE(96, groups=64)
@@ -284,29 +284,29 @@ def test_fca_splits_any_number_of_channels_evenly(channels):
     assert sum(sizes) == channels
     assert max(sizes) - min(sizes) <= 1
     assert found == sorted(found, key=lambda uv: TOP.index(tuple(uv)))  # neighbours together
-    with pytest.raises(ValueError, match="give 1 to 16"):
+    with pytest.raises(ValueError, match="pass 1 to 16"):
         FCA(channels, frequencies=17)
 
 
-def test_fca_keeps_its_waves_for_the_next_call_but_not_for_ever():
+def test_fca_caches_a_bounded_number_of_waves():
     gate, f = FCA(16), torch.rand(2, 16, 8, 8)
-    fca.kept_cosines.cache_clear()
+    fca.cached_cosines.cache_clear()
     with torch.inference_mode():
         gate(f)
-    made = fca.kept_cosines.cache_info().misses
+    made = fca.cached_cosines.cache_info().misses
     gate(f.requires_grad_()).sum().backward()  # waves made in inference serve in training
-    assert fca.kept_cosines.cache_info().misses == made == 2
+    assert fca.cached_cosines.cache_info().misses == made == 2
     for size in range(1, 100):
         gate(torch.rand(1, 16, size, size + 1))
-    assert fca.kept_cosines.cache_info().currsize <= 128
+    assert fca.cached_cosines.cache_info().currsize <= 128
 
 
-def test_fca_keeps_no_waves_that_mean_nothing_outside():
+def test_fca_does_not_cache_waves_of_transforms():
     """Those of FakeTensorMode and of transforms of torch.func; a later call gets numbers."""
     gate, f = stir(FCA(16)), torch.rand(2, 16, 9, 11)
     with torch.no_grad():
         want = gate(f)
-    fca.kept_cosines.cache_clear()
+    fca.cached_cosines.cache_clear()
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert gate(mode.from_tensor(f)).shape == f.shape
     torch.func.grad(lambda f: gate(f).sum())(f)
@@ -342,7 +342,7 @@ def test_iebn_scales_what_is_normalised_and_not_its_shift():
     [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None, "eps": 1e-3},
      {"affine": False, "track_running_stats": False}],
 )  # fmt: skip
-def test_iebn_of_a_batch_normalisation_is_it_until_trained(options):
+def test_iebn_of_a_batch_normalisation_equals_it_before_training(options):
     plain = nn.BatchNorm2d(8, dtype=torch.float64, **options)
     stir(plain)
     plain.requires_grad_(False)
@@ -362,7 +362,7 @@ def test_iebn_of_a_batch_normalisation_is_it_until_trained(options):
     assert IEBN.of(plain, identity=False).shift.eq(-1).all()
 
 
-def test_iebn_holds_a_batch_normalisation_that_others_find():
+def test_iebn_contains_a_batch_normalisation_for_conversions():
     """What looks for batch normalisations must not take IEBN for one, and so drop its scale and shift."""
     gate, f = stir(IEBN(8)).eval(), pair(dtype=torch.float32)[0]
     before = gate(f)
@@ -382,7 +382,7 @@ def test_iebn_holds_a_batch_normalisation_that_others_find():
     torch.testing.assert_close(gate.running_mean, f.mean((0, 2, 3)))
 
 
-def test_iebn_says_which_weights_of_a_batch_normalisation_are_missing():
+def test_iebn_lists_missing_weights_of_a_batch_normalisation():
     state = {k: v for k, v in nn.BatchNorm2d(8).state_dict().items() if k != "bias"}
     missing, unexpected = nn.ModuleDict({"bn": IEBN(8)}).load_state_dict(
         {f"bn.{k}": v for k, v in state.items()}, strict=False
@@ -407,7 +407,7 @@ def test_iebn_loads_a_batch_normalisation():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_stepnet_channel_by_channel(training):
+def test_stepnet_against_a_loop_over_channels(training):
     gate, (f, x) = stir(StepNet(8, dtype=torch.float64)).train(training), pair()
     ((norm, ie),) = gate.heads
     running = norm.running_mean.clone(), norm.running_var.clone()
@@ -444,7 +444,7 @@ def test_stepnet_is_the_papers_group_convolution_of_interleaved_states():
     assert (gate.weights(f, x) - torch.sigmoid(gate.heads[0](conv(concatenated)))).abs().max() > 1e-2
 
 
-def test_a_step_size_of_stepnet_sees_its_own_channel_only():
+def test_a_step_size_of_stepnet_depends_on_its_channel_only():
     gate = stir(StepNet(6, dtype=torch.float64)).eval()
     f, x = (t.requires_grad_() for t in pair(1, 6))
     factor = gate.weights(f, x).flatten()
@@ -455,7 +455,7 @@ def test_a_step_size_of_stepnet_sees_its_own_channel_only():
 
 @pytest.mark.parametrize("inputs", ["pair", "x", "next", "difference"])
 @pytest.mark.parametrize("adaptor", ["stepnet", "a", "b", "c", "d"])
-def test_adaptors_see_their_inputs_and_nothing_else(inputs, adaptor):
+def test_adaptors_depend_on_their_inputs_only(inputs, adaptor):
     gate = stir(StepNet(8, inputs=inputs, adaptor=adaptor, reduction=1, dtype=torch.float64), 2).eval()
     f, x = pair(size=(1, 2))
     other, factor = torch.randn_like(f), gate.weights(f, x)
@@ -517,18 +517,18 @@ def test_stepnet_starts_where_the_paper_says():
     torch.testing.assert_close(factor, torch.full_like(factor, sigma(-1)))
 
 
-def test_stepnet_says_what_it_needs():
+def test_error_messages_of_stepnet():
     f, x = pair(dtype=torch.float32)
     gate = StepNet(8)
-    with pytest.raises(ValueError, match=r"looks at the shortcut as well: call gate\(f, x\)"):
+    with pytest.raises(ValueError, match=r"looks at the shortcut as well; call gate\(f, x\)"):
         gate(f)
     assert StepNet(8, inputs="difference")(f).shape == f.shape
-    with pytest.raises(ValueError, match="give the projection"):
+    with pytest.raises(ValueError, match="projected shortcut is the projection"):
         gate(f, x[:, :, ::2])
     for name, choice in (("inputs", "both"), ("adaptor", "e"), ("iebn", "before")):
         with pytest.raises(ValueError, match=rf"StepNet\({name}='{choice}'\); it is one of"):
             StepNet(8, **{name: choice})
-    with pytest.raises(ValueError, match="has not both BN and IE"):
+    with pytest.raises(ValueError, match="does not have both BN and IE"):
         StepNet(8, adaptor="a", iebn="inside")
 
 
@@ -571,7 +571,7 @@ def test_dia_is_the_papers_cell():
         torch.testing.assert_close(gate.weights(f)[..., 0, 0], h)
 
 
-def test_dia_remembers_within_a_stage_and_not_beyond():
+def test_the_memory_of_dia_lasts_for_one_stage():
     gate, (f, g) = stir(DIA(8), 0.8), pair(dtype=torch.float32)
     run = lambda *branches: [gate(b) for b in branches][-1]
     gate.start()
@@ -586,10 +586,10 @@ def test_dia_remembers_within_a_stage_and_not_beyond():
         out.sum().backward()
 
 
-def test_dia_without_start_says_so():
+def test_dia_without_start_raises():
     gate, (f, _) = DIA(8), pair(dtype=torch.float32)
     gate(f)
-    with pytest.raises(ValueError, match=r"DIA remembers 4 samples.*was given 2.*call start\(\)"):
+    with pytest.raises(ValueError, match=r"DIA has a memory of 4 samples.*but f has 2.*call start\(\)"):
         gate(f[:2])
     gate.start()
     assert gate(f[:2]).shape == (2, 8, 5, 6)
@@ -617,7 +617,7 @@ class Stage(nn.Module):
     "name", ["dia", *(pytest.param(x, marks=pytest.mark.slow) for x in ("stepnet", "fca"))]
 )
 @pytest.mark.slow
-def test_a_stage_compiles_whole_and_is_trained_step_by_step(name):
+def test_a_stage_compiles_without_graph_breaks_and_trains(name):
     stage = Stage(stir(make_gate(name, 8)))
     twin = deepcopy(stage)
     whole = torch.compile(twin, fullgraph=True, backend="aot_eager")
@@ -648,11 +648,11 @@ def test_make_gate_takes_names_classes_and_functions():
     )
     assert isinstance(make_gate(lambda c: nn.Conv2d(c, c, 1), 8), nn.Conv2d)
     assert make_gate(lambda c: None, 8) is None
-    with pytest.raises(ValueError, match="no gate is called 'SE'; there are none, se"):
+    with pytest.raises(ValueError, match="no gate is called 'SE'; the names are none, se"):
         make_gate("SE", 8)
-    with pytest.raises(TypeError, match="already made, but every block needs its own"):
+    with pytest.raises(TypeError, match="is a SE, but each block needs a gate of its own"):
         make_gate(SE(8), 8)
-    with pytest.raises(TypeError, match="made a int for 8 channels"):
+    with pytest.raises(TypeError, match="gate returned a int for 8 channels"):
         make_gate(lambda c: c, 8)
     with pytest.raises(TypeError, match="gate = 3 is not a name"):
         make_gate(3, 8)
@@ -660,7 +660,7 @@ def test_make_gate_takes_names_classes_and_functions():
 
 @pytest.mark.parametrize("identity", [False, True])
 @pytest.mark.parametrize("name", gates.BY_NAME)
-def test_a_gate_becomes_what_the_state_it_loads_says(name, identity):
+def test_a_gate_adopts_identity_from_a_state_dict(name, identity):
     saved = stir(make_gate(name, 8, identity=identity)).eval()
     f, x = pair(dtype=torch.float32)
     expected = saved(f, x)
@@ -684,7 +684,7 @@ def test_a_gate_becomes_what_the_state_it_loads_says(name, identity):
     assert shell.identity is identity
 
 
-def test_kinds_say_where_they_belong():
+def test_attributes_of_gate_classes():
     kinds = lambda fact: {name for name, cls in gates.BY_NAME.items() if getattr(cls, fact)}
     assert kinds("identity_blocks_only") == kinds("needs_x") == {"stepnet"}
     assert kinds("shared") == {"dia"}
@@ -696,7 +696,7 @@ def test_kinds_say_where_they_belong():
     "device", [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("name", gates.BY_NAME)
-def test_gates_as_machine_code(name, device):
+def test_gates_compile_with_inductor(name, device):
     f, x = (t.to(device, memory_format=torch.channels_last) for t in pair(8, 64, (8, 8), torch.float32))
     one = make_gate(name, 64, identity=True, device=device)
     plain = nn.BatchNorm2d(64, device=device) if name == "iebn" else nn.Identity()

@@ -123,7 +123,7 @@ def big():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("gate", "where"), [*((gate, "default") for gate in GATES), ("stepnet", "all")])
-def test_a_resnet50_computes_the_same_on_the_first_day(big, gate, where):
+def test_inserted_gates_do_not_change_resnet50(big, gate, where):
     model, images, outputs = big
     for mode in (False, True):
         gated = insert_gates(copy.deepcopy(model).train(mode), gate, where)
@@ -135,7 +135,7 @@ def test_a_resnet50_computes_the_same_on_the_first_day(big, gate, where):
 @pytest.mark.parametrize("where", ["all", pytest.param("identity", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("model", [*FOREIGN, *OWN])
-def test_the_first_day_elsewhere(model, gate, where):
+def test_inserted_gates_do_not_change_networks_of_others(model, gate, where):
     images = torch.randn(3, 3, 16, 16)
     plain, gated = make(model), insert_gates(make(model), gate, where)
     assert len(gated_blocks(gated)) == (
@@ -189,7 +189,7 @@ def test_copies_states_and_gradients(model, gate):
      pytest.param("transformers-basic", "cbam", marks=pytest.mark.slow)],
 )  # fmt: skip
 @pytest.mark.slow
-def test_compiles_whole(model, gate):
+def test_compiles_without_graph_breaks(model, gate):
     gated = disturb(insert_gates(make(model), gate, "all"))
     images = torch.randn(2, 3, 8, 8)
     again = copy.deepcopy(gated)
@@ -280,7 +280,7 @@ def test_inserted_and_built_gates_have_the_same_names():
         (lambda name, block: block.conv3.out_channels == 32, ["layer2.0", "layer2.1"]),
     ],
 )
-def test_where_gates_go(where, names):
+def test_selection_of_blocks_for_gates(where, names):
     model = resnet_cifar(20, 5, width=4)
     assert insert_gates(model, "stepnet", where) is model
     assert list(gated_blocks(model)) == names
@@ -289,17 +289,17 @@ def test_where_gates_go(where, names):
     ]
 
 
-def test_what_cannot_be_done():
+def test_refused_arguments():
     model = resnet_cifar(20, 5, width=4)
     with pytest.raises(
-        ValueError, match=r"there is no block 'layer4.0'; there are 0 to 5, called layer1.0"
+        ValueError, match=r"there is no block 'layer4.0'; the blocks are 0 to 5, called layer1.0"
     ):
         insert_gates(model, "se", ["layer4.0"])
     with pytest.raises(ValueError, match="there is no block 6"):
         insert_gates(model, "se", [6])
     with pytest.raises(ValueError, match="where 'layer1' is not one of default, all, identity"):
         insert_gates(model, "se", "layer1")
-    with pytest.raises(ValueError, match="chooses none of the 6 blocks"):
+    with pytest.raises(ValueError, match="selects none of the 6 blocks"):
         insert_gates(model, "se", [])
     with pytest.raises(ValueError, match="no gate is called 'sey'"):
         insert_gates(model, "sey")
@@ -307,11 +307,11 @@ def test_what_cannot_be_done():
     assert insert_gates(model, "none") is insert_gates(model, None) is model
     for gate in ("se", "iebn", "dia"):
         gated = insert_gates(resnet_cifar(20, 5, width=4), gate, [1])
-        with pytest.raises(ValueError, match=r"1 blocks have a gate already, layer1.1 is the first"):
+        with pytest.raises(ValueError, match=r"1 blocks have a gate already, the first is layer1.1"):
             insert_gates(gated, "eca", [2])
     for nothing in (nn.Linear(3, 3), nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3))):
         with pytest.raises(
-            ValueError, match="has no residual blocks of convolutions; looked for modules with"
+            ValueError, match="has no residual blocks of convolutions: no module with convolutions adds"
         ):
             insert_gates(nothing, "se")
     unnormed = Theirs()
@@ -331,7 +331,7 @@ def test_what_cannot_be_done():
         outside.layer1[0].bn3(torch.rand(1, 16, 4, 4))
 
 
-def test_gates_take_after_their_block():
+def test_gates_have_the_dtype_device_and_mode_of_their_block():
     gated = insert_gates(make("theirs-basic").double().eval(), "stepnet", "all")
     assert all(p.dtype == torch.float64 for p in gated.parameters())
     assert not any(m.training for m in gated.modules())
@@ -354,7 +354,7 @@ def test_gates_by_function():
     assert shapes(gated_blocks(options)["layer1.0"]) == shapes(SE(16, reduction=2))
 
 
-def test_nothing_stays_behind():
+def test_no_feature_map_is_held_after_a_forward():
     """After a forward no block holds a feature map."""
     gated = insert_gates(make("theirs-bottleneck"), "stepnet", "all")
     waits = lambda net: any(
@@ -374,7 +374,7 @@ def test_nothing_stays_behind():
         again(torch.rand(2, 3, 16, 16))
 
 
-def test_gates_survive_what_replaces_normalisations():
+def test_gates_survive_the_replacement_of_normalisations():
     """DDP's synchronised normalisations are new modules, without the hooks of the old ones."""
     gated = disturb(insert_gates(make("theirs-bottleneck"), "stepnet")).eval()
     images = torch.rand(2, 3, 16, 16)
@@ -385,7 +385,7 @@ def test_gates_survive_what_replaces_normalisations():
         torch.testing.assert_close(gated(images), before, rtol=1e-5, atol=1e-6)
 
 
-def test_a_gate_stands_behind_timms_own_attention():
+def test_a_gate_follows_timms_own_attention():
     class Attentive(TheirBlock):
         def __init__(self):
             super().__init__(16, 16)
@@ -431,7 +431,7 @@ class Before(nn.Module):
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("where", ["all", "identity"])
 @pytest.mark.parametrize("gate", GATES)
-def test_preactivation_elsewhere_is_gated_at_its_last_convolution(gate, where):
+def test_preactivation_of_others_is_gated_after_the_last_convolution(gate, where):
     torch.manual_seed(0)
     net = unsettled(nn.Sequential(Before(3, 8), Before(8, 16, 2), Before(16, 16))).eval()
     images = torch.randn(2, 3, 8, 8)
@@ -449,15 +449,15 @@ def test_preactivation_elsewhere_is_gated_at_its_last_convolution(gate, where):
     torch.testing.assert_close(out, x + 0.5 * f)
 
 
-def test_where_a_branch_ends_is_read_or_asked_for():
-    ends = lambda block: residual_blocks(nn.Sequential(block))[0].branch
+def test_the_end_of_a_branch_by_names():
+    ends = lambda block: residual_blocks(nn.Sequential(block))[0].end
     first = ("bn1", "bn2", "conv1", "conv2")
     assert ends(Before(8, 8)) == ends(Before(4, 8, order=first)) == "conv2"  # by order, by channels
     assert ends(Before(4, 8, order=("conv1", "bn1", "conv2", "bn2"))) == "conv2"
     with pytest.raises(ValueError, match=r"block 0 has registered bn2 before all .* in which forward"):
         ends(Before(8, 8, order=first))
-    assert {block.branch for block in residual_blocks(make("own-pre"))} == {"conv3"}
-    assert {block.branch for block in residual_blocks(make("own"))} == {"bn3"}
+    assert {block.end for block in residual_blocks(make("own-pre"))} == {"conv3"}
+    assert {block.end for block in residual_blocks(make("own"))} == {"bn3"}
 
 
 def test_hooks_of_a_shortcut_run_once_and_the_gate_sees_what_they_make():

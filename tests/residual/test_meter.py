@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from attractor.residual import insert_gates, probe
-from attractor.residual.meter import arguments_of, batches_of, is_batch
+from attractor.residual.batch import arguments_of, batches_of, is_batch
 
 X, Y = torch.randn(7, 3, 8, 8), torch.arange(7)
 
@@ -104,14 +104,14 @@ SEVERAL = {
 
 
 @pytest.mark.parametrize("kind", [*ONE, *SEVERAL])
-def test_every_form_has_the_same_meaning(net, kind):
+def test_all_forms_of_batches_give_the_same_profile(net, kind):
     want = probe(net, [X]).nsi
     found = probe(net, {**ONE, **SEVERAL}[kind]())
     torch.testing.assert_close(found.nsi, want, rtol=1e-5, atol=0)
     assert is_batch({**ONE, **SEVERAL}[kind](), net) is (kind in ONE)
 
 
-def test_labels_are_no_inputs(net):
+def test_labels_are_not_inputs(net):
     assert probe(net, (X, Y)).nsi.shape == (7, 2)
     assert probe(net, (X, Y), limit=4).nsi.shape == (4, 2)
     tokens = nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 4), Residual())
@@ -137,7 +137,7 @@ AMBIGUOUS = {
 
 
 @pytest.mark.parametrize("kind", AMBIGUOUS)
-def test_what_may_mean_two_things_is_refused(net, kind):
+def test_ambiguous_batches_are_refused(net, kind):
     batches = AMBIGUOUS[kind]()
     with pytest.raises(
         ValueError, match=r"batches is a tuple whose elements 0 and 1 are alike.*\[batch\]"
@@ -164,7 +164,7 @@ def test_what_may_mean_two_things_is_refused(net, kind):
         ({"pictures": X}, r"a batch has 'pictures', but forward of Net needs images; .* or pass call="),
     ],
 )  # fmt: skip
-def test_what_is_no_list_of_batches_is_refused(net, batches, message):
+def test_inconsistent_batches_are_refused(net, batches, message):
     with pytest.raises(ValueError, match=message):
         probe(net, batches)
 
@@ -174,14 +174,14 @@ def test_what_is_no_list_of_batches_is_refused(net, batches, message):
     [
         (
             TensorDataset(X, Y),
-            r"batches is a TensorDataset, a Dataset of single samples; give DataLoader",
+            r"batches is a TensorDataset, a Dataset of single samples; pass DataLoader",
         ),
-        ("images", "batches is a str; give a tensor"),
-        (3, "batches is a int; give a tensor"),
-        (None, "batches is a NoneType; give a tensor"),
+        ("images", "batches is a str; pass a tensor"),
+        (3, "batches is a int; pass a tensor"),
+        (None, "batches is a NoneType; pass a tensor"),
     ],
 )
-def test_what_is_no_batch_at_all_is_refused(net, batches, message):
+def test_objects_that_are_not_batches_are_refused(net, batches, message):
     with pytest.raises(TypeError, match=message):
         probe(net, batches)
 
@@ -216,11 +216,11 @@ def test_a_model_with_several_inputs():
         probe(pair, [(X,)])
     with pytest.raises(ValueError, match="forward of Pair needs shift"):
         probe(pair, {"images": X})
-    with pytest.raises(ValueError, match="how many inputs a batch has cannot be told"):
+    with pytest.raises(ValueError, match="the number of inputs is ambiguous"):
         probe(pair, [(X, shift[:4])])
 
 
-def test_a_model_that_takes_a_list_or_anything():
+def test_models_that_take_a_list_or_any_arguments():
     torch.manual_seed(0)
     listed, anything = Listed().eval(), Any().eval()
     want = probe(listed.net, [X + 1]).nsi
@@ -234,7 +234,7 @@ def test_a_model_that_takes_a_list_or_anything():
     torch.testing.assert_close(probe(anything, X).nsi, found.nsi)
 
 
-def test_labels_that_a_model_needs_are_given_to_it():
+def test_a_model_that_needs_labels_gets_them():
     class Needs(nn.Module):
         def forward(self, x, labels):
             return x
@@ -288,7 +288,7 @@ def test_batches_are_read_one_at_a_time(net):
     assert next(batches_of(endless(), net)) is X
 
 
-def test_a_mask_of_one_batch_is_not_for_others():
+def test_a_mask_tensor_is_refused_for_several_batches():
     class Text(nn.Module):
         def __init__(self):
             super().__init__()
@@ -304,7 +304,7 @@ def test_a_mask_of_one_batch_is_not_for_others():
     assert probe(model, [ids, ids], padding=lambda batch: mask).nsi.shape == (6, 1)
 
 
-def test_tokens_that_several_axes_may_be():
+def test_several_axes_with_the_length_of_the_mask_raise():
     class Pairs(nn.Module):
         """Features of all pairs of tokens."""
 

@@ -91,7 +91,7 @@ def gated(gate, f, x):
     return gate(f, x)
 
 
-def test_every_network_is_here():
+def test_all_networks_are_in_the_table():
     """One that is new in `attractor.residual` goes into NETWORKS."""
     functions = {
         name for name in residual.__all__ if callable(getattr(residual, name)) and name.islower()
@@ -111,7 +111,7 @@ def intercepted(net):
     return [m for m in net.modules() if hasattr(m, "handover")]
 
 
-def test_look_alikes_are_gated_in_both_ways():
+def test_both_ways_of_attaching_gates_occur():
     for gate in ("se", "stepnet", "dia"):
         assert not intercepted(kept(gate, "written"))
         assert len(intercepted(kept(gate, "intercepted"))) >= 4
@@ -136,7 +136,7 @@ def test_copies(gate, network):
 
 @sampled
 @every_network
-def test_a_copy_that_is_made_in_the_middle_of_a_forward(gate, network):
+def test_a_copy_during_a_forward(gate, network):
     """As `nn.DataParallel` and averages of weights may make them; nothing of the forward is in it."""
     net, x, found = made(gate, network), images(), []
     want = flat(net(x))
@@ -358,7 +358,7 @@ def test_checkpointing_without_reentry_has_the_gradients_of_a_plain_run(gate, ne
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         for cell in (m for m in wrapped.modules() if hasattr(m, "memory")):
             assert cell.memory is None
-            assert len(cell.memories._begun) == 0
+            assert len(cell.memories._initial) == 0
 
 
 @sampled
@@ -436,7 +436,7 @@ def test_synchronised_normalisations(gate, network):
 
 @sampled
 @every_network
-def test_states_go_round_and_older_ones_load(gate, network):
+def test_state_dicts_round_trip_and_older_ones_load(gate, network):
     net, x = made(gate, network), images()
     want = flat(net(x))
     state = net.state_dict()
@@ -471,7 +471,7 @@ def by_hand(net, x):
             f = plain(block.bn2, block.conv2(block.bn1(block.conv1(x)).relu()))
             x = x if block.downsample is None else plain(block.downsample, x)
             if gate is not None:
-                memory = memory or getattr(gate, "elsewhere", (gate,))[0]
+                memory = memory or getattr(gate, "owner", (gate,))[0]
                 if gate is memory:
                     memory.start()
                 f = f * memory.weights(f, x) if isinstance(gate, SharedGate) else f * gate.weights(f, x)
@@ -484,7 +484,7 @@ def by_hand(net, x):
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("network", ["resnet34", "written", "intercepted"])
 @every_gate
-def test_a_forward_written_by_hand(gate, network):
+def test_against_a_reference_forward(gate, network):
     net, x = made(gate, network), images(4)
     with torch.no_grad():
         torch.testing.assert_close(net(x), by_hand(net, x), rtol=1e-12, atol=1e-12)

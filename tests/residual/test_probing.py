@@ -12,8 +12,9 @@ from torch.nn.functional import layer_norm, relu
 
 from attractor.core.stiffness import neural_stiffness_index
 from attractor.residual import probe, resnet_cifar, vit
-from attractor.residual.graph import sample_axis
-from attractor.residual.trunk import block_path, stage_numbers
+from attractor.residual.axes import sample_axis
+from attractor.residual.stages import stage_numbers
+from attractor.residual.trunk import block_path
 
 CLOSE = dict(rtol=1e-6, atol=0)
 
@@ -118,7 +119,7 @@ def forget(net):
 )
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("pre", [False, True])
-def test_a_forward_written_by_hand(pre, gate, style):
+def test_against_a_reference_forward(pre, gate, style):
     net = Net(pre=pre, gate=gate, style=style).eval()
     batches = [torch.randn(6, 3, 8, 8), torch.randn(3, 3, 8, 8)]
     with torch.no_grad():
@@ -294,7 +295,7 @@ def adaptive_twice(self, x, a, b):
     [(parallel, False), (parallel_the_other_way, False), (layer_scale, False), (gate_inside, False),
      (normed_branch, False), (gelu_inside, False), (adaptive, True)],
 )  # fmt: skip
-def test_what_is_a_step_and_what_is_a_gate(branch, gated):
+def test_recognition_of_steps_and_gates(branch, gated):
     net, x = Wide(8, branch), torch.randn(5, 6, 8)
     found = probe(net, [x])
     assert found.names == ("layers.0", "layers.1", "layers.2")
@@ -324,7 +325,7 @@ def test_two_gated_additions_of_one_block():
             x = adaptive_twice(net, x, first, second)
 
 
-def test_steps_inside_a_branch_hang_beside_the_trunk():
+def test_steps_inside_a_branch_are_not_on_the_trunk():
     """A block whose branch is itself residual, twice; the last one is not taken apart either."""
 
     class Nested(nn.Module):
@@ -342,7 +343,7 @@ def test_steps_inside_a_branch_hang_beside_the_trunk():
     assert found.names == ("0", "1", "2", "3")
 
 
-def test_a_layer_that_is_used_again_is_another_block():
+def test_each_use_of_a_shared_layer_is_a_block():
     layer = Block(8, 8)
     found = probe(nn.Sequential(nn.Conv2d(3, 8, 1), layer, layer, layer), [torch.randn(2, 3, 4, 4)])
     assert found.names == ("1:1", "1:2", "1:3")
@@ -370,7 +371,7 @@ def test_a_state_that_is_overwritten_within_its_block():
     torch.testing.assert_close(found.nsi[:, 0], (norms(y - x) / norms(x)), rtol=1e-5, atol=0)
 
 
-def test_axes_that_change_places_within_a_block():
+def test_axes_permuted_within_a_block():
     class Turning(nn.Module):
         def __init__(self):
             super().__init__()
@@ -396,7 +397,7 @@ def test_axes_that_change_places_within_a_block():
 
 
 @pytest.mark.parametrize("kind", ["tokens first", "windows in the batch", "channels last"])
-def test_where_the_inputs_are(kind):
+def test_features_with_inputs_in_other_axes(kind):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -416,13 +417,13 @@ def test_where_the_inputs_are(kind):
     torch.testing.assert_close(turned.nsi, plain.nsi, rtol=2e-6, atol=0)
 
 
-def test_inputs_are_told_apart_or_there_is_an_error():
+def test_the_axis_that_counts_inputs():
     assert sample_axis((4, 3, 8, 8), 4) == 0
     assert sample_axis((7, 4, 16), 4) == 1
     assert sample_axis((4 * 9, 49, 16), 4) == -1
-    assert sample_axis((5, 5, 16), 5, seen=1) == 1  # as many tokens as inputs
-    assert sample_axis((49 * 9, 49, 16), 49, seen=-1) == -1
-    assert sample_axis((5, 4, 16), 5, seen=1) == 0
+    assert sample_axis((5, 5, 16), 5, previous=1) == 1  # as many tokens as inputs
+    assert sample_axis((49 * 9, 49, 16), 49, previous=-1) == -1
+    assert sample_axis((5, 4, 16), 5, previous=1) == 0
     with pytest.raises(ValueError, match="no axis for the 4 inputs"):
         sample_axis((7, 9), 4)
 
@@ -470,7 +471,7 @@ class Text(nn.Module):
         return x
 
 
-def test_padding_is_left_out():
+def test_padding_does_not_count():
     net = Text()
     ids = torch.randint(50, (3, 10))
     lengths = (10, 6, 3)
@@ -488,7 +489,7 @@ def test_padding_is_left_out():
     assert torch.equal(probe(net, [(batch, ids[:, 0])]).nsi, found.nsi)
     with pytest.raises(ValueError, match=r"\[3, 10, 16\] do not have the 4 tokens"):
         probe(net, [batch], padding=mask[:, :4])
-    with pytest.raises(ValueError, match="no real token at all"):
+    with pytest.raises(ValueError, match="an input consists of padding only"):
         probe(net, [batch], padding=mask * 0)
 
 
@@ -531,7 +532,7 @@ def test_batches_of_every_kind():
     assert done == [3, 6, 7]
 
 
-def test_a_network_that_takes_another_way_for_another_batch():
+def test_a_network_whose_operations_depend_on_the_batch():
     class Fickle(nn.Module):
         def __init__(self):
             super().__init__()
@@ -571,7 +572,7 @@ def test_a_network_that_changes_its_depth_is_refused():
 # What is left behind
 
 
-def test_the_model_is_left_as_it_was():
+def test_the_model_is_restored():
     net = nn.ModuleDict({"a": Net(), "b": nn.Dropout()})["a"]
     net.train()
     net.blocks[1].eval()
@@ -602,7 +603,7 @@ def test_no_hooks_stay_where_one_is_refused():
     assert net.training
 
 
-def test_threads_leave_the_process_as_it_was():
+def test_threads_restore_the_settings_of_the_process():
     start = threading.Barrier(3)
 
     def one():
@@ -653,7 +654,7 @@ def test_compiled_networks_run_eagerly():
     torch.testing.assert_close(found.nsi, want.nsi, **CLOSE)
 
 
-def test_a_fused_encoder_layer_is_taken_apart():
+def test_fused_encoder_layers_run_unfused():
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     net, x = nn.TransformerEncoder(layer, 3).eval(), torch.randn(4, 6, 16)
     fused = []
@@ -702,7 +703,7 @@ def test_kernels_that_torch_does_not_dispatch():
     torch.testing.assert_close(found.nsi[:, 0], want, rtol=1e-5, atol=0)
 
 
-def test_a_model_that_takes_one_batch_size_only():
+def test_a_model_with_a_fixed_batch_size():
     class Strict(nn.Module):
         def __init__(self):
             super().__init__()
@@ -728,7 +729,7 @@ def test_a_random_model_is_refused():
                 x = x.sin()
             return self.net(x)
 
-    with pytest.raises(ValueError, match="does not take the same way twice"):
+    with pytest.raises(ValueError, match="runs other operations in a second call"):
         probe(Random(), [torch.randn(4, 3, 8)])
 
 
@@ -753,12 +754,12 @@ def test_initial_is_probed_on_the_same_inputs():
         (dict(batches=["text"]), "without a tensor"),
         (dict(batches=[()]), "a batch is empty"),
         (dict(within="stagez"), r"within = 'stagez'; Net has no module of that path, .* did you mean"),
-        (dict(within="stem"), "adds nothing in its module 'stem'"),
-        (dict(model=nn.Linear(3, 3)), "Linear adds nothing to what it was made from"),
+        (dict(within="stem"), "adds no branch to its input in its module 'stem'"),
+        (dict(model=nn.Linear(3, 3)), "Linear has no residual blocks: it adds no branch"),
         (dict(mean="both"), "mean = 'both'"),
     ],
 )
-def test_errors_teach(change, message):
+def test_error_messages(change, message):
     given = dict(model=Net().eval(), batches=[torch.randn(2, 3, 8, 8)]) | change
     if isinstance(given["model"], nn.Linear):
         given["batches"] = [torch.randn(2, 3)]
@@ -766,14 +767,14 @@ def test_errors_teach(change, message):
         probe(**given)
 
 
-def test_a_model_on_several_devices_is_not_moved():
+def test_a_model_on_several_devices_refuses_a_device():
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
     with pytest.raises(ValueError, match=r"lies on cpu, meta, so device='cpu' would not be undone"):
         probe(net, [torch.randn(2, 3)], device="cpu")
     assert net.training
 
 
-def test_only_modules_are_probed():
+def test_other_objects_than_modules_are_refused():
     with pytest.raises(TypeError, match="model is a function; probe takes an nn"):
         probe(lambda x: x, [torch.zeros(1)])
 
@@ -869,7 +870,7 @@ def test_transformers_against_their_hidden_states(kind):
         torch.testing.assert_close(found.nsi[:, b], norms(after - x) / norms(x), rtol=1e-10, atol=0)
 
 
-def test_an_encoder_of_two():
+def test_encoder_and_decoder_of_one_model():
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=3, num_decoder_layers=2, num_heads=4,
                                    vocab_size=100)  # fmt: skip
@@ -937,7 +938,7 @@ def test_on_a_gpu():
     torch.testing.assert_close(found.gates, want.gates, rtol=1e-3, atol=0)
 
 
-def test_norms_before_training_take_the_first_batch_and_forget_it():
+def test_fresh_normalisations_use_the_first_batch_and_are_restored():
     torch.manual_seed(0)
     model = resnet_cifar(20, gate="stepnet")
     images = torch.randn(16, 3, 32, 32)
@@ -1017,7 +1018,7 @@ class Pair(nn.Module):
         return self.text(input_ids, attention_mask).mean() + self.vision(pixel_values)
 
 
-def test_a_mask_counts_for_the_tokens_it_is_of_only():
+def test_a_mask_applies_to_its_own_tokens_only():
     torch.manual_seed(0)
     net, ids, mask = Translator().eval(), torch.randint(50, (2, 8)), torch.ones(2, 8).long()
     mask[1, 3:] = 0
@@ -1053,7 +1054,7 @@ class Steps(nn.Module):
 
 
 @pytest.mark.parametrize("width", [6, 8])
-def test_tokens_are_found_where_there_are_as_many_channels(width):
+def test_the_token_axis_with_as_many_channels_as_tokens(width):
     torch.manual_seed(0)
     x, mask = torch.randn(2, 6, width), torch.ones(2, 6)
     mask[1, 2:] = 0
@@ -1065,7 +1066,7 @@ def test_tokens_are_found_where_there_are_as_many_channels(width):
     torch.testing.assert_close(found, probe(net, [x[1:, :, :2]]).nsi, rtol=1e-5, atol=0)
 
 
-def test_tokens_that_cannot_be_told_from_channels():
+def test_an_ambiguous_token_axis_raises():
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -1080,7 +1081,7 @@ def test_tokens_that_cannot_be_told_from_channels():
         mask[1, 2:] = 0
         batch = {"x": torch.randn(2, tokens, 6), "attention_mask": mask}
         if tokens == 6:
-            with pytest.raises(ValueError, match=r"\[2, 6, 6\] have two axes.*to another length"):
+            with pytest.raises(ValueError, match=r"\[2, 6, 6\] have 2 axes.*to another length"):
                 probe(net, [batch])
         else:
             probe(net, [batch])
@@ -1095,7 +1096,7 @@ class Conditioned(nn.Module):
         return self.net(masked_image * scale)
 
 
-def test_inputs_are_counted_by_all_that_a_mapping_holds():
+def test_the_batch_size_comes_from_all_tensors_of_a_mapping():
     x, net = torch.randn(4, 8), Conditioned().eval()
     expected = probe(net, [x]).nsi
     assert expected.shape == (4, 3)
@@ -1106,7 +1107,7 @@ def test_inputs_are_counted_by_all_that_a_mapping_holds():
     ]
     for batch in batches:
         assert torch.equal(probe(net, [batch]).nsi, expected)
-    with pytest.raises(ValueError, match=r"first axes \(masked_image 4, edges 2\); all have as many"):
+    with pytest.raises(ValueError, match=r"differ \(masked_image 4, edges 2\); each must have as many"):
         probe(net, [{"masked_image": x, "edges": torch.zeros(2, 9)}])
     text = Text()
     ids, places = torch.randint(50, (3, 8)), torch.arange(8)[None]

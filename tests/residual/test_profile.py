@@ -44,24 +44,24 @@ def test_formulas_are_those_of_the_core():
     assert torch.equal(other.with_step("one").with_mean("input").tns, found.tns)
 
 
-def test_a_summary_always_speaks_of_the_initial_value():
+def test_a_summary_states_the_initial_value_or_its_absence():
     text = a_profile().summary()
     assert "TNS, step one" in text
     assert "TNS, step gate" in text
     assert "not given" not in text
-    assert "initial: not given" in a_profile(initial=False).summary()
-    assert "no gates: both steps are one" in a_profile(gated=False).summary()
+    assert "initial: unknown" in a_profile(initial=False).summary()
+    assert "no gates: both step sizes are 1" in a_profile(gated=False).summary()
     assert "30 inputs, 7 blocks in 2 stages" in repr(a_profile())
     assert str(a_profile()) == text  # what print shows
 
 
-def test_one_block_a_stage_has_no_tns_but_a_summary():
+def test_stages_of_one_block_have_no_tns_but_a_summary():
     alone = StiffnessProfile(
         *[torch.ones(3, 2)] * 2, torch.full((3, 2), math.nan), torch.arange(2), ("a", "b")
     )
     assert alone.totals() == {s: {"trained": None, "initial": None} for s in ("one", "gate")}
     assert "TNS, step one: –" in alone.summary()
-    with pytest.raises(ValueError, match=r"look at \.nsi, .*\.total\(drop_first=False\)"):
+    with pytest.raises(ValueError, match=r"use \.nsi of the blocks.*\.total\(drop_first=False\)"):
         _ = alone.tns
     assert alone.total(drop_first=False) == 0
     assert ".total(" not in alone.note  # which would say as little
@@ -78,7 +78,7 @@ def of_stages(*blocks, mean="input", seed=0):
 @pytest.mark.parametrize("mean", ["input", "stage"])
 @pytest.mark.parametrize("blocks", [(2, 2, 2, 2), (3, 2, 4), (1, 3), (1, 2), (3, 4)])
 @pytest.mark.parametrize("drop_first", [True, False])
-def test_what_tns_says_nothing_of_does_not_move_it(blocks, mean, drop_first):
+def test_unmeasured_stages_do_not_change_tns(blocks, mean, drop_first):
     """And what it speaks of does: a silent stage is one whose NSI may be anything."""
     found = of_stages(*blocks, mean=mean)
     silent = stiffness.silent_stages(found.stage, drop_first, mean)
@@ -91,27 +91,27 @@ def test_what_tns_says_nothing_of_does_not_move_it(blocks, mean, drop_first):
     assert bool(found.note) == bool(stiffness.silent_stages(found.stage, mean=mean))
 
 
-def test_a_note_says_what_tns_is_silent_of_wherever_it_is_shown():
+def test_the_note_on_unmeasured_stages_is_shown_everywhere():
     """A ResNet18's TNS is 0 by construction, which is no measurement."""
     found = of_stages(2, 2, 2, 2)
     assert found.tns == 0
     assert found.total(drop_first=False) > 0
-    assert found.note.startswith("TNS says nothing of any stage: it leaves out a stage's first block")
+    assert found.note.startswith("TNS does not measure any stage: it omits a stage's first block")
     assert ".total(drop_first=False)" in found.note
     assert found.note in str(found)
-    assert "TNS says nothing of 4 stages, see .note" in repr(found)
-    assert "TNS says nothing of any stage" in found._repr_html_()
+    assert "TNS does not measure 4 stages, see .note" in repr(found)
+    assert "TNS does not measure any stage" in found._repr_html_()
     assert found.numbers()["note"] == found.note
     assert found.numbers()["tns_with_first"]["one"]["trained"] == pytest.approx(
         found.total(False).item()
     )
     assert f"a: {found.note}" in repr(compare_profiles({"a": found}))
     some = of_stages(3, 2, 1)
-    assert "TNS says nothing of the stages that begin at layer2.0, layer3.0:" in some.note
-    assert "of 1 with one block in all there is nothing else" in some.note
+    assert "TNS does not measure the stages that begin at layer2.0, layer3.0:" in some.note
+    assert "for 1 stages of one block it is the only alternative" in some.note
     for silent_of_none in (of_stages(3, 4), of_stages(2, 2, mean="stage")):
         assert silent_of_none.note == ""
-        assert "says nothing" not in repr(silent_of_none) + str(silent_of_none)
+        assert "does not measure" not in repr(silent_of_none) + str(silent_of_none)
 
 
 @pytest.mark.parametrize("initial", [True, False])
@@ -171,7 +171,7 @@ def test_rank_correlations_with_ties(x, data):
             assert got == pytest.approx(reference(x, y).statistic, abs=1e-12)
 
 
-def test_what_is_constant_but_for_rounding_correlates_with_nothing():
+def test_correlations_with_a_constant_up_to_rounding_are_nan():
     noise = torch.randn(20, dtype=torch.float64)
     constant = torch.full((20,), 0.1, dtype=torch.float64)  # whose mean is not 0.1
     for x, y in ((constant, noise), (noise, constant), (0 * noise, noise), (noise[:1], noise[:1])):
@@ -210,7 +210,7 @@ def test_comparison(tmp_path):
     assert bare.rows[0]["one_initial"] is None
     with pytest.raises(ValueError, match=r"differ in \['net4', 'other'\]"):
         compare_profiles(profiles, {**{k: v for k, v in accuracy.items() if k != "net4"}, "other": 1.0})
-    with pytest.raises(ValueError, match="no profiles"):
+    with pytest.raises(ValueError, match="profiles is empty"):
         compare_profiles({})
 
 
@@ -224,7 +224,7 @@ def test_pictures(kind, tmp_path):
     assert figure.get_size_inches().min() > 1
 
 
-def test_a_picture_of_few_gates_has_no_empty_frames():
+def test_a_picture_of_few_gates_has_no_empty_axes():
     pytest.importorskip("matplotlib")
     found = a_profile(initial=False)
     few = torch.where(torch.arange(7) == 3, found.gates, math.nan)
@@ -263,7 +263,7 @@ def test_pictures_of_several(tmp_path):
             > 1000
         )
     compare_profiles(profiles, dict.fromkeys(profiles, 0.9)).plot(tmp_path / "c.png")
-    with pytest.raises(ValueError, match="no accuracies to draw"):
+    with pytest.raises(ValueError, match="the comparison has no accuracies"):
         compare_profiles(profiles).plot()
     with pytest.raises(ValueError, match="kind = 'map'; it is one of nsi"):
         profiles["se"].plot("map")
@@ -271,7 +271,7 @@ def test_pictures_of_several(tmp_path):
         profiles["none"].plot("gates")
 
 
-def test_the_surface_s_integral_is_tns():
+def test_the_integral_of_the_surface_is_tns():
     """What the picture shows adds up to the number in its title."""
     found = a_profile()
     m1, m2 = (

@@ -57,7 +57,7 @@ def plain(block, x):
     return x, block.norm(block.conv(x))
 
 
-def test_what_is_written():
+def test_the_rewritten_source():
     class Block(Parts):
         def forward(self, x):
             """Add."""
@@ -102,7 +102,7 @@ def test_defaults_closures_and_variables_stay():
     assert inspect.signature(block.forward) == inspect.signature(Block().forward)
 
 
-def test_an_argument_that_is_assigned_anew():
+def test_an_argument_that_forward_reassigns():
     class Block(Parts):
         def forward(self, x):
             shortcut = x
@@ -130,7 +130,7 @@ def test_every_branch_of_a_forward_is_gated():
         torch.testing.assert_close(block(x), start + sign * 2 * f)
 
 
-def test_names_of_properties_are_seen_through():
+def test_parts_behind_properties_are_rewritten():
     """As in MMDetection: ``self.norm2`` is a property."""
 
     class Block(Parts):
@@ -186,12 +186,12 @@ HIDDEN = {"helper": helper, "looped": looped, "checkpointed": checkpointed, "pri
 
 
 @pytest.mark.parametrize("forward", [*HIDDEN.values(), wrapped], ids=[*HIDDEN, "wrapped"])
-def test_a_forward_that_does_not_show_every_call_is_left_alone(forward):
+def test_a_forward_that_hides_a_call_is_not_rewritten(forward):
     block = type("Block", (Parts,), {"forward": forward})()
     assert gated_class(block, "norm", X, flat=False) is None
 
 
-def test_a_forward_without_source_or_of_one_instance_is_left_alone():
+def test_a_forward_without_source_or_of_one_instance_is_not_rewritten():
     names = {}
     exec("def forward(self, x):\n    return x + self.norm(self.conv(x))", names)
     block = type("Block", (Parts,), {"forward": names["forward"]})()
@@ -214,7 +214,7 @@ class Mixed(Parts):
         return x + (self.get_submodule("norm")(out) if self.training else self.norm(out))
 
 
-def test_training_is_tried_too():
+def test_rewritten_forwards_are_checked_in_training_mode():
     """A gate that only evaluation would call is intercepted instead."""
     net, x = insert_gates(nn.Sequential(Mixed()), lambda channels: Twice()), torch.randn(3, 4, 5, 5)
     assert type(net[0]) is Mixed
@@ -225,7 +225,7 @@ def test_training_is_tried_too():
         assert len(net[0].gate.given) == 1
 
 
-def test_errors_show_the_line_that_was_written():
+def test_tracebacks_show_the_rewritten_line():
     class Block(Parts):
         def forward(self, x):
             return x + self.norm(self.conv(x))
@@ -247,7 +247,7 @@ def test_copies_and_pickles_have_the_gate():
         assert isinstance(again.layer1[0], Basic)
 
 
-def test_written_and_intercepted_networks_are_one_function():
+def test_rewritten_and_intercepted_networks_agree():
     torch.manual_seed(0)
     one, other = ResNet().double(), HiddenResNet().double()
     other.load_state_dict(one.state_dict())

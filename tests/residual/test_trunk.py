@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import avg_pool1d, pad
 
 from attractor.residual import probe
-from attractor.residual.trunk import stage_numbers
+from attractor.residual.stages import stage_numbers
 
 SHAPES = {
     "channels x 4, a quarter of the pixels": ([(16, 32, 32), (64, 16, 16)], [0, 1]),
@@ -37,7 +37,7 @@ def test_stages_by_shapes(kind):
     ("old", "new"),
     [((64, 128), (128, 64)), ((16, 8), (8, 16)), ((4, 4, 8), (2, 8, 8)), ((16, 64, 100), (32, 32, 100))],
 )
-def test_what_lies_between_tells_where_shapes_do_not(old, new):
+def test_operations_between_blocks_resolve_ambiguous_shapes(old, new):
     """The same two shapes are one stage or two."""
     assert stage_numbers([old, new], [False, True]) == [0, 1]
     assert stage_numbers([old, new], [False, False]) == [0, 0]

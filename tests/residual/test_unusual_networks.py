@@ -124,7 +124,7 @@ class Adapted(nn.Module):
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("post", [False, True])
 @pytest.mark.parametrize("kind", ["lora", "adapter"])
-def test_additions_inside_of_branches(kind, post, depth):
+def test_additions_inside_branches(kind, post, depth):
     if kind == "lora":
         network = lambda: nn.Sequential(LoRA(DIM, 12), nn.GELU(), LoRA(12, DIM))
         layer = lambda: Layer(lambda: Attention(LoRA), network, post)
@@ -136,7 +136,7 @@ def test_additions_inside_of_branches(kind, post, depth):
 
 @pytest.mark.parametrize("post", [False, True])
 @pytest.mark.parametrize("how", ["x + x0", "a x + b x0", "x + a old"])
-def test_older_states_that_are_mixed_in_are_no_steps(how, post):
+def test_additions_of_older_states_are_not_steps(how, post):
     """The embedding again in every layer, or a U-shaped transformer's shortcuts: the trunk goes on."""
 
     class Mixing(nn.Module):
@@ -176,7 +176,7 @@ def test_blocks_under_a_long_shortcut():
     check(net, torch.randn(4, 5, DIM), names=names)
 
 
-def test_a_condition_that_is_made_after_the_state():
+def test_a_condition_computed_after_the_state():
     """As in DiT: the first block is not torn apart by what its gates were made from."""
 
     class Conditioned(nn.Module):
@@ -209,7 +209,7 @@ def test_a_condition_that_is_made_after_the_state():
     assert not found.gates.isnan().any()
 
 
-def test_a_list_of_parts_that_is_used_again():
+def test_each_use_of_a_list_of_parts_is_a_block():
     class Shared(nn.Module):
         def __init__(self):
             super().__init__()
@@ -240,7 +240,7 @@ def test_tokens_first_even_if_there_are_as_many_as_inputs(tokens):
 
 
 @pytest.mark.parametrize("rows", [4, 5])
-def test_rows_and_columns_that_change_places(rows):
+def test_transposed_rows_and_columns(rows):
     """Axial attention: with as many rows as columns only the numbers tell."""
 
     class Axial(nn.Module):
@@ -283,7 +283,7 @@ def test_a_mixture_of_experts(experts, tokens):
     check(net, *torch.randn(4, 3, tokens, DIM), names="012")
 
 
-def test_numbers_made_in_the_forward():
+def test_constants_created_in_forward():
     """Their memory may lie where a feature was; they are constants all the same."""
 
     class Gated(nn.Module):
@@ -357,7 +357,7 @@ def test_checkpointed_layers(reentrant):
     check(Saving().train(), torch.randn(4, 5, DIM), names=["layers.0", "layers.1"])
 
 
-def test_inputs_of_one_in_inference_mode():
+def test_single_inputs_in_inference_mode():
     net, x = nn.Sequential(nn.Linear(DIM, DIM), Layer(), Layer()), torch.randn(1, 5, DIM)
     want = check(net, x, names="12")
     with torch.inference_mode():
@@ -420,7 +420,7 @@ def test_a_network_without_parameters_and_batches_with_names():
     check(Fourier(), batch, names=names, call=lambda net, batch: net(batch.images), rtol=1e-12)
 
 
-def test_tokens_last():
+def test_tokens_in_the_last_axis():
     """Padding is left out wherever the tokens are: SqueezeBERT's features are [batch, dim, tokens]."""
 
     class Turned(nn.Module):
@@ -459,7 +459,7 @@ def test_tokens_that_are_flattened_behind_a_norm():
 # What cannot be told apart, or is no residual step, as `probe` says
 
 
-def test_what_adds_nothing_to_itself():
+def test_networks_without_residual_additions_are_refused():
     class Dense(nn.Module):
         def __init__(self):
             super().__init__()
@@ -480,11 +480,11 @@ def test_what_adds_nothing_to_itself():
             return gate * self.f(x).relu() + (1 - gate) * x
 
     for net in (Dense(), nn.Sequential(Highway(), Highway())):
-        with pytest.raises(ValueError, match="adds nothing to what it was made from"):
+        with pytest.raises(ValueError, match="adds no branch to its input"):
             probe(net, [torch.randn(4, DIM)])
 
 
-def test_learnt_latents_are_a_state_once_they_vary():
+def test_learnt_latents_are_a_state_after_an_addition():
     class Latents(nn.Module):
         def __init__(self):
             super().__init__()

@@ -146,7 +146,7 @@ def test_a_shared_gate():
 
 
 @pytest.mark.parametrize("where", ["both", "mixer", "network"])
-def test_where(where):
+def test_selection_of_blocks(where):
     model = small(gate="se", where=where)
     for layer in model.layers:
         assert isinstance(layer.mix.gate, SE) == (where != "network")
@@ -175,7 +175,7 @@ def test_any_attention(pde):
      *(pytest.param(x, marks=pytest.mark.slow) for x in ({}, {"gate": "stepnet"}, {"gate": "dia"}))],
 )  # fmt: skip
 @pytest.mark.slow
-def test_compiles_whole_and_copies(options):
+def test_compiles_without_graph_breaks_and_copies(options):
     model = small(**options)
     whole = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
     for _ in range(2):
@@ -192,24 +192,26 @@ def test_compiles_whole_and_copies(options):
     assert double(IMAGES.double()).dtype == torch.float64
 
 
-def test_what_cannot_be_done():
+def test_refused_arguments():
     for options, message in (
         ({"image_size": 9}, "images of 9 x 9 cannot be cut into patches of 2 x 2"),
         ({"heads": 3}, "dim = 16 must be a multiple of heads = 3"),
-        ({"depth": 0}, "depth = 0; there is at least one layer"),
+        ({"depth": 0}, "depth = 0; it must be at least 1"),
         ({"pool": "max"}, "pool 'max' is not one of mean, cls"),
         ({"where": "all"}, "where 'all' is not one of both, mixer, network"),
-        ({"gate": "iebn"}, "IEBN takes the place of batch normalisations; a ViT has none"),
+        ({"gate": "iebn"}, "IEBN replaces batch normalisations, but a ViT has none"),
         ({"mixer": "attend"}, "no gate is called 'attend'"),
         ({"mixer": "stepnet", "attention": at.attention.PDEAttention}, "exclude each other"),
         (
             {"mixer": "stepnet", "gate": "se", "where": "mixer"},
-            "is a gate itself; another goes where='network'",
+            "is a gate itself; use where='network' for another gate",
         ),
     ):
         with pytest.raises(ValueError, match=message):
             small(**options)
-    with pytest.raises(TypeError, match="is a Linear already made, but every layer needs its own"):
+    with pytest.raises(TypeError, match="is a Linear, but each layer needs a module of its own"):
         small(attention=nn.Linear(3, 3))
-    with pytest.raises(ValueError, match="images of 16 x 8; this model has positions for 8 x 8"):
+    with pytest.raises(
+        ValueError, match="images have 16 x 8 pixels, but this model has position embeddings for 8 x 8"
+    ):
         small()(torch.rand(1, 1, 16, 8))

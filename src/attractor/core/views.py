@@ -1,13 +1,18 @@
-"""How results are looked at: as pictures, as tables of pandas, in notebooks. All of it on demand."""
+"""Views of results: pictures, pandas tables and HTML, whose packages are loaded on demand."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
-from importlib import import_module
 from typing import Any
+
+_PICTURES: dict[str, Callable[[], Any]] = {}  # functions that import a module with pictures
 
 
 def pandas() -> Any:
-    """The module; an error that says how to get it."""
+    """Import pandas.
+
+    Raises:
+        ImportError: It is not installed; the message says how to install it.
+    """
     try:
         import pandas  # type: ignore[import-untyped,unused-ignore]
     except ImportError:
@@ -17,10 +22,24 @@ def pandas() -> Any:
     return pandas
 
 
+def register_pictures(name: str, load: Callable[[], Any]) -> None:
+    """Register a module with pictures, which imports Matplotlib and is above this one.
+
+    Args:
+        name: The name that `pictures` takes.
+        load: A function that imports and returns the module.
+    """
+    _PICTURES[name] = load
+
+
 def pictures(name: str) -> Any:
-    """A module of `attractor.report`, which imports Matplotlib; an error that says how to get it."""
+    """Import a module that was registered by `register_pictures`.
+
+    Raises:
+        ImportError: Matplotlib is not installed; the message says how to install it.
+    """
     try:
-        return import_module(f"attractor.report.{name}")
+        return _PICTURES[name]()
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
@@ -30,11 +49,11 @@ def pictures(name: str) -> Any:
 
 
 def html_table(head: Sequence[Any], rows: Sequence[Sequence[Any]], caption: str = "") -> str:
-    """A table as a notebook shows it: floats with three digits, a dash for None."""
+    """Return a table as HTML: floats have three digits, None is a dash."""
     line = lambda tag, cells: "".join(f"<{tag}>{escape(_text(c))}</{tag}>" for c in cells)
     body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
-    told = f"<caption>{escape(caption)}</caption>" if caption else ""
-    return f"<table>{told}<thead><tr>{line('th', head)}</tr></thead><tbody>{body}</tbody></table>"
+    title = f"<caption>{escape(caption)}</caption>" if caption else ""
+    return f"<table>{title}<thead><tr>{line('th', head)}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _text(value: Any) -> str:

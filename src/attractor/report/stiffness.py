@@ -1,4 +1,4 @@
-"""Pictures of stiffness profiles. Matplotlib is imported here, so import this module only to draw.
+"""Pictures of stiffness profiles. This module imports Matplotlib.
 
 >>> import torch
 >>> import attractor as at
@@ -19,19 +19,20 @@ from matplotlib import pyplot as plt
 from torch import Tensor
 
 from attractor.report import figures
-from attractor.residual.profile import STEPS, Comparison, Step, StiffnessProfile
+from attractor.residual.comparison import Comparison
+from attractor.residual.profile import STEPS, Step, StiffnessProfile
 
 STAGES = ("#1f5a99", "#c0392b", "#2e8b57", "#8e5ea2", "#d08a1d", "#3a8f9e", "#7a6a55")
-MARKS = "os^Dv"  # one after the other, where there are more lines than colours
-TOLD = {"one": "step 1", "gate": "step F"}
+MARKERS = "os^Dv"  # the next one is used when all colours have been used
+STEP_LABELS = {"one": "step 1", "gate": "step F"}
 BEFORE = "#8a949e"  # the network before training
 KINDS = ("nsi", "surface", "proportion", "gates", "all")
-CELLS = 60  # of the grid of thresholds, in each direction
+CELLS = 60  # cells of the grid of thresholds, per axis
 Profiles = Mapping[str, StiffnessProfile]
 
 
 def draw(profile: StiffnessProfile, kind: str = "all", path: Path | str | None = None) -> Any:
-    """A picture of one profile, and a PNG file of it if a path is given."""
+    """Draw one profile; see `StiffnessProfile.plot`."""
     if kind not in KINDS:
         raise ValueError(f"kind = {kind!r}; it is one of {', '.join(KINDS)}")
     one, steps = {profile.model: profile}, (profile.step,)
@@ -42,14 +43,14 @@ def draw(profile: StiffnessProfile, kind: str = "all", path: Path | str | None =
     else:
         makers: dict[str, Any] = {"nsi": nsi, "surface": surfaces, "proportion": proportions}
         figure = makers[kind](one, steps)
-    return _written(figure, path)
+    return _write(figure, path)
 
 
 def nsi(profiles: Profiles, steps: Sequence[Step] = ("one",)) -> Any:
-    """NSI block by block, a row a network, a column a step; the paper's Fig. 3.
+    """Draw NSI by block, one row per network and one column per step size (the paper's Fig. 3).
 
-    Dots are means over inputs, bands hold the middle 80 % of them; a hollow dot is a stage's first
-    block, which TNS leaves out. The dashed line is the network before training.
+    Dots are means over the inputs, bands contain the middle 80 % of them. A hollow dot is the first
+    block of a stage, which TNS omits. The dashed line is the network before training.
     """
     longest = max(len(p.names) for p in profiles.values())
     width = min(5.5 + 0.07 * longest, 11) * len(steps)
@@ -57,7 +58,9 @@ def nsi(profiles: Profiles, steps: Sequence[Step] = ("one",)) -> Any:
     axes = figure.subplots(len(profiles), len(steps), squeeze=False, sharex=True, sharey="col")
     for row, (name, profile) in zip(axes, profiles.items()):
         for axis, step in zip(row, steps):
-            _nsi(axis, profile.with_step(step), f"{name}, {TOLD[step]}" if len(steps) > 1 else name)
+            _nsi(
+                axis, profile.with_step(step), f"{name}, {STEP_LABELS[step]}" if len(steps) > 1 else name
+            )
     for axis in axes[:-1].flat:
         axis.set_xlabel("")
     for axis in axes.flat:
@@ -67,20 +70,20 @@ def nsi(profiles: Profiles, steps: Sequence[Step] = ("one",)) -> Any:
 
 
 def surfaces(profiles: Profiles, steps: Sequence[Step] = ("one",)) -> Any:
-    """The part of the inputs with a block beyond both thresholds, whose integral is TNS; Fig. 2.
+    """Draw the fraction of the inputs with a block above both thresholds (Fig. 2).
 
-    A row a network; for each step the trained network and, where known, the one before training, all
-    on the same thresholds.
+    Its integral is TNS. There is one row per network. The columns are the network after training and, if
+    available, before training, for each step size. All have the same thresholds.
     """
-    shown = [
+    panels = [
         (row, f"{name}{', ' + step if len(steps) > 1 else ''}{', initial' * late}", p.with_step(step))
         for row, (name, profile) in enumerate(profiles.items())
         for step in steps
         for late, p in enumerate((profile, profile.initial))
         if p is not None
     ]
-    columns = max(sum(r == row for r, _, _ in shown) for row in range(len(profiles)))
-    limits = thresholds([p for _, _, p in shown])
+    columns = max(sum(r == row for r, _, _ in panels) for row in range(len(profiles)))
+    limits = thresholds([p for _, _, p in panels])
     size = (3.3 * columns + 1, 2.9 * len(profiles) + 0.3)
     figure = plt.figure(figsize=size, layout="constrained")
     axes = figure.subplots(len(profiles), columns, squeeze=False, sharex=True, sharey=True)
@@ -88,7 +91,7 @@ def surfaces(profiles: Profiles, steps: Sequence[Step] = ("one",)) -> Any:
         axis.set_visible(False)
     image = None
     for row in range(len(profiles)):
-        for axis, (_, title, profile) in zip(axes[row], [s for s in shown if s[0] == row]):
+        for axis, (_, title, profile) in zip(axes[row], [s for s in panels if s[0] == row]):
             axis.set_visible(True)
             image = _surface(axis, profile, limits, title)
             if axis is not axes[row, 0]:
@@ -102,22 +105,25 @@ def surfaces(profiles: Profiles, steps: Sequence[Step] = ("one",)) -> Any:
 def proportions(
     profiles: Profiles, steps: Sequence[Step] = ("one",), m1: Sequence[float] = (0.0, 0.25, 0.5)
 ) -> Any:
-    """The part of all blocks beyond both thresholds, over m2, a column an m1, a row a step; Fig. 6."""
+    """Draw the fraction of all blocks above both thresholds over m2 (Fig. 6).
+
+    There is one column per m1 and one row per step size.
+    """
     figure = plt.figure(figsize=(3.4 * len(m1) + 0.6, 2.7 * len(steps) + 0.5), layout="constrained")
     axes = figure.subplots(len(steps), len(m1), squeeze=False, sharex="row", sharey=True)
     for row, step in zip(axes, steps):
-        turned = {name: p.with_step(step) for name, p in profiles.items()}
-        every = [q for p in turned.values() for q in (p, p.initial) if q is not None]
+        converted = {name: p.with_step(step) for name, p in profiles.items()}
+        every = [q for p in converted.values() for q in (p, p.initial) if q is not None]
         heights = torch.linspace(0, thresholds(every)[1], 200)
         for axis, first in zip(row, m1):
-            for i, (name, profile) in enumerate(turned.items()):
+            for i, (name, profile) in enumerate(converted.items()):
                 for p, look in ((profile, "-"), (profile.initial, "--")):
                     if p is not None:
                         line = 100 * _grid(p.proportion, first, heights)
                         color = STAGES[i % len(STAGES)]
                         label = name if look == "-" else f"{name}, initial"
                         axis.plot(heights.numpy(), line, look, color=color, lw=1.5, label=label)
-            title = f"m1 = {first:g}" + (f", {TOLD[step]}" if len(steps) > 1 else "")
+            title = f"m1 = {first:g}" + (f", {STEP_LABELS[step]}" if len(steps) > 1 else "")
             figures.frame(axis, figures.literal(title), "m2", "")
             axis.set_ylim(bottom=0)
         row[0].set_ylabel("stiff blocks (%)")
@@ -126,25 +132,25 @@ def proportions(
 
 
 def gates(profile: StiffnessProfile) -> Any:
-    """NSI against the gate's mean value, input by input, and its correlation in all blocks; Fig. 9."""
-    found = profile.correlation()["pearson"]
-    known = (~found.isnan()).nonzero()[:, 0].tolist()
-    if not known:
-        raise ValueError(f"{profile.model} has no gates whose values vary; draw another kind")
-    strongest = sorted(sorted(known, key=lambda b: -abs(float(found[b])))[:3])
+    """Draw NSI against the mean gate value, and their correlation in all blocks (Fig. 9)."""
+    correlation = profile.correlation()["pearson"]
+    blocks = (~correlation.isnan()).nonzero()[:, 0].tolist()
+    if not blocks:
+        raise ValueError(f"{profile.model} has no gates with varying values; use another kind")
+    strongest = sorted(sorted(blocks, key=lambda b: -abs(float(correlation[b])))[:3])
     figure = plt.figure(figsize=(10, 4.9), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=(1.25, 1))  # type: ignore[misc]
     for axis, b in zip(above.subplots(1, len(strongest), squeeze=False)[0], strongest):
         color = _color(profile, b)
         pair = (profile.gates[:, b].numpy(), profile.nsi[:, b].numpy())
         axis.plot(*pair, "o", ms=3, alpha=0.5, color=color, mew=0)
-        title = f"{profile.names[b]}: {found[b]:+.2f}"
+        title = f"{profile.names[b]}: {correlation[b]:+.2f}"
         figures.frame(
             axis, figures.literal(title), "mean gate value", "NSI" if b == strongest[0] else ""
         )
     axis = below.subplots()
-    colors = [_color(profile, b) for b in known]
-    axis.bar([b + 1 for b in known], found[known].numpy(), color=colors, width=0.75)
+    colors = [_color(profile, b) for b in blocks]
+    axis.bar([b + 1 for b in blocks], correlation[blocks].numpy(), color=colors, width=0.75)
     axis.axhline(0, color=figures.INK, lw=0.8)
     axis.set(ylim=(-1.05, 1.05), xlim=(0.4, len(profile.names) + 0.6), axisbelow=True)
     figures.frame(axis, "", "block", "correlation")
@@ -153,13 +159,13 @@ def gates(profile: StiffnessProfile) -> Any:
 
 
 def overview(profile: StiffnessProfile) -> Any:
-    """NSI by block with each step that differs, the surface of TNS, the proportion of stiff blocks."""
+    """Draw NSI by block for each step size, the surface of TNS, and the proportion of stiff blocks."""
     both = profile.gated and not bool(profile.gate.isnan().any())
     steps = STEPS if both else (profile.step,)
     figure = plt.figure(figsize=(11, 2.6 * len(steps) + 3.6), layout="constrained")
     parts: Any = figure.subfigures(2, 1, height_ratios=(2.6 * len(steps), 3.3))
     for axis, step in zip(parts[0].subplots(len(steps), 1, squeeze=False)[:, 0], steps):
-        _nsi(axis, profile.with_step(step), f"{profile.model}, {TOLD[step]}")
+        _nsi(axis, profile.with_step(step), f"{profile.model}, {STEP_LABELS[step]}")
         axis.set_ylim(bottom=0)
         _stage_legend(axis)
     left, right = parts[1].subfigures(1, 2, width_ratios=(1.5, 1))
@@ -167,12 +173,12 @@ def overview(profile: StiffnessProfile) -> Any:
     axes = left.subplots(1, len(pair), squeeze=False, sharey=True)
     try:
         limits = thresholds(pair)
-    except ValueError as error:  # one block a stage: no thresholds
+    except ValueError as error:  # one block per stage, so there are no thresholds
         left.suptitle(str(error).partition(";")[0], fontsize=9, y=0.5)
         for axis in axes.flat:
             axis.set_visible(False)
         return figure
-    for axis, p, title in zip(axes[0], pair, (TOLD[profile.step], "initial")):
+    for axis, p, title in zip(axes[0], pair, (STEP_LABELS[profile.step], "initial")):
         image = _surface(axis, p, limits, title)
     for axis in axes[0, 1:]:
         axis.set_ylabel("")
@@ -191,14 +197,17 @@ def overview(profile: StiffnessProfile) -> Any:
     return figure
 
 
-def draw_comparison(found: Comparison, path: Path | str | None = None) -> Any:
-    """TNS against accuracy, a panel a step, hollow dots before training; the paper's Fig. 7."""
-    if not found.rows or found.rows[0]["accuracy"] is None:
-        raise ValueError("there are no accuracies to draw against; pass accuracy={name: value}")
+def draw_comparison(comparison: Comparison, path: Path | str | None = None) -> Any:
+    """Draw TNS against accuracy, one panel per step size (the paper's Fig. 7).
+
+    Hollow dots are the networks before training.
+    """
+    if not comparison.rows or comparison.rows[0]["accuracy"] is None:
+        raise ValueError("the comparison has no accuracies; pass accuracy={name: value}")
     figure = plt.figure(figsize=(10, 4.2), layout="constrained")
     for axis, step in zip(figure.subplots(1, 2, sharey=True), STEPS):
-        for i, row in enumerate(found.rows):
-            color, mark = STAGES[i % len(STAGES)], MARKS[i // len(STAGES) % len(MARKS)]
+        for i, row in enumerate(comparison.rows):
+            color, mark = STAGES[i % len(STAGES)], MARKERS[i // len(STAGES) % len(MARKERS)]
             if row[step] is None:
                 continue
             if row[f"{step}_initial"] is not None:
@@ -208,17 +217,19 @@ def draw_comparison(found: Comparison, path: Path | str | None = None) -> Any:
             axis.plot(
                 row[step], row["accuracy"], mark, color=color, ms=7, label=figures.literal(row["name"])
             )
-        told = found.correlations.get(step)
-        text = f"\nKendall {told['kendall']:+.2f}, Spearman {told['spearman']:+.2f}" if told else ""
-        hollow = " (hollow: initial)" if found.rows[0][f"{step}_initial"] is not None else ""
+        values = comparison.correlations.get(step)
+        text = ""
+        if values:
+            text = f"\nKendall {values['kendall']:+.2f}, Spearman {values['spearman']:+.2f}"
+        hollow = " (hollow: initial)" if comparison.rows[0][f"{step}_initial"] is not None else ""
         label = "accuracy" if step == "one" else ""
-        figures.frame(axis, f"{TOLD[step]}{text}", f"TNS{hollow}", label)
+        figures.frame(axis, f"{STEP_LABELS[step]}{text}", f"TNS{hollow}", label)
     axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    return _written(figure, path)
+    return _write(figure, path)
 
 
 def thresholds(profiles: Sequence[StiffnessProfile]) -> tuple[float, float]:
-    """The largest m1 and m2 worth drawing: those that one in a hundred inputs still exceeds."""
+    """Return the largest m1 and m2 that one in a hundred inputs exceeds, as limits of the axes."""
     tops = []
     for p in profiles:
         grid = torch.linspace(0, float(p.nsi.max()) * 1.01, 400, dtype=p.nsi.dtype)
@@ -260,9 +271,9 @@ def _surface(axis: Any, profile: StiffnessProfile, limits: tuple[float, float], 
         100 * profile.surface(m1, m2).T.numpy(), origin="lower", aspect="auto", cmap="Blues",
         extent=(0, limits[0], 0, limits[1]), interpolation="nearest", vmin=0, vmax=100,
     )  # fmt: skip
-    unsaid = ", see .note" if profile.note else ""  # of stages that TNS says nothing of
+    hint = ", see .note" if profile.note else ""  # which names stages that TNS does not measure
     title = figures.literal(title)
-    axis.set_title(f"{title}: TNS {profile.tns.item():.3g}{unsaid}", color=figures.INK, fontsize=10)
+    axis.set_title(f"{title}: TNS {profile.tns.item():.3g}{hint}", color=figures.INK, fontsize=10)
     axis.set_xlabel("m1")
     axis.set_ylabel("m2")
     axis.spines[:].set_color(figures.GRID)
@@ -287,7 +298,7 @@ def _color(profile: StiffnessProfile, block: int) -> str:
     return STAGES[int(profile.stage[block]) % len(STAGES)]
 
 
-def _written(figure: Any, path: Path | str | None) -> Any:
+def _write(figure: Any, path: Path | str | None) -> Any:
     if path is not None:
         figures.write(figure, path)
     return figure

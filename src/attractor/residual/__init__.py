@@ -1,9 +1,9 @@
-"""The network's wing: residual networks as time stepping (StepNet).
+"""Residual networks as time stepping (StepNet).
 
-A residual block is one step, ``x + f(x)``; channel attention multiplies f by a gate, which makes it a
-step of adaptive size. `gates` holds the gates, `resnet_cifar`, `resnet34` to `resnet101` and `vit` are
-networks that take one with ``gate=``, `insert_gates` puts them into a network one already has, and
-`probe` measures how stiff the trajectory of features is that any residual network makes.
+A residual block is one step, ``x + f(x)``. Channel attention multiplies f by a gate, which makes the
+step size adaptive. `gates` contains the gates; `resnet_cifar`, `resnet34` to `resnet101` and `vit` are
+networks with an argument ``gate=``; `insert_gates` inserts gates into an existing network; `probe`
+measures the stiffness of the trajectory of features in any residual network.
 
 >>> import torch
 >>> import attractor as at
@@ -15,9 +15,10 @@ networks that take one with ``gate=``, `insert_gates` puts them into a network o
 
 from attractor.residual import gates, pretrained
 from attractor.residual.backbone import Backbone, resnet_backbone
+from attractor.residual.comparison import compare_profiles
 from attractor.residual.insert import gated_blocks, insert_gates
 from attractor.residual.probing import probe
-from attractor.residual.profile import StiffnessProfile, compare_profiles
+from attractor.residual.profile import StiffnessProfile
 from attractor.residual.ranks import kendall, spearman
 from attractor.residual.resnet import ResNet, resnet34, resnet50, resnet101, resnet_cifar
 from attractor.residual.vit import ViT, vit

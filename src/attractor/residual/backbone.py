@@ -1,7 +1,7 @@
 """ResNets as backbones of detectors: the feature maps of their stages.
 
-`Backbone` returns a tuple of maps, as MMDetection's detectors expect; `Backbone.with_fpn` puts
-torchvision's feature pyramid on top, which its `FasterRCNN` takes as it is:
+`Backbone` returns a tuple of maps, as MMDetection's detectors expect. `Backbone.with_fpn` adds
+torchvision's feature pyramid, for its `FasterRCNN`:
 
     backbone = resnet_backbone(50, "stepnet", weights="torchvision", frozen_stages=1)
     model = torchvision.models.detection.FasterRCNN(backbone.with_fpn(), num_classes=91)
@@ -12,8 +12,8 @@ For MMDetection, register the function once and name it in a configuration:
     model = dict(backbone=dict(type="GatedResNet", depth=50, gate="stepnet", norm_eval=True), ...)
 
 Parts keep the network's names (`body.conv1`, `body.layer1.0.conv1`, ...), so that weights of
-torchvision's detectors fit. Gates that normalise over the batch (StepNet, SRM) need at least two images
-a batch in training; with ``norm_eval=True`` one is enough.
+torchvision's detectors can be loaded. Gates that normalise over the batch (StepNet, SRM) need at least
+two images per batch in training; with ``norm_eval=True`` one is sufficient.
 
 >>> import torch
 >>> backbone = resnet_backbone(34, "se")
@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from attractor.residual.insert import residual_blocks
+from attractor.residual.finder import residual_blocks
 from attractor.residual.resnet import check_images, resnet34, resnet50, resnet101
 
 
@@ -37,12 +37,12 @@ class Backbone(nn.Module):
     """The stages of a ResNet, without its classifier.
 
     Args:
-        model: a ResNet with torchvision's names: ours or torchvision's, with or without gates. Its parts
-            are shared, not copied.
-        out_indices: stages whose maps are returned, from 0.
-        frozen_stages: parts that are not trained and whose normalisations keep their statistics: -1 is
-            none, 0 the stem, n the stem and the first n stages. Gates in them are frozen too.
-        norm_eval: keep the statistics of all batch normalisations.
+        model: A ResNet of this library or torchvision, with or without gates. Its parts are shared, not
+            copied.
+        out_indices: Stages whose maps are returned, from 0.
+        frozen_stages: Parts that are not trained and whose normalisations keep their statistics, with
+            their gates: -1 is none, 0 the stem, n the stem and the first n stages.
+        norm_eval: Keep the statistics of all batch normalisations.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class Backbone(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}; give a ResNet, an nn.Module")
+            raise TypeError(f"model is a {type(model).__name__}; pass a ResNet, an nn.Module")
         if not isinstance(out_indices, Sequence):
-            raise TypeError(f"out_indices = {out_indices!r}; give a list such as (0, 1, 2, 3)")
+            raise TypeError(f"out_indices = {out_indices!r}; pass a list such as (0, 1, 2, 3)")
         names = [name for name, _ in model.named_children()]
         stages = [name for name in names if name.startswith("layer")]
         if not stages or "conv1" not in names:
@@ -82,16 +82,16 @@ class Backbone(nn.Module):
         self.train(self.training)
 
     def frozen(self) -> list[nn.Module]:
-        """The parts that are not trained."""
+        """Return the parts that are not trained."""
         if self.frozen_stages < 0:
             return []
         trained = self.stages[self.frozen_stages :]
         return [part for name, part in self.named_children() if name not in trained]
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Maps ``[batch, channels, height / s, width / s]`` of images ``[batch, 3, height, width]``.
+        """Return the maps ``[batch, channels, height / s, width / s]`` of the stages.
 
-        s is 4, 8, 16 and 32 for the four stages.
+        The images are ``[batch, 3, height, width]``; s is 4, 8, 16 and 32 for the four stages.
         """
         check_images(images, next(m for m in self.modules() if isinstance(m, nn.Conv2d)))
         maps, x = [], images
@@ -102,9 +102,9 @@ class Backbone(nn.Module):
         return tuple(maps[i] for i in self.out_indices)
 
     def train(self, mode: bool = True) -> "Backbone":
-        """Training or evaluation; what is frozen stays in evaluation."""
+        """Set training or evaluation mode; frozen parts stay in evaluation mode."""
         if not isinstance(mode, bool):
-            raise TypeError(f"mode = {mode!r}; it is True or False")
+            raise TypeError(f"mode = {mode!r}; it must be True or False")
         super().train(mode)
         for part in self.frozen():
             part.eval()
@@ -115,15 +115,15 @@ class Backbone(nn.Module):
         return self
 
     def with_fpn(self, out_channels: int = 256) -> "Pyramid":
-        """This backbone with torchvision's feature pyramid on top, for its detectors."""
+        """Return this backbone with torchvision's feature pyramid, for its detectors."""
         return Pyramid(self, out_channels)
 
 
 class Pyramid(nn.Module):
-    """A backbone, torchvision's `FeaturePyramidNetwork`, and one more map by maximum.
+    """A backbone, torchvision's `FeaturePyramidNetwork`, and one more map by max pooling.
 
-    Called with images ``[batch, 3, height, width]``, it returns maps of `out_channels` channels by the
-    names "0", "1", ..., "pool".
+    For images ``[batch, 3, height, width]`` it returns a dict of maps with `out_channels` channels; its
+    keys are "0", "1", ..., "pool".
     """
 
     def __init__(self, body: Backbone, out_channels: int = 256) -> None:
@@ -138,7 +138,7 @@ class Pyramid(nn.Module):
         )
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        """The maps by name, the finest first."""
+        """Return the maps by name, from the finest to the coarsest."""
         return self.fpn({str(i): x for i, x in enumerate(self.body(images))})
 
 
@@ -151,7 +151,16 @@ def resnet_backbone(
     norm_eval: bool = False,
     **options: Any,
 ) -> Backbone:
-    """A backbone of ResNet34, 50 or 101; options as in `resnet50`, the others as in `Backbone`."""
+    """Return a backbone of ResNet34, 50 or 101.
+
+    Args:
+        depth: 34, 50 or 101.
+        gate: As in `resnet50`.
+        out_indices: As in `Backbone`.
+        frozen_stages: As in `Backbone`.
+        norm_eval: As in `Backbone`.
+        **options: Further arguments of `resnet50`.
+    """
     networks = {34: resnet34, 50: resnet50, 101: resnet101}
     if depth not in networks:
         raise ValueError(f"depth = {depth} is not one of {', '.join(map(str, networks))}")

@@ -1,9 +1,9 @@
-"""What a block adds to what, as one run of it shows: where its branch ends, and what x is.
+"""The residual branch of one block: which part computes f, and where x comes from.
 
-Names do not tell: a block with ``conv1``, ``conv2`` and ``downsample`` may add nothing, concatenate, or
-pool at its end. So a block is run by itself, as a copy without numbers (on torch's meta device, where
-only shapes are computed; with numbers where that fails), and the graph of that run is read, see `graph`.
-The model is not touched: the copy has its own buffers and none of its hooks.
+The names of a block's parts are not sufficient: a block with ``conv1``, ``conv2`` and ``downsample`` may
+add nothing, concatenate, or pool at its end. `read_branch` therefore runs a copy of the block and reads
+the graph of that run (see `graph`). The copy has no hooks and lives on torch's meta device, where only
+shapes are computed. If that fails, the copy runs with values. The model itself is not changed.
 """
 
 import copy
@@ -17,40 +17,42 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from attractor.residual.dispatch import Calls, is_feature, tensors_in
-from attractor.residual.graph import COPIES, Graph, sample_shape
-from attractor.residual.trunk import Addition
+from attractor.residual.axes import sample_shape
+from attractor.residual.dispatch import Calls, Path, is_feature, tensors_in
+from attractor.residual.graph import COPIES, Graph
+from attractor.residual.trunk import Addition, block_path
 
-Given: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a call
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
-SIZES = (24, 40, 56)  # of the axes of what a block is tried on: not equal, so that turned axes show
+SIZES = (24, 40, 56)  # lengths of the trial input's axes, distinct so that transposed axes show
 BATCH = 2
-TRIALS = 3  # numbers of channels
-SCALED = {"mul", "mul_", "div", "div_", "neg", "relu", "relu_", "leaky_relu", "leaky_relu_"} | COPIES
+TRIALS = 3  # numbers of input channels to try
+LINEAR = {"mul", "mul_", "div", "div_", "neg", "relu", "relu_", "leaky_relu", "leaky_relu_"} | COPIES
 HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
          "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
          "_backward_pre_hooks")  # fmt: skip
 
 
 class NoBranchError(ValueError):
-    """A block that a gate cannot go into; the message goes on from its name.
+    """A gate cannot be inserted into a block. The message is a verb phrase with the block as subject.
 
-    `adds` tells whether it adds something to x all the same, which a gate cannot reach.
+    Attributes:
+        adds: Whether the block adds a branch to x that a gate cannot reach.
     """
 
-    def __init__(self, why: str, adds: bool = False) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, adds: bool = False) -> None:
+        super().__init__(reason)
         self.adds = adds
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where x is before a block's forward begins: an argument, or what a part makes of one.
+    """Where x comes from: an argument of the block's forward, or a part applied to an argument.
 
     Attributes:
-        argument: name of a parameter of forward.
-        index: position in it, where the argument is a list; None where it is a tensor.
-        part: path of the part that makes x of it; None where it is x.
+        argument: Name of a parameter of forward.
+        index: Position in the argument if it is a list; None if it is a tensor.
+        part: Path of the part that computes x from the argument; None if x is the argument.
     """
 
     argument: str
@@ -60,15 +62,17 @@ class Source:
 
 @dataclass(frozen=True)
 class Branch:
-    """A residual branch of a block.
+    """The residual branch of a block.
 
     Attributes:
-        end: path of the part inside the block whose output is f, but for a factor or a ReLU after it.
-        shortcut: path of the part that makes x, or None.
-        identity: whether x is what the block was given.
-        channels, axes: of f.
-        source: where x is before forward begins; None where forward makes it on the way.
-        trial: arguments of a call without numbers that shows this; None where it needs numbers.
+        end: Path of the part whose output is f, except for a constant factor or a ReLU after it.
+        shortcut: Path of the part that computes x, or None.
+        identity: Whether x is the input of the block.
+        channels: Number of channels of f.
+        axes: Number of axes of f.
+        source: Where x comes from; None if forward computes x in a way that a gate cannot repeat.
+        trial: Arguments on the meta device for a call of the block; None if the block needs values.
+        path: Path within the block of the module that holds the whole branch.
     """
 
     end: str
@@ -77,166 +81,245 @@ class Branch:
     channels: int
     axes: int
     source: Source | None = None
-    trial: Given | None = None
+    trial: Arguments | None = None
+    path: Path = ()
 
 
-def read_branch(block: nn.Module, given: Given | None = None, named: str = "") -> Branch:
-    """The branch of a block.
+def read_branch(
+    block: nn.Module, arguments: Arguments | None = None, end: str = "", path: Path = ()
+) -> Branch:
+    """Return the residual branch of a block.
 
     Args:
-        block: is tried on what its first convolution takes, unless arguments are `given`.
-        given: arguments of a call.
-        named: the part that ends the branch by its name; it is believed if the run does not disagree.
+        block: The block. Without `arguments` it is run on an input for its first convolution.
+        arguments: Arguments of a call.
+        end: Path of the part that probably ends the branch. It is used unless the run contradicts it.
+        path: Path of the block in its network.
 
     Raises:
-        NoBranchError: it adds nothing to what it was made from, or a gate could not reach what it adds.
-        Exception: it cannot be run.
+        NoBranchError: The block has no branch, or a gate cannot reach it.
+        Exception: The block cannot be run.
     """
-    failed: list[Exception] = []
-    for numbers in (False, True):
-        failed.clear()
-        for arguments in (given,) if given is not None else _arguments(block):
-            trial = _on(arguments, block, numbers)
+    errors: list[Exception] = []
+    for with_values in (False, True):
+        errors.clear()
+        for candidate in (arguments,) if arguments is not None else _trial_arguments(block):
+            trial = _convert(candidate, block, with_values)
             try:
-                found = _read(copied(block, numbers), trial, named)
-                return replace(found, trial=None if numbers else trial)
+                branch = _Run(copied(block, with_values), trial, path).branch(end)
+                return replace(branch, trial=None if with_values else trial)
             except NoBranchError:
                 raise
             except Exception as error:
-                failed.append(error)
-        if any(isinstance(error, TypeError | ValueError) for error in failed):
-            break  # it does not take such arguments, whatever their numbers
-    raise failed[0] if failed else NoBranchError("has no convolutions")
+                errors.append(error)
+        if any(isinstance(error, TypeError | ValueError) for error in errors):
+            break  # the block does not accept such arguments, whatever their values
+    raise errors[0] if errors else NoBranchError("has no convolutions")
 
 
-def _read(block: nn.Module, given: Given, named: str) -> Branch:
-    args, kwargs = given
-    sources = dict(_sources(block, args, kwargs))
-    features = [tensor for tensor in sources.values() if is_feature(tensor)]
-    if not features:
-        raise TypeError("it is called without a tensor of floats")
-    calls = Calls(block)
-    inputs = features[0].shape[0]
-    graph = Graph(calls, ((str(s), t) for s, t in sources.items()), inputs, related=True)
-    start, whole = graph._of(features[0]), sample_shape(tuple(features[0].shape), inputs)
-    arguments = {graph._of(t): s for s, t in reversed(sources.items()) if isinstance(s, Source)}
-    taken: dict[str, int | None] = {}
-    made: dict[str, list[tuple[int | None, Tensor]]] = {}
-    slot = "gate" in block.__dict__ and block.__dict__["gate"] is None  # the block calls it itself
-    if slot:
-        block.gate = _Same()
+class _Run:
+    """One run of a block, and what its graph shows."""
 
-    def note(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, out: Any) -> None:
-            if isinstance(out, Tensor):
-                made.setdefault(path, []).append((graph._of(out), out))
+    def __init__(self, block: nn.Module, arguments: Arguments, path: Path) -> None:
+        self.block, self.path = block, path
+        args, kwargs = arguments
+        sources = dict(_sources(block, args, kwargs))
+        features = [tensor for tensor in sources.values() if is_feature(tensor)]
+        if not features:
+            raise TypeError("it is called without a floating-point tensor")
+        calls = Calls(block)
+        self.size = features[0].shape[0]
+        inputs = ((str(source), tensor) for source, tensor in sources.items())
+        self.graph = graph = Graph(calls, inputs, self.size, related=True)
+        self.start = graph.node_of(features[0])
+        self.input_shape = sample_shape(tuple(features[0].shape), self.size)
+        self.sources = {
+            graph.node_of(tensor): (source, sample_shape(tuple(tensor.shape), self.size))
+            for source, tensor in reversed(sources.items())
+            if isinstance(source, Source)
+        }
+        self.input_nodes: dict[str, int | None] = {}  # of the only tensor that a part takes
+        self.outputs: dict[str, list[tuple[int | None, Tensor]]] = {}
+        self.has_slot = vars(block).get("gate", block) is None  # the block calls a gate stored there
+        if self.has_slot:
+            block.gate = _IdentityGate()
+        for part_path, part in block.named_modules():
+            if part_path:
+                part.register_forward_pre_hook(self._input_hook(part_path), with_kwargs=True)
+                part.register_forward_hook(self._output_hook(part_path))
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), calls.watched(), graph:
+            block(*args, **kwargs)
 
-        return hook
+    def branch(self, end: str) -> Branch:
+        """Return the last branch that a gate can reach; `end` as in `read_branch`."""
+        if self.has_slot:
+            end = "gate"
+            if len(self.outputs.get(end, ())) != 1:
+                raise NoBranchError(
+                    f"has an attribute gate, None, but calls it {len(self.outputs.get(end, ()))} times "
+                    "in a forward; rename the attribute, and a hook will call the gate"
+                )
+        single = {path: outputs[0] for path, outputs in self.outputs.items() if len(outputs) == 1}
+        additions = [
+            step
+            for step in self.graph.steps.values()
+            if place_of(self.graph, step) == () and self._adds_function_of_input(step)
+        ]
+        homes = {block_path(self.path, self.path + step.branch_path) for step in additions}
+        if len(homes) > 1:
+            names = ", ".join(sorted(".".join(home) for home in homes))
+            raise NoBranchError(
+                f"adds the outputs of several blocks in its own forward ({names}); a gate fits a block "
+                "that adds to x in its own forward",
+                adds=True,
+            )
+        for step in sorted(additions, key=lambda step: step.node, reverse=True):
+            part = self._end(step, single, end)
+            if part is not None:
+                return self._describe(step, part, single)
+        raise NoBranchError(self._reason(additions), adds=bool(additions))
 
-    def take(path: str) -> Callable[..., None]:
+    def _describe(
+        self, step: Addition, end: str, single: Mapping[str, tuple[int | None, Tensor]]
+    ) -> Branch:
+        """Describe the branch of an addition that the part `end` ends."""
+        f, x = single[end][1], step.state_node
+        if sample_shape(tuple(f.shape), self.size) != step.shape:
+            raise NoBranchError(
+                f"adds {list(step.shape)} per input, but its part {end} returns {list(f.shape)[1:]}; "
+                "a gate needs f as it is added, [batch, channels, ...]",
+                adds=True,
+            )
+        if not _is_map(f, self.block):
+            raise NoBranchError(
+                f"adds {list(step.shape)} per input, whose first axis is not the channels of one of its "
+                "convolutions; a gate needs maps [batch, channels, ...] with as many axes as theirs",
+                adds=True,
+            )
+        identity = x == self.start and step.shape == self.input_shape
+        source, shape = self.sources.get(x, (None, None))
+        shortcut = None
+        if shape != step.shape:
+            parts = [path for path, (node, _) in single.items() if node == x]
+            shortcut = min(parts, key=lambda path: path.count("."), default=None)
+            origin = None if shortcut is None else self.sources.get(self.input_nodes[shortcut])
+            source = None if origin is None else replace(origin[0], part=shortcut)
+        return Branch(end, shortcut, identity, f.shape[1], f.dim(), source, path=step.branch_path)
+
+    def _adds_function_of_input(self, step: Addition) -> bool:
+        """Whether the branch depends on the block's first input, and not only on other ones."""
+        (f,) = self._summand(step) or (step.node,)
+        sources = self.graph.sources
+        return self.start is None or sources[self.start] <= sources[f]
+
+    def _summand(self, step: Addition) -> tuple[int, ...]:
+        """Return the node that a step adds to x; empty for a fused operation."""
+        others = tuple(set(self.graph.parents[step.node]) - {step.state_node})
+        return others if len(others) == 1 and step.branch is not None else ()
+
+    def _end(self, step: Addition, single: Mapping[str, Any], end: str) -> str | None:
+        """Return the part that ends a branch: `end` if possible, else the outermost of the last parts.
+
+        The search passes through constant factors and ReLUs, which commute with a positive gate.
+        """
+        graph = self.graph
+        (node,) = self._summand(step) or (None,)
+        candidates = []
+        while node is not None:
+            parts = [path for path, (output, _) in single.items() if output == node]
+            if end in parts:
+                return end
+            candidates.append(min(reversed(parts), key=lambda path: path.count("."), default=None))
+            passes = len(graph.parents[node]) == 1 and graph.operation[node] in LINEAR
+            node = graph.parents[node][0] if passes else None
+        return next((part for part in candidates if part is not None), None)
+
+    def _reason(self, additions: list[Addition]) -> str:
+        """Say why there is no branch that a gate can reach."""
+        graph = self.graph
+        if additions:
+            (f,) = self._summand(additions[-1]) or (additions[-1].node,)
+            return (
+                f"ends its branch with {graph.operation[f]} in its own forward, where no hook reaches; "
+                "let a part that is called once return the branch"
+            )
+        inner = [step for step in graph.steps.values() if place_of(graph, step)]
+        if inner:
+            return f"adds nothing by itself, only inside its part {'.'.join(inner[0].home)}"
+        operations = {
+            graph.operation[n] for n, stack in enumerate(graph.where) if not (stack and stack[-1][0])
+        }
+        if operations & {"cat", "stack"}:
+            return "concatenates its input and its features, and adds nothing to its input"
+        return "adds nothing to its input"
+
+    def _input_hook(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             tensors = tensors_in([*args, *kwargs.values()])
-            taken[path] = graph._of(tensors[0]) if len(tensors) == 1 else None
+            self.input_nodes[path] = self.graph.node_of(tensors[0]) if len(tensors) == 1 else None
 
         return hook
 
-    for path, part in block.named_modules():
-        if path:
-            part.register_forward_pre_hook(take(path), with_kwargs=True)
-            part.register_forward_hook(note(path))
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"), calls.watched(), graph:
-        block(*args, **kwargs)
-    if slot and len(made.get("gate", ())) != 1:
-        raise NoBranchError(
-            f"has an attribute gate, None, but calls it {len(made.get('gate', ()))} times in a forward; "
-            "give the attribute another name, and a hook will call the gate"
-        )
-    once = {path: found[0] for path, found in made.items() if len(found) == 1}
-    wanted = "gate" if slot else named
-    steps = [s for s in graph.steps.values() if _place(graph, s.node) == () and _adds(graph, s, start)]
-    for step in sorted(steps, key=lambda s: s.node, reverse=True):
-        end = _end(graph, step, once, wanted)
-        if end is None:
-            continue
-        out, x = once[end][1], step.state_node
-        if sample_shape(tuple(out.shape), inputs) != step.shape:
-            raise NoBranchError(
-                f"adds {list(step.shape)} per input, but its part {end} returns {list(out.shape)[1:]}; "
-                "a gate goes on what is added as it is, [batch, channels, ...]",
-                adds=True,
-            )
-        if not _is_map(out, block):
-            raise NoBranchError(
-                f"adds {list(step.shape)} per input, whose first axis is no number of channels of its "
-                "convolutions; a gate takes maps [batch, channels, ...], with as many axes as they have",
-                adds=True,
-            )
-        identity = x == start and step.shape == whole
-        shapes = {s: sample_shape(tuple(t.shape), inputs) for s, t in sources.items()}
-        argument = arguments.get(x)
-        if argument is not None and shapes[argument] == step.shape:
-            return Branch(end, None, identity, out.shape[1], out.dim(), argument)
-        parts = [path for path, (node, _) in once.items() if node == x]
-        shortcut = min(parts, key=lambda path: path.count("."), default=None)
-        origin = None if shortcut is None else arguments.get(taken[shortcut])
-        source = None if origin is None else replace(origin, part=shortcut)
-        return Branch(end, shortcut, identity, out.shape[1], out.dim(), source)
-    raise NoBranchError(_why(graph, steps), adds=bool(steps))
+    def _output_hook(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            if isinstance(out, Tensor):
+                self.outputs.setdefault(path, []).append((self.graph.node_of(out), out))
+
+        return hook
+
+
+class _IdentityGate(nn.Module):
+    """A gate of 1, for trial runs."""
+
+    def forward(self, f: Tensor, x: Tensor | None = None) -> Tensor:
+        return f
+
+
+def place_of(graph: Graph, step: Addition) -> Path:
+    """Return the path of the module whose own forward performs an addition."""
+    stack = graph.where[step.node]
+    return stack[-1][0] if stack else ()
+
+
+def copied(block: nn.Module, with_values: bool = False) -> nn.Module:
+    """Return a copy in evaluation mode without hooks, with the block's weights or on the meta device."""
+    memo: dict[int, Any] = {}
+    for part in block.modules():
+        memo |= {id(getattr(part, hooks)): OrderedDict() for hooks in HOOKS if hasattr(part, hooks)}
+        attributes = [t for t in part.__dict__.values() if isinstance(t, Tensor)]
+        for tensor in (*part._parameters.values(), *part._buffers.values(), *attributes):
+            if tensor is not None and not with_values:
+                meta: Tensor = tensor.detach().to("meta")
+                is_weight = isinstance(tensor, nn.Parameter)
+                memo[id(tensor)] = nn.Parameter(meta, requires_grad=False) if is_weight else meta
+            elif isinstance(tensor, nn.Parameter):
+                memo[id(tensor)] = tensor
+    return copy.deepcopy(block, memo).eval()
 
 
 def _sources(block: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[Any, Tensor]]:
-    """The tensors among the arguments of a call by their `Source`, or by a number if none names them."""
+    """Yield the tensors among the arguments, each with its `Source`, or a number if it has none."""
     signature = inspect.signature(block.forward)
-    lists = [p.name for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL]
-    others = 0
+    variadic = [p.name for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL]
+    number = 0
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         if isinstance(value, Tensor):
             yield Source(name), value
-        elif isinstance(value, list | tuple) and name not in lists:
+        elif isinstance(value, list | tuple) and name not in variadic:
             for i, tensor in enumerate(value):
                 if isinstance(tensor, Tensor):
                     yield Source(name, i), tensor
         else:
             values = value.values() if isinstance(value, Mapping) else (value,)
             for tensor in tensors_in(values):
-                yield (others := others + 1), tensor
-
-
-def _adds(graph: Graph, step: Addition, start: int | None) -> bool:
-    """Whether what a step adds was made from the block's first input, and not only from another one."""
-    (f,) = _others(graph, step) or (step.node,)
-    return start is None or graph.sources[start] <= graph.sources[f]
-
-
-class _Same(nn.Module):
-    """In the place of a gate."""
-
-    def forward(self, f: Tensor, x: Tensor | None = None) -> Tensor:
-        return f
-
-
-def _end(graph: Graph, step: Addition, once: Mapping[str, Any], named: str) -> str | None:
-    """The part that ends a step's branch: as named, or the outermost of the last, called once.
-
-    From f on it is looked for through factors and ReLUs, which a gate that is not negative may precede.
-    """
-    (node,) = _others(graph, step) or (None,)
-    found = []
-    while node is not None:
-        ends = [path for path, (out, _) in once.items() if out == node]
-        if named in ends:
-            return named
-        found.append(min(reversed(ends), key=lambda path: path.count("."), default=None))
-        scaled = len(graph.parents[node]) == 1 and graph.made_by[node] in SCALED
-        node = graph.parents[node][0] if scaled else None
-    return next((end for end in found if end is not None), None)
+                yield (number := number + 1), tensor
 
 
 def _is_map(f: Tensor, block: nn.Module) -> bool:
-    """Whether f is ``[batch, channels, ...]``, with as many axes as the block's convolutions have.
+    """Whether f is ``[batch, channels, ...]`` with as many axes as the block's convolutions have.
 
-    f has the channels of x, which the first convolution takes or the shortcut's returns; what a part
-    makes of several convolutions, as by concatenation, need not have those of any.
+    f has the channels of x, which the first convolution takes or the shortcut returns. A part that joins
+    several convolutions, for example by concatenation, need not have the channels of any of them.
     """
     convolutions = [m for m in block.modules() if isinstance(m, _ConvNd)]
     widths = {n for c in convolutions for n in (c.in_channels, c.out_channels)}
@@ -244,77 +327,33 @@ def _is_map(f: Tensor, block: nn.Module) -> bool:
     return f.dim() in {2 + len(c.kernel_size) for c in convolutions} and f.shape[1] in widths
 
 
-def _others(graph: Graph, step: Addition) -> tuple[int, ...]:
-    """What a step adds to its state; nothing where that is made in the addition itself."""
-    found = tuple(set(graph.parents[step.node]) - {step.state_node})
-    return found if len(found) == 1 and step.branch is not None else ()
-
-
-def _place(graph: Graph, node: int) -> tuple[str, ...]:
-    return graph.where[node][-1][0] if graph.where[node] else ()
-
-
-def _why(graph: Graph, steps: list[Addition]) -> str:
-    """Why there is no branch."""
-    if steps:
-        (f,) = _others(graph, steps[-1]) or (steps[-1].node,)
-        return (
-            f"ends its branch by {graph.made_by[f]} in its own forward, where no hook reaches; let a "
-            "part that is called once return the branch"
-        )
-    parts = [step for step in graph.steps.values() if _place(graph, step.node)]
-    if parts:
-        inner = ".".join(parts[0].home)
-        return f"adds nothing by itself, only inside its part {inner}"
-    own = [graph.made_by[n] for n in range(len(graph.parents)) if _place(graph, n) == ()]
-    if {"cat", "stack"} & set(own):
-        return "concatenates what it has made with its input, and adds nothing to it"
-    return "adds nothing to what it was given"
-
-
-def _arguments(block: nn.Module) -> Iterator[Given]:
-    """What a block may take: the channels of one of its first convolutions, with as many axes."""
+def _trial_arguments(block: nn.Module) -> Iterator[Arguments]:
+    """Yield inputs that fit the first convolutions of a block."""
     weight = next((p for p in block.parameters() if p.is_floating_point()), None)
     dtype = None if weight is None else weight.dtype
     convolutions = [m for m in block.modules() if isinstance(m, _ConvNd)]
     channels = {n for conv in convolutions for n in (conv.in_channels, conv.out_channels)}
-    seen: set[tuple[int, ...]] = set()
+    shapes: set[tuple[int, ...]] = set()
     for conv in convolutions:
         sizes = sorted(SIZES, key=lambda size: size in channels)[: len(conv.kernel_size)]
         shape = (BATCH, conv.in_channels, *sizes)
-        if shape not in seen and len(seen) < TRIALS:
-            seen.add(shape)
+        if shape not in shapes and len(shapes) < TRIALS:
+            shapes.add(shape)
             yield (torch.empty(shape, dtype=dtype, device="meta"),), {}
 
 
-def copied(block: nn.Module, numbers: bool = False) -> nn.Module:
-    """A copy in eval mode without hooks: with the block's own weights, or with none at all."""
-    memo: dict[int, Any] = {}
-    for part in block.modules():
-        memo |= {id(getattr(part, hooks)): OrderedDict() for hooks in HOOKS if hasattr(part, hooks)}
-        plain = [t for t in part.__dict__.values() if isinstance(t, Tensor)]
-        for tensor in (*part._parameters.values(), *part._buffers.values(), *plain):
-            if tensor is not None and not numbers:
-                bare: Tensor = tensor.detach().to("meta")
-                is_weight = isinstance(tensor, nn.Parameter)
-                memo[id(tensor)] = nn.Parameter(bare, requires_grad=False) if is_weight else bare
-            elif isinstance(tensor, nn.Parameter):
-                memo[id(tensor)] = tensor
-    return copy.deepcopy(block, memo).eval()
+def _convert(arguments: Arguments, block: nn.Module, with_values: bool) -> Arguments:
+    """Move arguments to the meta device, or give random values to those that are there."""
+    device = next((p.device for p in block.parameters()), torch.device("cpu"))
 
-
-def _on(given: Given, block: nn.Module, numbers: bool) -> Given:
-    """The arguments without numbers, or with some where they have none."""
-    home = next((p.device for p in block.parameters()), torch.device("cpu"))
-
-    def there(value: Any) -> Any:
-        if isinstance(value, Tensor) and not numbers:
+    def convert(value: Any) -> Any:
+        if isinstance(value, Tensor) and not with_values:
             return value.detach().to("meta")
         if isinstance(value, Tensor):
-            return torch.rand(value.shape).to(home, value.dtype) if value.is_meta else value.clone()
+            return torch.rand(value.shape).to(device, value.dtype) if value.is_meta else value.clone()
         if isinstance(value, list | tuple):
-            return type(value)(there(v) for v in value)
+            return type(value)(convert(v) for v in value)
         return value
 
-    args, kwargs = given
-    return tuple(there(v) for v in args), {k: there(v) for k, v in kwargs.items()}
+    args, kwargs = arguments
+    return tuple(convert(v) for v in args), {k: convert(v) for k, v in kwargs.items()}

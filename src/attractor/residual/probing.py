@@ -1,42 +1,42 @@
-"""How stiff a residual network's trajectory of features is, for any network, without touching its code.
+"""The stiffness of a residual network's trajectory of features, for any network without changes to it.
 
 A residual network moves a state, ``x_{t+1} = x_t + f(x_t)``. `probe` runs it on batches and returns the
-neural stiffness index of every block and input, ``NSI = |x_{t+1} - x_t| / |x_t|``, as a
-`StiffnessProfile`. No features are kept: norms are taken at each addition, and only they remain.
+neural stiffness index of each block and input, ``NSI = |x_{t+1} - x_t| / |x_t|``, as a
+`StiffnessProfile`. Norms are computed during the pass; no features are stored.
 
-The first batch's first inputs show where the network adds (see `graph`); after that the pass is only
-counted, operation by operation, and stopped at those that matter. Where a batch makes the network take
-another way, its graph is looked at anew.
+A first pass with two inputs shows where the network adds (see `finder`). The following passes only
+count operations and measure at the additions. If a batch makes the network run other operations, its
+graph is read again.
 
-- *What x is.* The operand of the addition that the other was made from, or a stage's projected
-  shortcut. In a network with an activation or a norm after the sum, x is what comes out of it, and
+- *State.* x is the operand of the addition that the other operand depends on, or the projected
+  shortcut of a stage. In a network with an activation or a norm after the sum, x is its output, and
   x_{t+1} is the sum before it.
-- *Blocks.* Several additions in one block, such as attention and MLP, are one step from the block's
-  first x to its last sum; only that first x is held, until the block ends. ``granularity="addition"``
-  takes each by itself.
-- *Steps.* ``step="one"`` is the formula as above; ``step="gate"`` takes a gate F for the step size, and
-  so the norm of what is multiplied by it, ``|f| / |x|``. Both are recorded in one pass.
-- *Padding.* Tokens that ``attention_mask`` leaves out are left out of all norms, where the trunk is made
-  from ``input_ids`` or ``inputs_embeds`` or a mapping has neither; in a decoder beside an encoder it is
+- *Blocks.* Several additions in one block, such as attention and MLP, are one step from the first x to
+  the last sum. Only that first x is held until the block ends. ``granularity="addition"`` measures each
+  addition.
+- *Steps.* ``step="one"`` is the formula above. ``step="gate"`` uses a gate F as the step size, and so
+  the norm of the tensor that F multiplies, ``|f| / |x|``. One pass records both.
+- *Padding.* Tokens that ``attention_mask`` excludes do not count, if the trunk depends on ``input_ids``
+  or ``inputs_embeds``, or if a mapping has neither. In a decoder beside an encoder the mask is
   ``decoder_attention_mask``.
-- *Before training* batch normalisations know no statistics, and in eval mode a network without them is
-  not the one that training starts from. For `initial`, and with ``settle=True``, those that have never
-  seen a batch work with the first batch's, while the probe lasts.
-- *Inputs* are counted along the first axis of features that has as many entries as the batch, or in
-  parts of the first axis where windows or tokens were moved into it.
+- *Before training*, batch normalisations have no statistics, and in evaluation mode the network is not
+  the one that training starts from. For `initial`, and with ``settle=True``, normalisations without
+  statistics use those of the first batch during the probe.
+- *Inputs* are counted along the first axis of the features that has as many entries as the batch, or in
+  parts of the first axis if windows or tokens were folded into it.
 
-What it cannot know:
+Limitations:
 
-- *What is no sum of two tensors*, as ``stack([x, f]).sum(0)`` or a kernel that adds by itself, and a
-  highway, ``g f + (1 - g) x``, are not seen. Learnt latents and queries are a state only after something
-  that varies was added to them.
-- *Older states* that are mixed in, ``x + x_0`` or ``a x + b x_0``, or a shortcut around several blocks,
-  are no steps, as nothing was made of x. With a convolution at the end of the shortcut's branch they
-  are: the trunk then goes around the blocks, as in a U-Net that adds, and `within` shows those.
-- *Several streams* side by side (RevNet, HRNet, CrossViT): the trunk is the one with most steps, of
-  equal ones the one that ends last.
-- *Parts of one block* that are kept in several lists (XLM's ``attentions`` and ``ffns``), or between
-  which axes change places twice or are cut into windows, are blocks of their own.
+- *Other forms of sums*, such as ``stack([x, f]).sum(0)``, a kernel that adds internally, and a highway
+  ``g f + (1 - g) x``, are not recognised. Learnt latents and queries are a state only after an addition
+  of something that depends on the input.
+- *Older states*, as in ``x + x_0`` or ``a x + b x_0``, and a shortcut around several blocks are not
+  steps, as the branch is not a function of x. With a convolution at the end of the shortcut they are:
+  the trunk then leads around the blocks, as in a U-Net that adds, and `within` selects the inner ones.
+- *Several streams* side by side (RevNet, HRNet, CrossViT): the trunk is the stream with the most steps,
+  or among equal ones the one that ends last.
+- *Parts of one block* are separate blocks if they are stored in several lists (XLM's ``attentions`` and
+  ``ffns``), or if axes are permuted twice or cut into windows between them.
 
 >>> import torch
 >>> from torch import nn
@@ -51,21 +51,18 @@ What it cannot know:
 (torch.Size([16, 4]), ('0', '1', '2', '3'), [0, 0, 0, 0])
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from threading import RLock
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from attractor.core.stiffness import Mean
-from attractor.residual.meter import Batch, Call, Meter, Padding, batches_of
+from attractor.residual.batch import Batch, Call, Padding, batches_of
+from attractor.residual.evaluation import PROCESS_LOCK, evaluation_mode, fresh_norms
+from attractor.residual.meter import Meter
 from attractor.residual.profile import Step, StiffnessProfile
 from attractor.residual.trunk import Granularity
-
-SWITCHES = RLock()  # fused layers and compilation are switched off for the whole process
 
 
 def probe(
@@ -84,44 +81,44 @@ def probe(
     settle: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> StiffnessProfile:
-    """NSI of every residual block of a network, input by input.
+    """Return the NSI of each residual block of a network for each input.
 
     Args:
-        model: any module with residual additions. It runs in eval mode without gradients, and is left
-            as it was found.
-        batches: one batch, or an iterable of batches such as a list, a generator or a DataLoader. The
-            first axis counts inputs; floating inputs take the dtype of the model's first parameter.
+        model: Any module with residual additions. It runs in evaluation mode without gradients, and its
+            state is restored.
+        batches: One batch, or an iterable of batches such as a list, a generator or a DataLoader. The
+            first axis counts inputs. Floating-point inputs are converted to the dtype of the model.
 
             - A tensor ``[batch, ...]`` is one batch.
-            - A mapping is one batch: arguments of the model by name. Labels, and what forward does not
-              take, are left out.
-            - A tuple is one batch, as loaders yield it: first the inputs, as many as forward has
-              parameters without a default, then labels and others, which are left out.
-              ``(inputs, labels)`` may have a mapping, or a list of several inputs, for its inputs.
-            - A list holds batches, each of one of the kinds above and all of one form. Inside it, as a
-              DataLoader yields them, a list is a tuple.
+            - A mapping is one batch, the keyword arguments of the model. Labels, and entries that
+              forward does not accept, are omitted.
+            - A tuple is one batch as a loader yields it: first the inputs, as many as forward has
+              parameters without a default, then labels and others, which are omitted. In
+              ``(inputs, labels)`` the inputs may be a mapping, or a list of several inputs.
+            - A list holds batches, each in one of the forms above and all in the same form. Inside it,
+              as a DataLoader yields them, a list is treated as a tuple.
 
-            A tuple of elements that look alike, such as ``x.split(64)`` or an input with a target of
-            its shape, may mean one batch or several and raises: pass ``[batch]`` or a list. Only where
-            their first axes differ, which those of one batch do not, are they several batches.
-        step: "one", or "gate" for gates as step sizes; `StiffnessProfile.with_step` gives the other.
-        granularity: "block", or "addition" for each addition by itself.
-        device: where to run; by default where the model is.
-        initial: the same network as it was before training, probed on the same inputs.
-        limit: so many inputs at most.
-        padding: what takes a batch and returns True or 1 for real tokens ``[batch, tokens]``, or such a
-            tensor if there is one batch; False counts every token. By default a mapping's
-            ``attention_mask``, where it is the trunk's own (see above).
-        within: keep to additions inside the module of that path, such as "encoder".
-        call: how the model is called, ``(model, batch)``, where its arguments are unusual.
-        mean: what a block's NSI is compared with in TNS, see `attractor.stiffness`.
-        settle: give batch normalisations that have never seen a batch the statistics of the first one;
-            a single image will do, as long as its maps are larger than one pixel.
-        progress: told the number of inputs done.
+            A tuple of similar elements, such as ``x.split(64)`` or an input with a target of its shape,
+            is ambiguous and raises an error; pass ``[batch]`` or a list. Only if the lengths of their
+            first axes differ are the elements several batches.
+        step: "one", or "gate" to use gates as step sizes; `StiffnessProfile.with_step` converts.
+        granularity: "block", or "addition" to measure each addition.
+        device: Device to run on; by default the model's.
+        initial: The same network before its training, which is probed on the same inputs.
+        limit: Maximum number of inputs.
+        padding: A function from the batch to a mask of valid tokens ``[batch, tokens]``, or such a mask
+            if there is one batch; False counts every token. By default the ``attention_mask`` of a
+            mapping, if it belongs to the trunk (see above).
+        within: Path of a module, such as "encoder". Only additions inside it are measured.
+        call: Function ``(model, batch)`` that calls the model, if its arguments are unusual.
+        mean: The mean with which TNS compares the NSI of a block; see `attractor.stiffness`.
+        settle: Give batch normalisations without statistics those of the first batch. One image is
+            sufficient if its maps are larger than one pixel.
+        progress: Function that is called with the number of inputs so far.
 
     Raises:
-        ValueError: nothing is added to what it came from, the inputs cannot be told apart, there is
-            no module `within`, or `batches` may mean several things.
+        ValueError: The model has no residual blocks, its inputs cannot be separated, it has no module
+            `within`, or `batches` is ambiguous.
         TypeError: `batches` is neither a batch nor an iterable of batches.
     """
     if not isinstance(model, nn.Module):
@@ -134,124 +131,61 @@ def probe(
             raise ValueError(f"{name} = {value!r}; it is one of {', '.join(map(repr, allowed))}")
     if initial is model:
         raise ValueError(
-            "initial is the model itself; give a copy from before its training, copy.deepcopy(model)"
+            "initial is the model itself; pass a copy from before its training, copy.deepcopy(model)"
         )
     if not isinstance(within, str):
         raise TypeError(
-            f"within is a {type(within).__name__}; give the path of a module, such as layer1"
+            f"within is a {type(within).__name__}; pass the path of a module, such as layer1"
         )
     if limit is not None and limit < 1:
-        raise ValueError(f"limit = {limit}; at least one input is needed")
+        raise ValueError(f"limit = {limit}; it must be at least 1")
     done = 0
-    with SWITCHES, at_rest(model, device) as net, at_rest(initial, device) as fresh:
-        meters = [Meter(m, granularity, within, call) for m in (net, fresh) if m is not None]
-        for given in batches_of(batches, meters[0].model):
+    with PROCESS_LOCK, evaluation_mode(model, device) as net, evaluation_mode(initial, device) as first:
+        meters = [Meter(m, granularity, within, call) for m in (net, first) if m is not None]
+        for data in batches_of(batches, meters[0].model):
             if done and isinstance(padding, Tensor):
                 raise ValueError(
                     "padding is a tensor, which marks the tokens of one batch, but there are several; "
                     "pass a function that takes a batch and returns its mask"
                 )
-            batch = Batch.of(given, meters[0].model, padding, call)
+            batch = Batch.of(data, meters[0].model, padding, call)
             if limit is not None:
                 batch = batch.first(limit - done)
             for meter in meters:
                 if not done and (settle or meter is not meters[0]):
                     settle_norms(meter, batch)
-                meter.see(batch)
+                meter.measure(batch)
             done += batch.size
             if progress is not None:
                 progress(done)
             if done == limit:
                 break
     if not done:
-        raise ValueError("batches held nothing; give at least one batch of inputs")
+        raise ValueError("batches held nothing; pass at least one batch of inputs")
     profiles = [meter.profile(step, mean, granularity) for meter in meters]
     return profiles[0].beside(profiles[1]) if len(profiles) > 1 else profiles[0]
 
 
-@contextmanager
-def at_rest(model: nn.Module | None, device: torch.device | str | None) -> Iterator[nn.Module | None]:
-    """A model in eval mode on the device, eager and without fused layers; then as it was before."""
-    if model is None:
-        yield None
-        return
-    inner = (
-        model.module
-        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-        else model
-    )
-    modes = [(module, module.training) for module in inner.modules()]
-    untouched = [(norm, {k: b.clone() for k, b in norm.named_buffers()}) for norm in unseen(inner)]
-    homes = {p.device for p in inner.parameters()} or {torch.device("cpu")}
-    if device is not None and len(homes) > 1:
-        raise ValueError(
-            f"the model lies on {', '.join(sorted(map(str, homes)))}, so device={str(device)!r} would "
-            "not be undone; leave device out, it runs where it is"
-        )
-    fast = torch.backends.mha.get_fastpath_enabled()
-    try:
-        if device is not None:
-            move(inner, device)
-        for module, _ in modes:
-            module.training = False
-        torch.backends.mha.set_fastpath_enabled(False)
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            yield inner
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        for module, training in modes:
-            module.training = training
-        for norm, buffers in untouched:
-            for name, buffer in norm.named_buffers():
-                buffer.copy_(buffers[name])
-        if device is not None:
-            inner.to(next(iter(homes)))
-
-
-def move(model: nn.Module, device: Any) -> None:
-    """Put a model on a device, with a clear error where there is none."""
-    try:
-        model.to(torch.device(device))
-    except (RuntimeError, AssertionError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"device = {device!r} cannot be used here: {reason}") from None
-
-
-def unseen(model: nn.Module) -> list[_BatchNorm]:
-    """Batch normalisations whose statistics are still those they were made with."""
-    found = []
-    for norm in model.modules():
-        if (
-            isinstance(norm, _BatchNorm)
-            and norm.running_mean is not None
-            and norm.running_var is not None
-        ):
-            still = not bool(norm.running_mean.any()) and bool((norm.running_var == 1).all())
-            if still and not norm.num_batches_tracked:
-                found.append(norm)
-    return found
-
-
 def settle_norms(meter: Meter, batch: Batch) -> None:
-    """Give batch normalisations that have never seen a batch the statistics of this one.
+    """Give batch normalisations without statistics those of a batch.
 
     Raises:
-        ValueError: it has one input, and that is too little.
+        ValueError: The batch has one input, from which they cannot be computed.
     """
-    norms = unseen(meter.model)
+    norms = fresh_norms(meter.model)
     if not norms:
         return
     momenta = [norm.momentum for norm in norms]
     try:
         for norm in norms:
             norm.training, norm.momentum = True, 1.0
-        meter.call(meter.model, batch.given)
+        meter.call(meter.model, batch.data)
     except ValueError as error:
         if batch.size > 1:
             raise
         raise ValueError(
-            "the first batch has one input, from which batch normalisations that have never seen any "
-            f"cannot take their statistics ({str(error).split(';')[0]}); begin with a larger batch"
+            "the first batch has one input, from which batch normalisations without statistics cannot "
+            f"take them ({str(error).split(';')[0]}); begin with a larger batch"
         ) from None
     finally:
         for norm, momentum in zip(norms, momenta):

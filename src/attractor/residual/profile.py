@@ -1,7 +1,6 @@
-"""What a probe finds: the stiffness of every block of a network on every input, and what follows."""
+"""The result of `probe`: the stiffness of each block of a network for each input."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from attractor.core import stiffness
 from attractor.core.checks import check_beside, check_tensor, check_values
-from attractor.core.files import write_json
 from attractor.core.schema import check, listing, record, text
 from attractor.core.stiffness import Mean
 from attractor.core.tensor_specs import ANY, FINITE, TensorSpec, check_tensors
@@ -41,19 +39,21 @@ INITIAL = {"initial.one": BEFORE, "initial.gate": GATES_BEFORE, "initial.gates":
 
 @dataclass(frozen=True, eq=False)
 class StiffnessProfile:
-    """Stiffness of a network's blocks, input by input.
+    """Stiffness of a network's blocks for each input.
 
     Attributes:
-        one, gate: NSI ``[inputs, blocks]`` with a step of 1, and with gates as step sizes. Where a block
-            has no gate they are equal.
-        gates: mean value of each block's gate ``[inputs, blocks]``, NaN where there is none; the product
-            of the means where a branch passes several.
-        stage: the stage of every block ``[blocks]``, from 0.
-        names: the block's modules, as ``layer1.0``.
-        model, granularity: what was probed, and by "block" or "addition".
-        step: which of the two `nsi` is.
-        mean: what TNS compares a block with: its stage's mean over an "input" or over the "stage".
-        initial: the same network before training, or None.
+        one: NSI ``[inputs, blocks]`` with step size 1.
+        gate: NSI ``[inputs, blocks]`` with gates as step sizes; equal to `one` without a gate.
+        gates: Mean value of each block's gate ``[inputs, blocks]``, NaN for blocks without a gate. If a
+            branch has several gates, it is the product of their means.
+        stage: Stage of each block ``[blocks]``, from 0.
+        names: Path of each block's module, such as ``layer1.0``.
+        model: Name of the network's class.
+        granularity: "block" or "addition".
+        step: "one" or "gate": the step size of `nsi`.
+        mean: The mean with which TNS compares the NSI of a block: that of its stage for each "input", or
+            that over the whole "stage".
+        initial: Profile of the same network before training, or None.
     """
 
     one: Tensor
@@ -95,44 +95,45 @@ class StiffnessProfile:
 
     @property
     def nsi(self) -> Tensor:
-        """``[inputs, blocks]``, with the step that `step` names."""
+        """NSI ``[inputs, blocks]`` with the step size `step`."""
         return self.one if self.step == "one" else self.gate
 
     @property
     def tns(self) -> Tensor:
-        """Total neural stiffness, every stage's first block left out; `note` says of what it is silent.
+        """Total neural stiffness without the first block of each stage; `note` states its gaps.
 
         Raises:
-            ValueError: nothing is left, as every stage has one block only.
+            ValueError: Each stage has one block only, so no block remains.
         """
         if len(self.stage.unique()) == len(self.stage):
             raise ValueError(
-                f"all {len(self.stage)} stages have one block only, and .tns leaves that out; "
-                "look at .nsi, block by block (.total(drop_first=False) counts it too, but with "
-                "mean='input' a block alone is as stiff as its mean, and adds 0)"
+                f"all {len(self.stage)} stages have one block only, which .tns omits; use .nsi of the "
+                "blocks (.total(drop_first=False) includes them, but with mean='input' a single block "
+                "equals its mean, and contributes 0)"
             )
         return self.total()
 
     @property
     def note(self) -> str:
-        """Of which stages TNS says nothing, why, and what to use instead; empty if of none."""
+        """The stages that TNS does not measure, why, and the alternative; empty if there are none."""
         silent = stiffness.silent_stages(self.stage, mean=self.mean)
         if not silent:
             return ""
-        lonely = stiffness.silent_stages(self.stage, drop_first=False, mean=self.mean)
+        single = stiffness.silent_stages(self.stage, drop_first=False, mean=self.mean)
         starts = [self.names[int((self.stage == s).nonzero()[0])] for s in silent]
-        every = len(silent) == len(self.stage.unique())
         more = f" and {len(starts) - 4} more" if len(starts) > 4 else ""
-        which = "any stage" if every else f"the stages that begin at {', '.join(starts[:4])}{more}"
-        left = "one block at most is" if self.mean == "input" else "no block is"
-        use = ["NSI block by block (.nsi)"]
-        if lonely != silent:
-            use.insert(0, ".total(drop_first=False), which counts first blocks too")
-        if lonely:
-            use[-1] += f"; of {len(lonely)} with one block in all there is nothing else"
+        which = f"the stages that begin at {', '.join(starts[:4])}{more}"
+        if len(silent) == len(self.stage.unique()):
+            which = "any stage"
+        count = "at most one" if self.mean == "input" else "none"
+        alternatives = ["the NSI of each block (.nsi)"]
+        if single != silent:
+            alternatives.insert(0, ".total(drop_first=False), which includes first blocks")
+        if single:
+            alternatives[-1] += f"; for {len(single)} stages of one block it is the only alternative"
         return (
-            f"TNS says nothing of {which}: it leaves out a stage's first block and compares the others "
-            f"with their mean, and {left} left. Use {', or '.join(use)}."
+            f"TNS does not measure {which}: it omits a stage's first block and compares the others with "
+            f"their mean, and {count} remains. Use {', or '.join(alternatives)}."
         )
 
     @property
@@ -141,45 +142,45 @@ class StiffnessProfile:
         return not bool(self.gates.isnan().all())
 
     def total(self, drop_first: bool = True) -> Tensor:
-        """Total neural stiffness; ``drop_first=False`` counts the stages' first blocks too."""
+        """Return the total neural stiffness; ``drop_first=False`` includes the stages' first blocks."""
         return stiffness.total_neural_stiffness(self.nsi, self.stage, drop_first, self.mean)
 
     def proportion(self, m1: Tensor | float, m2: Tensor | float, drop_first: bool = True) -> Tensor:
-        """The part of all blocks of all inputs that exceed the thresholds (m1, m2)."""
+        """Return the fraction of all blocks of all inputs that exceed the thresholds m1 and m2."""
         return stiffness.stiffness_proportion(self.nsi, self.stage, m1, m2, drop_first, self.mean)
 
     def surface(self, m1: Tensor | float, m2: Tensor | float, drop_first: bool = True) -> Tensor:
-        """The part of the inputs that have some block exceeding the thresholds (m1, m2)."""
+        """Return the fraction of the inputs with a block that exceeds the thresholds m1 and m2."""
         return stiffness.stiffness_surface(self.nsi, self.stage, m1, m2, drop_first, self.mean)
 
     def with_step(self, step: Step) -> "StiffnessProfile":
-        """The same measurement with the other step size."""
+        """Return the same measurement with another step size."""
         initial = self.initial.with_step(step) if self.initial is not None else None
         return replace(self, step=step, initial=initial)
 
     def with_mean(self, mean: Mean) -> "StiffnessProfile":
-        """The same measurement with another mean in TNS."""
+        """Return the same measurement with another mean in TNS."""
         initial = self.initial.with_mean(mean) if self.initial is not None else None
         return replace(self, mean=mean, initial=initial)
 
     def beside(self, initial: "StiffnessProfile | None") -> "StiffnessProfile":
-        """This profile with that of the network before training."""
+        """Return this profile with the profile of the network before training."""
         if initial is not None and not isinstance(initial, StiffnessProfile):
-            raise TypeError(f"initial is a {type(initial).__name__}; give a StiffnessProfile")
+            raise TypeError(f"initial is a {type(initial).__name__}; pass a StiffnessProfile")
         if initial is not None and initial.stage.tolist() != self.stage.tolist():
             raise ValueError(
                 f"the network before training has blocks {_outline(initial)}, this one "
-                f"{_outline(self)}; give the same architecture"
+                f"{_outline(self)}; pass a network of the same architecture"
             )
         if initial is not None:
             initial = replace(initial, step=self.step, mean=self.mean, initial=None)
         return replace(self, initial=initial)
 
     def correlation(self) -> dict[str, Tensor]:
-        """How NSI goes with the gate's mean value over inputs, block by block (the paper's Fig. 9).
+        """Return the correlation of NSI and mean gate value over the inputs (the paper's Fig. 9).
 
         Returns:
-            "pearson" and "spearman" ``[blocks]``; NaN where there is no gate, or it is constant.
+            "pearson" and "spearman" ``[blocks]``; NaN if there is no gate, or its value is constant.
         """
         pairs = [(self.nsi[:, b], self.gates[:, b]) for b in range(len(self.names))]
         kinds = {"pearson": ranks.pearson, "spearman": ranks.spearman}
@@ -189,27 +190,28 @@ class StiffnessProfile:
         }
 
     def stages(self) -> list[dict[str, Any]]:
-        """A row a stage: blocks, NSI over inputs and blocks (mean and largest), at the start, gates."""
+        """Return one row per stage: number of blocks, mean and largest NSI, initial NSI, mean gate."""
         rows = []
         for number in self.stage.unique().tolist():
-            own = self.stage == number
-            of = lambda p, own=own: p.nsi[:, own]
-            gates = self.gates[:, own]
+            members = self.stage == number
+            nsi = self.nsi[:, members]
+            initial = self.initial.nsi[:, members] if self.initial is not None else None
+            gates = self.gates[:, members]
             rows.append(
                 {
                     "stage": number,
-                    "first": self.names[int(own.nonzero()[0])],
-                    "blocks": int(own.sum()),
-                    "mean": of(self).mean().item(),
-                    "largest": of(self).max().item(),
-                    "initial": of(self.initial).mean().item() if self.initial is not None else None,
+                    "first": self.names[int(members.nonzero()[0])],
+                    "blocks": int(members.sum()),
+                    "mean": nsi.mean().item(),
+                    "largest": nsi.max().item(),
+                    "initial": initial.mean().item() if initial is not None else None,
                     "gate": gates[~gates.isnan()].mean().item() if not gates.isnan().all() else None,
                 }
             )
         return rows
 
     def totals(self, drop_first: bool = True) -> dict[str, dict[str, float | None]]:
-        """TNS by step, of the network and of its beginning; None where it is not defined."""
+        """Return TNS by step size, after and before training; None where it is undefined."""
         return {
             step: {
                 "trained": _total(self, step, drop_first),
@@ -219,37 +221,37 @@ class StiffnessProfile:
         }
 
     def summary(self) -> str:
-        """A table of the stages, and TNS with both steps beside its value before training."""
+        """Return a table of the stages, and TNS with both step sizes after and before training."""
         lines = [
             repr(self),
             f"{'stage':>5} {'blocks':>6} {'NSI':>8} {'largest':>8} {'initial':>8}  first",
         ]
         for row in self.stages():
-            numbers = " ".join(f"{_text(row[k]):>8}" for k in ("mean", "largest", "initial"))
+            numbers = " ".join(f"{as_text(row[k]):>8}" for k in ("mean", "largest", "initial"))
             lines.append(f"{row['stage']:>5} {row['blocks']:>6} {numbers}  {row['first']}")
         for step, pair in self.totals().items():
-            lines.append(f"TNS, step {step}: {_text(pair['trained'])}, initial {_text(pair['initial'])}")
+            lines.append(
+                f"TNS, step {step}: {as_text(pair['trained'])}, initial {as_text(pair['initial'])}"
+            )
         if self.note:
             lines.append(self.note)
         if self.initial is None:
             lines.append(
-                "initial: not given; NSI depends on it, so pass probe(..., initial=a fresh model)"
+                "initial: unknown; NSI depends on it, so call probe(..., initial=model before training)"
             )
         if not self.gated:
-            lines.append("no gates: both steps are one")
+            lines.append("no gates: both step sizes are 1")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
         shape = f"{self.nsi.shape[0]} inputs, {len(self.names)} {self.granularity}s"
-        beside = "" if self.initial is None else ", beside its initial value"
-        stages, silent = (
-            len(self.stage.unique()),
-            len(stiffness.silent_stages(self.stage, mean=self.mean)),
-        )
-        unsaid = f"; TNS says nothing of {silent} stages, see .note" if silent else ""
+        initial = "" if self.initial is None else ", with its initial value"
+        stages = len(self.stage.unique())
+        silent = len(stiffness.silent_stages(self.stage, mean=self.mean))
+        gaps = f"; TNS does not measure {silent} stages, see .note" if silent else ""
         return (
             f"StiffnessProfile({self.model}: {shape} in {stages} stages, step "
-            f"{self.step}, mean NSI {self.nsi.mean().item():.3g}{beside}{unsaid})"
+            f"{self.step}, mean NSI {self.nsi.mean().item():.3g}{initial}{gaps})"
         )
 
     def __str__(self) -> str:
@@ -261,16 +263,17 @@ class StiffnessProfile:
             [row["stage"] + 1 if key == "stage" else row[key] for key in head] for row in self.stages()
         ]
         totals = [
-            f"TNS, step {step}: {_text(pair['trained'])}, initial {_text(pair['initial'])}"
+            f"TNS, step {step}: {as_text(pair['trained'])}, initial {as_text(pair['initial'])}"
             for step, pair in self.totals().items()
         ]
-        told = ". ".join((repr(self), *totals)) + f". {self.note}"
-        return html_table(head, rows, told.rstrip())
+        caption = ". ".join((repr(self), *totals)) + f". {self.note}"
+        return html_table(head, rows, caption.rstrip())
 
     def to_pandas(self) -> Any:
-        """A row an input and block: input, block, name, stage, NSI with both steps, the gate's value.
+        """Return a pandas table with one row per input and block.
 
-        And NSI before training, where it is known. Needs the extra `report`.
+        Its columns are input, block, name, stage, NSI with both step sizes (one, gate), gate_value, and
+        NSI before training (initial) if it is known. Requires the extra `report`.
         """
         inputs, blocks = self.one.shape
         columns: dict[str, Any] = {
@@ -287,18 +290,22 @@ class StiffnessProfile:
         return pandas().DataFrame(columns)
 
     def plot(self, kind: str = "all", path: Path | str | None = None) -> Any:
-        """A picture, as a Matplotlib figure.
+        """Draw the profile. Requires the extra `report`.
 
         Args:
             kind: "nsi" by block, "surface" of TNS over both thresholds, "proportion" of stiff blocks,
                 "gates" against NSI, or "all".
-            path: where to write it as a PNG, if anywhere.
+            path: File to write the picture to, as PNG.
+
+        Returns:
+            A Matplotlib figure.
         """
-        return _pictures().draw(self, kind, path)
+        return pictures("stiffness").draw(self, kind, path)
 
     def numbers(self) -> dict[str, Any]:
-        """All that fits in a JSON file: means over inputs, block by block, and TNS."""
-        found: dict[str, Any] = {
+        """Return TNS, the stages, and the mean over the inputs for each block, for a JSON file."""
+        initial = self.initial.one.mean(0).tolist() if self.initial is not None else None
+        return {
             "model": self.model,
             "granularity": self.granularity,
             "inputs": self.nsi.shape[0],
@@ -307,22 +314,21 @@ class StiffnessProfile:
             "tns_with_first": self.totals(drop_first=False),
             "note": self.note,
             "stages": self.stages(),
+            "blocks": [
+                {
+                    "name": name,
+                    "stage": int(self.stage[b]),
+                    "one": self.one[:, b].mean().item(),
+                    "gate": self.gate[:, b].mean().item(),
+                    "gate_value": self.gates[:, b].mean().item(),
+                    "initial": initial[b] if initial is not None else None,
+                }
+                for b, name in enumerate(self.names)
+            ],
         }
-        found["blocks"] = [
-            {
-                "name": name,
-                "stage": int(self.stage[b]),
-                "one": self.one[:, b].mean().item(),
-                "gate": self.gate[:, b].mean().item(),
-                "gate_value": self.gates[:, b].mean().item(),
-                "initial": self.initial.one[:, b].mean().item() if self.initial is not None else None,
-            }
-            for b, name in enumerate(self.names)
-        ]
-        return found
 
     def save(self, folder: Path | str) -> Path:
-        """Write it to a folder of its own; an older profile there is replaced."""
+        """Write the profile to a folder of its own; an older profile there is replaced."""
         tensors = {k: getattr(self, k) for k in ("one", "gate", "gates", "stage")}
         config: dict[str, Any] = {
             k: getattr(self, k) for k in ("names", "model", "granularity", "step", "mean")
@@ -334,16 +340,20 @@ class StiffnessProfile:
 
     @classmethod
     def load(cls, folder: Path | str) -> "StiffnessProfile":
-        """Read what `save` wrote."""
+        """Read a profile that `save` wrote.
+
+        Raises:
+            CheckpointError: The folder does not hold a valid profile.
+        """
         tensors, config = checkpoint.load(folder, KIND)
         check(config, PROFILE, folder, CheckpointError)
-        before = config.pop("initial", None)
-        specs = TENSORS if before is None else TENSORS | INITIAL
+        initial_model = config.pop("initial", None)
+        specs = TENSORS if initial_model is None else TENSORS | INITIAL
         check_tensors(tensors, specs, folder, CheckpointError)
         config["names"] = tuple(config["names"])
         config["stage"] = tensors["stage"]
 
-        def made(prefix: str) -> StiffnessProfile:
+        def make(prefix: str) -> StiffnessProfile:
             options: dict[str, Any] = {k: tensors[prefix + k] for k in ("one", "gate", "gates")}
             return cls(**options, **config)
 
@@ -351,117 +361,17 @@ class StiffnessProfile:
             stages = tensors["stage"].unique().tolist()
             if stages and not 0 <= stages[0] <= stages[-1] < MOST_STAGES:
                 raise ValueError(f"its stages are {stages[0]} to {stages[-1]}; they count from 0")
-            found = made("")
-            if before is None:
-                return found
-            config["model"] = before
-            return found.beside(made("initial."))
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Several networks' TNS, and how it goes with their accuracy.
-
-    Attributes:
-        rows: a dict a network: "name", "one", "gate", "one_initial", "gate_initial", and "accuracy"; of
-            profiles also "note", what their TNS is silent of.
-        correlations: for each of those four columns "kendall" and "spearman" with the accuracy, and the
-            "p" of each: the part of all orders of the accuracies that correlate as strongly. Empty
-            without accuracies.
-    """
-
-    rows: list[dict[str, Any]]
-    correlations: dict[str, dict[str, float]]
-
-    @classmethod
-    def of(cls, rows: list[dict[str, Any]]) -> "Comparison":
-        """Such rows with their correlations; "accuracy" is None in all of them, or in none."""
-        correlations = {}
-        for column in ("one", "gate", "one_initial", "gate_initial"):
-            pairs = [(row[column], row["accuracy"]) for row in rows]
-            if len(rows) < 2 or any(None in pair for pair in pairs):
-                continue
-            x, y = torch.tensor(pairs, dtype=torch.float64).T
-            correlations[column] = {
-                "kendall": ranks.kendall(x, y),
-                "kendall_p": ranks.p_value(ranks.kendall, x, y),
-                "spearman": ranks.spearman(x, y),
-                "spearman_p": ranks.p_value(ranks.spearman, x, y),
-            }
-        return cls(rows, correlations)
-
-    def __repr__(self) -> str:
-        columns = ("one", "one_initial", "gate", "gate_initial", "accuracy")
-        width = max(8, *(len(row["name"]) for row in self.rows))
-        lines = [" ".join((f"{'':{width}}", *(f"{c:>12}" for c in columns)))]
-        cells = lambda row: " ".join(f"{_text(row[c]):>12}" for c in columns)
-        lines += [f"{row['name']:{width}} {cells(row)}" for row in self.rows]
-        tell = lambda found, name: f"{name} {found[name]:+.2f} (p {found[f'{name}_p']:.2g})"
-        lines += [
-            f"TNS {column} and accuracy: {tell(found, 'kendall')}, {tell(found, 'spearman')}"
-            for column, found in self.correlations.items()
-        ]
-        lines += [f"{row['name']}: {row['note']}" for row in self.rows if row.get("note")]
-        return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        head = ("name", "one", "one_initial", "gate", "gate_initial", "accuracy")
-        tell = lambda found, name: f"{name} {found[name]:+.2f} (p {found[f'{name}_p']:.2g})"
-        told = [
-            f"TNS {column} and accuracy: {tell(found, 'kendall')}, {tell(found, 'spearman')}"
-            for column, found in self.correlations.items()
-        ]
-        return html_table(head, [[row[key] for key in head] for row in self.rows], ". ".join(told))
-
-    def to_pandas(self) -> Any:
-        """A row a network. Needs the extra `report`."""
-        return pandas().DataFrame(self.rows)
-
-    def plot(self, path: Path | str | None = None) -> Any:
-        """TNS against accuracy (the paper's Fig. 7), a panel a step."""
-        return _pictures().draw_comparison(self, path)
-
-    def save(self, path: Path | str) -> Path:
-        """Write rows and correlations as JSON."""
-        return write_json(path, {"rows": self.rows, "correlations": self.correlations})
-
-
-def compare_profiles(
-    profiles: Mapping[str, StiffnessProfile], accuracy: Mapping[str, float] | None = None
-) -> Comparison:
-    """TNS of several networks with both steps, trained and initial, beside their accuracies.
-
-    A gate makes NSI larger with step "gate" and smaller with "one" already before training, so only
-    differences from the initial columns tell of what was learnt; compare networks of one backbone.
-    """
-    if not profiles:
-        raise ValueError("no profiles given; pass {name: profile}")
-    named = isinstance(profiles, Mapping)
-    if not named or not all(isinstance(p, StiffnessProfile) for p in profiles.values()):
-        raise TypeError("profiles must be a dictionary {name: StiffnessProfile}, as probe returns them")
-    unknown = set(accuracy or ()) ^ set(profiles)
-    if accuracy is not None and unknown:
-        raise ValueError(f"accuracies and profiles differ in {sorted(unknown)}; give one for each")
-    rows = []
-    for name, profile in profiles.items():
-        totals = profile.totals()
-        row: dict[str, Any] = {"name": name, "blocks": len(profile.names), "model": profile.model}
-        row["note"] = profile.note
-        for step in STEPS:
-            row |= {step: totals[step]["trained"], f"{step}_initial": totals[step]["initial"]}
-        rows.append({**row, "accuracy": accuracy[name] if accuracy is not None else None})
-    return Comparison.of(rows)
-
-
-def _pictures() -> Any:
-    """The report's module, which imports Matplotlib; a wing does not import the report by itself."""
-    return pictures("stiffness")
+            profile = make("")
+            if initial_model is None:
+                return profile
+            config["model"] = initial_model
+            return profile.beside(make("initial."))
 
 
 def _total(profile: StiffnessProfile, step: Step, drop_first: bool) -> float | None:
     try:
         return profile.with_step(step).total(drop_first).item()
-    except ValueError:  # one block a stage, or a feature that is zero
+    except ValueError:  # one block per stage, or features that are zero
         return None
 
 
@@ -469,5 +379,6 @@ def _outline(profile: StiffnessProfile) -> list[int]:
     return torch.bincount(profile.stage).tolist()
 
 
-def _text(value: float | None) -> str:
+def as_text(value: float | None) -> str:
+    """Format a value with four digits, None as a dash."""
     return "–" if value is None else f"{value:.4g}"

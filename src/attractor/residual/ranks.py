@@ -1,4 +1,6 @@
-"""Correlations of two columns of numbers, ties allowed: Pearson's, Spearman's rho, Kendall's tau-b.
+"""Correlation coefficients with ties: Pearson, Spearman's rho and Kendall's tau-b.
+
+They equal those of `scipy.stats`, which is not required.
 
 >>> import torch
 >>> x, y = torch.tensor([1.0, 2, 3, 4]), torch.tensor([1.0, 3, 2, 4])
@@ -16,81 +18,83 @@ from torch import Tensor
 
 from attractor.core.checks import check_tensor, check_values
 
-EXHAUSTIVE = 7  # up to so many numbers every order is tried: 5,040
+EXHAUSTIVE = 7  # largest n for which all permutations are tried: 5,040
 SHUFFLES = 5_000
 
 
 def pearson(x: Tensor, y: Tensor) -> float:
-    """The linear correlation of ``[n]`` and ``[n]``; NaN if one is constant but for rounding."""
+    """Return the linear correlation of ``[n]`` and ``[n]``; NaN if one is constant up to rounding."""
     check_columns(x, y)
     return _pearson(x, y).item()
 
 
 def spearman(x: Tensor, y: Tensor) -> float:
-    """Pearson's of the ranks; tied numbers share the mean of theirs."""
+    """Return the linear correlation of the ranks; ties have their mean rank."""
     check_columns(x, y)
-    return _pearson(ranked(x), ranked(y)).item()
+    return _pearson(ranks(x), ranks(y)).item()
 
 
 def kendall(x: Tensor, y: Tensor) -> float:
-    """tau-b: pairs in the same order less pairs in opposite order, over the pairs that are not tied."""
+    """Return tau-b: concordant minus discordant pairs, relative to the pairs that are not tied."""
     check_columns(x, y)
     return _kendall(x, y).item()
 
 
-def check_columns(x: Any, y: Any) -> None:
-    """Raise unless x and y are tensors of as many real numbers each."""
-    for name, column in (("x", x), ("y", y)):
-        check_tensor(name, column, "[n]", floating=False)
-        check_values(name, column)
-        if column.is_complex() or column.dim() != 1:
-            raise ValueError(f"{name} is {column.dtype} {list(column.shape)}; give real numbers [n]")
-    if len(x) != len(y) or not len(x):
-        raise ValueError(f"x has {len(x)} numbers and y {len(y)}; a correlation is of pairs")
-
-
-def ranked(x: Tensor) -> Tensor:
-    """Ranks from 1, tied numbers the mean of theirs."""
-    below = (x[:, None] > x).sum(1)
-    return below + ((x[:, None] == x).sum(1) + 1) / 2
-
-
 def p_value(correlation: Callable[[Tensor, Tensor], float], x: Tensor, y: Tensor) -> float:
-    """The part of all orders of y (of 5,000 random ones beyond 7 numbers) that correlate as strongly.
+    """Return the fraction of the permutations of y whose correlation is as strong.
 
-    The correlation is `kendall` or `spearman`.
+    For more than 7 values it is that of 5,000 random permutations.
+
+    Args:
+        correlation: `kendall` or `spearman`.
+        x: Values ``[n]``.
+        y: Values ``[n]``.
     """
-    found, n = abs(correlation(x, y)), len(y)
-    if math.isnan(found):
+    strength, n = abs(correlation(x, y)), len(y)
+    if math.isnan(strength):
         return math.nan
     if n <= EXHAUSTIVE:
         orders = torch.tensor(list(permutations(range(n))))
     else:
-        draw = torch.Generator().manual_seed(0)
-        orders = torch.stack(
-            [torch.arange(n), *(torch.randperm(n, generator=draw) for _ in range(SHUFFLES))]
-        )
-    along = _kendall if correlation is kendall else _pearson
-    x, y = ranked(x), ranked(y)
-    parts = orders.split(max(1, 2**22 // n**2))  # n x n numbers for each order
-    strong = sum(int((along(x, y[part]).abs() >= found - 1e-12).sum()) for part in parts)
-    return strong / len(orders)
+        generator = torch.Generator().manual_seed(0)
+        shuffles = [torch.randperm(n, generator=generator) for _ in range(SHUFFLES)]
+        orders = torch.stack([torch.arange(n), *shuffles])
+    rows = _kendall if correlation is kendall else _pearson
+    x, y = ranks(x), ranks(y)
+    chunks = orders.split(max(1, 2**22 // n**2))  # n² values per permutation
+    count = sum(int((rows(x, y[chunk]).abs() >= strength - 1e-12).sum()) for chunk in chunks)
+    return count / len(orders)
+
+
+def ranks(x: Tensor) -> Tensor:
+    """Return ranks from 1; ties have their mean rank."""
+    below = (x[:, None] > x).sum(1)
+    return below + ((x[:, None] == x).sum(1) + 1) / 2
+
+
+def check_columns(x: Any, y: Any) -> None:
+    """Raise an error unless x and y are tensors of the same number of real values."""
+    for name, column in (("x", x), ("y", y)):
+        check_tensor(name, column, "[n]", floating=False)
+        check_values(name, column)
+        if column.is_complex() or column.dim() != 1:
+            raise ValueError(f"{name} is {column.dtype} {list(column.shape)}; pass real values [n]")
+    if len(x) != len(y) or not len(x):
+        raise ValueError(f"x has {len(x)} values and y {len(y)}; a correlation needs pairs")
 
 
 def _pearson(x: Tensor, y: Tensor) -> Tensor:
-    """Of ``[n]`` with each row of ``[..., n]``."""
+    """Correlate ``[n]`` with each row of ``[..., n]``."""
     scaled = (z.double() / z.double().abs().amax(-1, keepdim=True) for z in (x, y))  # zeros become NaN
     x, y = (z - z.mean(-1, keepdim=True) for z in scaled)
-    found = (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1))
+    result = (x * y).sum(-1) / (x.norm(dim=-1) * y.norm(dim=-1))
     varies = (x.abs().amax(-1) > 1e-14) & (y.abs().amax(-1) > 1e-14)
-    return torch.where(varies, found.clamp(-1, 1), math.nan)
+    return torch.where(varies, result.clamp(-1, 1), math.nan)
 
 
 def _kendall(x: Tensor, y: Tensor) -> Tensor:
-    """Of ``[n]`` with each row of ``[..., n]``."""
-    above = lambda z: (
-        z[..., :, None] > z[..., None, :]
-    ).double()  # of any type: bytes cannot be negative
-    a, b = (above(z) - above(z).mT for z in (x, y))
+    """Correlate ``[n]`` with each row of ``[..., n]``."""
+    greater = lambda z: (z[..., :, None] > z[..., None, :]).double()  # unsigned types have no negatives
+    a, b = (greater(z) - greater(z).mT for z in (x, y))
     total = lambda z: z.sum((-2, -1))
     return total(a * b) / (total(a.square()) * total(b.square())).sqrt()  # 0 / 0 is NaN

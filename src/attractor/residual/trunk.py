@@ -1,38 +1,42 @@
-"""The trunk of a residual network: which of its additions are steps of one chain, blocks and stages.
+"""The trunk of a residual network: the chain of additions that are its steps, in blocks and stages.
 
-The *trunk* is the longest chain of steps, each linked to the last step that its own x came from; what
-adds inside a branch hangs beside it. Additions that belong to one module, such as attention and MLP of
-a transformer's layer, are one *block*. A *stage* ends where the number of channels of one input's
-features, or the number of their places, changes; another order of axes is no change.
+The *trunk* is the longest chain of steps, each linked to the latest step that its own x comes from.
+Additions inside a branch are not part of it. The additions of one module, such as attention and MLP in a
+transformer's layer, are one *block*. A new *stage* begins where the number of channels or of positions
+of the features changes; another order of axes is no change.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
-from math import prod
 from typing import Literal, TypeAlias
 
 from torch import nn
 
 from attractor.residual.dispatch import Path, Stack
+from attractor.residual.stages import stage_numbers
 
 Granularity: TypeAlias = Literal["block", "addition"]
 
 
 @dataclass(frozen=True)
 class Gate:
-    """A factor of a branch: the number of the operation, and which arguments are f and F.
+    """A factor of a branch.
 
-    A constant number behind a gate is kept as one more, with `scalar`: it belongs to f, not to F.
-    `layout` is the order of axes that makes the product to the sum's f, but for a reshape; `axis` is
-    where the inputs are, see `sample_axis`, or None if that is not known.
+    Attributes:
+        index: Number of the multiplication in the pass.
+        branch: Position of f among the arguments.
+        factor: Position of the factor F among the arguments.
+        scalar: Whether the factor is a constant after a gate, which belongs to f and not to F.
+        order: Permutation of axes from the product to the summand f, see `axis_order`; None if unknown.
+        axis: The axis that counts the inputs, see `sample_axis`; None if unknown.
     """
 
     index: int
     branch: int
     factor: int
     scalar: bool = False
-    layout: tuple[int, ...] | None = None
+    order: tuple[int, ...] | None = None
     axis: int | None = None
 
 
@@ -41,22 +45,24 @@ class Addition:
     """One residual step.
 
     Attributes:
-        index: number of the operation in the pass.
-        state, branch: which arguments are x and f; branch is None in a fused operation.
-        node, state_node: of the sum and of x.
-        before: the node of the step that x came from, or -1.
-        length: of the chain that ends here.
-        inside: the nodes of the steps within its branch.
-        gates: those at the end of the branch, in order.
-        projected: whether x is a projection.
-        shape: of one input's sum.
-        axis: where the inputs are, see `sample_axis`, or None if that is not known.
-        layout: the order of axes that makes the sum before to this x, but for a reshape; None if that is
-            not known.
-        moved: whether x has other features than the sum before: something that is no function of
-            single features, such as a convolution, a pooling or padding, lies between.
-        home: the path of its block.
-        stack: the calls around it, and around the end of its branch.
+        index: Number of the operation in the pass.
+        state: Position of x among the arguments.
+        branch: Position of f among the arguments; None in a fused operation.
+        node: Node of the sum.
+        state_node: Node of x.
+        previous: Node of the step that x comes from, or -1.
+        length: Number of steps in the chain that ends here.
+        inside: Nodes of the steps within the branch.
+        gates: Gates at the end of the branch, in order.
+        projected: Whether x is a projection.
+        shape: Shape of the sum for one input.
+        axis: The axis that counts the inputs, see `sample_axis`; None if unknown.
+        order: Permutation of axes from the previous sum to x, see `axis_order`; None if unknown.
+        changed: Whether x has other features than the previous sum, because an operation that is not a
+            function of single features, such as a convolution, pooling or padding, lies between them.
+        home: Path of the block.
+        branch_path: Path of the module that holds the whole branch.
+        stack: The calls around the addition, and around the end of its branch.
     """
 
     index: int
@@ -64,47 +70,51 @@ class Addition:
     branch: int | None
     node: int
     state_node: int
-    before: int
+    previous: int
     length: int
     inside: frozenset[int]
     gates: tuple[Gate, ...]
     projected: bool
     shape: tuple[int, ...]
     axis: int | None
-    layout: tuple[int, ...] | None
-    moved: bool
+    order: tuple[int, ...] | None
+    changed: bool
     home: Path
+    branch_path: Path
     stack: Stack
 
     @property
     def call(self) -> int | None:
-        """The number of its block's call; None if that module is a list, which is not called."""
+        """Number of the block's call; None if the block is a list of modules, which is not called."""
         return next((number for path, number in self.stack if path == self.home), None)
 
     @property
     def part(self) -> Path | None:
-        """The module inside its block that ends its branch; None if the block itself does."""
+        """Path of the module inside the block that ends the branch; None if the block itself does."""
         end = self.stack[-1][0] if self.stack else ()
         return end if len(end) > len(self.home) else None
 
     @property
-    def turned(self) -> bool:
-        """Whether axes changed places since the sum before."""
-        return self.layout is not None and self.layout != tuple(range(len(self.layout)))
+    def reorders(self) -> bool:
+        """Whether axes were permuted since the previous sum."""
+        return self.order is not None and self.order != tuple(range(len(self.order)))
 
 
 @dataclass(frozen=True)
 class Block:
-    """One step of the profile: an addition, or those of one block taken together.
+    """One step of the profile: an addition, or all additions of one block.
 
     Attributes:
-        first, last: its first and last addition.
-        gates: of each addition.
-        direct: whether f is an operand, so that its norm can be taken as it is; otherwise the increment
-            is the sum at the end less x at the start.
-        copied: whether x must be copied to be there at the end, as something writes to it.
-        layout: how x's axes change places before the end, or None.
-        tokens: see `token_side`.
+        name: Path of the block's module.
+        stage: Number of the stage.
+        first: The first addition.
+        last: The last addition.
+        gates: Gates of each addition.
+        direct: Whether f is an operand, so that its norm can be computed directly. Otherwise the
+            increment is the last sum minus the first x.
+        needs_copy: Whether x must be copied, because an operation in the block overwrites it.
+        order: Permutation of x's axes within the block, or None.
+        token_axis: See `token_axis`.
     """
 
     name: str
@@ -113,19 +123,20 @@ class Block:
     last: Addition
     gates: tuple[tuple[Gate, ...], ...]
     direct: bool
-    copied: bool
-    layout: tuple[int, ...] | None
-    tokens: int | None = 1
+    needs_copy: bool
+    order: tuple[int, ...] | None
+    token_axis: int | None = 1
 
 
 @dataclass(frozen=True)
 class Event:
-    """What is to be done at one operation.
+    """Measurements at one operation.
 
     Attributes:
-        digest: the hash of all operations up to it.
-        starts, ends: the block whose first or last addition it is, if it is one.
-        gates: blocks, additions of them and gates, if it is a gate.
+        digest: Hash of all operations up to this one.
+        starts: Number of the block whose first addition this is, or None.
+        ends: Number of the block whose last addition this is, or None.
+        gates: (block, addition, gate) of each gate that the operation is.
     """
 
     digest: int
@@ -136,14 +147,14 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
-    """A trunk.
+    """A trunk, and where to measure it.
 
     Attributes:
-        blocks: its steps.
-        events: what is to be done at which operation.
-        end: the hash of the whole pass.
-        sources: the inputs that its first x was made from, by name.
-        decodes: whether it lies in a decoder that has an encoder beside it.
+        blocks: Steps of the trunk.
+        events: Measurements by the number of the operation.
+        end: Hash of the whole pass.
+        sources: Names of the inputs that the first x depends on.
+        decodes: Whether the trunk lies in a decoder that has an encoder beside it.
     """
 
     blocks: tuple[Block, ...]
@@ -154,21 +165,22 @@ class Plan:
 
 
 def find_trunk(steps: Mapping[int, Addition]) -> list[Addition]:
-    """The longest chain of steps; of equal ones the one that ends last.
+    """Return the longest chain of steps; among equal ones, the one that ends last.
 
-    A chain that goes around all branches with steps inside but for the last one is led around that too.
+    If a later step adds around all but the last steps of the chain, and the chain itself holds such a
+    step, the chain is redirected around them.
     """
 
     def chain(end: Addition) -> list[Addition]:
-        found = [end]
-        while found[-1].before >= 0:
-            found.append(steps[found[-1].before])
-        return found[::-1]
+        steps_back = [end]
+        while steps_back[-1].previous >= 0:
+            steps_back.append(steps[steps_back[-1].previous])
+        return steps_back[::-1]
 
     trunk = chain(max(steps.values(), key=lambda step: (step.length, step.index)))
     while True:
         nodes = {step.node for step in trunk}
-        around = [k for k in steps.values() if trunk[-1].node in k.inside and k.before in nodes]
+        around = [s for s in steps.values() if trunk[-1].node in s.inside and s.previous in nodes]
         if not around or not any(step.inside for step in trunk):
             return trunk
         trunk = chain(min(around, key=lambda step: step.index))
@@ -179,37 +191,45 @@ def make_plan(
     granularity: Granularity,
     model: nn.Module,
     digests: Mapping[int, int],
-    written: Mapping[int, list[int]],
+    writes: Mapping[int, list[int]],
 ) -> Plan:
-    """Blocks and stages of the trunk.
+    """Return the trunk in blocks and stages.
 
     Args:
-        steps: by the node of their sums.
-        digests: the hash of the pass up to each operation that may matter.
-        written: the operations that wrote to a node's storage.
+        steps: Steps by the node of their sum.
+        granularity: "block", or "addition" for one block per addition.
+        model: The network.
+        digests: Hash of the pass up to each operation that may matter.
+        writes: Operations that overwrote the storage of a node.
     """
     trunk = find_trunk(steps)
-    parts = [[step] for step in trunk]
+    groups = [[step] for step in trunk]
     if granularity == "block":
-        parts = join(join_siblings(absorb(trunk), model))
-    stages = stage_numbers([p[-1].shape for p in parts], [p[0].moved for p in parts])
-    names = unique([".".join(part[0].home) for part in parts])
+        groups = group_by_block(merge_lists_of_parts(merge_parts(trunk), model))
+    stages = stage_numbers([g[-1].shape for g in groups], [g[0].changed for g in groups])
+    names = unique([".".join(group[0].home) for group in groups])
     blocks = []
-    for name, stage, part in zip(names, stages, parts):
-        first, last = part[0], part[-1]
-        copied = any(first.index <= i <= last.index for i in written.get(first.state_node, ()))
-        turn = next((step.layout for step in part[1:] if step.turned), None)
-        direct = len(part) == 1 and first.branch is not None
-        gates = tuple(step.gates for step in part)
-        side = token_side(_submodule(model, first.home))
-        blocks.append(Block(name, stage, first, last, gates, direct, copied, turn, side))
+    for name, stage, group in zip(names, stages, groups):
+        first, last = group[0], group[-1]
+        block = Block(
+            name,
+            stage,
+            first,
+            last,
+            gates=tuple(step.gates for step in group),
+            direct=len(group) == 1 and first.branch is not None,
+            needs_copy=any(first.index <= i <= last.index for i in writes.get(first.state_node, ())),
+            order=next((step.order for step in group[1:] if step.reorders), None),
+            token_axis=token_axis(_submodule(model, first.home)),
+        )
+        blocks.append(block)
     return Plan(tuple(blocks), _events(blocks, digests), decodes=decodes(model, trunk[0].home))
 
 
-def token_side(block: nn.Module | None) -> int | None:
-    """Which axis of ``[batch, ., .]`` is that of tokens: 1; -1 among convolutions; None if both may be.
+def token_axis(block: nn.Module | None) -> int | None:
+    """Return the axis of ``[batch, ., .]`` that counts tokens: 1 or -1; None if both are possible.
 
-    Linear layers have channels last, and `nn.Conv1d` has tokens last.
+    Linear layers have channels in the last axis, `nn.Conv1d` has tokens there.
     """
     parts = [] if block is None else list(block.modules())
     if not any(isinstance(part, nn.Conv1d) for part in parts):
@@ -218,11 +238,11 @@ def token_side(block: nn.Module | None) -> int | None:
 
 
 def decodes(model: nn.Module, path: Path) -> bool:
-    """Whether a path leads through a decoder that has an encoder beside it."""
+    """Whether a path leads through a decoder with an encoder beside it."""
     for n, part in enumerate(path):
-        around = _submodule(model, path[:n])
-        if "decoder" in part and around is not None:
-            return any("encoder" in name for name in around._modules)
+        parent = _submodule(model, path[:n])
+        if "decoder" in part and parent is not None:
+            return any("encoder" in name for name in parent._modules)
     return False
 
 
@@ -231,25 +251,26 @@ def _events(blocks: list[Block], digests: Mapping[int, int]) -> dict[int, Event]
     ends = {block.last.index: k for k, block in enumerate(blocks) if not block.direct}
     gates: dict[int, list[tuple[int, int, Gate]]] = {}
     for k, block in enumerate(blocks):
-        for j, found in enumerate(block.gates):
-            for gate in found:
+        for j, factors in enumerate(block.gates):
+            for gate in factors:
                 gates.setdefault(gate.index, []).append((k, j, gate))
     at = lambda i: Event(digests[i], starts.get(i), ends.get(i), tuple(gates.get(i, ())))
     return {i: at(i) for i in {*starts, *ends, *gates}}
 
 
-def block_path(own: Path, branch: Path) -> Path:
-    """The path of the block that an addition belongs to.
+def block_path(place: Path, branch: Path) -> Path:
+    """Return the path of the block that an addition belongs to.
+
+    This is the common path of both arguments if its name holds a number (``layer1.0``,
+    ``encoder_layer_3``). Otherwise it is the first numbered part of the branch, for additions outside of
+    their block (``x + block(x)``); otherwise the list element around the addition, for additions inside
+    a part (``layer.0.attention``).
 
     Args:
-        own: the module in whose forward it is written.
-        branch: the module that holds all of its branch.
-
-    What both have in common, if its name holds a number (``layer1.0``, ``encoder_layer_3``). Else the
-    first such part of the branch, for additions written outside of their block (``x + block(x)``).
-    Else the list element around it, for those written inside a part (``layer.0.attention``).
+        place: Path of the module whose forward performs the addition.
+        branch: Path of the module that holds the whole branch.
     """
-    common = common_path([own, branch])
+    common = common_path([place, branch])
     if common and _numbered(common[-1]):
         return common
     for n in range(len(common) + 1, len(branch) + 1):
@@ -259,128 +280,77 @@ def block_path(own: Path, branch: Path) -> Path:
 
 
 def common_path(paths: Iterable[Path]) -> Path:
-    """What all paths begin with."""
-    rows = zip(*paths)
-    found: list[str] = []
-    for parts in rows:
+    """Return the longest path that all paths begin with."""
+    common: list[str] = []
+    for parts in zip(*paths):
         if len(set(parts)) > 1:
             break
-        found.append(parts[0])
-    return tuple(found)
+        common.append(parts[0])
+    return tuple(common)
 
 
-def absorb(trunk: list[Addition]) -> list[Addition]:
-    """Give a numbered part of a block, as ``blocks.0.cpe1``, the home of its neighbour ``blocks.0``."""
-    found = list(trunk)
+def merge_parts(trunk: list[Addition]) -> list[Addition]:
+    """Merge a numbered part such as ``blocks.0.cpe1`` into its block ``blocks.0``, a neighbour."""
+    merged = list(trunk)
     for i, step in enumerate(trunk):
-        above = _list_element(step.home)
-        if above and above != step.home and above in {s.home for s in trunk[max(i - 1, 0) : i + 2]}:
-            found[i] = replace(step, home=above)
-    return found
+        parent = _list_element(step.home)
+        if parent and parent != step.home and parent in {s.home for s in trunk[max(i - 1, 0) : i + 2]}:
+            merged[i] = replace(step, home=parent)
+    return merged
 
 
-def join_siblings(trunk: list[Addition], model: nn.Module) -> list[Addition]:
-    """Give the parts of one block, kept as a list in it, one home: T5's ``block.0.layer.0`` and ``.1``.
+def merge_lists_of_parts(trunk: list[Addition], model: nn.Module) -> list[Addition]:
+    """Merge the parts of one block that form a list, such as T5's ``block.0.layer.0`` and ``.1``.
 
-    They are parts, and not blocks of a stage, if each list holds modules of different classes and all
-    lists the same ones.
+    The elements of a list are parts of a block, and not blocks of a stage, if their classes differ and
+    all lists hold the same classes.
     """
-    above = [_list_element(step.home[:-1]) if step.home[-1:] else () for step in trunk]
-    if not all(step.home and step.home[-1].isdigit() for step in trunk) or not all(above):
+    parents = [_list_element(step.home[:-1]) if step.home[-1:] else () for step in trunk]
+    if not all(step.home and step.home[-1].isdigit() for step in trunk) or not all(parents):
         return trunk
     if any(step.projected for step in trunk):
         return trunk
     kinds = [type(_submodule(model, step.home)) for step in trunk]
-    runs = [[k for _, k in run] for _, run in groupby(zip(above, kinds), lambda pair: pair[0])]
-    if len(runs[0]) < 2 or len(set(runs[0])) < len(runs[0]) or any(run != runs[0] for run in runs):
+    lists = [[k for _, k in group] for _, group in groupby(zip(parents, kinds), lambda pair: pair[0])]
+    first = lists[0]
+    if len(first) < 2 or len(set(first)) < len(first) or any(other != first for other in lists):
         return trunk
-    return [replace(step, home=path) for step, path in zip(trunk, above)]
+    return [replace(step, home=path) for step, path in zip(trunk, parents)]
 
 
-def join(trunk: list[Addition]) -> list[list[Addition]]:
-    """Consecutive additions of one call of a block, as long as it is known how their axes lie.
+def group_by_block(trunk: list[Addition]) -> list[list[Addition]]:
+    """Group consecutive additions of one call of a block, as long as the order of their axes is known.
 
-    Those of a network without parts stay by themselves. A list of parts is not called: its second use
-    begins where one of its parts is used again.
+    The additions of a network without parts are not grouped. A list of parts is not called; its second
+    use begins where one of its parts is used again.
     """
-    parts = [[trunk[0]]]
+    groups = [[trunk[0]]]
     for step in trunk[1:]:
-        last = parts[-1][-1]
-        same = step.home and (step.home, step.call) == (last.home, last.call)
-        turns = step.turned and any(s.turned for s in parts[-1][1:])
-        again = step.call is None and step.part and step.part in [s.part for s in parts[-1]]
-        if same and step.layout is not None and not turns and not again:
-            parts[-1].append(step)
+        group = groups[-1]
+        last = group[-1]
+        same_call = step.home and (step.home, step.call) == (last.home, last.call)
+        reorders_twice = step.reorders and any(s.reorders for s in group[1:])
+        reused = step.call is None and step.part and step.part in [s.part for s in group]
+        if same_call and step.order is not None and not reorders_twice and not reused:
+            group.append(step)
         else:
-            parts.append([step])
-    return parts
-
-
-def stage_numbers(shapes: Sequence[tuple[int, ...]], moved: Sequence[bool] | None = None) -> list[int]:
-    """The stage of every block: one more where channels or places of the features change.
-
-    A shape does not tell which of its axes are the channels: ``[128, 64]`` after ``[64, 128]`` may be
-    the same features in another order, or twice the channels at half the length. What lies between the
-    two blocks tells.
-
-    Args:
-        shapes: of one input's features after each block, without the axis of the inputs: channels come
-            first or last, as in ``[C, H, W]``, ``[H, W, C]`` or ``[tokens, C]``.
-        moved: for each block, whether its x has other features than the block before it made; such a
-            block begins a stage if its shape is another. None if that is not known: another shape then
-            is the same stage only if it can be nothing but the same features in another order.
-
-    Returns:
-        Numbers from 0.
-
-    >>> stage_numbers([(16, 32, 32), (16, 32, 32), (64, 16, 16), (16, 16, 64), (256, 64)])
-    [0, 0, 1, 1, 1]
-    """
-    numbers = [0]
-    for i in range(1, len(shapes)):
-        old, new = shapes[i - 1], shapes[i]
-        same = old == new
-        if not same and (moved is None or not moved[i]):
-            same = rearranged(old, new, sure=moved is None)
-        numbers.append(numbers[-1] + (not same))
-    return numbers
-
-
-def rearranged(old: tuple[int, ...], new: tuple[int, ...], sure: bool) -> bool:
-    """Whether a shape can be another one's features in another order: as many channels and places.
-
-    Args:
-        old, new: shapes of one input's features.
-        sure: leave out what may as well be other features: two axes that change places, and channels
-            last beside places that are grouped in another way.
-    """
-    if prod(old) != prod(new) or not old or not new:
-        return False
-    first_or_last = lambda shape: ((shape[0], shape[1:]), (shape[-1], shape[:-1]))
-    (first, behind), (last, before) = first_or_last(old)
-    (new_first, new_behind), (new_last, new_before) = first_or_last(new)
-    if first == new_first or (last == new_last and not (sure and len(old) == len(new))):
-        return True
-    if sure and len(old) == len(new) == 2:
-        return False
-    alike = lambda one, other: one == other or 1 in (len(one), len(other))  # or flattened
-    first_to_last = first == new_last and alike(behind, new_before)
-    return first_to_last or (last == new_first and alike(before, new_behind))
+            groups.append([step])
+    return groups
 
 
 def unique(names: list[str]) -> list[str]:
-    """Names with a number after a colon where one occurs more than once."""
+    """Append a number after a colon to names that occur more than once."""
     names = [name or "model" for name in names]
     numbers: dict[str, int] = {}
-    found = []
+    result = []
     for name in names:
         numbers[name] = numbers.get(name, 0) + 1
-        found.append(f"{name}:{numbers[name]}" if names.count(name) > 1 else name)
-    return found
+        result.append(f"{name}:{numbers[name]}" if names.count(name) > 1 else name)
+    return result
 
 
 def _list_element(path: Path) -> Path:
-    """``layer.0`` of ``layer.0.attention``: up to the last part that is a number."""
+    """Return the path up to its last number: ``layer.0`` for ``layer.0.attention``."""
     ends = [n for n, part in enumerate(path, 1) if part.isdigit()]
     return path[: ends[-1]] if ends else ()
 
@@ -388,7 +358,7 @@ def _list_element(path: Path) -> Path:
 def _submodule(model: nn.Module, path: Path) -> nn.Module | None:
     try:
         return model.get_submodule(".".join(path))
-    except AttributeError:  # the path of a compiled module leaves a part out
+    except AttributeError:  # the path of a compiled module lacks a part
         return None
 
 

@@ -1,7 +1,7 @@
-"""A vision transformer for small images: any attention, any gate, or StepNet in place of attention.
+"""A vision transformer for small images with any attention, any gate, or StepNet instead of attention.
 
-A layer takes two steps, ``x + gate(mix(norm(x)), x)`` and ``x + gate(think(norm(x)), x)``: mix is
-attention among the patches of an image, think a network on each of them.
+A layer consists of two steps, ``x + gate(mix(norm(x)), x)`` and ``x + gate(think(norm(x)), x)``: mix is
+attention between the patches of an image, think a network that is applied to each patch.
 
 >>> import torch
 >>> model = vit(image_size=32, patch=4, dim=64, depth=2, heads=4, num_classes=10, gate="se")
@@ -9,15 +9,15 @@ attention among the patches of an image, think a network on each of them.
 torch.Size([2, 10])
 
 Appendix G of "Understanding Self-attention Mechanism via Dynamical System Perspective" (Huang et al.,
-ICCV 2023) puts StepNet in place of attention. It reads attention as ``x + f3(x) * F(f1(x), f2(x))``,
-values times a step size (Eq. 32). So with ``mixer="stepnet"`` the values stay, a linear map of every
-patch, and StepNet is the step size; patches see each other only through its mean over all of them.
+ICCV 2023) replaces attention by StepNet. It writes attention as ``x + f3(x) * F(f1(x), f2(x))``, values
+times a step size (Eq. 32). With ``mixer="stepnet"`` the values are a linear map of each patch, and
+StepNet is the step size, so that patches interact only through its mean over all of them.
 
 >>> small = {"image_size": 8, "patch": 2, "in_channels": 1, "dim": 32, "depth": 2}
 >>> vit(**small, mixer="stepnet")(torch.rand(2, 1, 8, 8)).shape
 torch.Size([2, 10])
 
-Another attention is one argument, a class or function of ``(dim, heads)``:
+Another attention is a class or function of ``(dim, heads)``:
 
 >>> import attractor as at
 >>> vit(**small, attention=at.attention.PDEAttention)(torch.rand(2, 1, 8, 8)).shape
@@ -38,7 +38,7 @@ from attractor.residual.resnet import check_images
 
 
 class SelfAttention(nn.Module):
-    """Standard attention with several heads."""
+    """Standard multi-head self-attention."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -49,22 +49,22 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the tokens ``[batch, tokens, dim]`` see of each other, of the same shape."""
+        """Return the attention output for tokens ``[batch, tokens, dim]``, of the same shape."""
         batch, tokens, dim = x.shape
         heads = self.project(x).view(batch, tokens, 3, self.heads, dim // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, tokens, dim / heads]
-        seen = scaled_dot_product_attention(query, key, value)
-        return self.out(seen.transpose(1, 2).reshape(batch, tokens, dim))
+        out = scaled_dot_product_attention(query, key, value)
+        return self.out(out.transpose(1, 2).reshape(batch, tokens, dim))
 
 
 class Step(nn.Module):
     """``x + gate(branch(norm(x)), x)``.
 
     Args:
-        dim: of the tokens.
-        branch: a module from tokens ``[batch, tokens, dim]`` to tokens.
-        grid: rows and columns of tokens; a gate sees a map ``[batch, dim, rows, columns]``.
-        dropout: on what is added.
+        dim: Size of a token.
+        branch: A module from tokens ``[batch, tokens, dim]`` to tokens.
+        grid: Number of rows and columns of tokens. A gate sees a map ``[batch, dim, rows, columns]``.
+        dropout: Dropout probability of the increment.
     """
 
     def __init__(self, dim: int, branch: nn.Module, grid: tuple[int, int], dropout: float) -> None:
@@ -74,31 +74,31 @@ class Step(nn.Module):
         self.gate: nn.Module | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """The state after the step ``[batch, tokens, dim]``."""
+        """Return the state after the step ``[batch, tokens, dim]``."""
         f = self.branch(self.norm(x))
         if self.gate is not None:
             f = self.gate(self.as_map(f), self.as_map(x)).flatten(2).transpose(1, 2)
         return x + self.dropout(f)
 
     def as_map(self, x: Tensor) -> Tensor:
-        """A view of tokens ``[batch, tokens, dim]`` as a map ``[batch, dim, rows, columns]``."""
+        """Return a view of tokens ``[batch, tokens, dim]`` as a map ``[batch, dim, rows, columns]``."""
         return x.transpose(1, 2).unflatten(2, self.grid)
 
 
 class Layer(nn.Module):
-    """A step that mixes the tokens, then one of a network on each."""
+    """A step that mixes tokens, then a step of a network that is applied to each token."""
 
     def __init__(self, mix: Step, think: Step) -> None:
         super().__init__()
         self.mix, self.think = mix, think
 
     def forward(self, x: Tensor) -> Tensor:
-        """The state after both steps ``[batch, tokens, dim]``."""
+        """Return the state after both steps ``[batch, tokens, dim]``."""
         return self.think(self.mix(x))
 
 
 class ViT(nn.Module):
-    """Patches, learnt positions, layers, and a linear classifier; arguments as in `vit`."""
+    """Patches, learnt position embeddings, layers, and a linear classifier; arguments as in `vit`."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class ViT(nn.Module):
         image_size = as_int(image_size)
         pair = (image_size, image_size) if isinstance(image_size, int) else image_size
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise ValueError(f"image_size = {image_size!r}; give a number of pixels or (height, width)")
+            raise ValueError(f"image_size = {image_size!r}; pass a number of pixels or (height, width)")
         height, width = pair
         sizes = {"height": height, "width": width, "patch": patch, "dim": dim, "hidden": hidden}
         for name, size in {**sizes, "num_classes": num_classes, "in_channels": in_channels}.items():
@@ -128,13 +128,13 @@ class ViT(nn.Module):
                 f"images of {height} x {width} cannot be cut into patches of {patch} x {patch}"
             )
         if depth < 1:
-            raise ValueError(f"depth = {depth}; there is at least one layer")
+            raise ValueError(f"depth = {depth}; it must be at least 1")
         if pool not in ("mean", "cls"):
             raise ValueError(f"pool {pool!r} is not one of mean, cls")
         self.image_size = (height, width)
         rows, columns = height // patch, width // patch
         tokens, grid = rows * columns, (rows, columns)
-        if pool == "cls":  # with one more token there is no grid
+        if pool == "cls":  # an additional token, so the tokens do not form a grid
             tokens, grid = tokens + 1, (tokens + 1, 1)
         self.patches = nn.Conv2d(in_channels, dim, patch, patch)
         self.cls = nn.Parameter(0.02 * torch.randn(1, 1, dim)) if pool == "cls" else None
@@ -152,7 +152,7 @@ class ViT(nn.Module):
         self.head = nn.Linear(dim, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits ``[batch, num_classes]`` of images ``[batch, in_channels, height, width]``."""
+        """Return logits ``[batch, num_classes]`` for images ``[batch, in_channels, height, width]``."""
         check_images(images, self.patches, self.image_size)
         x = self.patches(images).flatten(2).transpose(1, 2)
         if self.cls is not None:
@@ -181,57 +181,58 @@ def vit(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> ViT:
-    """A vision transformer that normalises before each step.
+    """Return a vision transformer that normalises before each step.
 
     Args:
-        image_size: height and width, or one number for both.
-        patch: side of a patch.
-        dim: of the tokens.
-        depth: number of layers.
-        heads: of the attention.
-        num_classes: of the classifier.
-        gate: name or class of a gate, or a function from channels to one; it multiplies what a step adds
-            and sees the patches as a map (with pool="cls" as a map of one column).
-        attention: instead of standard attention, a class or function ``(dim, heads) -> Module``; the
-            module is called with tokens ``[batch, tokens, dim]`` and returns as many.
-        mixer: "attention"; or a gate, as "stepnet", which multiplies plain values in place of attention.
-        where: steps with the gate: "both", "mixer", "network"; a mixer that is a gate has no other.
-        gate_options: more arguments of the gate.
-        hidden: width of the networks; 4 dim if not given.
-        in_channels: of the images.
-        pool: what is classified: the "mean" of all tokens, or a "cls" token of its own.
-        dropout: on what a step adds.
-        device, dtype: of the parameters.
+        image_size: Height and width of the images, or one number for both.
+        patch: Height and width of a patch.
+        dim: Size of a token.
+        depth: Number of layers.
+        heads: Number of attention heads.
+        num_classes: Number of classes.
+        gate: Name or class of a gate, or a function from channels to one. It multiplies the increment of
+            a step and sees the patches as a map (with pool="cls", as a map with one column).
+        attention: A class or function ``(dim, heads) -> Module`` that replaces standard attention. The
+            module maps tokens ``[batch, tokens, dim]`` to tokens of the same shape.
+        mixer: "attention", or a gate such as "stepnet" that multiplies values and replaces attention.
+        where: Steps with the gate: "both", "mixer" or "network". If the mixer is a gate, "network".
+        gate_options: Further arguments of the gate.
+        hidden: Width of the networks; by default 4 dim.
+        in_channels: Number of channels of the images.
+        pool: Input of the classifier: the "mean" of all tokens, or an additional "cls" token.
+        dropout: Dropout probability of the increments.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
     """
-    attends = isinstance(mixer, str) and mixer == "attention"
+    uses_attention = isinstance(mixer, str) and mixer == "attention"
     if isinstance(attention, nn.Module):
         raise TypeError(
-            f"attention is a {type(attention).__name__} already made, but every layer needs its own; "
-            "give its class or a function (dim, heads) -> Module"
+            f"attention is a {type(attention).__name__}, but each layer needs a module of its own; "
+            "pass its class or a function (dim, heads) -> Module"
         )
-    if attention is not None and not attends:
-        raise ValueError(f"attention= and mixer={mixer!r} exclude each other; give one of them")
+    if attention is not None and not uses_attention:
+        raise ValueError(f"attention= and mixer={mixer!r} exclude each other; pass one of them")
     if where not in ("both", "mixer", "network"):
         raise ValueError(f"where {where!r} is not one of both, mixer, network")
-    if where == "mixer" and not attends:
-        raise ValueError(f"mixer={mixer!r} is a gate itself; another goes where='network'")
-    if not attends:
+    if where == "mixer" and not uses_attention:
+        raise ValueError(f"mixer={mixer!r} is a gate itself; use where='network' for another gate")
+    if not uses_attention:
         where = "network"
-    attend = attention or SelfAttention
+    make_attention = attention or SelfAttention
     model = ViT(
         image_size,
         patch,
         dim,
         depth,
         num_classes,
-        (lambda: attend(dim, heads)) if attends else (lambda: nn.Linear(dim, dim)),
+        (lambda: make_attention(dim, heads)) if uses_attention else (lambda: nn.Linear(dim, dim)),
         hidden=hidden or 4 * dim,
         in_channels=in_channels,
         pool=pool,
         dropout=dropout,
     )
     mixes, thinks = [layer.mix for layer in model.layers], [layer.think for layer in model.layers]
-    if not attends:
+    if not uses_attention:
         _add_gates(mixes, mixer, dim, {})
     if where != "network":
         _add_gates(mixes, gate, dim, gate_options or {})
@@ -249,9 +250,7 @@ def _add_gates(steps: list[Any], gate: Any, dim: int, options: Mapping[str, Any]
         step.gate = make_gate(gate, dim, **options)
     first: Any = steps[0].gate
     if getattr(first, "normalisation", False):
-        raise ValueError(
-            f"{type(first).__name__} takes the place of batch normalisations; a ViT has none"
-        )
-    if getattr(first, "shared", False):  # by all layers, which are one stage
-        for step, made in zip(steps, share(first, steps)):
-            step.gate = made
+        raise ValueError(f"{type(first).__name__} replaces batch normalisations, but a ViT has none")
+    if getattr(first, "shared", False):  # all layers are one stage
+        for step, module in zip(steps, share(first, steps)):
+            step.gate = module

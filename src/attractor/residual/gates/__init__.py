@@ -1,9 +1,9 @@
-"""Channel attention as a step size, one gate a file.
+"""Channel attention as a step size, one gate per file.
 
-A gate is an `nn.Module` whose first argument is the number of channels, called ``gate(f, x=None)``: f
-is the output of a residual branch, x the shortcut it is added to, and the result is f already
-multiplied. ``gate.weights(f, x)`` is the factor itself. IEBN alone is a normalisation: it takes the
-place of the batch normalisations of a block.
+A gate is an `nn.Module` whose first argument is the number of channels. It is called as
+``gate(f, x=None)``, where f is the output of a residual branch and x the shortcut that it is added to,
+and returns f times the factor ``gate.weights(f, x)``. Only IEBN is a normalisation: it replaces the
+batch normalisations of a block.
 
 >>> import torch
 >>> gate = SE(64)
@@ -11,12 +11,12 @@ place of the batch normalisations of a block.
 >>> gate(f, x).shape, gate.weights(f, x).shape
 (torch.Size([2, 64, 8, 8]), torch.Size([2, 64, 1, 1]))
 
-Put into a trained network, a gate starts at exactly 1:
+With ``identity=True`` a gate starts at exactly 1, for trained networks:
 
 >>> bool((StepNet(64, identity=True)(f, x) == f).all())
 True
 
-To add one: a file here, a line and a name below; `tests/contracts.py` then tests it.
+To add a gate, write a file in this folder and add its name below. `tests/contracts.py` then tests it.
 """
 
 from collections.abc import Callable
@@ -71,20 +71,20 @@ GateLike: TypeAlias = str | type[nn.Module] | Callable[..., nn.Module | None] | 
 
 
 def get_gate(name: str) -> type[nn.Module]:
-    """The class of that name, such as ``"stepnet"``."""
+    """Return the class of a gate by its name, such as ``"stepnet"``."""
     if not isinstance(name, str) or name not in BY_NAME:
         hint = nearest(name, ["none", *BY_NAME])
-        raise ValueError(f"no gate is called {name!r}; there are none, {', '.join(BY_NAME)}{hint}")
+        raise ValueError(f"no gate is called {name!r}; the names are none, {', '.join(BY_NAME)}{hint}")
     return BY_NAME[name]
 
 
 def make_gate(gate: GateLike, channels: int, **options: Any) -> nn.Module | None:
-    """A new gate for that many channels, or None for no gate.
+    """Make a gate, or return None for no gate.
 
     Args:
-        gate: a name, a class, or any function ``channels -> Module``; None and "none" are no gate.
-        channels: of the branch to be gated.
-        options: passed on.
+        gate: A name, a class, or a function ``channels -> Module``; None and "none" mean no gate.
+        channels: Number of channels of the branch.
+        **options: Further arguments of the gate.
 
     >>> make_gate("eca", 64)
     ECA(
@@ -96,15 +96,15 @@ def make_gate(gate: GateLike, channels: int, **options: Any) -> nn.Module | None
         return None
     if isinstance(gate, nn.Module):
         raise TypeError(
-            f"gate is a {type(gate).__name__} already made, but every block needs its own; "
-            f"give the class, a name, or a function channels -> Module"
+            f"gate is a {type(gate).__name__}, but each block needs a gate of its own; pass the class, "
+            "a name, or a function channels -> Module"
         )
     make = get_gate(gate) if isinstance(gate, str) else gate
     if not callable(make):
         raise TypeError(f"gate = {gate!r} is not a name, a class or a function channels -> Module")
-    made = make(channels, **options)
-    if made is not None and not isinstance(made, nn.Module):
+    module = make(channels, **options)
+    if module is not None and not isinstance(module, nn.Module):
         raise TypeError(
-            f"gate made a {type(made).__name__} for {channels} channels; it must make a Module"
+            f"gate returned a {type(module).__name__} for {channels} channels; it must return a Module"
         )
-    return made
+    return module

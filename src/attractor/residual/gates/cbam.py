@@ -11,18 +11,21 @@ from attractor.residual.gates.gate import Gate, average, check_batch, check_bran
 
 
 class CBAM(Gate):
-    """A weight a channel, then a weight a pixel of what is left.
+    """One weight per channel, then one weight per pixel of the product.
 
-    Channels: ``sigma(M(mean f) + M(max f))`` with the two layers M of SE, mean and max over space.
-    Pixels: ``sigma(BN(conv(mean, max)))``, mean and max over the channels of f times the first weights.
-    ``2 C h + h + C + 100`` parameters for ``h = max(1, C // reduction)``: the authors' own form,
-    0.01 M short of what the StepNet paper states for ResNet164.
+    The weights of the channels are ``sigma(M(mean f) + M(max f))`` with the two layers M of SE and mean
+    and max over space. The weights of the pixels are ``sigma(BN(conv(mean, max)))`` with mean and max
+    over the channels of the product. There are ``2 C h + h + C + 100`` parameters for
+    ``h = max(1, C // reduction)``, as in the authors' code. The StepNet paper states 0.01 M more for
+    ResNet164.
 
     Args:
         channels: C.
-        reduction: how much narrower the middle of M is.
-        kernel_size: of the convolution over pixels, odd.
-        identity, device, dtype: see `Gate`; with identity M's second layer and BN's scale start at 0.
+        reduction: Ratio of C to the hidden size of M.
+        kernel_size: Kernel size of the convolution, odd.
+        identity: See `Gate`; the second layer of M and the scale of BN start at 0.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
     """
 
     sigmoids: ClassVar[int] = 2
@@ -41,7 +44,7 @@ class CBAM(Gate):
         super().__init__(channels, identity, dtype, device)
         kernel_size = as_int(kernel_size)
         if not isinstance(kernel_size, int) or kernel_size < 1 or kernel_size % 2 == 0:
-            raise ValueError(f"CBAM(kernel_size={kernel_size}); it is odd, such as 7, to have a middle")
+            raise ValueError(f"CBAM(kernel_size={kernel_size}); pass an odd number, such as 7")
         hidden = narrow("CBAM", channels, reduction)
         self.excitation = Excitation(
             channels, channels, hidden, zero=identity, device=device, dtype=dtype
@@ -54,17 +57,17 @@ class CBAM(Gate):
             nn.init.zeros_(self.norm.weight)
 
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
-        """F ``[batch, channels, height, width]``."""
+        """Return F ``[batch, channels, height, width]``."""
         channels = self._channels(f)
         return channels * self._pixels(f * channels)
 
     def forward(self, f: Tensor, x: Tensor | None = None) -> Tensor:
-        """The gated branch ``f * F``; F itself, as large as f, is not built."""
+        """Return the gated branch ``f * F`` without computing F, which is as large as f."""
         f = f * self._channels(f)
         return f * self._pixels(f)
 
     def _channels(self, f: Tensor) -> Tensor:
-        """[batch, channels, 1, 1]."""
+        """Return the weights of the channels ``[batch, channels, 1, 1]``."""
         if not is_scripting():
             check_branch(self, f)
         dtype = self.excitation.reduce.weight.dtype
@@ -73,7 +76,7 @@ class CBAM(Gate):
         return opened(z, self.identity)[..., None, None].to(f.dtype)
 
     def _pixels(self, f: Tensor) -> Tensor:
-        """[batch, 1, height, width]."""
+        """Return the weights of the pixels ``[batch, 1, height, width]``."""
         dtype = self.conv.weight.dtype
         mean, largest = f.mean(1, keepdim=True, dtype=dtype), f.amax(1, keepdim=True).to(dtype)
         if not is_scripting():

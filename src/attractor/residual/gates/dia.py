@@ -12,29 +12,30 @@ from attractor.residual.gates.gate import Gate, average, check_branch, traced
 
 
 class DIA(Gate):
-    """One LSTM cell for all blocks of a stage: it reads the pooled f of each, its output is the gate.
+    """One LSTM cell for all blocks of a stage; its inputs are the pooled f, its outputs the gates.
 
-    The authors' cell: input, forget, candidate and output gates are the sum of two `Excitation`, of
-    pool(f) and of the last output h; ``c = forget c + input tanh(candidate)`` and
-    ``h = sigma(output) sigma(c)``, a sigmoid where an LSTM has tanh, so that h is a weight. (Their
-    dropout acts between layers only, and there is one.) ``2 (5 C n + n + 4 C)`` parameters a stage for
-    ``n = max(1, C // reduction)``.
+    In the authors' cell the input, forget, candidate and output gates are the sum of two `Excitation`
+    modules, of pool(f) and of the previous output h. ``c = forget c + input tanh(candidate)`` and
+    ``h = sigma(output) sigma(c)``, with a sigmoid instead of the LSTM's tanh, so that h is a weight.
+    (Their dropout acts between layers, and there is only one.) ``2 (5 C n + n + 4 C)`` parameters per
+    stage for ``n = max(1, C // reduction)``.
 
-    The memory (h, c) belongs to one pass of one thread through the stage. Whoever owns the gate calls
-    `start` before the stage's first block and `resume` with the block's input before each further one,
-    in every forward; calling `start` after the last block too lets the memory and its graph go at once.
-    `weights` and `forward` both move the memory on. Copies and saved states carry no memory.
+    The memory (h, c) belongs to one pass of one thread through the stage. Requires: in each forward, the
+    owner of the gate calls `start` before the first block of the stage, and `resume` with the block's
+    input before each further block. A call of `start` after the last block releases the memory and its
+    graph. `weights` and `forward` both update the memory. Copies and saved states have no memory.
 
-    Activation checkpointing is exact with ``use_reentrant=False``, of blocks, stages and networks:
-    `resume` finds the memory that a block began with by the block's input. Reentrant checkpointing of
-    single blocks, which cuts the graph between them, raises an error, and so does any of blocks that
-    are compiled one by one; that of whole stages is exact.
+    Activation checkpointing with ``use_reentrant=False`` is exact for blocks, stages and networks:
+    `resume` identifies the memory of a block by the block's input. Reentrant checkpointing is exact for
+    whole stages. For single blocks it would cut the graph between them, and raises an error; so does any
+    checkpointing of blocks that are compiled separately.
 
     Args:
         channels: C.
-        reduction: how much narrower the middle of the excitations is.
-        identity, device, dtype: see `Gate`; with identity both excitations start at 0, so that h is 1/4,
-            which is then multiplied by 4.
+        reduction: Ratio of C to the hidden size of the excitations.
+        identity: See `Gate`; both excitations start at 0, so that h is 1/4, and F is 4 h.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
     """
 
     shared: ClassVar[bool] = True
@@ -58,26 +59,26 @@ class DIA(Gate):
 
     @property
     def memory(self) -> "Memory | None":
-        """What this thread's pass remembers; None before the first block of a stage."""
+        """The memory of this thread's pass; None before the first block of a stage."""
         return self.memories.current
 
     def start(self) -> None:
-        """Forget: the next block is a stage's first."""
+        """Clear the memory: the next block is the first of a stage."""
         self.memories.current = None
 
     def resume(self, x: Any) -> None:
-        """Take the memory that the block with the input x begins with: that of the last block.
+        """Set the memory for the block with the input x: that of the previous block.
 
-        If the block was run on x before, as activation checkpointing does, it is the one of that time.
+        If the block has run on x before, as in activation checkpointing, it is the memory of that run.
 
         Raises:
-            RuntimeError: the graph of the memory was cut, or the memory is not known any more.
+            RuntimeError: The graph of the memory was cut, or the memory is no longer known.
         """
         if isinstance(x, Tensor):
             self.memories.resume(x)
 
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
-        """F ``[batch, channels, 1, 1]``; moves the memory on."""
+        """Return F ``[batch, channels, 1, 1]``, and update the memory."""
         check_branch(self, f)
         dtype = self.read.reduce.weight.dtype
         mean = average(f, dtype).flatten(1)
@@ -88,13 +89,13 @@ class DIA(Gate):
             h, c = memory.h, memory.c
             if not traced(h) and (h.shape != mean.shape or h.device != mean.device):
                 raise ValueError(
-                    f"DIA remembers {h.shape[0]} samples on {h.device} and was given {mean.shape[0]} on "
-                    f"{mean.device}; call start() before the first block of a stage, in every forward"
+                    f"DIA has a memory of {h.shape[0]} samples on {h.device}, but f has {mean.shape[0]} "
+                    f"on {mean.device}; call start() before the first block of a stage, in every forward"
                 )
         gates = self.read(mean).to(dtype) + self.recall(h).to(dtype)
-        take, keep, candidate, give = gates.chunk(4, 1)
-        c = keep.sigmoid() * c + take.sigmoid() * candidate.tanh()
-        h = give.sigmoid() * c.sigmoid()
+        inputs, forget, candidate, output = gates.chunk(4, 1)
+        c = forget.sigmoid() * c + inputs.sigmoid() * candidate.tanh()
+        h = output.sigmoid() * c.sigmoid()
         self.memories.current = Memory(h, c, torch.is_grad_enabled())
         if not torch.compiler.is_compiling() and in_backward():
             self.memories.forget_after_backward()
@@ -102,29 +103,29 @@ class DIA(Gate):
 
     def __prepare_scriptable__(self) -> Any:
         raise NotImplementedError(
-            "DIA hands a memory from block to block in Python, which torch.jit.script cannot compile; "
+            "DIA passes a memory from block to block in Python, which torch.jit.script cannot compile; "
             "use torch.jit.trace or torch.export, or script torch.fx.symbolic_trace(network)"
         )
 
 
 class Memory(NamedTuple):
-    """The LSTM's output h and cell c, each ``[batch, channels]``; whether gradients were recorded."""
+    """The output h and the cell c of the LSTM ``[batch, channels]``, and whether they have a graph."""
 
     h: Tensor
     c: Tensor
-    recorded: bool
+    has_graph: bool
 
 
 class Memories:
-    """The memories of passes under way: the current one per thread, and those that blocks began with.
+    """The memories of running passes: the current one per thread, and the initial one per block.
 
-    The latter are known by the storage of a block's input, as checkpointing may detach the input that it
-    keeps, and are let go with it.
+    The key of an initial memory is the storage of the block's input, since checkpointing may detach the
+    input that it stores. The memory is released with the storage.
     """
 
     def __init__(self) -> None:
         self._thread = threading.local()
-        self._begun = WeakIdKeyDictionary()
+        self._initial = WeakIdKeyDictionary()
 
     @property
     def current(self) -> Memory | None:
@@ -136,36 +137,36 @@ class Memories:
         self._thread.memory = memory
 
     def resume(self, x: Tensor) -> None:
-        """Make current what the block with the input x begins with, and keep it for another run."""
-        compiling = torch.compiler.is_compiling()  # storages are not known there
-        storage, place = (None, None) if compiling else _place_of(x)
-        begun = None if storage is None else self._begun.get(storage)
-        if begun is not None and begun[0] == place:
-            self.current = begun[1]
+        """Set the memory for the block with the input x, and store it for a second run of the block."""
+        compiling = torch.compiler.is_compiling()  # storages are unknown there
+        storage, version = (None, None) if compiling else _storage_and_version(x)
+        initial = None if storage is None else self._initial.get(storage)
+        if initial is not None and initial[0] == version:
+            self.current = initial[1]
             return
         memory = self.current
         if memory is None:
             if in_backward():
                 raise RuntimeError(
-                    "a block with a DIA gate is run again in the backward pass, and the memory that it "
-                    "began with is not known, as after reentrant checkpointing, where saved tensors are "
-                    "moved, or where the block alone is compiled; use torch.utils.checkpoint.checkpoint("
+                    "a block with a DIA gate runs again in the backward pass, and its initial memory is "
+                    "unknown, as after reentrant checkpointing, if saved tensors are moved, or if only "
+                    "the block is compiled; use torch.utils.checkpoint.checkpoint("
                     "..., use_reentrant=False) and compile around it, or checkpoint whole stages"
                 )
             return
-        if not memory.recorded and x.requires_grad and not x.is_leaf:
+        if not memory.has_graph and x.requires_grad and not x.is_leaf:
             raise RuntimeError(
-                "the block before this one ran without a graph, as reentrant checkpointing lets it, so "
-                "that gradients through the memory of its DIA gate would be lost; use "
+                "the previous block ran without a graph, as in reentrant checkpointing, so gradients "
+                "through the memory of its DIA gate would be lost; use "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or checkpoint whole stages"
             )
         if storage is not None and torch.is_grad_enabled():
-            self._begun[storage] = (place, memory)
+            self._initial[storage] = (version, memory)
 
     def forget_after_backward(self) -> None:
-        """Let this thread's memory go when the backward pass that runs it again has ended."""
-        kept = vars(self._thread)  # the callback may run in another thread
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: kept.pop("memory", None))
+        """Release this thread's memory at the end of the current backward pass."""
+        variables = vars(self._thread)  # the callback may run in another thread
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: variables.pop("memory", None))
 
     def __deepcopy__(self, memo: Any) -> "Memories":
         return Memories()
@@ -177,21 +178,21 @@ class Memories:
 def in_backward() -> bool:
     """Whether this thread runs a backward pass, in which checkpointing runs blocks again.
 
-    In compiled code it is as it was when the code was compiled.
+    In compiled code the value is that at the time of compilation.
     """
     return torch._C._current_graph_task_id() != -1
 
 
-# What torch.compiler.assume_constant_result does, which would import the compiler here.
+# The effect of torch.compiler.assume_constant_result, which would import the compiler.
 in_backward._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _place_of(x: Tensor) -> tuple[Any, Any]:
-    """The storage of a tensor, and where and when in it; a detached tensor has the same.
+def _storage_and_version(x: Tensor) -> tuple[Any, Any]:
+    """Return the storage of a tensor, and its version, offset and shape, as a detached tensor has them.
 
-    None if there is no storage.
+    Both are None if the tensor has no storage.
     """
     try:
         return x.untyped_storage(), (x._version, x.storage_offset(), x.shape)
-    except (NotImplementedError, RuntimeError):  # of torch.func, or of inference mode
+    except (NotImplementedError, RuntimeError):  # a tensor of torch.func or of inference mode
         return None, None

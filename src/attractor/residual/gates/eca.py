@@ -8,15 +8,17 @@ from attractor.residual.gates.gate import Gate, average, check_branch, is_script
 
 
 class ECA(Gate):
-    """``sigma(conv(pool(f)))``: a channel's weight comes from its mean and its neighbours' means.
+    """``sigma(conv(pool(f)))``: a channel's weight depends on its own and its neighbours' means.
 
-    k parameters, k the kernel's size.
+    It has k parameters for kernel size k.
 
     Args:
         channels: C.
-        kernel_size: odd; None is the paper's ``(log2(C) + 1) / 2``, rounded down and then up to an odd
-            number: 3 for 64 channels, 5 for 128 to 512.
-        identity, device, dtype: see `Gate`; with identity the kernel starts at 0.
+        kernel_size: Kernel size, odd. By default the paper's ``(log2(C) + 1) / 2``, rounded down and
+            then up to an odd number: 3 for 64 channels, 5 for 128 to 512.
+        identity: See `Gate`; the kernel starts at 0.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
     """
 
     def __init__(
@@ -32,13 +34,13 @@ class ECA(Gate):
         size = adaptive_kernel(channels) if kernel_size is None else kernel_size
         size = as_int(size)
         if not isinstance(size, int) or size < 1 or size % 2 == 0:
-            raise ValueError(f"ECA(kernel_size={size}); it is odd, such as 3, or None for the paper's")
+            raise ValueError(f"ECA(kernel_size={size}); pass an odd number, such as 3, or None")
         self.conv = nn.Conv1d(1, 1, size, padding=size // 2, bias=False, device=device, dtype=dtype)
         if identity:
             nn.init.zeros_(self.conv.weight)
 
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
-        """F ``[batch, channels, 1, 1]``."""
+        """Return F ``[batch, channels, 1, 1]``."""
         if not is_scripting():
             check_branch(self, f)
         z = self.conv(average(f, self.conv.weight.dtype).flatten(2).mT)  # [batch, 1, channels]
@@ -46,5 +48,5 @@ class ECA(Gate):
 
 
 def adaptive_kernel(channels: int) -> int:
-    """``floor((log2(channels) + 1) / 2)``, or the next number if that is even."""
+    """Return ``floor((log2(channels) + 1) / 2)``, or the next number if it is even."""
     return channels.bit_length() // 2 | 1

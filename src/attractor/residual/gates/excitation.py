@@ -1,4 +1,4 @@
-"""The two layers with a narrow middle that several gates compute their channels' weights with."""
+"""The two linear layers with which several gates compute the weights of their channels."""
 
 import torch
 from torch import Tensor, nn
@@ -8,9 +8,12 @@ class Excitation(nn.Module):
     """``Linear -> ReLU -> Linear`` from ``[batch, inputs]`` to ``[batch, outputs]``, with biases.
 
     Args:
-        inputs, outputs: sizes.
-        hidden: the width of the middle; `narrow` says what a reduction makes of a number of channels.
-        zero: start the second layer at 0, and so the output.
+        inputs: Size of the input.
+        outputs: Size of the output.
+        hidden: Size between the layers, see `narrow`.
+        zero: Start the second layer, and so the output, at 0.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
     """
 
     def __init__(
@@ -32,12 +35,12 @@ class Excitation(nn.Module):
             nn.init.zeros_(self.expand.bias)
 
     def forward(self, z: Tensor) -> Tensor:
-        """Values before a sigmoid."""
+        """Return the output, to which callers apply a sigmoid."""
         return self.expand(self.reduce(z).relu())
 
 
 def narrow(name: str, channels: int, reduction: int) -> int:
-    """``channels / reduction``, at least 1."""
+    """Return ``channels // reduction``, at least 1."""
     if isinstance(reduction, bool) or not isinstance(reduction, int) or reduction < 1:
-        raise ValueError(f"{name}(reduction={reduction!r}); it divides the channels: a positive integer")
+        raise ValueError(f"{name}(reduction={reduction!r}); pass a positive integer")
     return max(1, channels // reduction)

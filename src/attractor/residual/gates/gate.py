@@ -1,4 +1,4 @@
-"""What a gate is: something that multiplies a residual branch."""
+"""The interface of gates, which multiply a residual branch."""
 
 from abc import abstractmethod
 from typing import Any, ClassVar
@@ -12,23 +12,28 @@ is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
 
 
 class Gate(nn.Module):
-    """A step size for a residual branch: called ``gate(f, x)``, it returns f already multiplied.
+    """A step size for a residual branch; ``gate(f, x)`` returns f times the step size.
 
-    Members are made with the number of channels first. Facts about a kind of gate are told by its class:
-    whether it belongs on blocks with an identity shortcut only, whether all blocks of a stage share one,
-    whether it looks at the shortcut, whether it needs height and width (to others `insert_gates` gives
-    any axes behind the channels as one), whether it is a normalisation (and takes the place of a block's
-    batch normalisations instead of following the last), and how many sigmoids are multiplied in F, which
-    lies between 0 and 1.
+    A state dict stores `identity` under the name `doubled`, and a gate adopts the value that it loads.
+    `doubled` is not a buffer, since averages of weights (EMA, SWA) include buffers, and a bool has no
+    average. A gate can be used in several threads at once. `torch.jit.script` compiles it without the
+    checks of its arguments.
 
-    Args of every member, by keyword: `identity` starts the gate at exactly 1, so that a trained network
-    computes the same function on the day a gate is put into it: every sigmoid is doubled (F then lies
-    between 0 and ``2 ** sigmoids``) and its argument starts at 0; `device` and `dtype`. States keep
-    `identity` under the name `doubled`, and a gate becomes what the state it loads says. It is not a
-    buffer, since averages of weights (EMA, SWA) take in buffers, and a bool has no average.
+    Args:
+        channels: Number of channels of the branch.
+        identity: Start at exactly 1, so that inserting the gate does not change a trained network. Each
+            sigmoid is doubled, and its argument starts at 0, so F lies between 0 and ``2 ** sigmoids``.
+        dtype: Dtype of the parameters.
+        device: Device of the parameters.
 
-    A gate can be used in several threads at once and compiled by `torch.jit.script`; checks of the
-    arguments are left out there.
+    Attributes:
+        identity_blocks_only: Whether the gate is meant for blocks with an identity shortcut only.
+        shared: Whether all blocks of a stage share one gate.
+        needs_x: Whether the gate uses the shortcut.
+        needs_image: Whether the gate needs height and width. For other gates `insert_gates` flattens the
+            spatial axes of other shapes.
+        normalisation: Whether the gate replaces the batch normalisations of a block.
+        sigmoids: Number of sigmoids whose product is F, which lies between 0 and 1.
     """
 
     identity_blocks_only: ClassVar[bool] = False
@@ -37,7 +42,7 @@ class Gate(nn.Module):
     needs_image: ClassVar[bool] = False
     normalisation: ClassVar[bool] = False
     sigmoids: ClassVar[int] = 1
-    may_lack: ClassVar[tuple[str, ...]] = ("doubled",)  # states of older versions do
+    may_lack: ClassVar[tuple[str, ...]] = ("doubled",)  # missing in states of older versions
     __jit_unused_properties__: ClassVar[list[str]] = ["doubled"]
 
     def __init__(
@@ -53,34 +58,34 @@ class Gate(nn.Module):
 
     @property
     def doubled(self) -> Tensor:
-        """`identity` as states keep it."""
-        own = next(self.parameters(), None)
-        return torch.tensor(self.identity, device=None if own is None else own.device)
+        """`identity` as a tensor, for state dicts."""
+        parameter = next(self.parameters(), None)
+        return torch.tensor(self.identity, device=None if parameter is None else parameter.device)
 
     @abstractmethod
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
-        """F, what multiplies f: it broadcasts against f ``[batch, channels, height, width]``."""
+        """Return the factor F, which broadcasts against f ``[batch, channels, height, width]``."""
 
     def forward(self, f: Tensor, x: Tensor | None = None) -> Tensor:
-        """The gated branch ``f * F``.
+        """Return the gated branch ``f * F``.
 
         Args:
-            f: output of the residual branch ``[batch, channels, height, width]``.
-            x: the shortcut it will be added to, of the same shape; only some gates look at it.
+            f: Output of the residual branch ``[batch, channels, height, width]``.
+            x: The shortcut of the same shape that f is added to; only some gates use it.
         """
         return f * self.weights(f, x)
 
     def start(self) -> None:
-        """Called before the first block of a stage; a gate with a memory forgets it here."""
+        """Clear the memory, if the gate has one; called before the first block of a stage."""
 
     def resume(self, x: Any) -> None:
-        """Called before each further block of a stage with the block's input.
+        """Restore the memory that belongs to the input x of a block, if the gate has one.
 
-        A gate with a memory takes the one that belongs to this input, if the block is run again.
+        This is called before each further block of a stage. It matters if a block runs again.
         """
 
     def extra_repr(self) -> str:
-        """The arguments, for ``print(gate)``."""
+        """Return the arguments for ``print(gate)``."""
         return f"{self.channels}, identity=True" if self.identity else f"{self.channels}"
 
     def _save_to_state_dict(self, state: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -93,23 +98,23 @@ class Gate(nn.Module):
 
 
 def adopt_identity(gate: Any, state: dict[str, Any], prefix: str) -> None:
-    """Take `identity` out of a state; one of an older version does not tell it and changes nothing."""
-    saved = state.pop(f"{prefix}doubled", None)
-    if saved is not None and not saved.is_meta:
-        gate.identity = bool(saved)
+    """Remove `identity` from a state and set it; a state of an older version does not contain it."""
+    doubled = state.pop(f"{prefix}doubled", None)
+    if doubled is not None and not doubled.is_meta:
+        gate.identity = bool(doubled)
 
 
 def check_channels(name: str, channels: Any, dtype: Any = None) -> None:
-    """Raise if channels is not a positive integer, or dtype no type of floats."""
+    """Raise an error unless channels is a positive integer and dtype a floating-point type."""
     check_dtype(dtype)
     if isinstance(channels, bool) or not isinstance(channels, int) or channels < 1:
-        raise ValueError(f"{name}(channels={channels!r}); the number of channels is a positive integer")
+        raise ValueError(f"{name}(channels={channels!r}); pass a positive integer")
 
 
 def check_branch(gate: Any, f: Any) -> None:
-    """Raise if f is not ``[batch, channels, height, width]`` of floats beside the gate's parameters.
+    """Raise an error unless f is ``[batch, channels, height, width]`` on the device of the gate.
 
-    Callers leave it out where `torch.jit.script` compiles them.
+    Callers skip this check when `torch.jit.script` compiles them.
     """
     if traced(f):
         return
@@ -117,39 +122,40 @@ def check_branch(gate: Any, f: Any) -> None:
     check_tensor("f", f, f"[batch, {channels}, height, width]")
     if f.dim() != 4 or f.shape[1] != channels or not f.shape[2] * f.shape[3]:
         raise ValueError(
-            f"{name}({channels}) was given a tensor of shape {list(f.shape)}; "
-            f"it takes [batch, {channels}, height, width]"
+            f"f has shape {list(f.shape)}, but {name}({channels}) takes "
+            f"[batch, {channels}, height, width]"
         )
-    own = next(gate.parameters(), None)
-    if own is not None:
-        check_home("f", f, f"the gate {name}", own)
+    parameter = next(gate.parameters(), None)
+    if parameter is not None:
+        check_home("f", f, f"the gate {name}", parameter)
 
 
 def check_batch(name: str, norm: nn.Module, values: int) -> None:
-    """Raise if a batch normalisation inside a gate would see one value a channel in training."""
+    """Raise an error if a batch normalisation would see one value per channel in training."""
     if traced(values) or not norm.training or isinstance(norm, nn.SyncBatchNorm):
         return
     if values < 2:
         raise ValueError(
-            f"{name} normalises over the batch and was given one sample in training, which has no "
-            "variance; train with batches of at least 2 (drop_last=True in the loader), or call .eval()"
+            f"{name} normalises over the batch, but one sample in training has no variance; train with "
+            "batches of at least 2 (drop_last=True in the loader), or call .eval()"
         )
 
 
 def traced(value: Any) -> bool:
-    """Whether a value is only a name, as torch.fx writes the network down: it cannot be checked."""
+    """Whether a value is a proxy of torch.fx, which cannot be checked."""
     return isinstance(value, torch.fx.Proxy)
 
 
 def average(f: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mean over space ``[batch, channels, 1, 1]``.
+    """Return the mean over space ``[batch, channels, 1, 1]``.
 
-    `dtype` is that of the gate's parameters: a network under autocast hands over halves, and its
-    statistics are float32.
+    Args:
+        f: Output of the residual branch.
+        dtype: Dtype of the gate's parameters; under autocast f has half precision.
     """
     return f.mean((2, 3), keepdim=True, dtype=dtype)
 
 
 def opened(z: Tensor, identity: bool) -> Tensor:
-    """A sigmoid; with `identity` twice that, which is exactly 1 at 0."""
+    """Return the sigmoid of z; with `identity` twice the sigmoid, which is exactly 1 at 0."""
     return 2 * z.sigmoid() if identity else z.sigmoid()

@@ -17,29 +17,31 @@ from attractor.residual.gates.gate import (
 )
 
 
-def _of_norm(name: str) -> Any:
-    """An attribute of the batch normalisation inside, which is set there."""
+def _norm_attribute(name: str) -> Any:
+    """Return a property that reads an attribute of the batch normalisation inside."""
     return property(lambda gate: getattr(gate.norm, name), doc=f"`{name}` of the batch normalisation.")
 
 
 class IEBN(nn.Module):
     """``gamma xhat delta + beta`` with ``delta = sigma(scale pool(z) + shift)``, xhat the normalised z.
 
-    A normalisation: it takes the place of a `BatchNorm2d`, whose options it has, plus 2C parameters
-    `scale` and `shift`, starting at 0 and -1. It holds the batch normalisation as its part `norm`, so
-    that `nn.SyncBatchNorm.convert_sync_batchnorm`, `torch.optim.swa_utils.update_bn` and others that
-    look for batch normalisations find a real one and leave scale and shift alone. In a state dict the
-    tensors of `norm` have the names that they have in a `BatchNorm2d` (``weight``, not
-    ``norm.weight``): a state of a batch normalisation loads with ``strict=False``, and `IEBN.of`
-    converts one.
+    IEBN replaces a `BatchNorm2d` and has its options, plus 2C parameters `scale` and `shift`, which
+    start at 0 and -1. It contains the batch normalisation as its part `norm`, so that functions that
+    convert or update batch normalisations (`nn.SyncBatchNorm.convert_sync_batchnorm`,
+    `torch.optim.swa_utils.update_bn`) work and do not change scale and shift. In a state dict the
+    tensors of `norm` have their names in a `BatchNorm2d` (``weight``, not ``norm.weight``): a state of
+    a batch normalisation can be loaded with ``strict=False``, and `IEBN.of` converts one.
 
     Args:
         channels: C.
-        eps, momentum, affine, track_running_stats: as in `nn.BatchNorm2d`; without affine, gamma is 1
-            and beta 0.
-        identity: start at exactly the batch normalisation: sigma is doubled and its argument is 0. As a
-            `Gate`, it becomes what the state it loads says.
-        device, dtype: of the parameters.
+        eps: As in `nn.BatchNorm2d`.
+        momentum: As in `nn.BatchNorm2d`.
+        affine: As in `nn.BatchNorm2d`; if False, gamma is 1 and beta 0.
+        track_running_stats: As in `nn.BatchNorm2d`.
+        identity: Start at exactly the batch normalisation: sigma is doubled, and its argument is 0. As a
+            `Gate`, IEBN adopts the value of a state that it loads.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
     """
 
     may_lack: ClassVar[tuple[str, ...]] = ("doubled",)
@@ -73,15 +75,15 @@ class IEBN(nn.Module):
 
     @classmethod
     def of(cls, norm: nn.BatchNorm2d, identity: bool = True) -> "IEBN":
-        """IEBN with a batch normalisation's options, copies of its weights and statistics, and its mode.
+        """Return an IEBN with the options, weights, statistics and mode of a batch normalisation.
 
-        By default it computes the same as `norm` until it is trained.
+        By default its output equals that of `norm` until it is trained.
         """
-        if type(norm) is not nn.BatchNorm2d:  # a subclass may do more, which would be lost
+        if type(norm) is not nn.BatchNorm2d:  # the additions of a subclass would be lost
             raise TypeError(f"IEBN.of takes an nn.BatchNorm2d, not a {type(norm).__name__}")
-        like: Any = norm.weight if norm.affine else norm.running_mean
-        factory = {} if like is None else {"device": like.device, "dtype": like.dtype}
-        made = cls(
+        tensor: Any = norm.weight if norm.affine else norm.running_mean
+        factory = {} if tensor is None else {"device": tensor.device, "dtype": tensor.dtype}
+        module = cls(
             norm.num_features,
             norm.eps,
             norm.momentum,
@@ -90,16 +92,19 @@ class IEBN(nn.Module):
             identity=identity,
             **factory,
         )
-        made.norm.load_state_dict(norm.state_dict())
+        module.norm.load_state_dict(norm.state_dict())
         for name, parameter in norm.named_parameters():
-            getattr(made.norm, name).requires_grad_(parameter.requires_grad)
-        return made.train(norm.training)
+            getattr(module.norm, name).requires_grad_(parameter.requires_grad)
+        return module.train(norm.training)
 
-    weight, bias = _of_norm("weight"), _of_norm("bias")
-    running_mean, running_var = _of_norm("running_mean"), _of_norm("running_var")
-    num_batches_tracked, num_features = _of_norm("num_batches_tracked"), _of_norm("num_features")
-    eps, momentum = _of_norm("eps"), _of_norm("momentum")
-    affine, track_running_stats = _of_norm("affine"), _of_norm("track_running_stats")
+    weight, bias = _norm_attribute("weight"), _norm_attribute("bias")
+    running_mean, running_var = _norm_attribute("running_mean"), _norm_attribute("running_var")
+    num_batches_tracked, num_features = (
+        _norm_attribute("num_batches_tracked"),
+        _norm_attribute("num_features"),
+    )
+    eps, momentum = _norm_attribute("eps"), _norm_attribute("momentum")
+    affine, track_running_stats = _norm_attribute("affine"), _norm_attribute("track_running_stats")
     __jit_unused_properties__: ClassVar[list[str]] = [
         "doubled", "weight", "bias", "running_mean", "running_var", "num_batches_tracked", "eps",
         "num_features", "momentum", "affine", "track_running_stats",
@@ -107,11 +112,11 @@ class IEBN(nn.Module):
 
     @property
     def doubled(self) -> Tensor:
-        """`identity` as states keep it."""
+        """`identity` as a tensor, for state dicts."""
         return torch.tensor(self.identity, device=self.scale.device)
 
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
-        """delta ``[batch, channels, 1, 1]``, what multiplies the normalised input."""
+        """Return delta ``[batch, channels, 1, 1]``, the factor of the normalised input."""
         if not is_scripting():
             check_branch(self, f)
         mean = average(f, self.scale.dtype)
@@ -119,7 +124,7 @@ class IEBN(nn.Module):
         return opened(z, self.identity).to(f.dtype)
 
     def forward(self, f: Tensor, x: Tensor | None = None) -> Tensor:
-        """The normalised f of the same shape; x, which gates are given, is not looked at."""
+        """Return the normalised f of the same shape; x, an argument of all gates, is not used."""
         delta = self.weights(f)
         if not is_scripting():
             self._check(f)
@@ -127,30 +132,31 @@ class IEBN(nn.Module):
         bias = self.norm.bias
         if bias is None:
             return out * delta
-        # gamma xhat delta + beta, written so that delta = 1 leaves the batch normalisation as it is.
+        # gamma xhat delta + beta, in a form that equals the batch normalisation for delta = 1.
         rest = bias[:, None, None] * (1 - delta)
         return torch.addcmul(rest.to(f.dtype), out, delta)
 
     def start(self) -> None:
-        """As a gate's: there is nothing to forget."""
+        """Do nothing: IEBN has no memory."""
 
     def resume(self, x: Any) -> None:
-        """As a gate's: there is nothing to remember."""
+        """Do nothing: IEBN has no memory."""
 
     def extra_repr(self) -> str:
-        """The arguments, for ``print(gate)``."""
+        """Return the arguments for ``print(gate)``."""
         return f"{self.channels}, identity=True" if self.identity else f"{self.channels}"
 
     @torch.jit.unused
     def _check(self, f: Tensor) -> None:
-        """Raise if f has too few values for statistics, or a dtype that does not fit the parameters."""
+        """Raise an error if f has too few values for statistics, or a dtype that does not fit."""
         if traced(f):
             return
         check_batch("IEBN", self.norm, f.numel() // self.channels)
-        own, halves = self.scale.dtype, (torch.float16, torch.bfloat16)
-        if f.dtype != own and not (own == torch.float32 and f.dtype in halves):
+        dtype, half = self.scale.dtype, (torch.float16, torch.bfloat16)
+        if f.dtype != dtype and not (dtype == torch.float32 and f.dtype in half):
             raise ValueError(
-                f"an IEBN of {own} was given {f.dtype}; use f.to({own}), or the module's .to({f.dtype})"
+                f"f is {f.dtype}, but this IEBN is {dtype}; use f.to({dtype}), or the module's "
+                f".to({f.dtype})"
             )
 
     def _save_to_state_dict(self, state: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -167,12 +173,12 @@ class IEBN(nn.Module):
         *rest: Any,
     ) -> None:
         adopt_identity(self, state, prefix)
-        for name, own in self.norm.state_dict(keep_vars=True).items():
+        for name, tensor in self.norm.state_dict(keep_vars=True).items():
             if f"{prefix}{name}" in state:
                 state[f"{prefix}norm.{name}"] = state.pop(f"{prefix}{name}")
-            elif name != "num_batches_tracked":  # the states of old versions of torch lack it
+            elif name != "num_batches_tracked":  # missing in states of old versions of torch
                 missing.append(f"{prefix}{name}")
-                state[f"{prefix}norm.{name}"] = own
+                state[f"{prefix}norm.{name}"] = tensor
         super()._load_from_state_dict(state, prefix, metadata, strict, missing, *rest)
 
 

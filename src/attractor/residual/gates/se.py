@@ -8,14 +8,16 @@ from attractor.residual.gates.gate import Gate, average, check_branch, is_script
 
 
 class SE(Gate):
-    """``sigma(W2 relu(W1 pool(f)))``, pool the mean over space; a weight a channel.
+    """``sigma(W2 relu(W1 pool(f)))`` with the mean over space as pool: one weight per channel.
 
     ``2 C h + h + C`` parameters for ``h = max(1, C // reduction)``.
 
     Args:
         channels: C.
-        reduction: how much narrower the middle is.
-        identity, device, dtype: see `Gate`; with identity W2 starts at 0.
+        reduction: Ratio of C to the hidden size.
+        identity: See `Gate`; W2 starts at 0.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
     """
 
     def __init__(
@@ -34,7 +36,7 @@ class SE(Gate):
         )
 
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
-        """F ``[batch, channels, 1, 1]``."""
+        """Return F ``[batch, channels, 1, 1]``."""
         if not is_scripting():
             check_branch(self, f)
         z = self.excitation(average(f, self.excitation.reduce.weight.dtype).flatten(1))

@@ -12,17 +12,19 @@ from attractor.residual.gates.gate import Gate, average, check_branch, is_script
 
 
 class SEM(Gate):
-    """Three excitations of the pooled f, and a decision on how much each counts.
+    """Three excitations of the pooled f, each with a learnt weight.
 
     ``F = sigma(w1 SE) sigma(w2 ECA) sigma(w3 IE)`` with SE's two layers, ECA's convolution, IE a scale
-    and a shift a channel (starting at 0 and -1), and ``w = sigma(Linear(pool(f)))``, three numbers a
+    and a shift per channel (starting at 0 and -1), and ``w = sigma(Linear(pool(f)))``, three numbers per
     sample. ``2 C h + h + C + k + 2 C + 3 C + 3`` parameters, h and k as in SE and ECA.
 
     Args:
         channels: C.
-        reduction: how much narrower SE's middle is.
-        kernel_size: ECA's; None is the paper's for that many channels.
-        identity, device, dtype: see `Gate`; with identity all three excitations start at 0.
+        reduction: Ratio of C to the hidden size of SE.
+        kernel_size: Kernel size of ECA, odd; by default the paper's.
+        identity: See `Gate`; all three excitations start at 0.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
     """
 
     sigmoids: ClassVar[int] = 3
@@ -41,7 +43,7 @@ class SEM(Gate):
         size = adaptive_kernel(channels) if kernel_size is None else kernel_size
         size = as_int(size)
         if not isinstance(size, int) or size < 1 or size % 2 == 0:
-            raise ValueError(f"SEM(kernel_size={size}); it is odd, such as 3, or None for the paper's")
+            raise ValueError(f"SEM(kernel_size={size}); pass an odd number, such as 3, or None")
         hidden = narrow("SEM", channels, reduction)
         self.excitation = Excitation(
             channels, channels, hidden, zero=identity, device=device, dtype=dtype
@@ -54,7 +56,7 @@ class SEM(Gate):
             nn.init.zeros_(self.conv.weight)
 
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
-        """F ``[batch, channels, 1, 1]``."""
+        """Return F ``[batch, channels, 1, 1]``."""
         if not is_scripting():
             check_branch(self, f)
         mean = average(f, self.scale.dtype).flatten(1)

@@ -8,18 +8,20 @@ from attractor.residual.gates.gate import Gate, average, check_branch, is_script
 
 
 class SGE(Gate):
-    """A weight a pixel and group of channels: how much the pixel looks like the group's mean.
+    """One weight per pixel and group of channels: the similarity of the pixel and the group's mean.
 
     Within a group ``s = <f, pool(f)>`` over its channels, standardised over space, and
-    ``F = sigma(scale s + shift)`` with a scale and a shift a group, starting at 0 and 1: 2 parameters a
-    group. The deviation is ``sqrt(variance + eps^2)`` with the variance divided by the number of pixels,
-    so that single pixels and constant maps have finite gradients.
+    ``F = sigma(scale s + shift)`` with a scale and a shift per group, which start at 0 and 1. The
+    standard deviation is ``sqrt(variance + eps^2)`` with the biased variance, so that single pixels and
+    constant maps have finite gradients.
 
     Args:
         channels: C.
-        groups: None is the largest divisor of C up to 64, the paper's number.
-        eps: see above.
-        identity, device, dtype: see `Gate`; with identity the shift starts at 0.
+        groups: Number of groups; by default the largest divisor of C up to 64, the paper's number.
+        eps: See above.
+        identity: See `Gate`; the shift starts at 0.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
     """
 
     def __init__(
@@ -38,30 +40,30 @@ class SGE(Gate):
         groups = as_int(groups)
         if not isinstance(groups, int) or groups < 1 or channels % groups:
             raise ValueError(
-                f"SGE({channels}, groups={groups}): the groups are of equal size; give a divisor of "
-                f"{channels}, or None for the largest up to 64"
+                f"SGE({channels}, groups={groups}): the groups must have equal size; pass a "
+                f"divisor of {channels}, or None for the largest one up to 64"
             )
         self.groups, self.eps = groups, eps
         self.scale = nn.Parameter(torch.zeros(groups, device=device, dtype=dtype))
         self.shift = nn.Parameter(torch.full_like(self.scale, 0.0 if identity else 1.0))
 
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
-        """F ``[batch, channels, height, width]``, the same within a group."""
+        """Return F ``[batch, channels, height, width]``, which is equal within a group."""
         return self._maps(f).repeat_interleave(self.channels // self.groups, 1).flatten(1, 2)
 
     def forward(self, f: Tensor, x: Tensor | None = None) -> Tensor:
-        """The gated branch ``f * F``; F is not repeated within the groups."""
+        """Return the gated branch ``f * F`` without repeating F within the groups."""
         maps = self._maps(f)
         return (f.unflatten(1, (self.groups, -1)) * maps).flatten(1, 2)
 
     def _maps(self, f: Tensor) -> Tensor:
-        """[batch, groups, 1, height, width]."""
+        """Return F ``[batch, groups, 1, height, width]``."""
         if not is_scripting():
             check_branch(self, f)
-        wide = torch.promote_types(f.dtype, torch.float32)  # halves do not know eps^2
-        grouped = (f * average(f, wide)).unflatten(1, (self.groups, -1))
-        likeness = grouped.sum(2, keepdim=True)
-        variance, mean = torch.var_mean(likeness, (3, 4), correction=0, keepdim=True)
-        standard = (likeness - mean) / (variance + self.eps**2).sqrt()
+        dtype = torch.promote_types(f.dtype, torch.float32)  # eps^2 underflows in half precision
+        products = (f * average(f, dtype)).unflatten(1, (self.groups, -1))
+        similarity = products.sum(2, keepdim=True)
+        variance, mean = torch.var_mean(similarity, (3, 4), correction=0, keepdim=True)
+        standard = (similarity - mean) / (variance + self.eps**2).sqrt()
         scale, shift = (p[:, None, None, None] for p in (self.scale, self.shift))
         return opened(scale * standard + shift, self.identity).to(f.dtype)

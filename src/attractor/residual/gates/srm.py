@@ -7,16 +7,19 @@ from attractor.residual.gates.gate import Gate, check_batch, check_branch, is_sc
 
 
 class SRM(Gate):
-    """``sigma(BN(a mean(f) + b std(f)))``, mean and standard deviation over space, a and b a channel.
+    """``sigma(BN(a mean(f) + b std(f)))`` with mean and standard deviation over space.
 
-    4C parameters. The deviation is ``sqrt(variance + eps)`` with the variance divided by the number of
-    pixels, so that it and its gradient are finite for constant channels and single pixels. a and b
-    start at 0, as in the paper: every weight starts at 1/2. Training needs at least two samples.
+    a and b are numbers per channel; with those of BN there are 4C parameters. The standard deviation is
+    ``sqrt(variance + eps)`` with the biased variance, so that it and its gradient are finite for
+    constant channels and single pixels. a and b start at 0, as in the paper, so each weight starts at
+    1/2. Training needs at least two samples.
 
     Args:
         channels: C.
-        eps: see above.
-        identity, device, dtype: see `Gate`.
+        eps: See above.
+        identity: See `Gate`.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
     """
 
     def __init__(
@@ -34,13 +37,12 @@ class SRM(Gate):
         self.norm = nn.BatchNorm2d(channels, device=device, dtype=dtype)
 
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
-        """F ``[batch, channels, 1, 1]``."""
+        """Return F ``[batch, channels, 1, 1]``."""
         if not is_scripting():
             check_branch(self, f)
-        if not is_scripting():
             check_batch("SRM", self.norm, f.shape[0])
-        wide = torch.promote_types(f.dtype, torch.float32)  # halves keep three digits
-        variance, mean = torch.var_mean(f.to(wide), (2, 3), correction=0)
+        dtype = torch.promote_types(f.dtype, torch.float32)  # half precision has three digits
+        variance, mean = torch.var_mean(f.to(dtype), (2, 3), correction=0)
         z = self.style[0] * mean + self.style[1] * (variance + self.eps).sqrt()
         z = self.norm(z.to(self.style.dtype)[..., None, None])
         return opened(z, self.identity).to(f.dtype)

@@ -28,25 +28,27 @@ Reading: TypeAlias = Literal["after", "inside"]
 
 
 class StepNet(Gate):
-    """A step size from where a block starts, x_t, and where a plain step would lead, x_{t+1} = x_t + f.
+    """A step size computed from the state x_t and the next state of a plain step, x_{t+1} = x_t + f.
 
-    The Adaptor sees both states pooled over space (pooling is linear, so x_t + f is never built), mixes
-    them channel by channel (the paper's group convolution: channel c of x_t with channel c of x_{t+1}),
-    normalises over the batch, scales and shifts (IE, starting at 0 and -1), and takes a sigmoid:
-    ``F = sigma(scale BN(p pool(x_t) + q pool(x_{t+1})) + shift)``; 2C + 2C + 2C parameters. It belongs
-    on blocks with an identity shortcut, and training needs at least two samples.
+    The Adaptor takes the means of both states over space (x_t + f is not computed, as the mean is
+    linear). It mixes them per channel (the paper's group convolution: channel c of x_t with channel c of
+    x_{t+1}), normalises over the batch, scales and shifts (IE, which starts at 0 and -1), and applies a
+    sigmoid: ``F = sigma(scale BN(p pool(x_t) + q pool(x_{t+1})) + shift)`` with 2C + 2C + 2C parameters.
+    It is meant for blocks with an identity shortcut, and training needs at least two samples.
 
     Args:
         channels: C.
-        inputs: what the Adaptor sees (Table 4): both states, only x_t ("x"), only x_{t+1} ("next"), or
-            their difference, which is f. One input instead of two makes 5C of 6C.
-        adaptor: "stepnet", or an alternative of Figure 5, which is not legible; our reading: "a" without
-            IE (4C), "b" the two layers of SE on the pair (3 C h + h + C), "c" without BN (4C), "d" no
-            mixing but an IEBN for each state, summed (8C).
-        iebn: "after": IE follows BN, as above. "inside": the paper's IEBN taken literally,
+        inputs: Input of the Adaptor (Table 4): both states ("pair"), x_t ("x"), x_{t+1} ("next"), or
+            their difference f ("difference"). A single input reduces 6C parameters to 5C.
+        adaptor: "stepnet", or an alternative of Figure 5. The figure is not legible; our interpretation
+            is: "a" without IE (4C), "b" the two layers of SE on the pair (3 C h + h + C), "c" without BN
+            (4C), "d" the sum of an IEBN of each state without mixing (8C).
+        iebn: "after" applies IE after BN, as above. "inside" is the paper's IEBN,
             ``gamma xhat sigma(scale z + shift) + beta`` before the sigmoid, with as many parameters.
-        reduction: how much narrower the middle of adaptor "b" is.
-        identity, device, dtype: see `Gate`; with identity the sigmoid's argument starts at 0.
+        reduction: Ratio of C to the hidden size of adaptor "b".
+        identity: See `Gate`; the argument of the sigmoid starts at 0.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
     """
 
     identity_blocks_only: ClassVar[bool] = True
@@ -70,8 +72,8 @@ class StepNet(Gate):
         check_choice("iebn", iebn, get_args(Reading))
         if iebn == "inside" and adaptor not in ("stepnet", "d"):
             raise ValueError(
-                f"StepNet(adaptor={adaptor!r}, iebn='inside'): this adaptor has not both BN and IE; "
-                "leave iebn out, or take adaptor 'stepnet' or 'd'"
+                f"StepNet(adaptor={adaptor!r}, iebn='inside'): this adaptor does not have both BN and "
+                "IE; omit iebn, or use adaptor 'stepnet' or 'd'"
             )
         self.inputs, self.adaptor = inputs, adaptor
         self.excitation: Excitation | None = None
@@ -83,7 +85,7 @@ class StepNet(Gate):
             self.excitation = Excitation(states * channels, channels, hidden, zero=identity, **factory)
             return
         if adaptor != "d":
-            bound = states**-0.5  # as nn.Conv2d starts
+            bound = states**-0.5  # the initialisation of nn.Conv2d
             self.mix = nn.Parameter(torch.empty(channels, states, **factory).uniform_(-bound, bound))
         heads = states if adaptor == "d" else 1
         self.heads: Any = nn.ModuleList(
@@ -91,7 +93,7 @@ class StepNet(Gate):
         )
 
     def weights(self, f: Tensor, x: Tensor | None = None) -> Tensor:
-        """F ``[batch, channels, 1, 1]``."""
+        """Return F ``[batch, channels, 1, 1]``."""
         if not is_scripting():
             check_branch(self, f)
             self._check_batch(f)
@@ -109,36 +111,36 @@ class StepNet(Gate):
         return opened(z, self.identity).to(f.dtype)
 
     def _states(self, f: Tensor, x: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
-        """What the Adaptor sees, pooled: one or two tensors [batch, channels, 1, 1]."""
+        """Return the inputs of the Adaptor, one or two tensors ``[batch, channels, 1, 1]``."""
         if self.inputs == "difference":
             return [average(f, dtype)]
         if x is None:
             raise ValueError(
-                "StepNet looks at the shortcut as well: call gate(f, x) with the x that f is added to "
+                "StepNet looks at the shortcut as well; call gate(f, x) with the x that f is added to "
                 "(inputs='difference' needs f only)"
             )
         if not is_scripting():
             check_shortcut(f, x)
-        now = average(x, dtype)
+        state = average(x, dtype)
         if self.inputs == "x":
-            return [now]
-        ahead = now + average(f, dtype)
-        return [ahead] if self.inputs == "next" else [now, ahead]
+            return [state]
+        next_state = state + average(f, dtype)
+        return [next_state] if self.inputs == "next" else [state, next_state]
 
     @torch.jit.unused
     def _check_batch(self, f: Tensor) -> None:
-        """Raise if a normalisation would see one sample in training."""
+        """Raise an error if a normalisation would see one sample in training."""
         for layer in self.modules():
             if isinstance(layer, _BatchNorm):
                 check_batch("StepNet", layer, f.shape[0])
 
     def extra_repr(self) -> str:
-        """The arguments, for ``print(gate)``."""
+        """Return the arguments for ``print(gate)``."""
         return f"{super().extra_repr()}, inputs={self.inputs!r}, adaptor={self.adaptor!r}"
 
 
 class IE(nn.Module):
-    """``scale z + shift``, a scale and a shift a channel, starting at 0 and `shift`."""
+    """``scale z + shift`` with a scale and a shift per channel, which start at 0 and `shift`."""
 
     def __init__(self, channels: int, shift: float, **factory: Any) -> None:
         super().__init__()
@@ -146,14 +148,14 @@ class IE(nn.Module):
         self.shift = nn.Parameter(torch.full((channels,), shift, **factory))
 
     def forward(self, z: Tensor) -> Tensor:
-        """z is ``[batch, channels, 1, 1]``."""
+        """Return ``scale z + shift`` for z ``[batch, channels, 1, 1]``."""
         return self.scale[:, None, None] * z + self.shift[:, None, None]
 
 
 def make_head(
     channels: int, adaptor: Adaptor, iebn: Reading, identity: bool, **factory: Any
 ) -> nn.Sequential:
-    """What stands between a pooled state and the sigmoid; with `identity` its output starts at 0."""
+    """Return the layers before the sigmoid; with `identity` their output starts at 0."""
     ie = IE(channels, 0.0 if identity else -1.0, **factory)
     if adaptor == "c":
         return nn.Sequential(ie)
@@ -166,19 +168,19 @@ def make_head(
 
 
 def check_shortcut(f: Tensor, x: Any) -> None:
-    """Raise if x is not a tensor of f's shape, dtype and device."""
+    """Raise an error unless x is a tensor with the shape, dtype and device of f."""
     if traced(f) or traced(x):
         return
     check_tensor("x", x, "of f's shape")
     check_beside("x", x, "f", f)
     if x.shape != f.shape:
         raise ValueError(
-            f"StepNet was given f of shape {list(f.shape)} and x of shape {list(x.shape)}; x is what f "
-            "is added to: where the shortcut is projected, give the projection"
+            f"f has shape {list(f.shape)} and x {list(x.shape)}; StepNet needs the x that f is added "
+            "to, which for a projected shortcut is the projection"
         )
 
 
-def check_choice(name: str, given: Any, allowed: tuple[str, ...]) -> None:
-    """Raise if an option is none of its values."""
-    if given not in allowed:
-        raise ValueError(f"StepNet({name}={given!r}); it is one of {', '.join(allowed)}")
+def check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raise an error if an option does not have one of its values."""
+    if value not in allowed:
+        raise ValueError(f"StepNet({name}={value!r}); it is one of {', '.join(allowed)}")

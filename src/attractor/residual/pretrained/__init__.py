@@ -1,5 +1,4 @@
-"""Small networks that come with the library, each a folder here; `benchmarks/pretrained.py` has made
-them.
+"""Small pretrained networks, one folder per network; `benchmarks/pretrained.py` trains them.
 
 >>> import torch
 >>> from attractor.residual import pretrained
@@ -29,33 +28,44 @@ _SCHEMA = record({"network": text(choices=_MAKERS), "options": mapping(plain)})
 
 
 def names() -> list[str]:
-    """What `load` knows by name."""
+    """Return the names that `load` accepts."""
     return _SHELF.names()
 
 
 def folder(name: str) -> Path:
-    """Where the network of that name is; an error that names those there are."""
+    """Return the folder of a network.
+
+    Raises:
+        ValueError: There is no network of that name; the message lists the names.
+    """
     return _SHELF.folder(name)
 
 
 def card(name: str) -> dict[str, Any]:
-    """What is known about a network: how it is made, its data, its accuracy on new ones."""
+    """Return the card of a network: its architecture, its data, and its accuracy on test data."""
     return _SHELF.card(name)
 
 
 def load(name: str) -> resnet.ResNet:
-    """The trained network of that name, in evaluation mode."""
+    """Load a network by its name, in evaluation mode."""
     place = folder(name)
     tensors, config = checkpoint.load(place, KIND)
     check(config, _SCHEMA, place, CheckpointError)
-    with generators.own():  # its first weights are not kept
+    with generators.own():  # the initial weights are replaced
         net = _MAKERS[config["network"]](**config["options"])
     checkpoint.fill(net, checkpoint.completed(net, tensors), place)
     return net.eval()
 
 
 def save(name: str, network: str, options: dict[str, Any], net: resnet.ResNet) -> Path:
-    """Put a network on the shelf: what `load` needs to make it again."""
+    """Save a network so that `load` can restore it, and return its folder.
+
+    Args:
+        name: Name for `load`.
+        network: Name of the function that makes the network.
+        options: Arguments of that function.
+        net: The network.
+    """
     return checkpoint.save(
         HOME / name, KIND, dict(net.state_dict()), {"network": network, "options": options}
     )
