@@ -95,7 +95,7 @@ def count(verdicts: Iterable[Verdict]) -> dict[str, Any]:
     """Return how often each direction occurs, and how often for the comparisons one by one."""
     verdicts = list(verdicts)
     words = Counter(verdict.direction for verdict in verdicts)
-    single = Counter(e.direction for v in verdicts for e in v.effects if not e.barred)
+    single = Counter(e.direction for v in verdicts for e in v.effects if not e.limitation)
     return {
         **{word: words[word] for word in DIRECTIONS[:3]},
         "single": {word: single[word] for word in DIRECTIONS[:3]},
@@ -128,7 +128,7 @@ def claims(
         for i, part in enumerate(verdicts[0].claims):
             row = {
                 "experiment": name, "claim": part.claim,
-                "comparisons": len(part.effects), "barred": sum(bool(e.barred) for e in part.effects),
+                "comparisons": len(part.effects), "barred": sum(bool(e.limitation) for e in part.effects),
                 **count(verdict.claims[i] for verdict in verdicts),
             }  # fmt: skip
             rows.append(row)

@@ -39,7 +39,7 @@ def settles(results: Results) -> Verdict:
         Effect(
             s,
             tuple(NEAR - abs(q - 1) for q in results.values(arm, "q")),
-            barred=too_short(results, [arm]),
+            limitation=too_short(results, [arm]),
         )
         for s, arm in arms.items()
     ]
@@ -49,7 +49,10 @@ def settles(results: Results) -> Verdict:
     )
     ends = ", ".join(f"{results.mean(arm, 'q'):.3f}" for arm in arms.values())
     return decide(
-        effects, f"the mean of Q ends at {each}", claim="Q of AttNS-m goes to 1", measured=f"Q = {ends}"
+        effects,
+        f"the mean of Q ends at {each}",
+        claim="Q of AttNS-m goes to 1",
+        measurement=f"Q = {ends}",
     )
 
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from attractor.reproduce import Effect, Experiment, Results, Scale, Verdict, decide, joined, number
+from attractor.reproduce import Effect, Experiment, Results, Scale, Verdict, combine, decide, number
 
 from .attns_shared import (
     CPU,
@@ -19,8 +19,8 @@ from .attns_shared import (
     SMOKE,
     UNPRINTED,
     frame,
-    kept,
     logs,
+    mean_of_finite,
     too_short,
     typical,
 )
@@ -83,18 +83,18 @@ def judge(results: Results) -> Verdict:
         decide(
             best,
             count(best),
-            headline=kept(best),
+            headline=mean_of_finite(best),
             claim="AttNS is the best, for Euler's scheme level with the best",
         ),
         decide(
             half,
             count(half),
-            headline=kept(half),
+            headline=mean_of_finite(half),
             claim="From half of the data AttNS is similar to the best from all",
         ),
-        decide(poor, count(poor), headline=kept(poor), claim="AttNS-m is the worst"),
+        decide(poor, count(poor), headline=mean_of_finite(poor), claim="AttNS-m is the worst"),
     ]
-    verdict = joined(parts)
+    verdict = combine(parts)
     fair = f"AttNS over NeurVec {number(min(ties))} to {number(max(ties))}" if ties else "not run"
     return replace(verdict, why=f"{verdict.why}. Default recipe, half of the data: {fair}")
 

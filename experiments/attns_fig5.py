@@ -91,7 +91,9 @@ def judge(results: Results) -> Verdict:
     effects = [against(results, ours, theirs) for ours, theirs in noisy]
     if all(1 / SEEN < x < SEEN for x in change):
         hidden = "errors of this training are far above such a noise"
-        effects = [replace(e, barred="; ".join(filter(None, [hidden, e.barred]))) for e in effects]
+        effects = [
+            replace(e, limitation="; ".join(filter(None, [hidden, e.limitation]))) for e in effects
+        ]
     return decide(effects, why)
 
 

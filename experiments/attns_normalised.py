@@ -9,7 +9,7 @@ the last layer. Both corrections under all three recipes, from the same trajecto
 from dataclasses import replace
 from typing import Any
 
-from attractor.reproduce import Experiment, Results, Scale, Verdict, decide, joined, number
+from attractor.reproduce import Experiment, Results, Scale, Verdict, combine, decide, number
 
 from .attns_shared import (
     CPU,
@@ -60,7 +60,7 @@ def judge(results: Results) -> Verdict:
     gains = [
         f"{', '.join(f'{better(what, s):,.0f}' for s in SYSTEMS)} ({what})" for what in reversed(PAIR)
     ]
-    verdict = joined(parts)
+    verdict = combine(parts)
     return replace(
         verdict, why=f"{verdict.why}. Normalised inputs divide the errors by {' and '.join(gains)}"
     )

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from attractor.reproduce import Effect, Results, Rule, Verdict, decide, number, pooled
+from attractor.reproduce import Effect, Results, Rule, Verdict, decide, mean_effect, number
 from attractor.reproduce.tasks.solvers import CEILING
 
 SOLVE = "attractor.reproduce.tasks.solvers:solve"
@@ -122,8 +122,8 @@ def against(
     if paper is None and metric == results.metric and {arm, other} <= results.numbers.keys():
         paper = results.numbers[other] / results.numbers[arm]
     claimed = math.log(paper) if paper is not None and paper > 1 else None
-    barred = too_short(results, [arm, other])
-    return Effect(label or f"{arm} against {other}", samples, claimed, "", True, None, barred)
+    limit = too_short(results, [arm, other])
+    return Effect(label or f"{arm} against {other}", samples, claimed, "", True, None, limit)
 
 
 def smaller(
@@ -162,14 +162,14 @@ def all_smaller(
             in_words(results, arm, others, what, metric) for what, (arm, others) in groups_run.items()
         ]
         why = f"{'; '.join(texts)} ({decide(effects).tally()})"
-        return decide(effects, why, claim=claim, headline=kept(effects), caveat=caveat)
+        return decide(effects, why, claim=claim, headline=mean_of_finite(effects), caveat=caveat)
 
     return judge
 
 
-def kept(effects: Sequence[Effect]) -> Effect:
+def mean_of_finite(effects: Sequence[Effect]) -> Effect:
     """Return the mean of the effects in which no solver lost a trajectory, which has no size."""
-    return pooled([e for e in effects if max(map(abs, e.samples)) < LOST] or effects)
+    return mean_effect([e for e in effects if max(map(abs, e.samples)) < LOST] or effects)
 
 
 def effects_of(results: Results, arm: str, others: Sequence[str], metric: str) -> list[Effect]:

@@ -32,7 +32,7 @@ from .attns_shared import (
     against,
     arms,
     frame,
-    kept,
+    mean_of_finite,
     name,
     too_short,
     typical,
@@ -72,8 +72,8 @@ def wider(results: Results) -> Verdict:
         arms = [name(system, what, "paper") for what in ENDS]
         effects.append(against(results, arms[-1], arms[0], f"{system}, width 2,048 against 512"))
         errors = ", ".join(number(typical(results, arm)) for arm in arms)
-        barred = f" ({effects[-1].barred})" if effects[-1].barred else ""
-        texts.append(f"{system} {errors}{barred}")
+        limit = f" ({effects[-1].limitation})" if effects[-1].limitation else ""
+        texts.append(f"{system} {errors}{limit}")
     why = f"errors of widths 512, 1,024 and 2,048: {'; '.join(texts)} ({decide(effects).tally()})"
     return decide(effects, why, claim="Width lowers the error")
 
@@ -84,16 +84,18 @@ def deeper(results: Results) -> Verdict:
     for system in SYSTEMS:
         arms = [name(system, f"h = {h}, width 1024", "paper") for h in (2, 3, 4)]
         lost = any(max(results.values(arm)) >= CEILING for arm in arms)
-        barred = "; ".join(filter(None, ["trajectories are lost" * lost, too_short(results, arms)]))
+        limit = "; ".join(filter(None, ["trajectories are lost" * lost, too_short(results, arms)]))
         for arm in arms[1:]:
             shift = against(results, arm, arms[0])
             samples = tuple(math.log(LITTLE) - abs(x) for x in shift.samples)
-            effects.append(Effect(arm, samples, None, "", True, None, barred))
+            effects.append(Effect(arm, samples, None, "", True, None, limit))
         shallow, *deep = (typical(results, arm) for arm in arms)
         ratios = " and ".join(number(error / shallow) for error in deep)
         texts.append(f"{system} {'not known, trajectories are lost' if lost else ratios}")
     why = f"errors of h = 3 and 4 over that of h = 2: {'; '.join(texts)}"
-    return decide(effects, why, claim="Depth has little effect on the error", headline=kept(effects))
+    return decide(
+        effects, why, claim="Depth has little effect on the error", headline=mean_of_finite(effects)
+    )
 
 
 def slower(results: Results) -> Verdict:

@@ -47,7 +47,7 @@ def judge(results: Results) -> Verdict:
     return decide(
         effects, loose + missing, headline=min(effects, key=lambda e: e.value),
         vacuous=vacuous if min(every) > LOOSE else "",
-        measured=f"the bound is 10^{min(every):,.0f} times the error, or more",
+        measurement=f"the bound is 10^{min(every):,.0f} times the error, or more",
     )  # fmt: skip
 
 

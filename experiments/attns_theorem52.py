@@ -26,7 +26,7 @@ def judge(results: Results) -> Verdict:
     least, most = min(used.values()), max(used.values())
     why = f"the largest constant that was seen is {number(least)} to {number(most)} of the bound"
     measured = f"at most {number(most)} of the bound"
-    return decide(effects, why, headline=min(effects, key=lambda e: e.value), measured=measured)
+    return decide(effects, why, headline=min(effects, key=lambda e: e.value), measurement=measured)
 
 
 def picture(results: Results) -> Any:

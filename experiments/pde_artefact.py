@@ -25,9 +25,9 @@ from attractor.reproduce import (
     Results,
     Scale,
     Verdict,
+    combine,
     compare,
     decide,
-    joined,
     number,
     values_of,
 )
@@ -131,7 +131,7 @@ def judge(results: Results) -> Verdict:
         Effect(f"{plain}, without the fast path", values, math.log(x), "", True)
         for (plain, _), x, values in zip(PAIRS, factors, halves(results))
     ]
-    verdict = joined([
+    verdict = combine([
         decide(gap, f"the fast path is {percent} % of the gap", claim=GAP),
         decide(lower("fast_off"), f"{each(theirs_off)} against {each(off)}", claim=SAME,
                caveat="both models see the token that they are asked for, and padding is counted"),

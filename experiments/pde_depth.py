@@ -49,7 +49,7 @@ def judge(results: Results) -> Verdict:
     ]
     effects.append(Effect("one map is the other", (1e-12 - additive,), deviation=EXACT))
     return decide(effects, why, headline=min(effects[:-1], key=lambda effect: effect.value),
-                  measured=f"orders {', '.join(f'{p:.2f}' for p in orders)}")  # fmt: skip
+                  measurement=f"orders {', '.join(f'{p:.2f}' for p in orders)}")  # fmt: skip
 
 
 EXPERIMENT = Experiment(

@@ -8,7 +8,7 @@ fair recipe.
 import math
 from dataclasses import replace
 
-from attractor.reproduce import Effect, Experiment, Results, Scale, Verdict, decide, joined, number
+from attractor.reproduce import Effect, Experiment, Results, Scale, Verdict, combine, decide, number
 
 from . import pde_settings as lm
 from . import pde_table2 as table
@@ -34,7 +34,7 @@ def judge(results: Results) -> Verdict:
             f"the end ({n})"
         )
     why = "Causal PDE attention against standard attention: " + ", ".join(told)
-    verdict = joined([
+    verdict = combine([
         decide(early, decide(early).tally(), claim="PDE attention converges faster at every length"),
         decide(final, decide(final).tally(), claim="It ends at a lower perplexity at every length"),
     ])  # fmt: skip

@@ -6,7 +6,7 @@ The runs are those of Table 5.
 
 import math
 
-from attractor.reproduce import Effect, Experiment, Results, Scale, Verdict, decide, joined, number
+from attractor.reproduce import Effect, Experiment, Results, Scale, Verdict, combine, decide, number
 
 from . import pde_settings as lm
 from . import pde_table5 as table
@@ -32,7 +32,7 @@ def judge(results: Results) -> Verdict:
         for pde, word in table.NAMES.items()
     ]
     worst = max(results.mean(f"{w}, causal") for w in early) / results.mean("standard")
-    return joined([
+    return combine([
         decide(first, f"after {update} updates {table.ahead(early)}, standard attention "
                f"{number(standard)}", claim="Diffusion and reaction-diffusion converge first"),
         decide(far, f"the worst has {100 * worst:.0f} % of standard attention's perplexity",

@@ -51,7 +51,7 @@ def judge(results: Results) -> Verdict:
         for where, gap in patterns(layers(results, arm)).items()
     ]
     measured = f"{sum(right['alpha'])} of {len(right['alpha'])} models have the pattern of alpha"
-    return decide(effects, why, measured=measured)
+    return decide(effects, why, measurement=measured)
 
 
 def patterns(alpha: list[float]) -> dict[str, float]:

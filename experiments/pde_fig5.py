@@ -24,7 +24,7 @@ def judge(results: Results) -> Verdict:
         early = [results.curve(arm, "train_loss")[:EARLY][-1] for arm in (moved, standard)]
         final = [results.mean(arm) for arm in (moved, standard)]
         alike = "maps are still even, both models are one function" * (abs(final[0] - final[1]) < ONE)
-        effects.append(compare(results, moved, standard, "lower", label=word, barred=alike))
+        effects.append(compare(results, moved, standard, "lower", label=word, limitation=alike))
         told.append(
             f"{word} {early[0]:.5f} against {early[1]:.5f} after {EARLY} epochs (one seed), "
             f"{final[0]:.5f} against {final[1]:.5f} at the end"

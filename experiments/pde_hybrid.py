@@ -35,7 +35,7 @@ def judge(results: Results) -> Verdict:
     ]
     least = min(effects, key=lambda effect: effect.value)
     measured = f"{number(-least.value)} of the map beyond the bound ({least.label})"
-    return decide(effects, why, headline=least, measured=measured)
+    return decide(effects, why, headline=least, measurement=measured)
 
 
 def picture(results: Results):

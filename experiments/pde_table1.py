@@ -15,9 +15,9 @@ from attractor.reproduce import (
     Results,
     Scale,
     Verdict,
+    combine,
     compare,
     decide,
-    joined,
     number,
 )
 
@@ -108,7 +108,7 @@ def judge(results: Results) -> Verdict:
             for recipe in ("paper", rate)
         ]
         told.append(f"{SETS[data]} {words[0]}, tuned ({rate}) {words[1]}")
-    verdict = joined([
+    verdict = combine([
         decide(tuned, "; ".join(f"{e.label} {e}" for e in tuned),
                claim="PDE attention is more accurate, by a recipe under which models learn"),
         decide(printed, "; ".join(f"{e.label} {e}" for e in printed),

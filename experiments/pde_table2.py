@@ -10,7 +10,7 @@ pde-artefact.
 from dataclasses import replace
 from itertools import pairwise
 
-from attractor.reproduce import Experiment, Results, Scale, Verdict, decide, joined, number
+from attractor.reproduce import Experiment, Results, Scale, Verdict, combine, decide, number
 
 from . import pde_settings as lm
 
@@ -51,7 +51,7 @@ def judge(results: Results) -> Verdict:
         lm.versus(results, g[1], g[0], f"{n} tokens", PAPER[n][0] / PAPER[n][1])
         for n, g in zip(LENGTHS, groups)
     ]
-    verdict = joined([
+    verdict = combine([
         decide(rising, f"at 256, 512 and 1,024 tokens {each(standard)}",
                claim="Perplexity of standard attention rises with length"),
         decide(falling, f"at 256, 512 and 1,024 tokens {each(causal)}",

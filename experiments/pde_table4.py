@@ -7,7 +7,7 @@ with walls and without, under the fair recipe; and the ends of the table under t
 
 from dataclasses import replace
 
-from attractor.reproduce import Experiment, Results, Scale, Verdict, decide, joined, number
+from attractor.reproduce import Experiment, Results, Scale, Verdict, combine, decide, number
 
 from . import pde_settings as lm
 
@@ -44,7 +44,7 @@ def judge(results: Results) -> Verdict:
         lm.versus(results, arm(b), arm(a), f"{b} steps against {a}", PAPER[a] / PAPER[b])
         for a, b in ((1, 2), (2, 4))
     ]
-    verdict = joined([
+    verdict = combine([
         decide(whole, f"{number(causal[4])} against {number(standard)}",
                claim="Four steps are better than none"),
         decide(more, told, claim="More steps are better up to four"),

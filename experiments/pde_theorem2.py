@@ -6,7 +6,7 @@ walls) and not, under all four PDEs: whether both fall in every step.
 
 from dataclasses import replace
 
-from attractor.reproduce import Effect, Experiment, Results, Scale, Verdict, decide, joined, number
+from attractor.reproduce import Effect, Experiment, Results, Scale, Verdict, combine, decide, number
 
 from . import pde_settings as lm
 
@@ -33,13 +33,13 @@ def judge(results: Results) -> Verdict:
     ours = [arm for arm in results.arms if not arm.startswith("wave")]
     steps = [Effect(arm, tuple(x - 1 for x in results.values(arm)), inclusive=True) for arm in ours]
     variance = [Effect(arm, tuple(1 - x for x in results.values(arm, "variance"))) for arm in ours]
-    verdict = joined([
+    verdict = combine([
         decide(steps, others or "in every step", claim="Both fall in every step",
-               measured=f"in {100 * min(falls[a] for a in ours):.0f} to 100 % of steps",
+               measurement=f"in {100 * min(falls[a] for a in ours):.0f} to 100 % of steps",
                headline=min(steps, key=lambda e: e.value)),
         decide(variance, f"it ends at up to {number(ends[most])} of its start ({most})",
                claim="Variance ends below its start",
-               measured=f"at up to {number(ends[most])} of its start",
+               measurement=f"at up to {number(ends[most])} of its start",
                headline=min(variance, key=lambda e: e.value)),
     ])  # fmt: skip
     return replace(verdict, why=f"{verdict.why}. {why[0].upper()}{why[1:]}")

@@ -26,7 +26,7 @@ def judge(results: Results) -> Verdict:
     )
     values = results.values("diffusion")
     return decide([Effect("exponent", tuple(CLOSE - abs(x - 0.5) for x in values))], why,
-                  measured=f"t^{half:.3f}")  # fmt: skip
+                  measurement=f"t^{half:.3f}")  # fmt: skip
 
 
 def picture(results: Results):

@@ -6,7 +6,7 @@ linearly (by as many layers as sqrt(t)). The runs of pde-theorem-range.
 
 from dataclasses import replace
 
-from attractor.reproduce import Effect, Results, Verdict, decide, joined, number
+from attractor.reproduce import Effect, Results, Verdict, combine, decide, number
 
 from .pde_theorem_range import EXPERIMENT as RANGE
 
@@ -23,13 +23,13 @@ def judge(results: Results) -> Verdict:
         Effect("weight beyond the stencil", tuple(x - STEPS - 0.5 for x in of("reach")), unit="keys"),
         Effect("weight lost from one key to the next", tuple(x - 0.5 for x in of("tail"))),
     ]
-    return joined([
+    return combine([
         decide(polynomial, f"in four steps of diffusion a weight reaches {number(reach)} keys and none "
                f"beyond, the last of them has {number(tail)} of the one before",
                claim="Distant interactions decay polynomially", headline=polynomial[1],
-               measured=f"none beyond {number(reach)} keys"),
+               measurement=f"none beyond {number(reach)} keys"),
         decide(linear, f"the range of one map grows like t^{growth:.3f}",
-               claim="The range grows linearly", measured=f"t^{growth:.3f}"),
+               claim="The range grows linearly", measurement=f"t^{growth:.3f}"),
     ])  # fmt: skip
 
 

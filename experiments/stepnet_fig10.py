@@ -36,7 +36,7 @@ def judge(results: Results) -> Verdict:
         [Effect("se", tuple(x - LEAST for x in peaks.values()))] for peaks in (after, before)
     )
     measured = f"{Effect('', tuple(after.values()))} of the mean above it"
-    return decide(effects, why, control=control, measured=measured)
+    return decide(effects, why, control=control, measurement=measured)
 
 
 EXPERIMENT = Experiment(

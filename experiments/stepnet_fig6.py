@@ -42,7 +42,7 @@ def judge(results: Results) -> Verdict:
         f"in every network at most 10 % of the blocks are stiff at {told} of all pairs of thresholds, "
         f"or more; with both at 0.5 up to {100 * most:.1f} % are",
         control=effects(results, "gate", "_initial"),
-        measured=f"at {100 * least['gate', '']:.0f} % of thresholds; untrained "
+        measurement=f"at {100 * least['gate', '']:.0f} % of thresholds; untrained "
         f"{100 * least['gate', '_initial']:.0f} %",
     )
 

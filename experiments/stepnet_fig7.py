@@ -59,7 +59,7 @@ def judge(results: Results) -> Verdict:
         f"{why}; {rest}, as if seeds were networks of their own",
         control=[start],
         caveat=f"{len(results.arms)} networks, all of one depth and recipe",
-        measured=f"tau {means['kendall']:+.2f} [{low:.2f}, {high:.2f}]",
+        measurement=f"tau {means['kendall']:+.2f} [{low:.2f}, {high:.2f}]",
     )
 
 

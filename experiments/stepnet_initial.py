@@ -16,9 +16,9 @@ from attractor.reproduce import (
     Results,
     Scale,
     Verdict,
+    combine,
     compare,
     decide,
-    joined,
     margin,
 )
 
@@ -80,7 +80,7 @@ def judge(results: Results) -> Verdict:
         decide(higher, f"{decide(higher).tally()}, {'; '.join(map(str, higher))}", claim=LARGER),
         decide(more, f"{decide(more).tally()}, {'; '.join(map(str, more))}", claim=LEARNT),
     ]
-    verdict = joined(parts)
+    verdict = combine(parts)
     asked = "Asked of SE, ECA and SRM, the gates of its Figure 2, with step F"
     return replace(
         verdict, why=f"{verdict.why}. {asked}. With " + ". With ".join(told[:2]) + f". {told[2]}"

@@ -161,6 +161,7 @@ def test_code_is_imported_by_name_in_few_places():
         "reproduce/tasks/__init__.py": {"module"},  # of a table in that file
         "reproduce/shelf.py": {
             "f'{folder.__name__}.{path.stem}'",
+            "path.stem",  # of a file that the user passed to `attractor reproduce`
             "'experiments'",
             "'attractor.experiments'",
         },

@@ -458,6 +458,8 @@ def test_an_experiment_from_outside_the_repository(tmp_path, monkeypatch):
 def test_files_that_declare_no_experiment(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [*sys.path])
     with pytest.raises(FileNotFoundError, match="pass a Python file that declares EXPERIMENT"):
+        from_file(tmp_path / "nothing.py")
+    with pytest.raises(ValueError, match="no experiment is called"):
         find(str(tmp_path / "nothing.py"))
     (tmp_path / "declares_nothing_at_all.py").write_text("x = 1")
     with pytest.raises(ValueError, match="declares no EXPERIMENT = Experiment"):

@@ -25,7 +25,7 @@ from attractor.reproduce import (
     quantile,
     within,
 )
-from attractor.reproduce.verdict import joined, pooled
+from attractor.reproduce.verdict import combine, mean_effect
 
 
 def results(numbers=None, logarithmic=False, **values):
@@ -115,7 +115,7 @@ def test_one_seed_takes_the_deviation_of_other_arms():
 def test_sizes(samples, size):
     assert Effect("x", samples, 1.0).size == size
     assert Effect("x", samples).size == ""
-    assert Effect("x", samples, 1.0, barred="too short").size == "not judged"
+    assert Effect("x", samples, 1.0, limitation="too short").size == "not judged"
 
 
 def test_sizes_are_shares_of_the_paper_s_effect():
@@ -130,7 +130,7 @@ def test_sizes_are_shares_of_the_paper_s_effect():
 
 def test_what_is_barred_speaks_for_neither_side():
     for value in (5.0, -5.0):
-        effect = Effect("x", (value, value + 0.1), barred="a short training")
+        effect = Effect("x", (value, value + 0.1), limitation="a short training")
         verdict = decide([effect])
         assert verdict.direction == INCONCLUSIVE
         assert verdict.why.endswith("a short training")
@@ -162,13 +162,13 @@ def test_bounds():
 def test_parts():
     good, bad, none = (Verdict(w, w, claim=w) for w in (SUPPORTED, CONTRADICTED, NOT_RUN))
     unclear = Verdict(INCONCLUSIVE, "who knows")
-    assert joined([good, unclear]).direction == INCONCLUSIVE
-    assert joined([good, unclear, bad]).direction == CONTRADICTED
-    assert joined([good, none]).direction == NOT_RUN
-    assert joined([good, good]).direction == SUPPORTED
-    assert joined([good, joined([bad, unclear])]).claims == (good, bad, unclear)
+    assert combine([good, unclear]).direction == INCONCLUSIVE
+    assert combine([good, unclear, bad]).direction == CONTRADICTED
+    assert combine([good, none]).direction == NOT_RUN
+    assert combine([good, good]).direction == SUPPORTED
+    assert combine([good, combine([bad, unclear])]).claims == (good, bad, unclear)
     assert (
-        joined([good, unclear]).why == "supported: supported, supported. Part: inconclusive, who knows"
+        combine([good, unclear]).why == "supported: supported, supported. Part: inconclusive, who knows"
     )
     with pytest.raises(ValueError, match="'holds' is not one of supported, contradicted"):
         Verdict("holds", "")
@@ -178,8 +178,8 @@ def test_parts():
 
 def test_the_mean_of_comparisons_is_taken_seed_by_seed():
     one, two = Effect("a", (1.0, 2.0), 2.0), Effect("b", (3.0, 6.0), 4.0)
-    assert pooled([one, two]).samples == (2.0, 4.0)
-    assert pooled([one, two]).paper == 3.0
-    assert pooled([one, Effect("c", (5.0,), 1.0)]).label == "c"
-    assert pooled([one, replace(two, barred="short")]) == one
-    assert pooled([one, replace(two, ratio=True)]) == one
+    assert mean_effect([one, two]).samples == (2.0, 4.0)
+    assert mean_effect([one, two]).paper == 3.0
+    assert mean_effect([one, Effect("c", (5.0,), 1.0)]).label == "c"
+    assert mean_effect([one, replace(two, limitation="short")]) == one
+    assert mean_effect([one, replace(two, ratio=True)]) == one

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from attractor.report.runs import reproductions
 from attractor.reproduce import load, merge, run
 from attractor.reproduce import page as pages
 from attractor.reproduce.results import fault, path_of
@@ -78,6 +79,17 @@ def test_runs_that_are_there_have_no_fault():
     assert fault(run, "a") is None
 
 
+def test_a_results_file_names_an_experiment_and_no_file(tmp_path, results):
+    """Reading results imports nothing, whatever they call their experiment."""
+    trap = tmp_path / "trap.py"
+    trap.write_text("raise SystemExit('imported')")
+    path = results()
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"experiment": str(trap)}))
+    with pytest.raises(ValueError, match="no experiment is called"):
+        reproductions.read(path, "results")
+
+
 def test_strings_of_results_files_are_text_on_the_page(tmp_path, results, monkeypatch):
     script = "<script>alert(1)</script> [x](javascript:alert(1)) {raw}`html` ![i](x)\n\n# head"
     results(device=script, made_by=f"`{script}`")
@@ -92,6 +104,6 @@ def test_strings_of_results_files_are_text_on_the_page(tmp_path, results, monkey
     kinds = {token.type for token in found}
     assert not kinds & {"html_block", "html_inline", "image"}
     links = [token.attrs["href"] for token in found if token.type == "link_open"]
-    assert not [link for link in links if not link.startswith("#")]
+    assert not [link for link in links if not link.startswith("#") and link != "claims.md"]
     assert "<script" not in parser.render(text)
     assert script.split("\n")[0].split("`")[0] in "".join(token.content for token in found)

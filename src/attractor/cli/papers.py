@@ -49,7 +49,7 @@ def reproduce(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
     data: Annotated[Path | None, typer.Option(help="Folder of data sets; else ATTRACTOR_DATA.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of results; default out/reproduce.")] = None,
-    arm: Annotated[list[str] | None, typer.Option(help="Only this one; may be given again.")] = None,
+    arm: Annotated[list[str] | None, typer.Option(help="Run only this arm; repeatable.")] = None,
     seeds: Annotated[str, typer.Option(help="Such as 0,1,2; default: the scale's.")] = "",
     engine: Engine = None,
     workers: Workers = None,
@@ -59,10 +59,12 @@ def reproduce(
     budget: Annotated[float, typer.Option(help="Begin no run after so many seconds.")] = float("inf"),
     again: Annotated[bool, typer.Option(help="Run what is there already once more.")] = False,
     merge: Annotated[
-        list[Path] | None, typer.Option(help="Take in runs of this file; may be given again.")
+        list[Path] | None,
+        typer.Option(help="Add the runs of this file; repeatable."),
     ] = None,
     page: Annotated[
-        Path | None, typer.Option(help="Write the page of results here, and pictures.")
+        Path | None,
+        typer.Option(help="Write the pages of results and claims here."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -122,11 +124,11 @@ def _one(
     name: str, scale: str, out: Path, merged: list[Path], options: dict[str, Any], quiet: bool
 ) -> dict[str, Any]:
     from attractor.core.files import json_bytes
-    from attractor.reproduce import find, merge, run
+    from attractor.reproduce import find, from_file, merge, run
     from attractor.reproduce.page import rows
     from attractor.reproduce.results import path_of
 
-    experiment = find(name)
+    experiment = from_file(name) if name.endswith(".py") else find(name)
     name = experiment.name
     if merged:
         results = merge(experiment, scale, out, merged)
@@ -153,7 +155,7 @@ def _plain(verdict: Any) -> dict[str, Any]:
 
 
 def _show(experiment: Any, results: Any, verdict: Any) -> None:
-    from attractor.reproduce.page import judged, known, rows
+    from attractor.reproduce.page import known, rows, verdict_lines
     from attractor.reproduce.verdict import number
 
     unit = f", {experiment.unit}" if experiment.unit else ""
@@ -175,7 +177,7 @@ def _show(experiment: Any, results: Any, verdict: Any) -> None:
         say(f"Too wide to show: {', '.join(columns[fit:])}; --json has them.")
     say(f"The paper: {experiment.claim}")
     if verdict is not None:
-        for text in judged(experiment, results, verdict):
+        for text in verdict_lines(experiment, results, verdict):
             say(text.replace("**", ""), style="bold")
     elif results.missing():
         say(f"{len(results.missing())} runs are still to come.")
@@ -193,7 +195,7 @@ def _seeds(given: str) -> list[int]:
 def _list(folder: Path, as_json: bool) -> None:
     from attractor.core.files import json_bytes
     from attractor.reproduce import catalogue
-    from attractor.reproduce.page import claims, largest, sized, state, worded
+    from attractor.reproduce.page import claims, largest, sizes_of, state, worded
 
     everything = catalogue().values()
     if as_json:
@@ -201,7 +203,7 @@ def _list(folder: Path, as_json: bool) -> None:
             {
                 "name": e.name, "place": e.place, "claim": e.claim, "scales": list(e.scales),
                 "state": state(e, folder), "verdict": worded(e, largest(e, folder)) or None,
-                "size": sized(e.verdict(largest(e, folder))) or None,
+                "size": sizes_of(e.verdict(largest(e, folder))) or None,
                 "claims": json.loads(json_bytes(claims(e, folder))),
             }
             for e in everything

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from attractor.core import schema
 from attractor.core.rates import Rate
+from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.schema import (
     ADVICE,
     any_of,
@@ -147,11 +148,11 @@ def from_checkpoint(
             f"{folder} holds a correction of states of {dim} components, and those of {equation} have "
             f"{own}; pass the equation of the fit as rate="
         )
-    stages = correction.config.get("stages", scheme.rate_calls)
-    if stages != scheme.rate_calls:
+    own = len(scheme.b) if isinstance(scheme, Rosenbrock) else scheme.rate_calls
+    stages = correction.config.get("stages", own)
+    if stages != own:
         raise CheckpointError(
-            f"{folder} holds a correction of {stages} stages, and {scheme!r} has {scheme.rate_calls}. "
-            f"{ADVICE}"
+            f"{folder} holds a correction of {stages} stages, and {scheme!r} has {own}. {ADVICE}"
         )
     if values is not None:
         serialization.check_values(values, equation, options["dim"], trust, folder)

@@ -12,7 +12,7 @@ from attractor.core.files import check_target, write_text
 from attractor.reproduce.experiment import SCALES, Experiment
 from attractor.reproduce.results import Results, load
 from attractor.reproduce.shelf import catalogue, papers, uncovered
-from attractor.reproduce.verdict import DIRECTIONS, EXACT, Verdict, joined, number
+from attractor.reproduce.verdict import DIRECTIONS, EXACT, Verdict, combine, number
 
 HEAD = """# Results
 
@@ -128,7 +128,7 @@ def worded(experiment: Experiment, results: Results | None) -> str:
     return f"{verdict.direction} so far" if partly else verdict.direction
 
 
-def sized(verdict: Verdict | None) -> str:
+def sizes_of(verdict: Verdict | None) -> str:
     """Return the sizes of a verdict and its parts, in a few words; empty if the paper has no numbers."""
     return "" if verdict is None else "; ".join(filter(None, (part.size for part in verdict.claims)))
 
@@ -172,7 +172,7 @@ def _claim(experiment: Experiment, verdict: Verdict, results: Results | None) ->
     low, high = effect.interval()
     seeds = max(map(len, results.runs.values())) if effect.deviation == EXACT else len(effect.samples)
     row |= {
-        "ours": verdict.measured or str(effect), "value": effect.value, "low": low, "high": high,
+        "ours": verdict.measurement or str(effect), "value": effect.value, "low": low, "high": high,
         "effect": effect.paper, "seeds": seeds,
     }  # fmt: skip
     return row
@@ -337,7 +337,7 @@ def section(experiment: Experiment, folder: Path | str, pictures: Path) -> str:
     lines = [f"### {experiment.name}: {experiment.place}\n", f"*{experiment.claim}*\n"]
     verdict = experiment.verdict(found)
     if verdict is not None:
-        lines += [*judged(experiment, found, verdict), ""]
+        lines += [*verdict_lines(experiment, found, verdict), ""]
     elif found is None:
         lines.append("**not run yet**\n")
     elif found.complete:
@@ -380,7 +380,7 @@ def section(experiment: Experiment, folder: Path | str, pictures: Path) -> str:
     return "\n".join(lines)
 
 
-def judged(experiment: Experiment, results: Results | None, verdict: Verdict) -> list[str]:
+def verdict_lines(experiment: Experiment, results: Results | None, verdict: Verdict) -> list[str]:
     """Return the verdict: a line, or one line per part and another for what is said beside them."""
     so_far = " so far" if worded(experiment, results).endswith("so far") else ""
     size = lambda part: f", size {part.size}" if part.size else ""
@@ -392,7 +392,7 @@ def judged(experiment: Experiment, results: Results | None, verdict: Verdict) ->
         f"- {part.claim}: **{part.direction}{so_far}{size(part)}**; {part.why}.{note(part)}"
         for part in verdict.parts
     ]
-    rest = verdict.why.removeprefix(joined(verdict.parts).why).removeprefix(". ")
+    rest = verdict.why.removeprefix(combine(verdict.parts).why).removeprefix(". ")
     return [*lines, "", f"{rest}."] if rest else lines
 
 
@@ -451,7 +451,7 @@ def seen(experiment: Experiment, title: str, folder: Path | str, pictures: Path,
     where = f"{max(map(len, found.runs.values()))} seeds, scale {found.scale}"
     if named:
         where = f"{experiment.place.split(', ')[-1]}, {where}"
-    text = f"Seen ({where}):\n\n" + "\n".join(judged(experiment, found, verdict)) + "\n"
+    text = f"Seen ({where}):\n\n" + "\n".join(verdict_lines(experiment, found, verdict)) + "\n"
     text += "".join(f"\n{line}" for line in larger(experiment, found, folder))
     drawn = pictures / f"{experiment.name.replace('-', '_')}.png"
     if drawn.exists():
@@ -466,7 +466,7 @@ def page(folder: Path | str, pictures: Path) -> str:
     body = []
     for e in everything.values():
         results = largest(e, folder)
-        words = [worded(e, results), sized(e.verdict(results))]
+        words = [worded(e, results), sizes_of(e.verdict(results))]
         body.append([f"[{e.name}](#{anchor(e)})", e.claim, *words, state(e, folder)])
     parts = [HEAD, *findings(everything, folder, pictures), "## Everything\n"]
     parts.append(_table(head, body, numbers=False))

@@ -67,15 +67,12 @@ def from_file(path: Path | str) -> Experiment:
 
 
 def find(name: str) -> Experiment:
-    """Return the experiment of a name, or of the file if the name is a path that ends in ``.py``.
+    """Return the experiment of a name in the catalogue. It may be one that a results file states.
 
     Raises:
         ValueError: No experiment has that name; the message has similar ones.
     """
     from difflib import get_close_matches
-
-    if name.endswith(".py"):
-        return from_file(name)
 
     known = catalogue()
     if name not in known:

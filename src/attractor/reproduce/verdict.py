@@ -105,7 +105,7 @@ class Effect:
         ratio: Samples are natural logarithms of a ratio, which is shown.
         deviation: Of a sample, for an effect of one seed; None if it is not known, so that the interval
             of one seed is infinite.
-        barred: Why the comparison can neither support nor contradict the claim; empty if it can.
+        limitation: Why the comparison can neither support nor contradict the claim; empty if it can.
         inclusive: An effect of exactly 0 supports the claim, as the equality of a bound does.
     """
 
@@ -115,7 +115,7 @@ class Effect:
     unit: str = ""
     ratio: bool = False
     deviation: Deviation | None = None
-    barred: str = ""
+    limitation: str = ""
     inclusive: bool = False
 
     @property
@@ -135,11 +135,11 @@ class Effect:
     def supports(self) -> bool:
         """Return whether the interval lies above 0."""
         low, _ = self.interval()
-        return not self.barred and (low > 0 or (self.inclusive and low == 0))
+        return not self.limitation and (low > 0 or (self.inclusive and low == 0))
 
     def contradicts(self, comparisons: int = 1) -> bool:
         """Return whether the interval, widened for a number of comparisons, lies below 0."""
-        return not self.barred and self.interval(comparisons)[1] < 0
+        return not self.limitation and self.interval(comparisons)[1] < 0
 
     @property
     def direction(self) -> str:
@@ -159,7 +159,7 @@ class Effect:
         """The size in a word; empty if the paper has no number."""
         if self.share is None:
             return ""
-        if self.barred:
+        if self.limitation:
             return "not judged"
         _, low, high = self.share
         if high < 0:
@@ -221,7 +221,7 @@ class Verdict:
         effects: The comparisons.
         headline: The effect that stands for the claim in tables; None without any.
         caveat: What limits the comparison, such as a flaw of the protocol.
-        measured: What was measured, in a few words, where the headline's number needs an explanation.
+        measurement: What was measured, in a few words, where the headline's number needs an explanation.
         parts: The verdicts of the parts of a claim, where it has several.
     """
 
@@ -231,7 +231,7 @@ class Verdict:
     effects: tuple[Effect, ...] = ()
     headline: Effect | None = None
     caveat: str = ""
-    measured: str = ""
+    measurement: str = ""
     parts: tuple["Verdict", ...] = ()
 
     def __post_init__(self) -> None:
@@ -274,7 +274,7 @@ def decide(
     claim: str = "",
     headline: Effect | None = None,
     caveat: str = "",
-    measured: str = "",
+    measurement: str = "",
     control: Sequence[Effect] = (),
     vacuous: str = "",
 ) -> Verdict:
@@ -284,7 +284,7 @@ def decide(
         headline: The effect that stands for the claim; None for the mean over the effects.
         control: The same effects where the claim cannot be true, as of networks without training. If
             they support the claim as well, the check cannot fail, and the claim is inconclusive.
-        measured: See `Verdict`.
+        measurement: See `Verdict`.
         vacuous: Why no outcome of the measurement could have contradicted the claim, which is then
             inconclusive unless it is contradicted.
     """
@@ -303,21 +303,21 @@ def decide(
         direction, caveat = INCONCLUSIVE, "; ".join(filter(None, [caveat, vacuous]))
     else:
         vacuous = ""
-    barred = sorted({effect.barred for effect in effects if effect.barred})
-    reasons = [why or "; ".join(f"{e.label}: {e}" for e in effects), *barred]
-    text, shown = "; ".join(filter(None, reasons)), headline or pooled(effects)
-    return Verdict(direction, text, claim, effects, shown, caveat, measured)
+    limits = sorted({effect.limitation for effect in effects if effect.limitation})
+    reasons = [why or "; ".join(f"{e.label}: {e}" for e in effects), *limits]
+    text, shown = "; ".join(filter(None, reasons)), headline or mean_effect(effects)
+    return Verdict(direction, text, claim, effects, shown, caveat, measurement)
 
 
-def pooled(effects: Sequence[Effect]) -> Effect:
+def mean_effect(effects: Sequence[Effect]) -> Effect:
     """Return the mean of effects, seed by seed; an effect with the fewest seeds if numbers differ.
 
     Effects of other units than the first one's, and those without the paper's number where others have
-    one, are left out, and those that are barred if others are not.
+    one, are left out, and those with a limitation if others have none.
     """
     first = effects[0]
     alike = [e for e in effects if (e.unit, e.ratio) == (first.unit, first.ratio)]
-    alike = [e for e in alike if not e.barred] or alike
+    alike = [e for e in alike if not e.limitation] or alike
     printed = [e for e in alike if e.paper is not None]
     chosen = printed or alike
     if len(chosen) == 1:
@@ -364,7 +364,7 @@ def compare(
     paper: float | None = None,
     label: str = "",
     deviation: Deviation | None = None,
-    barred: str = "",
+    limitation: str = "",
 ) -> Effect:
     """Return by how much an arm is better than another, at the seeds of both.
 
@@ -387,7 +387,7 @@ def compare(
     if len(samples) == 1 and deviation is None:
         deviation = deviation_of(results, results.arms, metric, ratio)
     paper = paper if paper is not None and paper > 0 else None
-    return Effect(label or f"{arm} over {over}", samples, paper, "", ratio, deviation, barred)
+    return Effect(label or f"{arm} over {over}", samples, paper, "", ratio, deviation, limitation)
 
 
 def gains(
@@ -474,12 +474,12 @@ def all_of(*rules: Rule) -> Rule:
     """
 
     def judge(results: Results) -> Verdict:
-        return joined([rule(results) for rule in rules])
+        return combine([rule(results) for rule in rules])
 
     return judge
 
 
-def joined(verdicts: Sequence[Verdict]) -> Verdict:
+def combine(verdicts: Sequence[Verdict]) -> Verdict:
     """Return the verdict on a claim of which these are the parts."""
     parts = tuple(part for verdict in verdicts for part in verdict.claims)
     words = [part.direction for part in parts]

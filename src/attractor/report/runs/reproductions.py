@@ -9,7 +9,7 @@ from attractor.report import live
 from attractor.report.page import Page
 from attractor.report.runs.run import Run, read_json
 from attractor.reproduce import find
-from attractor.reproduce.page import chart_title, command, rows, sized, told, worded
+from attractor.reproduce.page import chart_title, command, rows, sizes_of, told, worded
 from attractor.reproduce.results import FILE, Results, fault
 from attractor.reproduce.results import read as read_runs
 
@@ -43,7 +43,7 @@ def read(path: Path, name: str) -> Run:
         path,
         numbers={
             "verdict": worded(experiment, results) or "not judged at this scale",
-            "size": sized(verdict) or None,
+            "size": sizes_of(verdict) or None,
             "why": verdict.why if verdict else None,
             "runs": len(every),
             "seconds": results.seconds(),
