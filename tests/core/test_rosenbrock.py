@@ -304,7 +304,7 @@ def test_blow_up_is_reported(scheme):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (dict(compile=True), "compile=True is not implemented for rodas4"),
+        (dict(compile=True), "compile=True is not implemented for rodas4 with equal steps"),
         (dict(u0=torch.ones(2, 2, dtype=torch.complex128)), "real states"),
         (dict(jacobian=3), "jacobian is a int; pass a function"),
         (dict(jacobian=lambda t, u: 1.0), "jacobian returned a float; return a tensor"),

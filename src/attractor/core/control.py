@@ -87,8 +87,9 @@ def controlled(
     stats = trajectory.stats
     if not wants_grad and not rounds:
         return replace(trajectory, stats=replace(stats, rate_calls=stats.rate_calls + calls))
+    graphs = compile and isinstance(scheme, Scheme)
     solution, again = differentiated(
-        f, u0, k, t, scheme, rounds, parameters, compile, checkpoint, dense, events, trajectory.events
+        f, u0, k, t, scheme, rounds, parameters, graphs, checkpoint, dense, events, trajectory.events
     )
     calls += stats.rate_calls + again + is_differentiated(t)
     return replace(trajectory, stats=replace(stats, rate_calls=calls), **solution)
@@ -109,7 +110,8 @@ def _forward(
 ) -> tuple[Trajectory, list[Round]]:
     """Return the states, without gradients, and the rounds if they are kept or gradients turn up."""
     rate = with_parameters(f, parameters)
-    step_of = compiled(attempt, u0.device, f, scheme) if compile else attempt
+    graphs = compile and isinstance(scheme, Scheme)  # of torch; others are compiled in C or not at all
+    step_of = compiled(attempt, u0.device, f, scheme) if graphs else attempt
     clock = t_out.to(torch.float32 if u0.device.type == "mps" else torch.float64)
     last, batch = len(clock) - 1, u0.shape[:-1]
     end, begin = (x if clock.dim() == 1 else x[..., None] for x in (clock[-1], clock[0]))
@@ -144,6 +146,7 @@ def _forward(
     if native is not None:
         steps, now = native.taken, native.now
         calls += steps * rate_calls(scheme) + native.with_interpolant * len(scheme.extra_stages)
+    may_loop &= graphs
 
     while bool(now.active.any()):
         if steps >= control.max_steps:

@@ -110,10 +110,10 @@ def evolve(
     controls_error = rtol is not None or atol is not None
     scheme = get_scheme(scheme if scheme is not None else "dopri5" if controls_error else "rk4")
     if isinstance(scheme, Rosenbrock):
-        if compile:
+        if compile and not controls_error:
             raise ValueError(
-                f"compile=True is not implemented for {scheme.name}; leave out compile, or use an "
-                "explicit scheme"
+                f"compile=True is not implemented for {scheme.name} with equal steps; pass rtol, leave "
+                "out compile, or use an explicit scheme"
             )
         f = f if jacobian is None else Linearised(f, jacobian)
     elif jacobian is not None:

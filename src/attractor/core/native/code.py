@@ -41,7 +41,7 @@ def function_text(
         offset: The number of tensors in `memory` that belong to functions before this one.
         dim: The number of components of a stage, for functions of stages.
     """
-    body = _Body(function, suffix, dim)
+    body = _Body(name, function, suffix, dim)
     stores = [f"    out[{i}][s] = {body.value(node)};" for i, node in enumerate(function.outputs)]
     return _definition(name, signature, function, offset, body, body.lines(stores))
 
@@ -49,7 +49,7 @@ def function_text(
 def test_text(name: str, signature: str, function: ScalarFunction, suffix: str) -> str:
     """Return a C function whose result is a byte for each trajectory, 1 or 0."""
     (output,) = function.outputs
-    body = _Body(function, suffix, 0)
+    body = _Body(name, function, suffix, 0)
     lines = [
         "  Block flags;",
         *body.lines([f"    flags[s] = {body.value(output)} ? 1 : 0;"]),
@@ -81,7 +81,7 @@ class _Body:
         tables: Constants of the function.
     """
 
-    def __init__(self, function: ScalarFunction, suffix: str, dim: int) -> None:
+    def __init__(self, name: str, function: ScalarFunction, suffix: str, dim: int) -> None:
         self.operations, self.suffix, self.dim = function.program.operations, suffix, dim
         self.outputs = function.outputs
         needed = function.program.needed(function.outputs)
@@ -93,7 +93,10 @@ class _Body:
         self.last = max((self.loop_of[node] for node in function.outputs), default=0)
         wanted = {x for node in needed for x in self._numbers(node)} | set(function.outputs)
         self.computed = [node for node in needed if node in wanted and node not in dots]
-        self.products = [_Product(i, *rows) for i, rows in enumerate(self._grouped(dots))]
+        # Functions of one source have tables of their own.
+        self.products = [
+            _Product(f"{name}_weights{i}", i, *rows) for i, rows in enumerate(self._grouped(dots))
+        ]
         self.place = {node: product.place(node) for product in self.products for node in product.rows}
         self.tables = [
             table for product in self.products for table in product.table(self.operations, suffix)
@@ -195,8 +198,11 @@ class _Body:
 class _Product:
     """Rows of a matrix product, which are "dot" operations on the same numbers."""
 
-    def __init__(self, number: int, rows: list[int], numbers: tuple[int, ...], source: Any) -> None:
-        self.number, self.rows, self.numbers, self.source = number, rows, numbers, source
+    def __init__(
+        self, weights: str, number: int, rows: list[int], numbers: tuple[int, ...], source: Any
+    ) -> None:
+        self.weights, self.number = weights, number
+        self.rows, self.numbers, self.source = rows, numbers, source
         self.members = frozenset(numbers)
         self.loop = 0
 
@@ -217,7 +223,7 @@ class _Product:
             values = [_literal(operations[weight][1][0]) for weight in self._weights(operations, node)]
             rows.append(", ".join(values + ["0"] * (len(self.numbers) - len(values))))
         body = ",\n  ".join(rows)
-        return [f"static const T w{self.number}[] = {{\n  {body}}};"]
+        return [f"static const T {self.weights}[] = {{\n  {body}}};"]
 
     def calls(self, operations: Sequence[Any]) -> list[str]:
         """Return the calls of the product: one, if the rows are at equal distances in memory."""
@@ -229,7 +235,7 @@ class _Product:
             if len(set(lengths)) == 1:
                 parts = [(0, len(lengths))]
             return [
-                f"  product(w{n} + {first * columns}, {columns}, 1, {stop - first}, "
+                f"  product({self.weights} + {first * columns}, {columns}, 1, {stop - first}, "
                 f"{max(lengths[first:stop])}, (const Block *)z{n}, d{n} + {first});"
                 for first, stop in parts
             ]

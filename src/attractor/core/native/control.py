@@ -9,8 +9,11 @@ from torch import Tensor
 from attractor.core.native.aten import UntranslatableError
 from attractor.core.native.code import function_text, prototypes, template, weighted_stages
 from attractor.core.native.compiler import TYPES, lanes_of, library_of
+from attractor.core.native.derivatives import jacobian
+from attractor.core.native.rosenbrock import LARGEST, after_rate, attempt_text, interpolant_lines
 from attractor.core.native.tracing import ScalarFunction, traced
-from attractor.core.rates import Rate
+from attractor.core.rates import Linearised, Rate
+from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.rounds import Progress, Rules
 from attractor.core.scheme import Scheme
 from attractor.core.trajectory import Status
@@ -67,49 +70,85 @@ def native_rounds(
         The rounds. None: the rate or the norm of the error cannot be written in C, or has gradients.
     """
     u, scheme = now.u, rules.scheme
-    if not isinstance(scheme, Scheme) or u.dtype not in TYPES or not u.numel():
+    if u.dtype not in TYPES or not u.numel() or now.t.dtype != torch.float64:
         return None
-    if now.t.dtype != torch.float64 or is_transformed(u) or has_tangent(u):
-        return None
-    try:
-        rate, norm = _functions(f, rules, u, parameters)
-    except UntranslatableError:
-        return None
-    if rate.differentiable and torch.is_grad_enabled():
+    if isinstance(f, Linearised) or is_transformed(u) or has_tangent(u):
         return None
     dim, known = u.shape[-1], 0 if parameters is None else parameters.shape[-1]
-    stages = len(scheme.b) + (not scheme.first_same_as_last) + len(scheme.extra_stages)
+    if isinstance(scheme, Rosenbrock) and dim > LARGEST:
+        return None
+    try:
+        functions = _functions(f, rules, u, parameters)
+    except UntranslatableError:
+        return None
+    rate = functions.rate
+    if rate.differentiable and torch.is_grad_enabled():
+        return None
+    stages, terms, blocks = _sizes(scheme)
+    if isinstance(scheme, Rosenbrock):
+        blocks += 2 * dim  # the derivatives and the matrix
     macros = (
-        f"T={TYPES[u.dtype]}", f"LANES={lanes_of(u.dtype, u.numel() // dim, dim * (stages + 3))}",
-        f"STATE={dim}", f"PARAMETERS={known}", f"KNOWN={stages}",
-        f"LAST={len(scheme.b) - scheme.first_same_as_last}", f"LANDS={int(not scheme.interpolates)}",
-        f"COEFFICIENTS={3 + len(scheme.dense_weights)}",
+        f"T={TYPES[u.dtype]}", f"LANES={lanes_of(u.dtype, u.numel() // dim, dim * blocks)}",
+        f"STATE={dim}", f"PARAMETERS={known}", f"KNOWN={stages}", f"LAST={_last(scheme)}",
+        f"LANDS={int(not scheme.interpolates)}", f"COEFFICIENTS={terms}",
         f"STEP_UNDERFLOW={int(Status.STEP_UNDERFLOW)}", f"LOST={int(Status.LOST)}",
         f"PI_CONTROL={int(rules.control.beta != 0)}",
         *(["TWO_ESTIMATES=1"] if scheme.lower_error_weights else []),
     )  # fmt: skip
-    source = lambda: _source(rate, norm, scheme, dim, u.dtype == torch.float32)
-    library = library_of((rate, norm), (scheme, "control"), source, macros, vector_math=True)
+    source = lambda: _source(functions, scheme, dim, u.dtype == torch.float32)
+    library = library_of(functions.all, (scheme, "control"), source, macros, vector_math=True)
     if library is None:
         return None
     own = None if parameters is None else parameters.detach().to(u.dtype)
     return _call(library.rounds, rate, rules, output, limit, now, own)
 
 
-def _functions(
-    f: Rate, rules: Rules, u: Tensor, parameters: Tensor | None
-) -> tuple[ScalarFunction, ScalarFunction]:
-    """Return the rate and the norm of the error, traced with two trajectories per dimension."""
+class _Functions(NamedTuple):
+    """What rounds consist of, besides the scheme.
+
+    Attributes:
+        rate: ``(t, u, p) -> k``.
+        norm: ``(u) -> norm``, of errors divided by the allowed errors.
+        derivatives: ``(t, u, p) -> df/du, df/dt`` for Rosenbrock schemes.
+    """
+
+    rate: ScalarFunction
+    norm: ScalarFunction
+    derivatives: ScalarFunction | None
+
+    @property
+    def all(self) -> tuple[ScalarFunction, ...]:
+        return tuple(f for f in self if f is not None)
+
+
+def _functions(f: Rate, rules: Rules, u: Tensor, parameters: Tensor | None) -> _Functions:
+    """Return the functions, traced with two trajectories per dimension."""
     ones = lambda components, dtype: torch.ones([2] * (u.dim() - 1) + [components], dtype=dtype)
     own = [] if parameters is None else [ones(parameters.shape[-1], u.dtype)]
-    names = ("t", "u", "p")[: 2 + len(own)]
-    rate = traced(f, names)(ones(1, u.dtype), ones(u.shape[-1], u.dtype), *own)
-    norm = traced(rules.control.norm, ("u",))(ones(u.shape[-1], torch.float64))
-    if len(rate.outputs) != u.shape[-1] or len(norm.outputs) != 1:
+    names, dim = ("t", "u", "p")[: 2 + len(own)], u.shape[-1]
+    implicit = isinstance(rules.scheme, Rosenbrock)
+    # Derivatives of constants that are zero need no operations.
+    rate = traced(f, names, constants=implicit)(ones(1, u.dtype), ones(dim, u.dtype), *own)
+    norm = traced(rules.control.norm, ("u",))(ones(dim, torch.float64))
+    if len(rate.outputs) != dim or len(norm.outputs) != 1:
         raise UntranslatableError("a result of another shape")
     if norm.memory or "dot" in norm.kinds:
         raise UntranslatableError("a norm with weights")
-    return rate, norm
+    return _Functions(rate, norm, jacobian(rate, dim) if implicit else None)
+
+
+def _last(scheme: Scheme | Rosenbrock) -> int:
+    """Return the place of the rate at the end of a step among the stages that are kept."""
+    if isinstance(scheme, Rosenbrock):
+        return len(scheme.b) + 1
+    return len(scheme.b) - scheme.first_same_as_last
+
+
+def _sizes(scheme: Scheme | Rosenbrock) -> tuple[int, int, int]:
+    """Return the numbers of stages, of terms of the interpolant, and of states that a step keeps."""
+    stages = _last(scheme) + 1 + len(scheme.extra_stages)
+    cubic = isinstance(scheme, Scheme) or not scheme.dense_rows
+    return stages, len(scheme.dense_weights) + (3 if cubic else 1), stages + 3
 
 
 def _call(
@@ -165,18 +204,30 @@ def _call(
     return Rounds(count, int(inside.sum()), Progress(**after))
 
 
-def _source(rate: ScalarFunction, norm: ScalarFunction, scheme: Scheme, dim: int, single: bool) -> str:
+def _source(functions: _Functions, scheme: Scheme | Rosenbrock, dim: int, single: bool) -> str:
     """Return the C code of rounds."""
     suffix = "f" if single else ""
     of_numbers = "OF_VECTORS double pow(double, double);\n" if single else ""
     signature = "const Block *t, const Block *u, const Block *p, Block *out"
     parts = [
         template("blocks.c"), prototypes(suffix), of_numbers,
-        function_text("rate", signature, rate, suffix), _attempt(scheme, dim),
-        _estimate("estimate", scheme.error_weights, dim),
-        _estimate("estimate_lower", scheme.lower_error_weights, dim), _interpolant(scheme, dim),
+        function_text("rate", signature, functions.rate, suffix),
+    ]  # fmt: skip
+    weights = scheme.error_weights, scheme.lower_error_weights
+    if isinstance(scheme, Rosenbrock):
+        assert functions.derivatives is not None
+        parts += [
+            function_text("jacobian", signature, functions.derivatives, suffix),
+            template("rosenbrock.c"), attempt_text(scheme, dim),
+        ]  # fmt: skip
+        weights = after_rate(weights[0]), ()
+    else:
+        parts.append(_attempt(scheme, dim))
+    parts += [
+        _estimate("estimate", weights[0], dim), _estimate("estimate_lower", weights[1], dim),
+        _interpolant(scheme, dim),
         '#pragma push_macro("T")\n#undef T\n#define T double\n#define Block Wide',  # for the norm
-        function_text("norm", "const Block *u, Block *out", norm, ""),
+        function_text("norm", "const Block *u, Block *out", functions.norm, ""),
         '#undef Block\n#pragma pop_macro("T")\n', template("control.c"),
     ]  # fmt: skip
     return "\n".join(parts)
@@ -207,14 +258,19 @@ def _attempt(scheme: Scheme, dim: int) -> str:
     return "\n".join([*lines, "}", ""])
 
 
-def _interpolant(scheme: Scheme, dim: int) -> str:
+def _interpolant(scheme: Scheme | Rosenbrock, dim: int) -> str:
     """Return the function that computes the coefficients of `attractor.core.interpolant`."""
     each = f"  for (int i = 0; i < {dim}; i++)\n    EACH_LANE"
-    last = (len(scheme.b) - scheme.first_same_as_last) * dim
-    lines = [
+    head = [
         "static inline void interpolant(const Block *t, const Block *h, const Block *u,",
         "                               const Block *u1, Block *k, const Block *p, Block *out,",
         "                               const T *const *memory) {",
+    ]
+    if isinstance(scheme, Rosenbrock) and scheme.dense_rows:
+        return "\n".join([*head, *interpolant_lines(scheme, dim), "}", ""])
+    last = _last(scheme) * dim
+    lines = [
+        *head,
         f"  Block x[{dim}], time[1];",
         f"{each} {{",
         "      T rise = u1[i][s] - u[i][s];",
@@ -223,17 +279,17 @@ def _interpolant(scheme: Scheme, dim: int) -> str:
         f"      out[{2 * dim} + i][s] = 2 * rise - h[0][s] * (k[i][s] + k[{last} + i][s]);",
         "    }",
     ]
-    first = len(scheme.b) + (not scheme.first_same_as_last)
-    for j, row in enumerate(scheme.extra_stages):
+    if isinstance(scheme, Scheme):
+        for j, row in enumerate(scheme.extra_stages, _last(scheme) + 1):
+            lines += [
+                f"{each} x[i][s] = u[i][s] + h[0][s] * ({weighted_stages(row, dim)});",
+                f"  EACH_LANE time[0][s] = t[0][s] + (T){float(sum(row))!r} * h[0][s];",
+                f"  rate((const Block *)time, (const Block *)x, p, k + {j * dim}, memory);",
+            ]
         lines += [
-            f"{each} x[i][s] = u[i][s] + h[0][s] * ({weighted_stages(row, dim)});",
-            f"  EACH_LANE time[0][s] = t[0][s] + (T){float(sum(row))!r} * h[0][s];",
-            f"  rate((const Block *)time, (const Block *)x, p, k + {(first + j) * dim}, memory);",
+            f"{each} out[{(3 + j) * dim} + i][s] = h[0][s] * ({weighted_stages(row, dim)});"
+            for j, row in enumerate(scheme.dense_weights)
         ]
-    lines += [
-        f"{each} out[{(3 + j) * dim} + i][s] = h[0][s] * ({weighted_stages(row, dim)});"
-        for j, row in enumerate(scheme.dense_weights)
-    ]
     return "\n".join([*lines, "}", ""])
 
 

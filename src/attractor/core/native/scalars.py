@@ -43,6 +43,12 @@ class Program:
     def __len__(self) -> int:
         return len(self.operations)
 
+    def copy(self) -> "Program":
+        """Return a program with the same nodes, to which others can be added."""
+        result = Program()
+        result.operations, result._known = [*self.operations], {**self._known}
+        return result
+
     def _add(self, operation: str, *arguments: Any) -> int:
         key = operation, arguments
         if key not in self._known:
