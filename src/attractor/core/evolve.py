@@ -66,7 +66,8 @@ def evolve(
             under error control if there are no events and no dense output: a loop in C, compiled in
             less than a second, where the rate is arithmetic on the components of a state, and one by
             `torch.compile` in about ten seconds where it is not. With gradients and on a GPU
-            `torch.compile` compiles several steps at a time. See docs/foundation.md.
+            `torch.compile` compiles several steps at a time. Rosenbrock schemes are compiled under error
+            control only, in C. See docs/foundation.md.
         checkpoint: Number of steps between the states that are kept for gradients; the steps between
             them are computed again in the backward pass. True: about the square root of the number of
             steps.

@@ -3,10 +3,11 @@
 `evolve(..., compile=True)` on a CPU calls `native_loop` for fixed steps and `native_rounds` under error
 control. They trace the rate, the correction and the trust region (`tracing`), write each of them as a
 program of scalars for one trajectory (`scalars`, `aten`), and the steps of the scheme around them as C
-(`code`, `steps`, `control`), which the C compiler of the machine compiles in less than a second
-(`compiler`). A block of trajectories takes all its steps at once, in the first cache, so that a step of
-one trajectory takes a fraction of a microsecond. What cannot be written in this way is left to torch's
-compiler.
+(`code`, `steps`, `control`), which the C compiler of the machine compiles in about a second
+(`compiler`). For Rosenbrock schemes the program of the rate is differentiated (`derivatives`), and
+linear systems are solved in C as well (`rosenbrock`). A block of trajectories takes all its steps at
+once, in the first cache, so that a step of one trajectory takes a fraction of a microsecond. What
+cannot be written in this way is left to torch's compiler.
 
     loop = native_loop(rate, get_scheme("rk4"), None, None, t, dt, u0, None)
     taken, u, inside, stayed = loop(t, dt, torch.tensor(100), u0, anywhere)
