@@ -84,6 +84,35 @@ def energy() -> str:
     return command("energy") + text + table(["scheme", "first", "fifth", "last"], rows)
 
 
+def control() -> str:
+    found = load("control")
+    number = lambda x: "" if x is None else f"{1e3 * x:.3g}"
+    seconds = lambda group, name: (group.get(name) or {}).get("seconds")
+    best = lambda group: min((x["seconds"] for x in group.values() if x), default=None)
+    rows, ratios = [], []
+    for r in found["rows"]:
+        own, peers = best(r["attractor"]), [best(r["scipy"]), best(r.get("diffrax", {}))]
+        rows.append([
+            r["case"], f"{r['error']:.0e}", f"{r['batch']:,}",
+            *(number(seconds(r["attractor"], name)) for name in ("tsit5", "dop853")),
+            *map(number, peers),
+        ])  # fmt: skip
+        fastest = min((x for x in peers if x is not None), default=None)
+        if own is not None and fastest is not None:
+            ratios.append(fastest / own)
+    first = [x["first"] for r in found["rows"] for x in r["attractor"].values() if x]
+    text = (
+        "Milliseconds to an error, compiled, on a CPU with "
+        f"{found['threads']} thread{'s' * (found['threads'] > 1)}: the largest tolerance that reaches it. "
+        "SciPy is DOP853 on the same torch rate for the whole batch, and diffrax is the faster one of Tsit5 and "
+        "Dopri8, also for the whole batch. The better scheme of this library is "
+        f"{min(ratios):.2g} to {max(ratios):.2g} times as fast as the better of both, median "
+        f"{statistics.median(ratios):.2g}; a first call takes {statistics.median(first):.1f} s.\n\n"
+    )
+    head = ["equation", "error", "trajectories", "tsit5", "dop853", "SciPy", "diffrax"]
+    return command("control") + text + table(head, rows)
+
+
 def stiff() -> str:
     found = load("stiff")
     rows = [

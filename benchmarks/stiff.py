@@ -36,7 +36,8 @@ SHARE = 1e-3  # absolute tolerance, relative to rtol times the value of a compon
 REFERENCE = 1e-10
 CHECKED = 2  # trajectories on which errors are measured
 LOOPED = 5  # trajectories that SciPy solves at most, for each tolerance
-MAPPED = 500  # trajectories that diffrax solves at most
+MAPPED = 100  # trajectories that diffrax solves at most
+MOST_STEPS = 10_000  # of diffrax
 REPEATS = 3  # timings, of which the least counts
 LONG = 5.0  # seconds, after which a call is not repeated
 
@@ -120,7 +121,7 @@ class Problem:
         def one(u0: Any) -> Any:
             solution = diffrax.diffeqsolve(
                 term, diffrax.Kvaerno5(), 0.0, self.t_end, None, u0, saveat=diffrax.SaveAt(t1=True),
-                stepsize_controller=control, max_steps=100_000, throw=False,
+                stepsize_controller=control, max_steps=MOST_STEPS, throw=False,
             )  # fmt: skip
             done = solution.result == diffrax.RESULTS.successful
             stats = solution.stats

@@ -159,6 +159,42 @@ def test_a_rate_of_time_has_no_hybrids_and_says_so():
     assert any("depends on t" in note for note in solver.report.notes)
 
 
+def van_der_pol(t, u):
+    x, v = u.unbind(-1)
+    return torch.stack((v, 500 * (1 - x * x) * v - x), -1)
+
+
+def search_of(rate, sample, horizon, error=1e-3):
+    options = None, 4, 10.0, "cpu", None, 0, lambda message: None
+    return HybridSearch(at.fit, rate, error, horizon, sample, *options)
+
+
+@pytest.mark.parametrize(
+    ("rate", "horizon", "stiff"),
+    [
+        (van_der_pol, 400.0, True),
+        (lambda t, u: torch.stack((u[..., 1], -u[..., 0]), -1), 400.0, False),  # only long
+        (lambda t, u: -1e4 * (u - torch.cos(t)), 100.0, True),
+    ],
+)  # fmt: skip
+def test_equations_are_stiff_where_explicit_schemes_need_far_more_steps(rate, horizon, stiff):
+    assert search_of(rate, states, horizon).is_stiff() == stiff
+
+
+def test_stiff_equations_are_solved_by_rosenbrock_schemes(tmp_path):
+    sample = lambda n, generator: torch.tensor([2.0, 0.0], **F64) + 0.1 * states(n, generator)
+    tuned = at.tune(van_der_pol, error=1e-3, horizon=400.0, sample=sample, batch=20, budget=30)
+    report = tuned.report
+    assert {c.scheme for c in report.candidates} == {"rodas4", "rodas5p"}
+    assert report.winner.error <= 1e-3
+    assert report.winner.compiled
+    assert "explicit schemes and hybrids: the equation is stiff" in report.notes
+    u0 = sample(10, torch.Generator().manual_seed(5))
+    truth = at.evolve(van_der_pol, u0, [0.0, 400.0], "rodas5p", rtol=1e-9, atol=1e-12, compile=True)
+    errors = (tuned.solve(u0, 400.0).final - truth.final).abs() / torch.tensor(report.scale, **F64)
+    assert errors.max() < 3e-3
+
+
 def test_what_cannot_be_reached_is_named():
     grow = lambda t, u: u**2
     with pytest.raises(ValueError, match="cannot be followed to horizon = 5"):

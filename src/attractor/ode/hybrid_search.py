@@ -49,6 +49,10 @@ class HybridSearch(Search):
     def run(self, compile: bool) -> list[Candidate]:
         """Return the candidates that reach the error and were timed, the fastest first."""
         fixed, adaptive = self.plain()
+        if self.stiff:
+            timed = [self.timing(replace(c, compiled=compile)) for c in adaptive]
+            timed += self.in_float32(timed) if self.error >= SINGLE else []
+            return sorted(timed, key=lambda c: c.seconds)
         # Half the step of dop853 has an error of a two hundredth.
         self.fine_dt = next((c.setting / 2 for c in fixed if c.scheme == "dop853"), None)
         most = UNLIKELY * self.fewest_calls if compile else math.inf

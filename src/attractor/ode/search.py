@@ -1,4 +1,8 @@
-"""The search for the fastest plain scheme: the reference, errors, times, and compiled candidates."""
+"""The search for the fastest plain scheme: the reference, errors, times, and compiled candidates.
+
+An equation that needs many more steps by an explicit scheme than by a Rosenbrock scheme is stiff; only
+Rosenbrock schemes are then candidates.
+"""
 
 import math
 import time
@@ -12,6 +16,7 @@ from attractor.core import Trajectory, evolve, get_scheme
 from attractor.core.rates import Rate
 from attractor.core.step import with_parameters
 from attractor.core.tableaus import AnyScheme
+from attractor.core.trajectory import Status
 from attractor.ode.candidates import Candidate, distance, in_dtype, sizes, solved_by
 from attractor.ode.samples import Sampler, initial_states, sampled_parameters
 from attractor.ode.solver import HybridSolver
@@ -19,11 +24,18 @@ from attractor.ode.solver import HybridSolver
 CHECKED = 200  # number of fresh trajectories on which errors are measured
 FIXED = ("dop853", "tsit5", "rk4")  # in the order in which they are tried
 ADAPTIVE = ("dop853", "tsit5")
+IMPLICIT = ("rodas5p", "rodas4")  # for stiff equations
+STIFF = (
+    10  # times the steps of a Rosenbrock scheme that an explicit scheme needs if an equation is stiff
+)
+PROBE = 1e-3  # tolerance with which steps are counted
+MOST_PROBED = 1_000  # steps of a Rosenbrock scheme, and as many explicit steps for each as STIFF says
+LARGEST_IMPLICIT = 100  # components of a state whose Jacobian is not too expensive
 MOST_STEPS = 200_000
 # A reference solution takes at most so many times the budget, or so many seconds if that is longer.
 MOST_REFERENCE, LEAST_REFERENCE = 20.0, 120.0
 PARTS = [8.0**-k for k in range(9, 0, -1)]  # of the horizon, which are timed for an estimate
-RELIABLE = 0.1  # seconds, from which on the time of a part is an estimate
+RELIABLE = 50  # steps, from which on a part serves for an estimate
 REPEATS = 5  # number of timings, of which the least counts
 ENOUGH = 0.5  # seconds of timing after which it is not repeated
 COMPILING = 15.0  # seconds that torch takes to compile a loop of steps, for most rates
@@ -63,6 +75,7 @@ class Search:
         self.samplers: dict[str, Any] = {"sample": sample, "parameters": parameters}
         self.device, self.period, self.seed, self.progress = device, period, seed, progress
         self.started = time.monotonic()
+        self.stiff = False
         self.reserve = 0.0  # seconds of the budget that are kept for later
         self.compile_seconds = COMPILING  # that equal steps of the rate took to compile
         self.fewest_calls = math.inf  # calls of the rate of a candidate that reaches the error
@@ -94,12 +107,16 @@ class Search:
         """Return the schemes with equal steps, and those with error control, that reach the error."""
         self.progress("reference")
         self.reference()
-        fixed = [candidate for name in FIXED if (candidate := self.fixed(get_scheme(name))) is not None]
-        adaptive = [candidate for name in ADAPTIVE if (candidate := self.adaptive(name)) is not None]
+        if self.stiff:
+            self.notes.append("explicit schemes and hybrids: the equation is stiff")
+        equal, controlled = ((), IMPLICIT) if self.stiff else (FIXED, ADAPTIVE)
+        fixed = [candidate for name in equal if (candidate := self.fixed(get_scheme(name))) is not None]
+        adaptive = [candidate for name in controlled if (candidate := self.adaptive(name)) is not None]
         if not fixed and not adaptive:
             raise ValueError(
-                f"no scheme reaches an error of {self.error:g} over {self.horizon:g}: the equation is "
-                "stiff, or rounding is larger than the error; use a larger error or a shorter horizon"
+                f"no scheme reaches an error of {self.error:g} over {self.horizon:g}: rounding is "
+                "larger than the error, or the equation is too stiff; use a larger error or a shorter "
+                "horizon"
             )
         return fixed, adaptive
 
@@ -114,7 +131,10 @@ class Search:
 
     def reference(self) -> None:
         """Compute the final states of the checked trajectories, and the size of each component."""
-        solution = self.reference_on_grids() or self.reference_with_control()
+        solution = self.reference_on_grids()
+        if solution is None:
+            self.stiff = self.is_stiff()
+            solution = self.reference_with_control("rodas5p" if self.stiff else "dop853")
         self.truth, self.scale = solution.final, sizes(solution)
 
     def reference_on_grids(self) -> Trajectory | None:
@@ -133,23 +153,48 @@ class Search:
             before = solution
         return None
 
-    def reference_with_control(self) -> Trajectory:
-        """Follow the checked trajectories by dop853 with error control."""
+    def is_stiff(self) -> bool:
+        """Return whether an explicit scheme needs far more steps than a Rosenbrock scheme."""
+        if self.checked.shape[-1] > LARGEST_IMPLICIT:
+            return False
+        size = self.checked.square().mean(0).sqrt()
+        size = torch.where(size > 0, size, 1.0)
+
+        def solve(scheme: str, most: int) -> Trajectory:
+            return self.controlled(scheme, self.horizon, PROBE, PROBE * size, max_steps=most)
+
+        try:
+            implicit = solve("rodas5p", MOST_PROBED)
+        except (ValueError, TypeError):  # a rate that cannot be differentiated
+            return False
+        if not bool(implicit.ok.all()):
+            return False
+        most = max(100, STIFF * implicit.stats.steps)
+        return bool((solve("dop853", most).status == Status.STEP_LIMIT).any())
+
+    def controlled(
+        self, scheme: str, end: float, rtol: float, atol: Any, max_steps: int = 100_000
+    ) -> Trajectory:
+        """Follow the checked trajectories with error control."""
+        implicit = scheme in IMPLICIT  # which take long if they are not compiled
+        return evolve(
+            self.rate, self.checked, [0.0, end], scheme, rtol=rtol, atol=atol, compile=implicit,
+            parameters=self.checked_p, max_steps=max_steps,
+        )  # fmt: skip
+
+    def reference_with_control(self, scheme: str) -> Trajectory:
+        """Follow the checked trajectories by a scheme with error control."""
         tolerance = max(1e-13, 1e-3 * self.error)
-        self.check_horizon(tolerance)
+        self.check_horizon(scheme, tolerance)
         for _ in range(3):
             solved, finer = (
-                evolve(
-                    self.rate, self.checked, [0.0, self.horizon], "dop853", rtol=x, atol=1e-3 * x,
-                    parameters=self.checked_p,
-                )
-                for x in (tolerance, 0.03 * tolerance)
-            )  # fmt: skip
+                self.controlled(scheme, self.horizon, x, 1e-3 * x) for x in (tolerance, 0.03 * tolerance)
+            )
             if not bool(finer.ok.all()):
                 raise ValueError(
                     f"{int((~finer.ok).sum())} of {CHECKED} sampled trajectories cannot be followed to "
-                    f"horizon = {self.horizon:g} by dop853 with error control; is the equation stiff, "
-                    "or does its solution end?"
+                    f"horizon = {self.horizon:g} by {scheme} with error control; does the solution of "
+                    "the equation end?"
                 )
             if distance(solved.final, finer.final, sizes(finer)) <= REFERENCE * self.error:
                 return finer
@@ -159,37 +204,37 @@ class Search:
         )
         return finer
 
-    def check_horizon(self, tolerance: float) -> None:
+    def check_horizon(self, scheme: str, tolerance: float) -> None:
         """Raise a ValueError if a reference would take far longer than the budget.
 
-        Longer and longer parts of it are timed. What a part takes more than the previous one tells what
-        the rest takes, so that a start with small steps does not count.
+        Longer and longer parts of it are timed. The steps that a part takes more than the previous one
+        tell how many the rest takes, so that a start with small steps does not count.
         """
         most = max(LEAST_REFERENCE, MOST_REFERENCE * self.budget)
-        before_share, before_seconds = 0.0, 0.0
+        before_share, before_steps, seconds, taken = 0.0, 0, 0.0, 0
         for share in PARTS:
             began = time.monotonic()
-            evolve(
-                self.rate, self.checked, [0.0, share * self.horizon], "dop853", rtol=tolerance,
-                atol=1e-3 * tolerance, parameters=self.checked_p,
-            )  # fmt: skip
-            seconds = time.monotonic() - began
-            pace = (seconds - before_seconds) / (share - before_share)
-            estimate = seconds + (1 - share) * pace
-            if seconds - before_seconds > RELIABLE and estimate > most:
+            steps = self.controlled(
+                scheme, share * self.horizon, tolerance, 1e-3 * tolerance
+            ).stats.steps
+            seconds, taken = seconds + time.monotonic() - began, taken + steps
+            further = steps - before_steps
+            expected = steps + (1 - share) * further / (share - before_share)
+            estimate = expected * seconds / taken
+            if further > RELIABLE and estimate > most:
                 raise ValueError(
                     f"horizon = {self.horizon:g}: the reference solution alone would take about "
                     f"{estimate:,.0f} s, and at most {most:,.0f} s are spent on it with a budget of "
                     f"{self.budget:g} s; use a shorter horizon or a larger budget"
                 )
-            before_share, before_seconds = share, seconds
+            before_share, before_steps = share, steps
 
     def measured(self, way: Candidate) -> Candidate:
         """Return the candidate with its error on the checked trajectories."""
         try:
             problem = self.checked, 0.0, self.horizon, self.checked_p
-            eager = replace(way, compiled=False)
-            solved = solved_by(self.rate, eager, self.solver_of(way), *problem, self.scale, self.error)
+            quick = replace(way, compiled=self.stiff)
+            solved = solved_by(self.rate, quick, self.solver_of(way), *problem, self.scale, self.error)
         except (RuntimeError, ValueError, TypeError) as failure:
             if way.dtype == "float64":
                 raise
