@@ -1,10 +1,11 @@
-"""The three pictures of "attention as time stepping": `python docs/pictures.py`, into docs/images.
+"""Pictures of the documentation: `python docs/pictures.py` writes them into docs/images.
 
 Colours and greys are of middle brightness and the background is transparent, so that they can be read on
-light and dark pages. The second is of a training that is kept in experiments/results; the others are
+light and dark pages. Measurements come from experiments/results and benchmarks/results; the others are
 computed here, in seconds.
 """
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -99,13 +100,60 @@ def attention() -> Any:
     return figure
 
 
+def kinetics() -> Any:
+    """Robertson's reaction at twelve temperatures, and the time of 10,000 cells of four mechanisms."""
+
+    def rate(t: torch.Tensor, u: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        a, b, c = u.unbind(-1)
+        slow, fast, back = p.unbind(-1)
+        first, second, third = slow * a, fast * b * b, back * b * c
+        return torch.stack((third - first, first - second - third, second), -1)
+
+    temperature = torch.linspace(280, 320, 12, dtype=torch.float64)[:, None]
+    barriers = torch.tensor([6e3, 2e3, 3e3], dtype=torch.float64)
+    at_300 = torch.tensor([0.04, 3e7, 1e4], dtype=torch.float64)
+    p = at_300 * torch.exp(-barriers * (1 / temperature - 1 / 300))
+    u0 = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64).expand(12, 3)
+    t = torch.cat((torch.zeros(1), torch.logspace(-6, 10, 161))).double()
+    solved = at.evolve(rate, u0, t, "rodas5p", parameters=p, rtol=1e-6, atol=1e-14, compile=True)
+
+    figure, (cells, times) = plt.subplots(1, 2, figsize=(9, 3.0), width_ratios=(1.3, 1))
+    colours = plt.get_cmap("coolwarm")(torch.linspace(0, 1, 12).numpy())
+    for i, colour in enumerate(colours):
+        cells.loglog(t[1:], solved.u[1:, i, 1], color=colour, lw=1.2)
+    cells.set(title="intermediate, 280 K (blue) to 320 K (red)", xlabel="time")
+
+    rows = json.loads((HERE.parent / "benchmarks" / "results" / "stiff.json").read_text())["rows"]
+    names = list(dict.fromkeys(row["system"] for row in rows))
+    looks = {"SciPy Radau": GREY, "diffrax Kvaerno5": ORANGE, "rodas5p": BLUE}
+    for i, (solver_name, colour) in enumerate(looks.items()):
+        seconds = {
+            row["system"]: row["seconds"] for row in rows
+            if row["solver"] == solver_name and row["rtol"] == 1e-4
+        }  # fmt: skip
+        places = [n + 0.27 * (i - 1) for n in range(len(names))]
+        times.barh(places, [seconds.get(n, 0) for n in names], 0.25, color=colour, label=solver_name)
+    times.set(xscale="log", xlabel="seconds, 10,000 cells, rtol 1e-4", yticks=range(len(names)))
+    times.set_yticklabels(names)
+    times.legend(
+        ncols=3, loc="upper right", bbox_to_anchor=(1.05, 1.18), columnspacing=1, handlelength=1
+    )
+    figure.subplots_adjust(wspace=0.35)
+    return figure
+
+
+PICTURES = {
+    "idea-solver": solver, "idea-network": network, "idea-attention": attention, "kinetics": kinetics,
+}  # fmt: skip
+
+
 def main(folder: Path) -> None:
-    """Write the three pictures."""
+    """Write all pictures."""
     folder.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(STYLE):
-        for draw in (solver, network, attention):
+        for name, draw in PICTURES.items():
             figure = draw()
-            path = folder / f"idea-{draw.__name__}.svg"
+            path = folder / f"{name}.svg"
             figure.savefig(path, bbox_inches="tight", metadata={"Date": None, "Creator": None})
             plt.close(figure)
             print(path)

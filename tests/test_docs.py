@@ -39,8 +39,8 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative
 # Pages whose code takes more than two seconds.
 LONG_PAGES = {
     "README.md", "docs/attention.md", "docs/hybrid.md", "docs/networks.md", "docs/how-to/export.md",
-    "docs/how-to/pretrained-gates.md",     "docs/tutorials/dynamics.md", "docs/tutorials/sequences.md",
-    "docs/tutorials/vision.md",
+    "docs/how-to/pretrained-gates.md", "docs/tutorials/dynamics.md", "docs/tutorials/kinetics.md",
+    "docs/tutorials/sequences.md", "docs/tutorials/vision.md",
 }  # fmt: skip
 
 
@@ -140,12 +140,12 @@ def test_notebooks_hold_the_code_of_the_examples(tmp_path):
 def test_pictures_are_drawn_by_their_script():
     pytest.importorskip("matplotlib")
     pictures = tool("pictures")
-    for draw in (pictures.network, pictures.attention):
+    for draw in (pictures.network, pictures.attention, pictures.kinetics):
         figure = draw()
         assert all(axis.has_data() for axis in figure.axes)
         pictures.plt.close(figure)
-    for name in ("solver", "network", "attention"):
-        drawn = (DOCS / "images" / f"idea-{name}.svg").read_text()
+    for name in pictures.PICTURES:
+        drawn = (DOCS / "images" / f"{name}.svg").read_text()
         assert drawn.startswith("<?xml")
         assert "<script" not in drawn
         assert "<path" in drawn
@@ -154,7 +154,7 @@ def test_pictures_are_drawn_by_their_script():
 @pytest.mark.slow
 def test_all_pictures_are_drawn_by_their_script(tmp_path):
     tool("pictures").main(tmp_path)
-    assert len(list(tmp_path.glob("*.svg"))) == 3
+    assert {path.stem for path in tmp_path.glob("*.svg")} == set(tool("pictures").PICTURES)
 
 
 @functools.cache
