@@ -136,6 +136,33 @@ def stiff() -> str:
     return command("stiff") + text + table(head, rows)
 
 
+def stiff_summary() -> str:
+    """Ratios of times at errors no larger than those of other libraries with the tolerance 1e-4."""
+    rows = load("stiff")["rows"]
+    ours = [r for r in rows if r["solver"].startswith("rodas")]
+
+    def ratios(solver: str) -> list[float]:
+        return [
+            peer["seconds"] / min(r["seconds"] for r in ours
+                                  if r["system"] == peer["system"] and r["error"] <= peer["error"])
+            for peer in rows if peer["solver"] == solver and peer["rtol"] == 1e-4
+        ]  # fmt: skip
+
+    texts = [
+        f"{min(ratios(solver)):,.0f} to {max(ratios(solver)):,.0f} times faster than {name}"
+        for solver, name in (
+            ("diffrax Kvaerno5", "diffrax's Kvaerno5"),
+            ("SciPy Radau", "SciPy's Radau"),
+        )
+    ]
+    fastest = min(r["seconds"] for r in ours if r["rtol"] == 1e-4)
+    slowest = max(r["seconds"] for r in ours if r["rtol"] == 1e-4)
+    return (
+        f"{fastest:.2g} to {slowest:.2g} s at rtol 1e-4; {' and '.join(texts)} at an error no larger "
+        "(docs/foundation.md)"
+    )
+
+
 def stepping() -> str:
     found = load("stepping")
     seconds, first, error = found["seconds"], found["first_call"], found["rms_from_float64"]
@@ -986,6 +1013,7 @@ def summary() -> str:
         ["the same on other systems: better than rk4 at half the step",
          f"on {better_than_half(untouched)} of {len(untouched)} (docs/hybrid.md)"],
         ["the fastest way to an error of 1e-6, 1,000 trajectories at a time (`at.tune`)", tuned_summary()],
+        [f"four stiff mechanisms in {load('stiff')['batch']:,} cells at once, compiled, CPU", stiff_summary()],
         ["energy error after 100,000 steps of Hénon-Heiles",
          f"leapfrog {e['leapfrog'][-1]:.3f} (first tenth {e['leapfrog'][0]:.3f}), "
          f"rk4 {e['rk4'][-1]:.2f} (first tenth {e['rk4'][0]:.2f})"],
