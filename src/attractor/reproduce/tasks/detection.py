@@ -22,7 +22,7 @@ from attractor.core.files import read_bytes, write_json
 from attractor.data.folders import folder_of
 from attractor.data.imagefolder import decoded
 from attractor.reproduce.tasks import Context, Outcome
-from attractor.reproduce.tasks.images import folder_for, make_recipe, rounded
+from attractor.reproduce.tasks.images import folder_for, make_recipe, round_outcome
 from attractor.residual.backbone import Backbone, resnet_backbone
 from attractor.train import train
 
@@ -41,8 +41,8 @@ def detect(config: dict[str, Any], context: Context) -> Outcome:
     "side" (images are cut off beyond it), "boxes" (at most so many in an image), "workers", and "made":
     so many images of squares in a folder of the same layout, instead of COCO's.
     """
-    with tempfile.TemporaryDirectory() as made:
-        place = _coco(config, context, Path(made))
+    with tempfile.TemporaryDirectory() as temporary:
+        place = _coco(config, context, Path(temporary))
         training, test = (Coco(place, part, config["side"], config["boxes"]) for part in PARTS)
         torch.manual_seed(context.seed)
         model = make_detector(config, len(training.classes))
@@ -56,17 +56,17 @@ def detect(config: dict[str, Any], context: Context) -> Outcome:
             out=folder_for(context, recipe),
             tell=lambda p: context.tell(f"  {p}") if p.row is not None else None,
         )  # fmt: skip
-        found = [detections(model, test[i]) for i in range(len(test))]
-    metrics = average_precision([test.truth(i) for i in range(len(test))], found)
+        predictions = [detections(model, test[i]) for i in range(len(test))]
+    metrics = average_precision([test.truth(i) for i in range(len(test))], predictions)
     loss = history.final["train_loss"]
     digests = {part.name: part.digest for part in (training, test)}
-    return rounded({"metrics": {**metrics, "train_loss": loss}, "curves": {}, "data": digests})
+    return round_outcome({"metrics": {**metrics, "train_loss": loss}, "curves": {}, "data": digests})
 
 
 def detect_data(config: dict[str, Any], context: Context) -> dict[str, str]:
     """Hashes of what `detect` reads."""
-    with tempfile.TemporaryDirectory() as made:
-        place = _coco(config, context, Path(made))
+    with tempfile.TemporaryDirectory() as temporary:
+        place = _coco(config, context, Path(temporary))
         parts = (Coco(place, part, config["side"], config["boxes"]) for part in PARTS)
         return {part.name: part.digest for part in parts}
 
@@ -83,14 +83,16 @@ class Coco(Dataset[tuple[Tensor, ...]]):
         content = read_bytes(folder / f"annotations/instances_{part}.json", link=True)
         self.name, self.digest = part, hashlib.sha256(content).hexdigest()
         self.folder, self.side, self.boxes, self.train = folder / part, side, boxes, "train" in part
-        found = json.loads(content)
-        self.classes = {c["id"]: i for i, c in enumerate(found["categories"], 1)}
-        self.things: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in found["images"]}
-        for thing in found["annotations"]:
-            self.things[thing["image_id"]].append(thing)
+        annotations = json.loads(content)
+        self.classes = {c["id"]: i for i, c in enumerate(annotations["categories"], 1)}
+        self.things: dict[int, list[dict[str, Any]]] = {
+            image["id"]: [] for image in annotations["images"]
+        }
+        for annotation in annotations["annotations"]:
+            self.things[annotation["image_id"]].append(annotation)
         self.files = [
             (image["id"], image["file_name"])
-            for image in found["images"]
+            for image in annotations["images"]
             if not self.train or self._boxes(image["id"])
         ]
 
@@ -107,14 +109,14 @@ class Coco(Dataset[tuple[Tensor, ...]]):
         pixels = torch.from_numpy(np.array(decoded(self.folder / name))).permute(2, 0, 1)
         pixels = pixels[:, : self.side, : self.side]
         height, width = pixels.shape[1:]
-        found = torch.zeros(self.boxes, 5)
-        kept = self._boxes(image)[: self.boxes]
-        found[: len(kept)] = torch.tensor(kept, dtype=torch.float32).reshape(-1, 5)
+        targets = torch.zeros(self.boxes, 5)
+        boxes = self._boxes(image)[: self.boxes]
+        targets[: len(boxes)] = torch.tensor(boxes, dtype=torch.float32).reshape(-1, 5)
         if self.train and torch.rand(()) < 0.5:  # mirrored
             pixels = pixels.flip(-1)
-            found[: len(kept), [0, 2]] = width - found[: len(kept), [2, 0]]
-        whole = pad(pixels, (0, self.side - width, 0, self.side - height))
-        return whole, torch.tensor([height, width]), found[:, :4], found[:, 4].long()
+            targets[: len(boxes), [0, 2]] = width - targets[: len(boxes), [2, 0]]
+        padded_pixels = pad(pixels, (0, self.side - width, 0, self.side - height))
+        return padded_pixels, torch.tensor([height, width]), targets[:, :4], targets[:, 4].long()
 
     def truth(self, index: int) -> dict[str, np.ndarray]:
         """All there is in an image: "boxes" ``[n, 4]``, "labels", "areas" and "crowd" ``[n]``."""
@@ -167,12 +169,12 @@ def detections(model: nn.Module, item: tuple[Tensor, ...]) -> dict[str, np.ndarr
     image, size, *_ = item
     device = next(model.parameters()).device
     height, width = size.tolist()
-    (found,) = model.eval()([image[:, :height, :width].to(device) / 255])
-    return {name: value.float().cpu().numpy() for name, value in found.items()}
+    (prediction,) = model.eval()([image[:, :height, :width].to(device) / 255])
+    return {name: value.float().cpu().numpy() for name, value in prediction.items()}
 
 
 def average_precision(
-    truths: Sequence[dict[str, np.ndarray]], found: Sequence[dict[str, np.ndarray]]
+    truths: Sequence[dict[str, np.ndarray]], predictions: Sequence[dict[str, np.ndarray]]
 ) -> dict[str, float]:
     """COCO's AP in percent, of all images: overall, at 50 and 75 % overlap, of small, medium, large.
 
@@ -186,7 +188,9 @@ def average_precision(
     labels = sorted({int(k) for t in truths for k in t["labels"][~t["crowd"]]})
     results = {}
     for name, area in AREAS.items():
-        rows = [row for k in labels if (row := _class_precision(truths, found, k, area)) is not None]
+        rows = [
+            row for k in labels if (row := _class_precision(truths, predictions, k, area)) is not None
+        ]
         table = np.array(rows) if rows else np.full((1, len(THRESHOLDS)), np.nan)
         results[f"AP{name}"] = 100 * float(table.mean())
         if not name:
@@ -194,53 +198,53 @@ def average_precision(
     return results
 
 
-def _class_precision(truths: Any, found: Any, label: int, area: tuple[float, float]) -> Any:
+def _class_precision(truths: Any, predictions: Any, label: int, area: tuple[float, float]) -> Any:
     """AP of a class at every threshold; None if there is nothing of it in that range of areas."""
-    scores, hits, counted, wanted = [], [], [], 0
-    for truth, got in zip(truths, found, strict=True):
-        own, mine = truth["labels"] == label, got["labels"] == label
-        boxes, crowd = truth["boxes"][own], truth["crowd"][own]
-        outside = (truth["areas"][own] < area[0]) | (truth["areas"][own] > area[1])
-        ignored = crowd | outside
-        order = np.argsort(-got["scores"][mine], kind="mergesort")[:MOST]
-        candidates = got["boxes"][mine][order]
-        scores.append(got["scores"][mine][order])
+    scores, hits, valid, positives = [], [], [], 0
+    for truth, prediction in zip(truths, predictions, strict=True):
+        truth_mask, prediction_mask = truth["labels"] == label, prediction["labels"] == label
+        boxes, crowd = truth["boxes"][truth_mask], truth["crowd"][truth_mask]
+        outside = (truth["areas"][truth_mask] < area[0]) | (truth["areas"][truth_mask] > area[1])
+        ignore = crowd | outside
+        order = np.argsort(-prediction["scores"][prediction_mask], kind="mergesort")[:MOST]
+        candidates = prediction["boxes"][prediction_mask][order]
+        scores.append(prediction["scores"][prediction_mask][order])
         sizes = (candidates[:, 2] - candidates[:, 0]) * (candidates[:, 3] - candidates[:, 1])
-        beyond = (sizes < area[0]) | (sizes > area[1])
-        to, spared = _matched(overlaps(candidates, boxes, crowd), ignored, crowd)
-        hits.append(to)
-        counted.append(~(spared | (~to & ~spared & beyond)))
-        wanted += int((~ignored).sum())
-    if not wanted:
+        too_small_or_large = (sizes < area[0]) | (sizes > area[1])
+        matches, ignored_matches = _match(overlaps(candidates, boxes, crowd), ignore, crowd)
+        hits.append(matches)
+        valid.append(~(ignored_matches | (~matches & ~ignored_matches & too_small_or_large)))
+        positives += int((~ignore).sum())
+    if not positives:
         return None
     order = np.argsort(-np.concatenate(scores), kind="mergesort")
-    hit, count = (np.concatenate(x, 1)[:, order] for x in (hits, counted))
+    hit, count = (np.concatenate(x, 1)[:, order] for x in (hits, valid))
     precisions = []
     for right, real in zip(hit, count):
         true = np.cumsum(right[real])
-        recall = true / wanted
+        recall = true / positives
         precision = np.maximum.accumulate((true / np.arange(1, len(true) + 1))[::-1])[::-1]
         at = np.searchsorted(recall, np.linspace(0, 1, 101), side="left")
         precisions.append(np.append(precision, 0.0)[np.minimum(at, len(precision))].mean())
     return precisions
 
 
-def _matched(overlap: np.ndarray, ignored: np.ndarray, crowd: np.ndarray) -> tuple[np.ndarray, ...]:
+def _match(overlap: np.ndarray, ignore: np.ndarray, crowd: np.ndarray) -> tuple[np.ndarray, ...]:
     """Whether each detection, best first, is matched to a box that counts, or to one that does not."""
     shape = (len(THRESHOLDS), len(overlap))
-    hit, spared = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
-    for t, least in enumerate(THRESHOLDS):
-        taken = np.zeros(len(ignored), dtype=bool)
+    hit, ignored_hit = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
+    for t, threshold in enumerate(THRESHOLDS):
+        occupied = np.zeros(len(ignore), dtype=bool)
         for d, row in enumerate(overlap):
-            free = ~taken | crowd
-            for group in (~ignored, ignored):  # boxes that count are preferred
-                able = np.flatnonzero(free & group & (row >= least))
-                if len(able):
-                    box = able[len(able) - 1 - np.argmax(row[able][::-1])]
-                    taken[box] = True
-                    hit[t, d], spared[t, d] = not ignored[box], ignored[box]
+            free = ~occupied | crowd
+            for group in (~ignore, ignore):  # boxes that count are preferred
+                candidates = np.flatnonzero(free & group & (row >= threshold))
+                if len(candidates):
+                    box = candidates[len(candidates) - 1 - np.argmax(row[candidates][::-1])]
+                    occupied[box] = True
+                    hit[t, d], ignored_hit[t, d] = not ignore[box], ignore[box]
                     break
-    return hit, spared
+    return hit, ignored_hit
 
 
 def overlaps(boxes: np.ndarray, others: np.ndarray, crowd: np.ndarray) -> np.ndarray:
@@ -274,24 +278,26 @@ class Dense(nn.Module):
         rows, columns = -(-height // self.STRIDE), -(-width // self.STRIDE)
         y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
         places = ((torch.stack((x, y), -1).reshape(-1, 2) + 0.5) * self.STRIDE).to(maps.device)
-        kinds, sides = maps.split((self.classes, 4), -1)
+        class_logits, sides = maps.split((self.classes, 4), -1)
         sides = sides.clamp(max=8).exp() * self.STRIDE  # to the left, top, right and bottom
         boxes = torch.cat((places - sides[..., :2], places + sides[..., 2:]), -1)
         if targets is None:
-            return [self.best(k.sigmoid(), b) for k, b in zip(kinds, boxes)]
-        wanted = [self.wanted(places, t) for t in targets]
-        label, aim = (torch.stack(x) for x in zip(*wanted))
+            return [self.best(k.sigmoid(), b) for k, b in zip(class_logits, boxes)]
+        assignments = [self.assign(places, t) for t in targets]
+        label, target_boxes = (torch.stack(x) for x in zip(*assignments))
         inside = label > 0
         count = inside.sum().clamp(min=1)
         truth = one_hot(label, self.classes + 1)[..., 1:].float()
-        off = smooth_l1_loss(boxes[inside], aim[inside], reduction="sum") / (4 * self.STRIDE)
+        box_loss = smooth_l1_loss(boxes[inside], target_boxes[inside], reduction="sum") / (
+            4 * self.STRIDE
+        )
         return {
-            "class": binary_cross_entropy_with_logits(kinds, truth, reduction="sum") / count,
-            "box": off / count,
+            "class": binary_cross_entropy_with_logits(class_logits, truth, reduction="sum") / count,
+            "box": box_loss / count,
         }
 
     @staticmethod
-    def wanted(places: Tensor, target: Any) -> tuple[Tensor, Tensor]:
+    def assign(places: Tensor, target: Any) -> tuple[Tensor, Tensor]:
         """Label ``[places]``, 0 outside of all boxes, and box ``[places, 4]``: the smallest around."""
         boxes, labels = target["boxes"], target["labels"]
         low, high = places[:, None] - boxes[:, :2], boxes[:, 2:] - places[:, None]
@@ -304,14 +310,14 @@ class Dense(nn.Module):
     def best(scores: Tensor, boxes: Tensor) -> dict[str, Tensor]:
         """The hundred best of all places."""
         score, label = scores.max(-1)
-        kept = score.topk(min(MOST, len(score))).indices
-        return {"boxes": boxes[kept], "labels": label[kept] + 1, "scores": score[kept]}
+        indices = score.topk(min(MOST, len(score))).indices
+        return {"boxes": boxes[indices], "labels": label[indices] + 1, "scores": score[indices]}
 
 
-def _coco(config: dict[str, Any], context: Context, made: Path) -> Path:
+def _coco(config: dict[str, Any], context: Context, directory: Path) -> Path:
     if "made" in config:
-        make_coco(made, config["made"])
-        return made
+        make_coco(directory, config["made"])
+        return directory
     folder = folder_of(context.folder)
     for place in () if folder is None else (folder / "coco", folder):
         if (place / "annotations" / "instances_train2017.json").is_file():

@@ -74,8 +74,8 @@ def classify(config: dict[str, Any], context: Context) -> Outcome:
     initial = probe(model, batches, settle=True) if config["probed"] else None
     recipe = make_recipe(config, context.seed)
     history = train(
-        model, *sets, recipe, device=context.device, save_every=5, tell=_told(context, recipe),
-        out=folder_for(context, recipe),
+        model, *sets, recipe, device=context.device, save_every=5,
+        tell=_progress_callback(context, recipe), out=folder_for(context, recipe),
     )  # fmt: skip
     metrics = {
         "accuracy": 100 * history.accuracy,
@@ -91,8 +91,8 @@ def classify(config: dict[str, Any], context: Context) -> Outcome:
             for k, v in before["curves"].items()
             if k.split("_")[-1] in STEPS  # not the spread of each, which takes more room than it tells
         }
-    found = {"metrics": metrics, "curves": curves, "data": hashes(config, sets)}
-    return rounded(found)
+    outcome = {"metrics": metrics, "curves": curves, "data": hashes(config, sets)}
+    return round_outcome(outcome)
 
 
 def imagefolder(config: dict[str, Any], context: Context) -> Outcome:
@@ -102,8 +102,8 @@ def imagefolder(config: dict[str, Any], context: Context) -> Outcome:
     of the images, "workers" that decode them (None: as many as useful), and "made": so many images of
     each of two classes in a folder of the same layout, instead of those in FOLDER.
     """
-    with tempfile.TemporaryDirectory() as made:
-        place = _imagenet(config, context, Path(made))
+    with tempfile.TemporaryDirectory() as temporary:
+        place = _imagenet(config, context, Path(temporary))
         training = ImageFolder(place / "train", train=True, size=config["size"])
         test = ImageFolder(place / "val", size=config["size"], classes=training.classes)
         torch.manual_seed(context.seed)
@@ -113,16 +113,16 @@ def imagefolder(config: dict[str, Any], context: Context) -> Outcome:
         history = train(
             model, training.loader(recipe.batch, config["workers"]),
             test.loader(recipe.batch, config["workers"]), recipe, device=context.device,
-            tell=_told(context, recipe), out=folder_for(context, recipe),
+            tell=_progress_callback(context, recipe), out=folder_for(context, recipe),
         )  # fmt: skip
-    return rounded({
+    return round_outcome({
         "metrics": {
             "accuracy": 100 * history.accuracy,
             "train_loss": history.final["train_loss"],
             "parameters": sum(p.numel() for p in model.parameters()),
         },
         "curves": {"accuracy": [100 * x for x in history.column("valid_accuracy")]},
-        "data": _listed(training, test),
+        "data": _name_hash(training, test),
     })  # fmt: skip
 
 
@@ -133,14 +133,14 @@ def classify_data(config: dict[str, Any], context: Context) -> dict[str, str]:
 
 def imagefolder_data(config: dict[str, Any], context: Context) -> dict[str, str]:
     """Hashes of what `imagefolder` reads."""
-    with tempfile.TemporaryDirectory() as made:
-        place = _imagenet(config, context, Path(made))
-        return _listed(*(ImageFolder(place / part, size=config["size"]) for part in ("train", "val")))
+    with tempfile.TemporaryDirectory() as temporary:
+        place = _imagenet(config, context, Path(temporary))
+        return _name_hash(*(ImageFolder(place / part, size=config["size"]) for part in ("train", "val")))
 
 
-def _listed(*folders: ImageFolder) -> dict[str, str]:
-    listed = "\n".join(sorted(p.name for d in folders for p in d.paths))
-    return {"names of files": hashlib.sha256(listed.encode()).hexdigest()}
+def _name_hash(*folders: ImageFolder) -> dict[str, str]:
+    names = "\n".join(sorted(p.name for d in folders for p in d.paths))
+    return {"names of files": hashlib.sha256(names.encode()).hexdigest()}
 
 
 def make_network(config: dict[str, Any], data: images.ImageSet, seed: int) -> nn.Module:
@@ -191,24 +191,26 @@ def stiffness(profile: StiffnessProfile) -> dict[str, dict[str, Any]]:
             f"peak_{step}": peak(nsi, own.stage.cpu()),
         }
         paths = [ranks.pearson(x, g) for x, g in zip(nsi[:, first], gates.cpu())]
-        known = [x for x in paths if not math.isnan(x)]
+        correlations = [x for x in paths if not math.isnan(x)]
         blocks = own.correlation()["pearson"]
         within = [x for x in blocks[first.cpu()].tolist() if not math.isnan(x)]
         metrics |= {
             f"blocks_{step}": float(np.mean(within)) if within else math.nan,
-            f"paths_{step}": float(np.median(known)) if known else math.nan,
-            f"negative_{step}": float(np.mean([x < 0 for x in known])) if known else math.nan,
+            f"paths_{step}": float(np.median(correlations)) if correlations else math.nan,
+            f"negative_{step}": float(np.mean([x < 0 for x in correlations]))
+            if correlations
+            else math.nan,
         }
         low, high = (torch.quantile(nsi, q, dim=0).tolist() for q in (0.1, 0.9))
         curves |= {
             f"nsi_{step}": nsi.mean(0).tolist(), f"nsi_{step}_low": low, f"nsi_{step}_high": high,
             f"surface_{step}": _table(own.surface, 100), f"share_{step}": _table(own.proportion, 1000),
         }  # fmt: skip
-        if known:
-            counts = np.histogram(known, bins=20, range=(-1, 1))[0]
+        if correlations:
+            counts = np.histogram(correlations, bins=20, range=(-1, 1))[0]
             curves |= {
                 f"correlation_{step}": blocks.tolist(),
-                f"paths_{step}_count": (100 * counts / len(known)).tolist(),
+                f"paths_{step}_count": (100 * counts / len(correlations)).tolist(),
             }
     return {"metrics": metrics, "curves": curves}
 
@@ -238,11 +240,11 @@ def peak(nsi: Tensor, stage: Tensor) -> float:
 
 def table(rows: list[str]) -> np.ndarray:
     """Percentages over (M1, M2) ``[13, 25]`` of what `_table` wrote with 100; with 1000, per mille."""
-    found = np.zeros((len(M1), len(M2)), dtype=int)
+    percentages = np.zeros((len(M1), len(M2)), dtype=int)
     for i, row in enumerate(rows):
         numbers = [int(x) for x in row.split()]
-        found[i, : len(numbers)] = numbers
-    return found
+        percentages[i, : len(numbers)] = numbers
+    return percentages
 
 
 def _table(measure: Any, whole: int) -> list[str]:
@@ -250,30 +252,30 @@ def _table(measure: Any, whole: int) -> list[str]:
 
     Zeros at the end of a line, where a threshold is exceeded by nothing, are left out.
     """
-    found = (whole * measure(M1, M2)).round().to(torch.int64).tolist()
-    return [" ".join(str(x) for x in row[: sum(y > 0 for y in row)]) for row in found]
+    counts = (whole * measure(M1, M2)).round().to(torch.int64).tolist()
+    return [" ".join(str(x) for x in row[: sum(y > 0 for y in row)]) for row in counts]
 
 
 def _sets(config: dict[str, Any], context: Context) -> Sets:
     if "made" in config:
-        with tempfile.TemporaryDirectory() as made:
-            make_stl10(Path(made), config["made"])
-            return images.load("stl10", "train", made), images.load("stl10", "test", made)
+        with tempfile.TemporaryDirectory() as temporary:
+            make_stl10(Path(temporary), config["made"])
+            return images.load("stl10", "train", temporary), images.load("stl10", "test", temporary)
     folder = folder_of(context.folder)
-    training, test = _loaded(config["data"], None if folder is None else str(folder))
+    training, test = _load(config["data"], None if folder is None else str(folder))
     return training.subset(config["images"]) if "images" in config else training, test
 
 
 @cache
-def _loaded(name: str, folder: str | None) -> Sets:
+def _load(name: str, folder: str | None) -> Sets:
     """Training and test images; every process reads them once."""
     return images.load(name, "train", folder), images.load(name, "test", folder)
 
 
-def _imagenet(config: dict[str, Any], context: Context, made: Path) -> Path:
+def _imagenet(config: dict[str, Any], context: Context, directory: Path) -> Path:
     if "made" in config:
-        make_imagefolder(made, config["made"])
-        return made
+        make_imagefolder(directory, config["made"])
+        return directory
     folder = folder_of(context.folder)
     for place in () if folder is None else (folder / "imagenet", folder):
         if (place / "train").is_dir() and (place / "val").is_dir():
@@ -314,17 +316,17 @@ def hashes(config: dict[str, Any], sets: Sets) -> dict[str, str]:
 
 
 def _hash(data: images.ImageSet) -> str:
-    found = hashlib.sha256(data.images.numpy().tobytes())
-    found.update(data.labels.numpy().tobytes())
-    return found.hexdigest()
+    sha256 = hashlib.sha256(data.images.numpy().tobytes())
+    sha256.update(data.labels.numpy().tobytes())
+    return sha256.hexdigest()
 
 
-def rounded(found: Any) -> Any:
+def round_outcome(outcome: Any) -> Any:
     """Curves to four digits, metrics to six: results stay small, and nobody reads more."""
     return {
-        **found,
-        "metrics": {k: _short(v, 6) for k, v in found["metrics"].items()},
-        "curves": {k: [_short(x, 4) for x in v] for k, v in found["curves"].items()},
+        **outcome,
+        "metrics": {k: _short(v, 6) for k, v in outcome["metrics"].items()},
+        "curves": {k: [_short(x, 4) for x in v] for k, v in outcome["curves"].items()},
     }
 
 
@@ -332,7 +334,7 @@ def _short(x: Any, digits: int) -> Any:
     return float(f"{x:.{digits}g}") if isinstance(x, float) and math.isfinite(x) else x
 
 
-def _told(context: Context, recipe: Recipe) -> Any:
+def _progress_callback(context: Context, recipe: Recipe) -> Any:
     every = max(1, recipe.epochs // 5)
 
     def tell(progress: Any) -> None:

@@ -34,25 +34,27 @@ def spreading(config: dict[str, Any], context: Context) -> Outcome:
     draw = torch.Generator().manual_seed(context.seed)
     tokens = config["tokens"]
     key = torch.randn(1, 4, tokens, 32, generator=draw, dtype=torch.float64)
-    wanted = torch.randint(tokens // 4, tokens - tokens // 4, (tokens,), generator=draw)
+    targets = torch.randint(tokens // 4, tokens - tokens // 4, (tokens,), generator=draw)
     pde: Any = get_pde(config["pde"])()
-    query = config["sharpness"] * key[..., wanted, :]
-    seen = trace(query, key, pde=pde, steps=config["steps"], dt=config["dt"])
-    moved = (seen.spread.square() - seen.spread[:1].square()).mean((1, 2)).clamp(min=0)[1:]
-    times = seen.times[1:]
+    query = config["sharpness"] * key[..., targets, :]
+    evolution = trace(query, key, pde=pde, steps=config["steps"], dt=config["dt"])
+    squared_range = (
+        (evolution.spread.square() - evolution.spread[:1].square()).mean((1, 2)).clamp(min=0)[1:]
+    )
+    times = evolution.times[1:]
     late = times >= times[-1] / 20
-    x, y = times[late].log(), moved[late].sqrt().log()
+    x, y = times[late].log(), squared_range[late].sqrt().log()
     exponent = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
     alpha = getattr(pde, "alpha", math.nan)
     far = _effect(pde, tokens, 4)
     return {
         "metrics": {
             "exponent": exponent.item(),
-            "rate": (moved[-1] / (2 * alpha * times[-1])).item(),
+            "rate": (squared_range[-1] / (2 * alpha * times[-1])).item(),
             "reach": float((far > 0).sum() - 1),
             "tail": (far[4] / far[3]).item(),
         },
-        "curves": {"time": _thin(times), "range": _thin(moved.sqrt())},
+        "curves": {"time": _thin(times), "range": _thin(squared_range.sqrt())},
     }
 
 
@@ -65,8 +67,8 @@ def smoothing(config: dict[str, Any], context: Context) -> Outcome:
     """
     query, key = _queries(config, context)
     motion: Any = {"pde": config["pde"], "steps": config["steps"], "dt": config["dt"]}
-    seen = trace(query, key, is_causal=config["causal"], **motion)
-    smoothness, variance = seen.smoothness, seen.variance
+    evolution = trace(query, key, is_causal=config["causal"], **motion)
+    smoothness, variance = evolution.smoothness, evolution.variance
     falls = (smoothness.diff(dim=0) < 0) & (variance.diff(dim=0) < 0)
     share = lambda x: (x / x[:1]).mean((1, 2))
     return {
@@ -74,10 +76,10 @@ def smoothing(config: dict[str, Any], context: Context) -> Outcome:
             "falls": falls.double().mean().item(),
             "smoothness": share(smoothness)[-1].item(),
             "variance": share(variance)[-1].item(),
-            "mass": (seen.row_mass - 1).abs().max().item(),
+            "mass": (evolution.row_mass - 1).abs().max().item(),
         },
         "curves": {
-            "time": _thin(seen.times),
+            "time": _thin(evolution.times),
             "smoothness": _thin(share(smoothness)),
             "variance": _thin(share(variance)),
         },
@@ -98,24 +100,24 @@ def depth(config: dict[str, Any], context: Context) -> Outcome:
     pde, dt = get_pde("diffusion")(alpha=alpha), config["time"] / config["layers"]
     query, key = _queries(config, context)
     first = _softmax(query, key)
-    deep = first
+    composed = first
     for _ in range(layers):
-        deep = evolve(pde, deep, Line(-1), 1, dt)
-    once = evolve(pde, first, Line(-1), layers, dt)
+        composed = evolve(pde, composed, Line(-1), 1, dt)
+    single_layer = evolve(pde, first, Line(-1), layers, dt)
     laplacian = Line(-1).laplacian(torch.eye(tokens, dtype=torch.float64))
     flow = first @ torch.linalg.matrix_exp(alpha * config["time"] * laplacian)
     modes = torch.linalg.eigh(laplacian).eigenvectors  # from the highest frequency to a constant
-    left = torch.linalg.vector_norm(deep @ modes, dim=(0, 1, 2)) / torch.linalg.vector_norm(
+    remainder = torch.linalg.vector_norm(composed @ modes, dim=(0, 1, 2)) / torch.linalg.vector_norm(
         first @ modes, dim=(0, 1, 2)
     )
     last = evolve(pde, _softmax(*_layers(query, key, pde, layers, dt)), Line(-1), 1, dt)
     return {
         "metrics": {
-            "error": _apart(deep, flow, first),
-            "additive": _apart(deep, once, first),
-            "high": left[0].item(),
-            "low": left[-2].item(),
-            "softmax": _apart(last, once, first),
+            "error": _apart(composed, flow, first),
+            "additive": _apart(composed, single_layer, first),
+            "high": remainder[0].item(),
+            "low": remainder[-2].item(),
+            "softmax": _apart(last, single_layer, first),
             "dt": dt,
         }
     }
@@ -143,7 +145,7 @@ def hybrid(config: dict[str, Any], context: Context) -> Outcome:
     to_start, to_truth = hybrid_errors(exact, cheap, Line(-1), pde=pde, steps=steps, dt=dt)
     size = torch.linalg.vector_norm(exact, dim=(-2, -1))
     to_start, to_truth = ((x / size).mean((1, 2)) for x in (to_start, to_truth))
-    moved = evolve(pde, exact, Line(-1), steps, dt)
+    evolved = evolve(pde, exact, Line(-1), steps, dt)
     change = alpha * torch.linalg.vector_norm(Line(-1).laplacian(exact), dim=(-2, -1)) / size
     bound = to_start[0] + math.exp(-config["decay"]) + dt * change.mean()
     return {
@@ -151,7 +153,7 @@ def hybrid(config: dict[str, Any], context: Context) -> Outcome:
             "start": to_start[0].item(),
             "end": to_start[-1].item(),
             "truth": to_truth[-1].item(),
-            "stationary": _apart(moved, exact, exact),
+            "stationary": _apart(evolved, exact, exact),
             "bound": bound.item(),
             "excess": (to_start[-1] - bound).item(),
             "grows": float((to_truth.diff() > 1e-12).any()),
@@ -178,8 +180,8 @@ def _softmax(query: Tensor, key: Tensor) -> Tensor:
 def _layers(query: Tensor, key: Tensor, pde: PDE, layers: int, dt: float) -> tuple[Tensor, Tensor]:
     """Queries and keys of the last layer, where each one's are mixed by the map of the one before."""
     for _ in range(layers - 1):
-        moved = evolve(pde, _softmax(query, key), Line(-1), 1, dt)
-        query, key = query + moved @ query, key + moved @ key
+        evolved = evolve(pde, _softmax(query, key), Line(-1), 1, dt)
+        query, key = query + evolved @ query, key + evolved @ key
     return query, key
 
 
@@ -194,8 +196,8 @@ def _cheap(config: dict[str, Any], query: Tensor, key: Tensor, exact: Tensor) ->
     if config["cheap"] == "exact":
         return exact
     if config["cheap"] == "largest":
-        kept = exact >= exact.median(-1, keepdim=True).values
-        return exact * kept / (exact * kept).sum(-1, keepdim=True)
+        mask = exact >= exact.median(-1, keepdim=True).values
+        return exact * mask / (exact * mask).sum(-1, keepdim=True)
     if config["cheap"] == "window":
         side = config["window"] // 2
         return trace(query, key, pde="diffusion", steps=0, window=(side, side)).maps[0]

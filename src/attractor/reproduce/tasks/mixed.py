@@ -44,5 +44,5 @@ class MixedValues(nn.Module):
     ) -> Tensor:
         """The output, like `query`; a PDE and its steps are ignored, masks and dropout are refused."""
         tokens = value.shape[-2]
-        mixed = sum(pad(value, (0, 0, k, 0))[..., :tokens, :] * w for k, w in enumerate(self.weight))
-        return scaled_dot_product_attention(query, key, mixed.to(value.dtype), is_causal=is_causal)
+        mixture = sum(pad(value, (0, 0, k, 0))[..., :tokens, :] * w for k, w in enumerate(self.weight))
+        return scaled_dot_product_attention(query, key, mixture.to(value.dtype), is_causal=is_causal)

@@ -53,7 +53,7 @@ TEST_SEED = 20_261_115
 FINE = 1e-3  # step of the paper's training data
 POINTS = 40  # of a curve
 FINER = 2  # substeps of the truth for each of the training data
-KEPT = 8  # sets of fine trajectories kept of a system
+MEMORY_SIZE = 8  # sets of fine trajectories kept of a system
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ PROBLEMS = {
 }
 
 
-class Known:
+class CachedSystem:
     """A system that remembers its fine trajectories, so that fits which share states share them too.
 
     Args:
@@ -100,7 +100,7 @@ class Known:
         """States ``[len(t), n, d]`` at evenly spaced times after u0 ``[n, d]``; `fit` asks for them."""
         key = (len(t), round(t[1].item(), 12), u0.device, digest(u0))
         if key not in self.memory:
-            while len(self.memory) >= KEPT:
+            while len(self.memory) >= MEMORY_SIZE:
                 self.memory.pop(next(iter(self.memory)))
             self.memory[key] = fine_trajectories(
                 self.system, u0, t[1].item(), len(t) - 1, self.substeps, scheme="dopri5"
@@ -109,10 +109,10 @@ class Known:
 
 
 @functools.cache
-def known(name: str, n: int | None, substeps: int) -> Known:
+def cached_system(name: str, n: int | None, substeps: int) -> CachedSystem:
     """The system of that name, with what it remembers."""
-    made = PROBLEMS[name].system
-    return Known(made(n) if n is not None else made(), substeps)
+    system_type = PROBLEMS[name].system
+    return CachedSystem(system_type(n) if n is not None else system_type(), substeps)
 
 
 def digest(x: Tensor) -> str:
@@ -125,7 +125,7 @@ class Setting:
     """What an arm is about: the equation, the step, the training data and the truth of the test."""
 
     problem: Problem
-    system: Known
+    system: CachedSystem
     scheme: Any
     steps: int
     run: Run
@@ -142,12 +142,12 @@ class Setting:
         return self.steps * self.dt
 
 
-def setting(config: dict[str, Any], context: Context) -> Setting:
+def make_setting(config: dict[str, Any], context: Context) -> Setting:
     """The equation and the data of a configuration and a seed."""
     name = config["system"]
-    own = {k: _of(config, k, name) for k in ("train", "test", "horizon", "substeps")}
-    problem = replace(PROBLEMS[name], **{k: v for k, v in own.items() if v is not None})
-    system = known(name, config.get("n"), problem.substeps)
+    overrides = {k: _of(config, k, name) for k in ("train", "test", "horizon", "substeps")}
+    problem = replace(PROBLEMS[name], **{k: v for k, v in overrides.items() if v is not None})
+    system = cached_system(name, config.get("n"), problem.substeps)
     scheme, steps = get_scheme(config.get("scheme", "rk4")), whole_steps(problem.dt, problem.horizon)
     plan = Plan(problem.train, problem.dt, steps, 1, context.seed, problem.train)
     if config.get("data", "exact") == "exact":
@@ -157,7 +157,7 @@ def setting(config: dict[str, Any], context: Context) -> Setting:
         run = Run(0.0, by_scheme(system.system, u0, scheme, problem.dt, steps))
     generator = torch.Generator().manual_seed(TEST_SEED)
     u0 = system.sample(problem.test, generator, torch.float64, context.device)
-    finer = known(name, config.get("n"), FINER * problem.substeps)
+    finer = cached_system(name, config.get("n"), FINER * problem.substeps)
     truth = finer.exact(torch.arange(steps + 1, dtype=torch.float64) * problem.dt, u0)
     if "top" in config:
         truth = largest(system, truth, config["top"])
@@ -188,41 +188,41 @@ def largest(system: Any, truth: Tensor, share: float) -> Tensor:
 # Fitting
 
 
-def fitted(config: dict[str, Any], context: Context, given: Setting) -> tuple[Any, Outcome]:
+def fit_solver(config: dict[str, Any], context: Context, setting: Setting) -> tuple[Any, Outcome]:
     """A hybrid solver and what is known about its fit; None in its place if training diverged."""
     if config["recipe"] in ("paper", "normalised"):
-        return _by_adam(config, context, given)
-    run = _with_noise(config, context, given.run)
+        return _by_adam(config, context, setting)
+    run = _with_noise(config, context, setting.run)
     if config.get("kind") == "constant":
         raise ValueError("constant noise is between a step's start and its end; recipe 'paper' has it")
     options = {k: config[k] for k in ("width", "depth") if config.get(k) is not None}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the correction makes held-out")
         solver = fit(
-            given.system, dt=given.dt, horizon=given.horizon, scheme=given.scheme,
-            correction=config["correction"], options=config.get("options"), data=[run], fine_dt=given.dt,
-            trajectories=run.u.shape[1], seed=context.seed, device=context.device, **options,
+            setting.system, dt=setting.dt, horizon=setting.horizon, scheme=setting.scheme,
+            correction=config["correction"], options=config.get("options"), data=[run],
+            fine_dt=setting.dt, trajectories=run.u.shape[1], seed=context.seed, device=context.device,
+            **options,
         )  # fmt: skip
-    return solver, _unknown(0.0)
+    return solver, _nan_outcome(0.0)
 
 
-def _by_adam(config: dict[str, Any], context: Context, given: Setting) -> tuple[Any, Outcome]:
+def _by_adam(config: dict[str, Any], context: Context, setting: Setting) -> tuple[Any, Outcome]:
     pairs = one_step(
-        given.system, given.scheme, given.dt, [_with_noise(config, context, given.run)], False
+        setting.system, setting.scheme, setting.dt, [_with_noise(config, context, setting.run)], False
     )
     if config.get("kind") == "constant":
-        pairs = _shifted(pairs, config["noise"], given)
+        pairs = _shift_starts(pairs, config["noise"], setting)
     epochs = _of(config, "epochs", config["system"])
-    arguments = (config, pairs, context, epochs, given.problem.loss_scale)
     try:
-        model, found = train_as_printed(*arguments)
+        model, outcome = train_as_printed(config, pairs, context, epochs, setting.problem.loss_scale)
     except FloatingPointError:
-        return None, _unknown(math.nan)
+        return None, _nan_outcome(math.nan)
     except torch._dynamo.exc.TorchDynamoException as error:  # no compiler, or one that fails
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(f"not compiled, training goes on without ({reason})", stacklevel=2)
-        return _by_adam({**config, "compile": False}, context, given)
-    return HybridSolver(given.system, given.scheme, model, given.dt), found
+        return _by_adam({**config, "compile": False}, context, setting)
+    return HybridSolver(setting.system, setting.scheme, model, setting.dt), outcome
 
 
 def train_as_printed(
@@ -253,54 +253,55 @@ def train_as_printed(
     normal = Normal.of(model, pairs) if config["recipe"] == "normalised" else None
     dt, u, slope = pairs.dt, pairs.u.float(), pairs.slope.float()
     # What belongs to a pair lies together: rows are gathered once an update.
-    given = (u, slope, pairs.error.float()) if normal is None else (normal.x, normal.error)
-    rows, sizes = torch.cat(given, -1), [x.shape[-1] for x in given]
+    tensors = (u, slope, pairs.error.float()) if normal is None else (normal.x, normal.error)
+    rows, sizes = torch.cat(tensors, -1), [x.shape[-1] for x in tensors]
     stream = Recipe(seed=context.seed).stream
     batches = FullBatches(
         len(u), config.get("batch", BATCH), u.device, lambda epoch: stream("batches", epoch)
     )
-    watched, few = config.get("watch") and isinstance(model, AttNSM), slope[:: max(1, len(u) // 4096)]
-    seen: list[tuple[float, ...]] = []
+    watch = config.get("watch") and isinstance(model, AttNSM)
+    sample_slopes = slope[:: max(1, len(u) // 4096)]
+    statistics: list[tuple[float, ...]] = []
 
     def loss(model: Any, index: Tensor) -> tuple[Tensor, Tensor]:
         *inputs, error = rows[index].split(sizes, -1)
         if normal is not None:
-            each = (model.net(*inputs) - error).square().mean(-1)
+            pair_losses = (model.net(*inputs) - error).square().mean(-1)
         else:
-            each = loss_scale * (model(*inputs, dt) - error).square().mean(-1)
-        return each.mean(), each.detach().double().sum()
+            pair_losses = loss_scale * (model(*inputs, dt) - error).square().mean(-1)
+        return pair_losses.mean(), pair_losses.detach().double().sum()
 
     def look() -> None:
-        if watched:
+        if watch:
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                q = model.net.in_torch(few).double()
-            seen.append(tuple(x.item() for x in (q.mean(), (q - 1).abs().mean(), q.std())))
+                q = model.net.in_torch(sample_slopes).double()
+            statistics.append(tuple(x.item() for x in (q.mean(), (q - 1).abs().mean(), q.std())))
 
-    plain = hasattr(model.net, "body") and hasattr(model.net.body, "activations")
-    plain = plain and not fused.pays(model.net, model.inputs(u[:1], slope[:1], dt))
-    compiled = plain and config.get("compile")
+    is_plain = hasattr(model.net, "body") and hasattr(model.net.body, "activations")
+    is_plain = is_plain and not fused.pays(model.net, model.inputs(u[:1], slope[:1], dt))
+    compiled = is_plain and config.get("compile")
     look()
     with compiled_blocks(model, lambda correction: [model.net.body]) if compiled else nullcontext():
         losses = train_epochs(
             model, loss, batches, epochs, cosine(epochs, len(batches), middle=True), graph=u.is_cuda,
-            after_epoch=lambda done, mean: look(),
+            after_epoch=lambda epoch_count, mean: look(),
         )  # fmt: skip
     model.eval().requires_grad_(False)  # evaluation mode: transformers have a faster kernel for it
     if normal is not None:
         normal.fold(model)
     curves = {"epoch": thinned(list(range(1, epochs + 1))), "loss": thinned(losses)}
-    metrics = {**_unknown(float(epochs * len(batches)))["metrics"], "loss": losses[-1]}
-    if seen:
-        q, away, spread = zip(*seen)
-        curves |= {"q": thinned(q), "away": thinned(away), "spread": thinned(spread)}
-        metrics |= {"q": q[-1], "away": away[-1], "spread": spread[-1]}
+    metrics = {**_nan_outcome(float(epochs * len(batches)))["metrics"], "loss": losses[-1]}
+    if statistics:
+        q, away, deviation = zip(*statistics)
+        curves |= {"q": thinned(q), "away": thinned(away), "spread": thinned(deviation)}
+        metrics |= {"q": q[-1], "away": away[-1], "spread": deviation[-1]}
     return model, {"metrics": metrics, "curves": curves}
 
 
-def _unknown(updates: float) -> Outcome:
+def _nan_outcome(updates: float) -> Outcome:
     """What a fit without a loss has to say."""
-    nothing = dict.fromkeys(("loss", "q", "away", "spread"), math.nan)
-    return {"metrics": {"updates": updates, **nothing}, "curves": {}}
+    nan_metrics = dict.fromkeys(("loss", "q", "away", "spread"), math.nan)
+    return {"metrics": {"updates": updates, **nan_metrics}, "curves": {}}
 
 
 @dataclass(frozen=True)
@@ -342,32 +343,32 @@ def _with_noise(config: dict[str, Any], context: Context, run: Run) -> Run:
     return with_noise(run, config["noise"], torch.Generator().manual_seed(context.seed))
 
 
-def _shifted(pairs: Pairs, sigma: float, given: Setting) -> Pairs:
+def _shift_starts(pairs: Pairs, sigma: float, setting: Setting) -> Pairs:
     """Steps that start sigma beside the state, and should end where the state's own does."""
     u = pairs.u + sigma
     with torch.no_grad():
-        slope = given.scheme.slope(given.system, pairs.t[0], u, pairs.dt)
-    after = pairs.u + pairs.dt * pairs.slope + pairs.error
-    return Pairs(u, slope, after - u - pairs.dt * slope, pairs.t, pairs.dt)
+        slope = setting.scheme.slope(setting.system, pairs.t[0], u, pairs.dt)
+    end = pairs.u + pairs.dt * pairs.slope + pairs.error
+    return Pairs(u, slope, end - u - pairs.dt * slope, pairs.t, pairs.dt)
 
 
 # Measuring
 
 
-def error(solved: Trajectory, truth: Tensor) -> dict[str, float]:
+def error(trajectory: Trajectory, truth: Tensor) -> dict[str, float]:
     """Mean square error over all states and at the end, and the share of trajectories that are lost."""
-    off = (solved.u.double() - truth).square()
-    lost = 1 - solved.ok.double().mean().item()
-    whole, end = off.mean().item(), off[-1].mean().item()
-    bounded = lambda x: CEILING if lost or not x < CEILING else x
-    return {"mse": bounded(whole), "mse_end": bounded(end), "lost": lost}
+    squared_errors = (trajectory.u.double() - truth).square()
+    lost_share = 1 - trajectory.ok.double().mean().item()
+    mean, end = squared_errors.mean().item(), squared_errors[-1].mean().item()
+    capped = lambda x: CEILING if lost_share or not x < CEILING else x
+    return {"mse": capped(mean), "mse_end": capped(end), "lost": lost_share}
 
 
-def plain(given: Setting) -> Trajectory:
+def plain_trajectory(setting: Setting) -> Trajectory:
     """The scheme alone."""
-    t = torch.arange(given.steps + 1, dtype=torch.float64) * given.dt
+    t = torch.arange(setting.steps + 1, dtype=torch.float64) * setting.dt
     with torch.no_grad():
-        return evolve(given.system, given.truth[0], t, given.scheme)
+        return evolve(setting.system, setting.truth[0], t, setting.scheme)
 
 
 def solve(config: dict[str, Any], context: Context) -> Outcome:
@@ -377,27 +378,27 @@ def solve(config: dict[str, Any], context: Context) -> Outcome:
     recipe; with ``speed`` also "step", a hybrid step's time over a plain one's. Curves: "loss", and
     "time" and "error", the mean square error over time.
     """
-    given = setting(config, context)
+    setting = make_setting(config, context)
     context.tell(f"{config['system']}: data are there")
-    scheme = plain(given)
+    baseline = plain_trajectory(setting)
     if config.get("correction") is None:
-        found = _unknown(0.0)
-        solved: Any = scheme
+        outcome = _nan_outcome(0.0)
+        trajectory: Any = baseline
     else:
-        solver, found = fitted(config, context, given)
-        solved = None if solver is None else _follow(solver, given)
+        solver, outcome = fit_solver(config, context, setting)
+        trajectory = None if solver is None else _solve_test_states(solver, setting)
         if config.get("speed"):
-            found["metrics"]["step"] = math.nan if solver is None else step_ratio(solver, given)
-    nothing = {"mse": CEILING, "mse_end": CEILING, "lost": 1.0}
-    measured = nothing if solved is None else error(solved, given.truth)
-    measured |= {"log_mse": math.log10(max(measured["mse"], 1e-300))}
-    curves = dict(found["curves"])
-    if solved is not None:
-        off = (solved.u.double() - given.truth).square().mean((1, 2))
-        times = [i * given.dt for i in range(1, given.steps + 1)]
-        curves |= {"time": thinned(times), "error": thinned(off[1:].tolist())}
-    metrics = {**measured, "plain": error(scheme, given.truth)["mse"], **found["metrics"]}
-    return {"metrics": metrics, "curves": curves, "data": _hashes(given)}
+            outcome["metrics"]["step"] = math.nan if solver is None else step_ratio(solver, setting)
+    lost_errors = {"mse": CEILING, "mse_end": CEILING, "lost": 1.0}
+    errors = lost_errors if trajectory is None else error(trajectory, setting.truth)
+    errors |= {"log_mse": math.log10(max(errors["mse"], 1e-300))}
+    curves = dict(outcome["curves"])
+    if trajectory is not None:
+        squared_errors = (trajectory.u.double() - setting.truth).square().mean((1, 2))
+        times = [i * setting.dt for i in range(1, setting.steps + 1)]
+        curves |= {"time": thinned(times), "error": thinned(squared_errors[1:].tolist())}
+    metrics = {**errors, "plain": error(baseline, setting.truth)["mse"], **outcome["metrics"]}
+    return {"metrics": metrics, "curves": curves, "data": _hashes(setting)}
 
 
 def grid(config: dict[str, Any], context: Context) -> Outcome:
@@ -406,40 +407,44 @@ def grid(config: dict[str, Any], context: Context) -> Outcome:
     Metrics also "plain", the scheme's own error; "fine", that of the training data where they come from
     the scheme itself, below which no fit can get but by luck; "updates" at a share of 1.
     """
-    given = setting({**config, "share": 1.0}, context)
-    metrics = {"plain": error(plain(given), given.truth)["mse"], "fine": 0.0}
+    setting = make_setting({**config, "share": 1.0}, context)
+    metrics = {"plain": error(plain_trajectory(setting), setting.truth)["mse"], "fine": 0.0}
     if config.get("data") == "scheme":
-        fine = by_scheme(given.system.system, given.truth[0], given.scheme, given.dt, given.steps)
-        metrics["fine"] = (fine - given.truth).square().mean().item()
+        fine = by_scheme(
+            setting.system.system, setting.truth[0], setting.scheme, setting.dt, setting.steps
+        )
+        metrics["fine"] = (fine - setting.truth).square().mean().item()
     for correction in config["corrections"]:
         for share in config["shares"]:
-            own = {**config, "correction": correction}
-            part = Run(0.0, given.run.u[:, : max(1, round(share * given.run.u.shape[1]))])
-            solver, found = fitted(own, context, replace(given, run=part))
+            arm_config = {**config, "correction": correction}
+            part = Run(0.0, setting.run.u[:, : max(1, round(share * setting.run.u.shape[1]))])
+            solver, outcome = fit_solver(arm_config, context, replace(setting, run=part))
             name = correction if share == 1 else f"{correction} {share:.0%}".replace("%", " %")
-            solved = None if solver is None else _follow(solver, given)
-            metrics[name] = CEILING if solved is None else error(solved, given.truth)["mse"]
+            trajectory = None if solver is None else _solve_test_states(solver, setting)
+            metrics[name] = CEILING if trajectory is None else error(trajectory, setting.truth)["mse"]
             if share == 1:
-                metrics["updates"] = found["metrics"]["updates"]
-    return {"metrics": metrics, "data": _hashes(given)}
+                metrics["updates"] = outcome["metrics"]["updates"]
+    return {"metrics": metrics, "data": _hashes(setting)}
 
 
-def step_ratio(solver: HybridSolver, given: Setting, steps: int = 5, rounds: int = 5) -> float:
+def step_ratio(solver: HybridSolver, setting: Setting, steps: int = 5, rounds: int = 5) -> float:
     """Time of a hybrid step over that of a plain one, both in float32, in turn, the shortest of rounds.
 
     On a GPU several steps are one graph; without it, launches would be all that is measured.
     """
-    u = given.truth[0].float()
-    bare = HybridSolver(given.system, given.scheme, _Nothing(), given.dt)
+    u = setting.truth[0].float()
+    plain_solver = HybridSolver(setting.system, setting.scheme, _Nothing(), setting.dt)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        runs = [s.capture(u, steps=steps, compile=False) for s in (solver.to(torch.float32), bare)]
-    best = [math.inf, math.inf]
+        runs = [
+            s.capture(u, steps=steps, compile=False) for s in (solver.to(torch.float32), plain_solver)
+        ]
+    shortest = [math.inf, math.inf]
     for _ in range(rounds):
         for i, run in enumerate(runs):
             run.reset(u)
-            best[i] = min(best[i], _seconds(run, 10 if u.is_cuda else 1))
-    return best[0] / best[1]
+            shortest[i] = min(shortest[i], _seconds(run, 10 if u.is_cuda else 1))
+    return shortest[0] / shortest[1]
 
 
 class _Nothing(nn.Module):
@@ -453,22 +458,22 @@ def _seconds(run: Any, times: int) -> float:
     run.advance()
     if run.u.is_cuda:
         torch.cuda.synchronize()
-    began = time.perf_counter()
+    start = time.perf_counter()
     run.advance(times)
     if run.u.is_cuda:
         torch.cuda.synchronize()
-    return (time.perf_counter() - began) / times
+    return (time.perf_counter() - start) / times
 
 
-def _follow(solver: HybridSolver, given: Setting) -> Trajectory:
-    own = next(solver.correction.parameters()).dtype
+def _solve_test_states(solver: HybridSolver, setting: Setting) -> Trajectory:
+    dtype = next(solver.correction.parameters()).dtype
     with torch.no_grad():
-        return solver.solve(given.truth[0].to(own), given.horizon, guard=False)
+        return solver.solve(setting.truth[0].to(dtype), setting.horizon, guard=False)
 
 
-def _hashes(given: Setting) -> dict[str, str]:
+def _hashes(setting: Setting) -> dict[str, str]:
     """Of the states that trajectories start from; the rest follows from them."""
-    return {"train": digest(given.run.u[0])[:16], "test": digest(given.truth[0])[:16]}
+    return {"train": digest(setting.run.u[0])[:16], "test": digest(setting.truth[0])[:16]}
 
 
 def thinned(values: Any) -> list[float]:

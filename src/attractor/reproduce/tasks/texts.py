@@ -66,24 +66,31 @@ def language(config: Config, context: Context) -> Outcome:
     ids, vocabulary, hashes = _streams(config["data"], config["tokenizer"], *_places(context))
     recipe, tokens = config["recipes"][config["recipe"]], config["length"] // config["shorten"]
     device = context.device
-    own = ids["train"][: round(config["part"] * len(ids["train"]))].to(device)
+    train_ids = ids["train"][: round(config["part"] * len(ids["train"]))].to(device)
     count = max(1, config["valid_tokens"] // tokens)
     pieces = text.windows(ids["valid"], tokens)[:count].to(device)
     evaluations = recipe.get("epochs") or config["evaluations"]
     steps = recipe["updates"] // evaluations if "updates" in recipe else None
-    batches = Windows(own, tokens, max(1, recipe["batch_tokens"] // tokens), steps)
+    batches = Windows(train_ids, tokens, max(1, recipe["batch_tokens"] // tokens), steps)
     torch.manual_seed(context.seed)
     options = {**config["size"], **_special(config), "norm": recipe["norm"], "max_tokens": tokens}
     model = LanguageModel(vocabulary, **options).to(device)
     texts, positions = config["honest"]
-    spread = torch.linspace(0, len(pieces) - 1, min(texts, len(pieces))).long().to(device)
-    look = lambda model: left_to_right(model, pieces[spread], positions)
+    sample = torch.linspace(0, len(pieces) - 1, min(texts, len(pieces))).long().to(device)
+    look = lambda model: left_to_right(model, pieces[sample], positions)
     valid = list(pieces.split(max(1, CHUNK // tokens)))
-    made = _recipe(recipe, evaluations, context)
+    training_recipe = _recipe(recipe, evaluations, context)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="walls='sequence' lets attention flow")
         rows, finite = train_epochs(
-            model, batches, valid, made, next_token, context, patience=recipe.get("patience"), look=look
+            model,
+            batches,
+            valid,
+            training_recipe,
+            next_token,
+            context,
+            patience=recipe.get("patience"),
+            look=look,
         )
         causal = is_causal_model(model, pieces[:1, : min(CHECKED, tokens)]) if finite else math.nan
     last = rows[-1] if finite else {}
@@ -97,7 +104,7 @@ def language(config: Config, context: Context) -> Outcome:
             "updates": float(len(batches) * len(rows)),
             "parameters": float(sum(p.numel() for p in model.parameters())),
             "finite": float(finite),
-            **_learnt(model),
+            **_coefficient_metrics(model),
         },
         "curves": {
             "update": [len(batches) * row["epoch"] for row in rows],
@@ -131,22 +138,22 @@ def classify(config: Config, context: Context) -> Outcome:
     name = "toy" if config.get("synthetic") else config["data"]
     recipe, tokens = config["recipes"][config["recipe"]], config["tokens"][config["data"]]
     device = context.device
-    parts, tokenizer, hashes = _labelled(name, config["tokenizer"], tokens, *_places(context))
+    parts, tokenizer, hashes = _classification_data(name, config["tokenizer"], tokens, *_places(context))
     (ids, labels), (test_ids, test_labels) = parts["train"], parts["test"]
     limit, test_limit = config["limit"] or (len(ids), len(test_ids))
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
     if "valid" in parts:
-        held = parts["valid"]
+        valid_set = parts["valid"]
     else:
         count = round(HELD_OUT * len(ids))
-        held, order = (ids[order[:count]], labels[order[:count]]), order[count:]
-    own = order[:limit]
-    some = torch.randperm(len(test_ids), generator=torch.Generator().manual_seed(1))[:test_limit]
+        valid_set, order = (ids[order[:count]], labels[order[:count]]), order[count:]
+    train_rows = order[:limit]
+    test_rows = torch.randperm(len(test_ids), generator=torch.Generator().manual_seed(1))[:test_limit]
     batch = recipe["batch"]
     data = {
-        "train": Texts(ids[own].to(device), labels[own].to(device), batch, shuffled=True),
-        "valid": Texts(held[0].to(device), held[1].to(device), batch),
-        "test": Texts(test_ids[some].to(device), test_labels[some].to(device), batch),
+        "train": Texts(ids[train_rows].to(device), labels[train_rows].to(device), batch, shuffled=True),
+        "valid": Texts(valid_set[0].to(device), valid_set[1].to(device), batch),
+        "test": Texts(test_ids[test_rows].to(device), test_labels[test_rows].to(device), batch),
     }
     torch.manual_seed(context.seed)
     options = {**config["size"], **config["model"], "norm": recipe["norm"]}
@@ -154,21 +161,27 @@ def classify(config: Config, context: Context) -> Outcome:
         tokenizer.size, text.CLASSES.get(name, 2), padding=tokenizer.padding,
         max_tokens=tokens, **options,
     ).to(device)  # fmt: skip
-    made = _recipe(recipe, recipe["epochs"], context)
+    training_recipe = _recipe(recipe, recipe["epochs"], context)
     rows, finite = train_epochs(
-        model, data["train"], data["valid"], made, labels_of, context, patience=recipe.get("patience")
+        model,
+        data["train"],
+        data["valid"],
+        training_recipe,
+        labels_of,
+        context,
+        patience=recipe.get("patience"),
     )
     precision = "bf16" if device.startswith("cuda") else "fp32"
-    tested = evaluate(model, data["test"], loss=labels_of, precision=precision)
+    test_metrics = evaluate(model, data["test"], loss=labels_of, precision=precision)
     last = rows[-1] if finite else {}
     return {
         "metrics": {
-            "accuracy": 100 * tested["accuracy"] if finite else math.nan,
+            "accuracy": 100 * test_metrics["accuracy"] if finite else math.nan,
             "valid_accuracy": 100 * last.get("valid_accuracy", math.nan),
             "train_loss": last.get("train_loss", math.nan),
             "valid_loss": last.get("valid_loss", math.nan),
             "epochs": float(len(rows)),
-            **_learnt(model),
+            **_coefficient_metrics(model),
         },
         "curves": {
             n: [six_digits(row[n]) for row in rows]
@@ -187,7 +200,7 @@ def classify_data(config: Config, context: Context) -> dict[str, str]:
     """Hashes of what `classify` reads."""
     name = "toy" if config.get("synthetic") else config["data"]
     tokens = config["tokens"][config["data"]]
-    return _labelled(name, config["tokenizer"], tokens, *_places(context))[2]
+    return _classification_data(name, config["tokenizer"], tokens, *_places(context))[2]
 
 
 class Windows:
@@ -217,8 +230,8 @@ class Windows:
         else:
             starts = torch.randperm(self.count)[:count] * self.tokens
         offsets = torch.arange(self.tokens + 1, device=self.ids.device)
-        for some in starts.to(self.ids.device).split(self.batch):
-            yield self.ids[some[:, None] + offsets]
+        for rows in starts.to(self.ids.device).split(self.batch):
+            yield self.ids[rows[:, None] + offsets]
 
 
 class Texts:
@@ -239,8 +252,8 @@ class Texts:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         count = len(self.ids)
         order = torch.randperm(count) if self.shuffled else torch.arange(count)
-        for some in order.to(self.ids.device).split(self.batch)[: self.steps]:
-            yield self.ids[some], self.labels[some]
+        for rows in order.to(self.ids.device).split(self.batch)[: self.steps]:
+            yield self.ids[rows], self.labels[rows]
 
 
 def next_token(model: nn.Module, ids: Tensor) -> Tensor:
@@ -272,17 +285,17 @@ def left_to_right(model: LanguageModel, pieces: Tensor, positions: int) -> dict[
     """
     tokens = pieces.shape[1] - 1
     lengths = sorted({max(1, round(tokens * (i + 1) / (positions + 1))) for i in range(positions)})
-    half = torch.autocast("cuda", torch.bfloat16) if pieces.is_cuda else nullcontext()
+    autocast = torch.autocast("cuda", torch.bfloat16) if pieces.is_cuda else nullcontext()
     model.eval()
-    before, after = [], []
-    for some in pieces.split(max(1, CHUNK // tokens)):
-        with half:
-            states = model.states(some[:, :-1])
+    forced_losses, prefix_losses = [], []
+    for chunk in pieces.split(max(1, CHUNK // tokens)):
+        with autocast:
+            states = model.states(chunk[:, :-1])
             for n in lengths:
-                before.append(_loss(model, states[:, n - 1], some[:, n]))
-                after.append(_loss(model, model.states(some[:, :n])[:, -1], some[:, n]))
+                forced_losses.append(_loss(model, states[:, n - 1], chunk[:, n]))
+                prefix_losses.append(_loss(model, model.states(chunk[:, :n])[:, -1], chunk[:, n]))
     perplexity = lambda parts: torch.cat(parts).double().mean().exp().item()
-    return {"sample_forced": perplexity(before), "left_to_right": perplexity(after)}
+    return {"sample_forced": perplexity(forced_losses), "left_to_right": perplexity(prefix_losses)}
 
 
 def toy_lines(split: str, count: int = 400) -> list[str]:
@@ -330,16 +343,21 @@ def train_epochs(
     every = max(1, recipe.epochs // 5)
     rows: Rows = []
     if scratch is not None and out is not None and out.exists():
-        rows, last = _begun(scratch), deepcopy(model)  # the model itself stays as it is to begin with
+        rows, saved_model = (
+            _read_rows(scratch),
+            deepcopy(model),
+        )  # the model itself stays as it is to begin with
         options: Any = {"loss": loss, "device": context.device, "out": out}
-        done = len(restored(last, batches, valid, recipe, **options))  # rows may be ahead of it
-        if 0 < done <= len(rows):
-            if look is not None and "left_to_right" not in rows[done - 1]:
-                rows[done - 1] |= look(last)
-            if patience is not None and _stale(_losses(rows[:done]), patience):
-                model.load_state_dict(last.state_dict())
+        saved_epochs = len(
+            restored(saved_model, batches, valid, recipe, **options)
+        )  # rows may be ahead of it
+        if 0 < saved_epochs <= len(rows):
+            if look is not None and "left_to_right" not in rows[saved_epochs - 1]:
+                rows[saved_epochs - 1] |= look(saved_model)
+            if patience is not None and _stale(_losses(rows[:saved_epochs]), patience):
+                model.load_state_dict(saved_model.state_dict())
                 model.eval()
-                return rows[:done], True
+                return rows[:saved_epochs], True
 
     def tell(progress: Any) -> None:
         if progress.row is None:
@@ -366,12 +384,12 @@ def train_epochs(
     return rows, True
 
 
-def _begun(scratch: Path) -> Rows:
+def _read_rows(scratch: Path) -> Rows:
     """Rows of a training that was interrupted: those of its log, with what had been seen of each."""
-    log, seen = scratch / "training" / "log.jsonl", scratch / "rows.json"
+    log, look_log = scratch / "training" / "log.jsonl", scratch / "rows.json"
     rows: Rows = read_json_lines(log) if log.exists() else []
-    looked: Rows = read_json(seen) if seen.exists() else []
-    return [{**row, **(looked[i] if i < len(looked) else {})} for i, row in enumerate(rows)]
+    look_rows: Rows = read_json(look_log) if look_log.exists() else []
+    return [{**row, **(look_rows[i] if i < len(look_rows) else {})} for i, row in enumerate(rows)]
 
 
 class _EnoughError(Exception):
@@ -384,15 +402,15 @@ def _losses(rows: Rows) -> list[float | None]:
 
 def _stale(losses: list[float | None], patience: int) -> bool:
     """Whether the lowest of these is `patience` epochs ago or more."""
-    known = [math.inf if loss is None else loss for loss in losses]
-    return len(known) - 1 - known.index(min(known)) >= patience
+    numbers = [math.inf if loss is None else loss for loss in losses]
+    return len(numbers) - 1 - numbers.index(min(numbers)) >= patience
 
 
-def _recipe(given: Config, epochs: int, context: Context) -> Recipe:
+def _recipe(config: Config, epochs: int, context: Context) -> Recipe:
     return Recipe(
-        epochs=epochs, learning_rate=given["learning_rate"], warmup=given["warmup"] * epochs,
-        floor=given.get("floor", 0.0), optimiser="adamw", betas=(0.9, 0.95),
-        weight_decay=given["weight_decay"], clip=1.0, seed=context.seed,
+        epochs=epochs, learning_rate=config["learning_rate"], warmup=config["warmup"] * epochs,
+        floor=config.get("floor", 0.0), optimiser="adamw", betas=(0.9, 0.95),
+        weight_decay=config["weight_decay"], clip=1.0, seed=context.seed,
     )  # fmt: skip
 
 
@@ -402,11 +420,11 @@ def _special(config: Config) -> Config:
     query, as in the Longformer that the paper takes, which is no causal model); of one whose values are
     mixed, without a PDE, mixed (how many) and perhaps each_channel (not one mixture for a layer)."""
     model = dict(config["model"])
-    window, mixed = model.pop("window", None), model.pop("mixed", None)
-    if mixed is not None:
+    window, mixture_size = model.pop("window", None), model.pop("mixed", None)
+    if mixture_size is not None:
         heads, dim = (config["size"][name] for name in ("heads", "dim"))
         channels = (heads, dim // heads) if model.pop("each_channel", False) else ()
-        return {**model, "attention": MixedValues(mixed, *channels)}
+        return {**model, "attention": MixedValues(mixture_size, *channels)}
     if window is None:
         return model
     two_sided = model.pop("two_sided")
@@ -429,15 +447,15 @@ def is_causal_model(model: nn.Module, ids: Tensor) -> bool:
     return True
 
 
-def _learnt(model: nn.Module) -> dict[str, float]:
+def _coefficient_metrics(model: nn.Module) -> dict[str, float]:
     """The coefficients of the first layers, one for all heads: diffusion's or the wave's, and beta."""
-    found = {f"{name}_{i}": math.nan for name in ("coefficient", "beta") for i in range(LAYERS)}
+    metrics = {f"{name}_{i}": math.nan for name in ("coefficient", "beta") for i in range(LAYERS)}
     rows = coefficients(model)
-    for name, wanted in (("coefficient", ("alpha", "c")), ("beta", ("beta",))):
-        for i, row in enumerate(r for r in rows if r["coefficient"] in wanted):
+    for name, kinds in (("coefficient", ("alpha", "c")), ("beta", ("beta",))):
+        for i, row in enumerate(r for r in rows if r["coefficient"] in kinds):
             if i < LAYERS:
-                found[f"{name}_{i}"] = row["mean"]
-    return found
+                metrics[f"{name}_{i}"] = row["mean"]
+    return metrics
 
 
 def _places(context: Context) -> tuple[Path | None, Path | None]:
@@ -457,31 +475,31 @@ def tokenizer_of(name: str, folder: Path | None) -> Any:
 
 @lru_cache(maxsize=2)
 def _streams(
-    name: str, tokenizer: str, folder: Path | None, cache: Path | None
+    name: str, kind: str, folder: Path | None, cache: Path | None
 ) -> tuple[dict[str, Tensor], int, dict[str, str]]:
     """Ids of the training and the validation text, how many there are, and hashes."""
-    made = tokenizer_of(tokenizer, folder)
+    tokenizer = tokenizer_of(kind, folder)
     ids = {}
     for split in ("train", "valid"):
         lines = toy_lines(split) if name == "toy" else text.lines(name, split, folder)
-        ids[split] = text.stream(lines, made, None if name == "toy" else cache)
-    return ids, made.size, {f"{name} {split}": hash_of(x) for split, x in ids.items()}
+        ids[split] = text.stream(lines, tokenizer, None if name == "toy" else cache)
+    return ids, tokenizer.size, {f"{name} {split}": hash_of(x) for split, x in ids.items()}
 
 
 @lru_cache(maxsize=4)
-def _labelled(
-    name: str, tokenizer: str, tokens: int, folder: Path | None, cache: Path | None
+def _classification_data(
+    name: str, kind: str, tokens: int, folder: Path | None, cache: Path | None
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], Any, dict[str, str]]:
     """(ids, labels) of every split, the tokenizer, and hashes."""
-    made, parts = tokenizer_of(tokenizer, folder), {}
+    tokenizer, parts = tokenizer_of(kind, folder), {}
     for split in ("train", "test") if name == "toy" else text.FILES[name]:
         if name == "toy":
-            (texts, labels), kept = toy_labelled(split), None
+            (texts, labels), cache_folder = toy_labelled(split), None
         else:
-            (texts, labels), kept = text.labelled(name, split, folder), cache
-        parts[split] = text.padded(texts, made, tokens, kept)[0], torch.tensor(labels)
+            (texts, labels), cache_folder = text.labelled(name, split, folder), cache
+        parts[split] = text.padded(texts, tokenizer, tokens, cache_folder)[0], torch.tensor(labels)
     hashes = {f"{name} {split}": hash_of(*both) for split, both in parts.items()}
-    return parts, made, hashes
+    return parts, tokenizer, hashes
 
 
 def hash_of(*tensors: Tensor) -> str:
