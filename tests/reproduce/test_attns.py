@@ -258,10 +258,10 @@ def test_no_ratio_of_errors_where_trajectories_are_lost():
 
 
 def test_curves_are_short_and_keep_their_ends():
-    thin = solvers.thinned([i / 3 for i in range(1000)])
+    thin = solvers.thin([i / 3 for i in range(1000)])
     assert len(thin) == solvers.POINTS
     assert (thin[0], thin[-1]) == (0.0, 333.0)
-    assert math.isnan(solvers.thinned([None])[0])
+    assert math.isnan(solvers.thin([None])[0])
 
 
 @pytest.mark.gpu

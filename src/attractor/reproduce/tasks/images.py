@@ -1,9 +1,9 @@
-"""Tasks of the StepNet paper on images: train a network, and see how stiff it was before and is after.
+"""Tasks of the StepNet paper on images: train a network, and measure its stiffness before and after.
 
 `classify` is for images that fit into memory (the digits, CIFAR, STL-10), `imagefolder` for ImageNet's
-layout. Every network of a comparison has the same recipe, the same weights to begin with (a gate's own
-apart) and the same batches; accuracy is that of the last epoch on the test set, which nothing was
-chosen on. Probes look at the first test images, before and after training.
+layout. All networks of a comparison have the same recipe, the same batches and the same initial weights,
+except those of the gates. Accuracy is that of the last epoch on the test set, which is not used for any
+choice. Stiffness is measured on the first test images.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ CLASSIFY, IMAGEFOLDER = (f"{__name__}:{name}" for name in ("classify", "imagefol
 NETWORKS: dict[str, Any] = {
     "resnet_cifar": resnet_cifar, "vit": vit, "resnet34": resnet34, "resnet50": resnet50,
 }  # fmt: skip
-OPTIONS = ("gate", "gate_options", "mixer", "where")  # of a network, that an arm may name
+OPTIONS = ("gate", "gate_options", "mixer", "where")  # options of a network that an arm may have
 
-# What experiments have in common. Equal configurations are equal runs, whichever experiment made them.
+# Configurations that experiments share. Runs with the same configuration are shared as well.
 GATES = ("none", "se", "cbam", "eca", "sem", "srm", "fca", "iebn", "stepnet")  # rows of Table 1
 SIX = ("none", "se", "eca", "srm", "iebn", "stepnet")
 SHORT: dict[str, Any] = {
@@ -56,17 +56,21 @@ SMOKE: dict[str, Any] = {
 }
 
 STEPS = ("one", "gate")
-M1 = torch.linspace(0, 2.4, 13, dtype=torch.float64)  # thresholds of surfaces and proportions
+M1 = torch.linspace(0, 2.4, 13, dtype=torch.float64)  # thresholds m1, m2 of surfaces and proportions
 M2 = torch.linspace(0, 2.4, 25, dtype=torch.float64)
 
 
 def classify(config: dict[str, Any], context: Context) -> Outcome:
-    """Train one network on images in memory and probe it.
+    """Train one network on images in memory, and measure its stiffness.
 
-    Configuration: "data", a name of `attractor.data.images` (with "images", a part of the training set;
-    with "made", files of the same layout with so many random images); "network", its name and shape;
-    "gate", "gate_options", "mixer", "where" of it; "recipe" and "trick", options of `Recipe`; "probed",
-    test images (0: no probes).
+    Configuration:
+        data: name of a data set in `attractor.data.images`.
+        images: number of training images to use; optional.
+        made: number of random images in STL-10's format to use in place of the data set; optional.
+        network: name and shape of the network.
+        gate, gate_options, mixer, where: options of the network.
+        recipe, trick: options of `Recipe`; those of the trick take precedence.
+        probed: number of test images on which stiffness is measured; 0 for no measurement.
     """
     sets = _sets(config, context)
     model = make_network(config, sets[0], context.seed).to(context.device)
@@ -89,18 +93,21 @@ def classify(config: dict[str, Any], context: Context) -> Outcome:
         curves |= after["curves"] | {
             f"{k}_initial": v
             for k, v in before["curves"].items()
-            if k.split("_")[-1] in STEPS  # not the spread of each, which takes more room than it tells
+            if k.split("_")[-1] in STEPS  # means only: quantiles would enlarge the files
         }
     outcome = {"metrics": metrics, "curves": curves, "data": hashes(config, sets)}
     return round_outcome(outcome)
 
 
 def imagefolder(config: dict[str, Any], context: Context) -> Outcome:
-    """Train one network on ``FOLDER/train/<class>/<image>``, test it on ``FOLDER/val``.
+    """Train one network on ``FOLDER/train/<class>/<image>``, and test it on ``FOLDER/val``.
 
-    FOLDER is the folder of the data, or ``imagenet`` in it. Configuration as of `classify`, with "size"
-    of the images, "workers" that decode them (None: as many as useful), and "made": so many images of
-    each of two classes in a folder of the same layout, instead of those in FOLDER.
+    FOLDER is the folder of the data, or ``imagenet`` in it. The configuration is that of `classify`,
+    except for:
+        size: height and width of the images.
+        workers: number of processes that decode images; null for an automatic choice.
+        made: number of generated images per class and split, with two classes, to use in place of
+            FOLDER; optional.
     """
     with tempfile.TemporaryDirectory() as temporary:
         place = _imagenet(config, context, Path(temporary))
@@ -127,12 +134,12 @@ def imagefolder(config: dict[str, Any], context: Context) -> Outcome:
 
 
 def classify_data(config: dict[str, Any], context: Context) -> dict[str, str]:
-    """Hashes of what `classify` reads."""
+    """Return the hashes of the data that `classify` reads."""
     return hashes(config, _sets(config, context))
 
 
 def imagefolder_data(config: dict[str, Any], context: Context) -> dict[str, str]:
-    """Hashes of what `imagefolder` reads."""
+    """Return the hash of the names of the files that `imagefolder` reads."""
     with tempfile.TemporaryDirectory() as temporary:
         place = _imagenet(config, context, Path(temporary))
         return _name_hash(*(ImageFolder(place / part, size=config["size"]) for part in ("train", "val")))
@@ -144,7 +151,10 @@ def _name_hash(*folders: ImageFolder) -> dict[str, str]:
 
 
 def make_network(config: dict[str, Any], data: images.ImageSet, seed: int) -> nn.Module:
-    """The network of a configuration; with one seed all start alike, whatever their gates."""
+    """Return the network of a configuration.
+
+    Networks of the same seed have the same initial weights, except those of their gates.
+    """
     shape = dict(config["network"])
     make = NETWORKS[shape.pop("name")]
     shape |= {name: config[name] for name in OPTIONS if name in config}
@@ -155,7 +165,7 @@ def make_network(config: dict[str, Any], data: images.ImageSet, seed: int) -> nn
 
 
 def make_recipe(config: dict[str, Any], seed: int) -> Recipe:
-    """The recipe of a configuration, with its "trick" if it has one."""
+    """Return the recipe of a configuration, with the options of its "trick" if it has one."""
     options = {**config["recipe"], **config.get("trick", {})}
     if "milestones" in options:
         options["milestones"] = tuple(options["milestones"])
@@ -163,17 +173,22 @@ def make_recipe(config: dict[str, Any], seed: int) -> Recipe:
 
 
 def folder_for(context: Context, recipe: Recipe) -> Path | None:
-    """Where a training keeps its checkpoints; one epoch needs none."""
+    """Return the folder of checkpoints; None without a scratch folder or for a single epoch."""
     return None if context.scratch is None or recipe.epochs < 2 else context.scratch / "run"
 
 
 def stiffness(profile: StiffnessProfile) -> dict[str, dict[str, Any]]:
-    """Numbers and curves of a profile, of both steps: 1, which the network takes, and the gate.
+    """Return the metrics and curves of a profile, for the step 1 ("one") and for the gate as the step.
 
-    Metrics: "tns"; "nsi", the mean; "proportion" of blocks and "stiff_inputs" beyond 0.5 and 0.5;
-    "oscillation" and "peak", see there; and of the first stage, how NSI goes with the gate's mean value:
-    "blocks", the mean over blocks of the correlation over inputs, "paths", the median over inputs of the
-    correlation over blocks, and "negative", the part of inputs where that is negative.
+    Metrics, each with the suffix of the step:
+        tns: total neural stiffness.
+        nsi: mean of NSI over inputs and blocks.
+        proportion, stiff_inputs: share of blocks and of inputs beyond the thresholds 0.5 and 0.5.
+        oscillation, peak: see these functions.
+        blocks: correlation over inputs of NSI with the mean of the gate, as a mean over the blocks of
+            the first stage.
+        paths: the same correlation over the blocks of the first stage, as a median over inputs.
+        negative: share of inputs for which that correlation is negative.
     """
     metrics: dict[str, float] = {}
     curves: dict[str, Any] = {"stage": profile.stage.tolist()}
@@ -216,10 +231,10 @@ def stiffness(profile: StiffnessProfile) -> dict[str, dict[str, Any]]:
 
 
 def oscillation(nsi: Tensor, stage: Tensor) -> float:
-    """How much NSI ``[inputs, blocks]`` changes from block to block, as a part of its mean.
+    """Return the relative change of NSI ``[inputs, blocks]`` from block to block.
 
-    Mean over inputs and stages of ``mean |NSI_{t+1} - NSI_t| / mean NSI``, the first block of every
-    stage left out; NaN if no stage has three blocks.
+    This is the mean over inputs and stages of ``mean |NSI_{t+1} - NSI_t| / mean NSI``, without the first
+    block of each stage. It is NaN if no stage has three blocks.
     """
     parts = []
     for number in stage.unique():
@@ -230,16 +245,16 @@ def oscillation(nsi: Tensor, stage: Tensor) -> float:
 
 
 def peak(nsi: Tensor, stage: Tensor) -> float:
-    """By how much the stiffest block of the first stage exceeds the stage's mean; first block left out.
+    """Return the relative excess of the stiffest block of the first stage over the stage's mean.
 
-    Of the means over inputs, so that a block counts that is stiff for most of them.
+    NSI ``[inputs, blocks]`` is averaged over inputs before, and the first block is left out.
     """
     own = nsi[:, stage == stage[0]][:, 1:].mean(0)
     return float(own.max() / own.mean() - 1)
 
 
 def table(rows: list[str]) -> np.ndarray:
-    """Percentages over (M1, M2) ``[13, 25]`` of what `_table` wrote with 100; with 1000, per mille."""
+    """Return the array ``[13, 25]`` over (M1, M2) that `_table` wrote, in the same unit."""
     percentages = np.zeros((len(M1), len(M2)), dtype=int)
     for i, row in enumerate(rows):
         numbers = [int(x) for x in row.split()]
@@ -248,9 +263,13 @@ def table(rows: list[str]) -> np.ndarray:
 
 
 def _table(measure: Any, whole: int) -> list[str]:
-    """A part of inputs or blocks over both thresholds, a line of whole numbers for every m1.
+    """Return the share of inputs or blocks beyond both thresholds, as one line of integers per m1.
 
-    Zeros at the end of a line, where a threshold is exceeded by nothing, are left out.
+    Trailing zeros are left out.
+
+    Args:
+        measure: Function of the thresholds (m1, m2) that returns the shares ``[13, 25]``.
+        whole: The integer that represents a share of 1, such as 100 for percentages.
     """
     counts = (whole * measure(M1, M2)).round().to(torch.int64).tolist()
     return [" ".join(str(x) for x in row[: sum(y > 0 for y in row)]) for row in counts]
@@ -268,7 +287,7 @@ def _sets(config: dict[str, Any], context: Context) -> Sets:
 
 @cache
 def _load(name: str, folder: str | None) -> Sets:
-    """Training and test images; every process reads them once."""
+    """Return training and test images, which each process reads once."""
     return images.load(name, "train", folder), images.load(name, "test", folder)
 
 
@@ -281,13 +300,13 @@ def _imagenet(config: dict[str, Any], context: Context, directory: Path) -> Path
         if (place / "train").is_dir() and (place / "val").is_dir():
             return place
     raise FileNotFoundError(
-        f"no ImageNet in {folder}: it needs train/<class>/<image> and val/<class>/<image>, there or in "
-        "a folder imagenet; name it with --data"
+        f"ImageNet is not in {folder or 'ATTRACTOR_DATA, which is not set'}; pass a folder with --data "
+        "that has train/<class>/<image> and val/<class>/<image>, directly or in its folder imagenet"
     )
 
 
 def make_imagefolder(folder: Path, count: int) -> None:
-    """Write so many small PNGs of two classes, dark and bright, in ImageNet's layout."""
+    """Write `count` small PNGs per split and class, dark or bright, in ImageNet's layout."""
     from PIL import Image
 
     random = np.random.default_rng(0)
@@ -301,7 +320,7 @@ def make_imagefolder(folder: Path, count: int) -> None:
 
 
 def make_stl10(folder: Path, count: int) -> None:
-    """Write so many random images of 96 x 96 as STL-10's binary files, brighter from class to class."""
+    """Write `count` random images per split in STL-10's binary format; classes differ in brightness."""
     random = np.random.default_rng(0)
     for split in ("train", "test"):
         labels = np.arange(count) % 10
@@ -311,7 +330,7 @@ def make_stl10(folder: Path, count: int) -> None:
 
 
 def hashes(config: dict[str, Any], sets: Sets) -> dict[str, str]:
-    """A hash of the images and labels of each set."""
+    """Return a hash of the images and labels of each set."""
     return {f"{config['data']}, {split}": _hash(own) for split, own in zip(("train", "test"), sets)}
 
 
@@ -322,7 +341,7 @@ def _hash(data: images.ImageSet) -> str:
 
 
 def round_outcome(outcome: Any) -> Any:
-    """Curves to four digits, metrics to six: results stay small, and nobody reads more."""
+    """Round curves to four significant digits and metrics to six, which keeps files small."""
     return {
         **outcome,
         "metrics": {k: _short(v, 6) for k, v in outcome["metrics"].items()},

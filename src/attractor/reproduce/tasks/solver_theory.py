@@ -1,4 +1,4 @@
-"""The theory of the AttNS paper in numbers: Theorem 5.1, Theorem 5.2 and Table 6."""
+"""Tasks on the theory of the AttNS paper: Theorem 5.1, Theorem 5.2 and Table 6."""
 
 import math
 from typing import Any
@@ -20,10 +20,17 @@ READINGS = ("states", "components", "trajectories")
 
 
 def curvature(config: dict[str, Any], context: Context) -> Outcome:
-    """Table 6: the share of ``|u''|`` below levels, in per cent, by one reading of what is counted.
+    """Table 6: compute the share of ``|u''|`` below each level, in percent.
 
-    Metrics: "off", the largest difference from ``config["paper"]`` in percentage points. Curves:
-    "level", "share".
+    Configuration, beside that of `solvers`:
+        levels: the levels.
+        of: what is counted, one of `READINGS`.
+        paper: the paper's shares in percent.
+
+    Metrics:
+        off: the largest difference from the paper in percentage points.
+
+    Curves: level, share.
     """
     setting = make_setting({"train": 1, **config}, context)
     levels = torch.tensor(config["levels"], dtype=torch.float64)
@@ -34,12 +41,15 @@ def curvature(config: dict[str, Any], context: Context) -> Outcome:
 
 
 def lipschitz(config: dict[str, Any], context: Context) -> Outcome:
-    """Theorem 5.2: the bound of Q's Lipschitz constant, and what is seen along and far off test states.
+    """Theorem 5.2: compare the bound on the Lipschitz constant of Q with observed values.
 
-    Metrics: "bound", "observed" (the largest spectral norm of its derivative on test states), "between"
-    (the largest quotient of differences between random pairs of them), "far" (as observed, with states
-    moved a hundred times their size away), "used" = max of these / bound, "activation", the steepest
-    slope of the rational function.
+    Metrics, all NaN if the training diverged:
+        bound: the bound of the theorem.
+        observed: largest spectral norm of the derivative of Q on test states.
+        between: largest difference quotient of Q between pairs of test states.
+        far: like observed, at states shifted by a hundred standard deviations.
+        used: the maximum of these three, divided by the bound.
+        activation: largest slope of the rational activation.
     """
     setting = make_setting(config, context)
     solver, _ = fit_solver(config, context, setting)
@@ -67,11 +77,17 @@ def lipschitz(config: dict[str, Any], context: Context) -> Outcome:
 
 
 def bound(config: dict[str, Any], context: Context) -> Outcome:
-    """Theorem 5.1 along a few test trajectories: the error at the end, and what bounds say of it.
+    """Theorem 5.1: compare the error at the end of a few test trajectories with its bounds.
 
-    Metrics, as powers of ten: "actual", "theorem" (beta sqrt(delta), with no overflow), "classical",
-    "carried" (residuals carried by the steps' own Jacobians), "slack" = theorem - actual; "L", "L_att",
-    "delta" and, for Euler's scheme, "alpha" (its power of ten, for a unit of the fine step) as they are.
+    Metrics as logarithms to base 10:
+        actual: the error. It is that of `CEILING` if the solver loses a trajectory.
+        theorem: ``beta sqrt(delta)``, computed without overflow.
+        classical: see `ConvergenceBound`.
+        carried: the residuals, propagated by the Jacobians of the steps.
+        slack: theorem - actual.
+        alpha: for Euler's scheme, the term of the theorem per unit of the fine step; NaN for others.
+
+    Other metrics: L, L_att, delta; see `ConvergenceBound`.
     """
     setting = make_setting(config, context)
     solver, _ = fit_solver(config, context, setting)
@@ -81,7 +97,7 @@ def bound(config: dict[str, Any], context: Context) -> Outcome:
     truth = setting.truth[: round(config["end"] / setting.dt) + 1, : config.get("followed", 30)]
     try:
         bounds = convergence_bound(solver.to(torch.float64), truth)
-    except ValueError:  # the solver loses a trajectory
+    except ValueError:  # a trajectory became non-finite
         nan_metrics = dict.fromkeys(names, math.nan) | {"actual": math.log10(CEILING)}
         return {"metrics": nan_metrics}
     T, L, L_att = (len(truth) - 1) * setting.dt, bounds.slope_constant, bounds.attention_constant
@@ -98,7 +114,7 @@ def bound(config: dict[str, Any], context: Context) -> Outcome:
 
 
 def _some(x: Tensor, count: int) -> Tensor:
-    """Rows of x, evenly spread."""
+    """Return about `count` evenly spaced rows of x."""
     return x[:: max(1, len(x) // count)]
 
 

@@ -1,10 +1,11 @@
-"""Texts: language models that are asked whether they read their answers, and classifiers.
+"""Tasks on texts: train language models and classifiers, and test whether language models are causal.
 
-`language` trains one `LanguageModel` and evaluates it twice: by teacher forcing, as the paper does, on
-whole texts; and left to right, each token from nothing but the text before it. A causal model has one
-perplexity, one that sees its future has two. `classify` trains one `Classifier`.
+`language` trains one `LanguageModel` and evaluates it in two ways: by teacher forcing on whole texts, as
+the paper does, and from left to right, where each token is predicted from the previous tokens alone. The
+two perplexities of a causal model are equal; those of a model that sees later tokens differ. `classify`
+trains one `Classifier`.
 
-What is tokenised is kept beside the results, in a folder ``.tokens``, and mapped into memory from there.
+Token ids are saved in a folder ``.tokens`` in the folder of results, and memory-mapped from there.
 """
 
 import hashlib
@@ -37,31 +38,39 @@ from attractor.train.loop import restored
 Config = dict[str, Any]
 Rows = list[dict[str, Any]]
 
-CHUNK = 1 << 14  # tokens whose logits are held at a time: 2 GB of a vocabulary of 30,522
-CHECKED = 48  # tokens of a text that `assert_causal` is given
-LAYERS = 4  # whose coefficients are among the metrics
-HELD_OUT = 0.1  # of a training set without a validation set, as in the paper
+CHUNK = 1 << 14  # tokens per chunk of logits, which takes 2 GB with a vocabulary of 30,522
+CHECKED = 48  # number of tokens of a text that `assert_causal` checks
+LAYERS = 4  # number of layers whose coefficients are metrics
+HELD_OUT = 0.1  # share for validation of a training set without a validation set, as in the paper
 
 
 def language(config: Config, context: Context) -> Outcome:
-    """A language model, trained and evaluated.
+    """Train and evaluate a language model.
 
     Configuration:
-        data: "wikitext2", "wikitext103", or "toy", a text made here. tokenizer: "wordpiece", "bytes".
-        part: how much of the training text is used, from its beginning; 1 is all.
+        data: "wikitext2", "wikitext103", or "toy" for a generated text.
+        tokenizer: "wordpiece" or "bytes".
+        part: share of the training text to use, from its beginning.
         size: dim, heads, layers, hidden and dropout of the model.
-        length: tokens of a text, divided by `shorten` (what a scale makes smaller).
-        model: what is special about it, see `_special`.
-        recipe: a name in `recipes`, each of which has learning_rate, warmup (part of the training),
-            floor, weight_decay, norm, batch_tokens, and either updates, of texts drawn anywhere, or
-            epochs, and with these perhaps patience, as in `classify`.
-        evaluations: how often on the way, with `updates`; with epochs, after each.
-        valid_tokens: of the validation text, from its beginning, the same for all lengths.
-        honest: [texts, positions of each] of the sample that is also predicted left to right.
+        length: tokens per text, divided by `shorten`, which a scale sets.
+        model: options of the model, see `_model_options`.
+        recipe: a name in `recipes`. A recipe has learning_rate, warmup (share of the training), floor,
+            weight_decay, norm, batch_tokens, and either updates, for texts that start anywhere, or
+            epochs, optionally with patience as in `classify`.
+        evaluations: number of evaluations for a recipe with updates. A recipe with epochs evaluates
+            after each epoch.
+        valid_tokens: number of tokens of the validation text to use, from its beginning.
+        honest: [texts, positions per text] of the sample that is also predicted from left to right.
 
-    Metrics: perplexity (teacher forcing), sample_forced and left_to_right (both of the sample), causal
-    (1 if `assert_causal` passes), train_loss, updates, parameters, finite, coefficient_0 ... and beta_0
-    ... of the layers. Curves: update, perplexity, left_to_right, train_loss.
+    Metrics:
+        perplexity: by teacher forcing on the validation text.
+        sample_forced, left_to_right: perplexities on the sample, by teacher forcing and from left to
+            right.
+        causal: 1 if `assert_causal` passes.
+        coefficient_0, beta_0, ...: mean coefficients of the PDE per layer.
+        train_loss, updates, parameters, finite.
+
+    Curves: update, perplexity, left_to_right, train_loss.
     """
     ids, vocabulary, hashes = _streams(config["data"], config["tokenizer"], *_places(context))
     recipe, tokens = config["recipes"][config["recipe"]], config["length"] // config["shorten"]
@@ -73,7 +82,7 @@ def language(config: Config, context: Context) -> Outcome:
     steps = recipe["updates"] // evaluations if "updates" in recipe else None
     batches = Windows(train_ids, tokens, max(1, recipe["batch_tokens"] // tokens), steps)
     torch.manual_seed(context.seed)
-    options = {**config["size"], **_special(config), "norm": recipe["norm"], "max_tokens": tokens}
+    options = {**config["size"], **_model_options(config), "norm": recipe["norm"], "max_tokens": tokens}
     model = LanguageModel(vocabulary, **options).to(device)
     texts, positions = config["honest"]
     sample = torch.linspace(0, len(pieces) - 1, min(texts, len(pieces))).long().to(device)
@@ -117,23 +126,30 @@ def language(config: Config, context: Context) -> Outcome:
 
 
 def classify(config: Config, context: Context) -> Outcome:
-    """A classifier of texts, trained and tested.
+    """Train and test a classifier of texts.
+
+    The validation set is that of the data set, or else a tenth of its training set, the same for all
+    seeds.
 
     Configuration:
-        data: "imdb", "ag_news" or "sst2"; synthetic: texts made here instead. tokenizer: "wordpiece",
-            "bytes".
-        tokens: the longest text, for each data set; longer ones are cut.
+        data: "imdb", "ag_news" or "sst2".
+        synthetic: whether to use generated texts in place of the data set; optional.
+        tokenizer: "wordpiece" or "bytes".
+        tokens: maximum number of tokens per text, by data set. Longer texts are cut.
         size: dim, heads, layers, hidden and dropout of the model.
-        model: its pde, steps.
-        recipe: a name in `recipes`, each of which has learning_rate, warmup (part of the training),
-            weight_decay, norm, batch, epochs, and may have patience: training ends when the loss of the
-            validation set has not fallen for so many epochs.
-        limit: [training texts, test texts] that are used; null: all.
+        model: pde and steps of the model.
+        recipe: a name in `recipes`. A recipe has learning_rate, warmup (share of the training),
+            weight_decay, norm, batch, epochs, and optionally patience: the training ends if the
+            validation loss has not fallen for this number of epochs.
+        limit: [training texts, test texts] to use; null for all.
 
-    The validation set is the data set's own, else a tenth of its training set, the same for all seeds.
-    Metrics: accuracy, of the test set after the last epoch, and valid_accuracy, in percent; train_loss,
-    valid_loss, epochs; coefficient_0 ... and beta_0 ... as in `language`. Curves: train_loss,
-    valid_loss, valid_accuracy.
+    Metrics:
+        accuracy: of the test set after the last epoch, in percent.
+        valid_accuracy: of the validation set after the last epoch, in percent.
+        coefficient_0, beta_0, ...: as in `language`.
+        train_loss, valid_loss, epochs.
+
+    Curves: train_loss, valid_loss, valid_accuracy.
     """
     name = "toy" if config.get("synthetic") else config["data"]
     recipe, tokens = config["recipes"][config["recipe"]], config["tokens"][config["data"]]
@@ -192,30 +208,37 @@ def classify(config: Config, context: Context) -> Outcome:
 
 
 def language_data(config: Config, context: Context) -> dict[str, str]:
-    """Hashes of what `language` reads."""
+    """Return the hashes of the data that `language` reads."""
     return _streams(config["data"], config["tokenizer"], *_places(context))[2]
 
 
 def classify_data(config: Config, context: Context) -> dict[str, str]:
-    """Hashes of what `classify` reads."""
+    """Return the hashes of the data that `classify` reads."""
     name = "toy" if config.get("synthetic") else config["data"]
     tokens = config["tokens"][config["data"]]
     return _classification_data(name, config["tokenizer"], tokens, *_places(context))[2]
 
 
 class Windows:
-    """Batches ``[batch, tokens + 1]`` of a stream of ids; each epoch draws anew.
+    """Random batches ``[batch, tokens + 1]`` of texts in a stream of ids.
 
     Args:
-        ids: ``[n]``, where the model is.
-        steps: batches of an epoch, of texts that begin anywhere; None: every text of the stream once,
-            one after another, as far as they fill batches.
+        ids: The stream ``[n]``, on the device of the model.
+        tokens: Number of tokens per text.
+        batch: Number of texts per batch.
+        steps: Number of batches per epoch, with texts that start anywhere in the stream. None to divide
+            the stream into texts, each of which is in an epoch once; an incomplete batch is left out.
+
+    Raises:
+        ValueError: The stream is too short for one text.
     """
 
     def __init__(self, ids: Tensor, tokens: int, batch: int, steps: int | None = None) -> None:
         self.count = (len(ids) - 1) // tokens
         if self.count < 1:
-            raise ValueError(f"{len(ids)} tokens are no text of {tokens} + 1; use more of the data")
+            raise ValueError(
+                f"ids has {len(ids)} tokens, and a text needs {tokens} + 1; use more of the data"
+            )
         self.ids, self.tokens, self.anywhere = ids, tokens, steps is not None
         self.batch = batch if steps else min(batch, self.count)
         self.steps = steps or self.count // self.batch
@@ -235,10 +258,16 @@ class Windows:
 
 
 class Texts:
-    """Batches (ids ``[batch, tokens]``, labels ``[batch]``).
+    """Batches (ids ``[batch, tokens]``, labels ``[batch]``) of texts.
 
-    Shuffled ones, for training, are all of one size: as many as batches of `batch` texts would be, the
-    last one included. What does not go in is left out, another part of the texts in every epoch.
+    Shuffled batches have equal sizes of at most `batch`. Texts that do not fill a batch are left out;
+    they differ between epochs. Batches in order include all texts, so the last one may be smaller.
+
+    Args:
+        ids: Ids ``[texts, tokens]``.
+        labels: Labels ``[texts]``.
+        batch: Maximum number of texts per batch.
+        shuffled: Whether to shuffle the texts in each epoch.
     """
 
     def __init__(self, ids: Tensor, labels: Tensor, batch: int, shuffled: bool = False) -> None:
@@ -257,7 +286,7 @@ class Texts:
 
 
 def next_token(model: nn.Module, ids: Tensor) -> Tensor:
-    """The loss of every token but the first of texts ``[batch, tokens + 1]``, all given at once."""
+    """Return the losses ``[batch * tokens]`` of texts ``[batch, tokens + 1]`` by teacher forcing."""
     net: Any = model
     states, targets = net.states(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()
     if len(targets) <= CHUNK:
@@ -270,18 +299,19 @@ def next_token(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def labels_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Cross-entropy and accuracy of texts whose ids may have a narrow type."""
+    """Return cross-entropy and accuracy of a batch of texts, with ids of any integer dtype."""
     ids, labels = batch
     return Classify()(model, (ids.long(), labels))
 
 
 @torch.no_grad()
 def left_to_right(model: LanguageModel, pieces: Tensor, positions: int) -> dict[str, float]:
-    """Perplexities of a sample of tokens: given the whole text, and given what is before them only.
+    """Return perplexities of a sample of tokens, by teacher forcing and from the previous tokens only.
 
     Args:
-        pieces: texts ``[texts, tokens + 1]``.
-        positions: tokens of each that are predicted, spread evenly.
+        model: The language model.
+        pieces: Texts ``[texts, tokens + 1]``.
+        positions: Number of evenly spaced tokens per text to predict.
     """
     tokens = pieces.shape[1] - 1
     lengths = sorted({max(1, round(tokens * (i + 1) / (positions + 1))) for i in range(positions)})
@@ -299,21 +329,21 @@ def left_to_right(model: LanguageModel, pieces: Tensor, positions: int) -> dict[
 
 
 def toy_lines(split: str, count: int = 400) -> list[str]:
-    """Lines of a made-up text: a name, a verb, the same name again and a full stop."""
-    draw = random.Random(f"toy {split}")
+    """Return lines of a generated text: a name, a verb, the same name again and a full stop."""
+    rng = random.Random(f"toy {split}")
     names, verbs = ("anna", "ben", "carl", "dora"), ("sees", "hears", "likes")
     lines = []
     for _ in range(count):
-        name = draw.choice(names)
-        lines.append(f"{name} {draw.choice(verbs)} {name} .")
+        name = rng.choice(names)
+        lines.append(f"{name} {rng.choice(verbs)} {name} .")
     return lines
 
 
 def toy_labelled(split: str, count: int = 240) -> tuple[list[str], list[int]]:
-    """Texts that one word decides, among others that mean nothing."""
-    draw = random.Random(f"toy {split}")
+    """Return generated texts with labels, in which one word determines the label."""
+    rng = random.Random(f"toy {split}")
     labels = [i % 2 for i in range(count)]
-    words = lambda: [draw.choice(("the", "a", "it", "was", "so")) for _ in range(draw.randint(1, 3))]
+    words = lambda: [rng.choice(("the", "a", "it", "was", "so")) for _ in range(rng.randint(1, 3))]
     texts = [" ".join([*words(), ("bad", "good")[label], *words()]) for label in labels]
     return texts, labels
 
@@ -326,31 +356,33 @@ def train_epochs(
     model: nn.Module, batches: Any, valid: Any, recipe: Recipe, loss: Any, context: Context, *,
     patience: int | None = None, look: Callable[[Any], dict[str, float]] | None = None,
 ) -> tuple[Rows, bool]:  # fmt: skip
-    """Train a model, and go on from the checkpoint in ``context.scratch`` if there is one.
+    """Train a model, and resume from the checkpoint in ``context.scratch`` if there is one.
 
     Args:
-        batches: training batches, as `attractor.train.train` takes them.
-        valid: validation batches; None for no validation loss.
-        patience: end the training when the validation loss has not fallen for this many epochs.
-        look: called after each epoch; the numbers it returns are added to the row of the epoch. One of
-            them must be "left_to_right".
+        model: The model, which is trained in place.
+        batches: Training batches, as for `attractor.train.train`.
+        valid: Validation batches; None for no validation loss.
+        recipe: The recipe.
+        loss: Loss function, as for `attractor.train.train`.
+        context: Device, scratch folder and progress function of the run.
+        patience: Number of epochs without a lower validation loss after which the training ends; None
+            for no early end.
+        look: Function of the model that is called after each epoch and returns further numbers for the
+            row of the epoch. Requires: one of them is named "left_to_right".
 
     Returns:
         One row per epoch, and whether all losses were finite.
     """
     scratch = context.scratch
     out = None if scratch is None else scratch / "training"
-    every = max(1, recipe.epochs // 5)
+    interval = max(1, recipe.epochs // 5)
     rows: Rows = []
     if scratch is not None and out is not None and out.exists():
-        rows, saved_model = (
-            _read_rows(scratch),
-            deepcopy(model),
-        )  # the model itself stays as it is to begin with
+        rows = _read_rows(scratch)
+        saved_model = deepcopy(model)  # gets the weights of the checkpoint; `model` is unchanged
         options: Any = {"loss": loss, "device": context.device, "out": out}
-        saved_epochs = len(
-            restored(saved_model, batches, valid, recipe, **options)
-        )  # rows may be ahead of it
+        # There may be rows of later epochs than that of the checkpoint.
+        saved_epochs = len(restored(saved_model, batches, valid, recipe, **options))
         if 0 < saved_epochs <= len(rows):
             if look is not None and "left_to_right" not in rows[saved_epochs - 1]:
                 rows[saved_epochs - 1] |= look(saved_model)
@@ -362,11 +394,11 @@ def train_epochs(
     def tell(progress: Any) -> None:
         if progress.row is None:
             return
-        del rows[progress.epoch - 1 :]  # of epochs after the last checkpoint, if it was interrupted
+        del rows[progress.epoch - 1 :]  # rows of an interrupted training after its last checkpoint
         rows.append({**progress.row, **({} if look is None else look(model))})
         if scratch is not None:
             write_json(scratch / "rows.json", rows)
-        if progress.epoch % every == 0:
+        if progress.epoch % interval == 0:
             context.tell(str(progress))
         if patience is not None and _stale(_losses(rows), patience):
             raise _EnoughError
@@ -374,7 +406,7 @@ def train_epochs(
     try:
         train(
             model, batches, valid, recipe, loss=loss, device=context.device, out=out, tell=tell,
-            save_every=every,
+            save_every=interval,
         )  # fmt: skip
     except _EnoughError:
         pass
@@ -385,7 +417,7 @@ def train_epochs(
 
 
 def _read_rows(scratch: Path) -> Rows:
-    """Rows of a training that was interrupted: those of its log, with what had been seen of each."""
+    """Return the rows of an interrupted training: those of its log, with the numbers of `look`."""
     log, look_log = scratch / "training" / "log.jsonl", scratch / "rows.json"
     rows: Rows = read_json_lines(log) if log.exists() else []
     look_rows: Rows = read_json(look_log) if look_log.exists() else []
@@ -393,7 +425,7 @@ def _read_rows(scratch: Path) -> Rows:
 
 
 class _EnoughError(Exception):
-    """Ends a training whose validation loss no longer falls."""
+    """Raised to end a training whose validation loss no longer falls."""
 
 
 def _losses(rows: Rows) -> list[float | None]:
@@ -401,7 +433,7 @@ def _losses(rows: Rows) -> list[float | None]:
 
 
 def _stale(losses: list[float | None], patience: int) -> bool:
-    """Whether the lowest of these is `patience` epochs ago or more."""
+    """Return whether the lowest of the losses is at least `patience` epochs old."""
     numbers = [math.inf if loss is None else loss for loss in losses]
     return len(numbers) - 1 - numbers.index(min(numbers)) >= patience
 
@@ -414,11 +446,17 @@ def _recipe(config: Config, epochs: int, context: Context) -> Recipe:
     )  # fmt: skip
 
 
-def _special(config: Config) -> Config:
-    """Options of a model: pde, steps, walls and layers as they are; of a Longformer also window (tokens
-    that a query sees, itself included), global_tokens and two_sided (half of the window is after the
-    query, as in the Longformer that the paper takes, which is no causal model); of one whose values are
-    mixed, without a PDE, mixed (how many) and perhaps each_channel (not one mixture for a layer)."""
+def _model_options(config: Config) -> Config:
+    """Return the options of `LanguageModel` from the entry "model" of a configuration.
+
+    Entries:
+        pde, steps, walls, layers, global_tokens: passed on unchanged.
+        window: number of tokens that a query attends to, itself included, for a Longformer.
+        two_sided: whether half of the window follows the query, as in the paper's Longformer, which is
+            not causal.
+        mixed: number of mixed values, for `MixedValues` in place of a PDE.
+        each_channel: whether each channel has its own mixture, not each layer; optional.
+    """
     model = dict(config["model"])
     window, mixture_size = model.pop("window", None), model.pop("mixed", None)
     if mixture_size is not None:
@@ -434,7 +472,7 @@ def _special(config: Config) -> Config:
 
 
 def both_sides(*tensors: Tensor, is_causal: bool, **options: Any) -> Tensor:
-    """`window_attention` that is not causal, whatever it is asked for."""
+    """Call `window_attention` with ``is_causal=False``, whatever is passed for `is_causal`."""
     return window_attention(*tensors, is_causal=False, **options)
 
 
@@ -448,7 +486,7 @@ def is_causal_model(model: nn.Module, ids: Tensor) -> bool:
 
 
 def _coefficient_metrics(model: nn.Module) -> dict[str, float]:
-    """The coefficients of the first layers, one for all heads: diffusion's or the wave's, and beta."""
+    """Return the mean coefficients over heads of the first layers: alpha of diffusion or c, and beta."""
     metrics = {f"{name}_{i}": math.nan for name in ("coefficient", "beta") for i in range(LAYERS)}
     rows = coefficients(model)
     for name, kinds in (("coefficient", ("alpha", "c")), ("beta", ("beta",))):
@@ -459,10 +497,10 @@ def _coefficient_metrics(model: nn.Module) -> dict[str, float]:
 
 
 def _places(context: Context) -> tuple[Path | None, Path | None]:
-    """Where data are, and where tokens are kept."""
+    """Return the folder of the data and that of the token ids."""
     cache = context.cache
     if cache is not None and not (cache / ".gitignore").exists():
-        write_text(cache / ".gitignore", "*\n")  # they are made again, and large
+        write_text(cache / ".gitignore", "*\n")  # token ids are large, and can be computed again
     return context.folder, cache
 
 
@@ -477,7 +515,7 @@ def tokenizer_of(name: str, folder: Path | None) -> Any:
 def _streams(
     name: str, kind: str, folder: Path | None, cache: Path | None
 ) -> tuple[dict[str, Tensor], int, dict[str, str]]:
-    """Ids of the training and the validation text, how many there are, and hashes."""
+    """Return the ids of the training and validation text, the size of the vocabulary, and hashes."""
     tokenizer = tokenizer_of(kind, folder)
     ids = {}
     for split in ("train", "valid"):
@@ -490,7 +528,7 @@ def _streams(
 def _classification_data(
     name: str, kind: str, tokens: int, folder: Path | None, cache: Path | None
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], Any, dict[str, str]]:
-    """(ids, labels) of every split, the tokenizer, and hashes."""
+    """Return (ids, labels) of each split, the tokenizer, and hashes."""
     tokenizer, parts = tokenizer_of(kind, folder), {}
     for split in ("train", "test") if name == "toy" else text.FILES[name]:
         if name == "toy":
