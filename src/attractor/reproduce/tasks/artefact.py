@@ -42,7 +42,7 @@ from attractor.train import Recipe
 
 Config = dict[str, Any]
 
-ALPHA = 0.10  # where each coefficient of diffusion starts
+ALPHA = 0.10  # initial value of each coefficient of diffusion
 CURVES = ("perplexity", "fast_off", "real_off", "left_to_right", "train_loss")
 
 
@@ -264,7 +264,7 @@ def evaluations(model: LineModel, lines: Lines, sample: Tensor) -> dict[str, flo
         metrics[f"fast_{name}"] = perplexity_of(losses.mean().item())
         metrics[f"real_{name}"] = perplexity_of(losses[real].mean().item())
         metrics[f"pad_{name}"] = losses[~real].mean().item()
-    whole_line = losses[sample[:, 0], sample[:, 1]]  # the fast path is disabled
+    whole_line = losses[sample[:, 0], sample[:, 1]]  # of the last iteration: fast path disabled
     metrics["sample_forced"] = perplexity_of(whole_line.mean().item())
     prefix = prefix_losses(model, lines.ids, sample)
     metrics["left_to_right"] = perplexity_of(prefix.mean().item())

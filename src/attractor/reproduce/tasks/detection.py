@@ -95,16 +95,14 @@ class Coco(Dataset[tuple[Tensor, ...]]):
         content = read_bytes(folder / f"annotations/instances_{part}.json", link=True)
         self.name, self.digest = part, hashlib.sha256(content).hexdigest()
         self.folder, self.side, self.boxes, self.train = folder / part, side, boxes, "train" in part
-        annotations = json.loads(content)
-        self.classes = {c["id"]: i for i, c in enumerate(annotations["categories"], 1)}
-        self.things: dict[int, list[dict[str, Any]]] = {
-            image["id"]: [] for image in annotations["images"]
-        }
-        for annotation in annotations["annotations"]:
+        record = json.loads(content)
+        self.classes = {c["id"]: i for i, c in enumerate(record["categories"], 1)}
+        self.things: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in record["images"]}
+        for annotation in record["annotations"]:
             self.things[annotation["image_id"]].append(annotation)
         self.files = [
             (image["id"], image["file_name"])
-            for image in annotations["images"]
+            for image in record["images"]
             if not self.train or self._boxes(image["id"])
         ]
 
@@ -195,8 +193,8 @@ def average_precision(
     """Return COCO's AP in percent: overall, at IoU 0.5 and 0.75, and for small, medium, large objects.
 
     The definition is that of pycocotools: the mean over 101 recalls of the precision's envelope.
-    Detections that match a crowd are ignored, and so are unmatched detections outside the range of
-    areas.
+    Ignored are detections that match a crowd or a box outside the range of areas, and unmatched
+    detections whose own area is outside the range.
 
     Args:
         truths: One result of `Coco.truth` per image.

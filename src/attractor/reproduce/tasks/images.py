@@ -93,7 +93,7 @@ def classify(config: dict[str, Any], context: Context) -> Outcome:
         curves |= after["curves"] | {
             f"{k}_initial": v
             for k, v in before["curves"].items()
-            if k.split("_")[-1] in STEPS  # means only: quantiles would enlarge the files
+            if k.split("_")[-1] in STEPS  # without quantiles and counts, which would enlarge the files
         }
     outcome = {"metrics": metrics, "curves": curves, "data": hashes(config, sets)}
     return round_outcome(outcome)

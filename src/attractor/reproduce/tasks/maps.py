@@ -172,7 +172,7 @@ def hybrid(config: dict[str, Any], context: Context) -> Outcome:
     """
     tokens, alpha, dt = config["tokens"], config["alpha"], config["dt"]
     pde = get_pde("diffusion")(alpha=alpha)
-    lowest = 2 - 2 * math.cos(math.pi / tokens)  # eigenvalue of a line with closed ends
+    lowest = 2 - 2 * math.cos(math.pi / tokens)  # smallest positive eigenvalue of minus the Laplacian
     steps = math.ceil(config["decay"] / (alpha * lowest * dt))
     query, key = _queries(config, context)
     exact = _softmax(query, key)
