@@ -188,12 +188,12 @@ def claims_page(folder: Path | str) -> str:
     counts: dict[str, dict[str, int]] = {}
     for paper, title in titles(everything).items():
         body, notes = [], []
-        own = counts.setdefault(title, dict.fromkeys((*DIRECTIONS, "not judged"), 0))
+        tally = counts.setdefault(title, dict.fromkeys((*DIRECTIONS, "not judged"), 0))
         for e in everything.values():
             if e.paper != paper:
                 continue
             for i, row in enumerate(claims(e, folder)):
-                own[row["direction"] or "not judged"] += 1
+                tally[row["direction"] or "not judged"] += 1
                 name = "" if i else f"[{e.name.removeprefix(f'{paper}-')}](results.md#{anchor(e)})"
                 mark = ""
                 if row.get("caveat"):
@@ -211,12 +211,12 @@ def claims_page(folder: Path | str) -> str:
         if notes:
             texts = [f"({i + 1}) {note[0].upper()}{note[1:]}." for i, note in enumerate(notes)]
             parts.append(" ".join(texts) + "\n")
-    totals = [[title, *(str(count) for count in own.values())] for title, own in counts.items()]
-    sums = [str(sum(own[word] for own in counts.values())) for word in next(iter(counts.values()))]
+    totals = [[title, *(str(count) for count in tally.values())] for title, tally in counts.items()]
+    sums = [str(sum(tally[word] for tally in counts.values())) for word in next(iter(counts.values()))]
     parts.append("## Counts\n")
     parts.append(_table(["claims", *next(iter(counts.values()))], [*totals, ["all", *sums]]))
     levels = coverage(everything, folder)
-    coverage_rows = [[word, *(str(len(own[word])) for own in levels.values())] for word in LEVELS]
+    coverage_rows = [[word, *(str(len(items[word])) for items in levels.values())] for word in LEVELS]
     coverage_rows = [[*row, str(sum(map(int, row[1:])))] for row in coverage_rows]
     parts.append(COVERAGE)
     parts.append(_table(["run", *titles(everything).values(), "all"], coverage_rows))
@@ -237,7 +237,7 @@ def coverage(
     """
     levels: dict[str, dict[str, list[str]]] = {}
     for paper in titles(everything):
-        own = levels[paper] = {level: [] for level in LEVELS}
+        items = levels[paper] = {level: [] for level in LEVELS}
         for e in everything.values():
             item = e.name.removeprefix(f"{paper}-")
             if e.paper != paper or not re.fullmatch(r"(table|fig|top)\d+", item):
@@ -248,10 +248,10 @@ def coverage(
             elif not e.scales[results.scale].judged:
                 level = "on small data"
             else:
-                whole = e.scales[results.scale].training in ("", "100 %") and not results.partly
-                level = "with all of its training" if whole else "partly"
-            own[level].append(item)
-        own["not at all"] += uncovered().get(paper, ())
+                full_training = e.scales[results.scale].training in ("", "100 %") and not results.partly
+                level = "with all of its training" if full_training else "partly"
+            items[level].append(item)
+        items["not at all"] += uncovered().get(paper, ())
     return levels
 
 
@@ -362,13 +362,15 @@ def section(experiment: Experiment, folder: Path | str, pictures: Path) -> str:
         lines.append(_table(head, body))
         minutes = results.seconds() / 60
         time = f"{minutes:.0f} min" if minutes >= 2 else f"{results.seconds():.0f} s"
-        where = ", ".join(map(literal, results.devices()))
+        devices = ", ".join(map(literal, results.devices()))
         scripts = [run.get("made_by") for runs in results.runs.values() for run in runs.values()]
         unique_scripts = sorted({script for script in scripts if script})
-        by = ", ".join(map(code, unique_scripts)) + " of an earlier version, since removed"
-        part = "all" if all(scripts) else f"{len(scripts) - scripts.count(None)} of {len(scripts)}"
-        provenance = f"; {part} made by {by}" if unique_scripts else ""
-        lines.append(f"`{command(experiment, results.scale)}`: {time} of runs on {where}{provenance}.\n")
+        origin = ", ".join(map(code, unique_scripts)) + " of an earlier version, since removed"
+        portion = "all" if all(scripts) else f"{len(scripts) - scripts.count(None)} of {len(scripts)}"
+        provenance = f"; {portion} made by {origin}" if unique_scripts else ""
+        lines.append(
+            f"`{command(experiment, results.scale)}`: {time} of runs on {devices}{provenance}.\n"
+        )
         lines += larger(experiment, results, folder)
         picture = pictures / f"{experiment.name.replace('-', '_')}.png"
         if experiment.picture is not None and picture.exists():
@@ -408,8 +410,8 @@ def chart_title(experiment: Experiment, results: Results) -> str:
     is_generated = any(c.get("synthetic") or c.get("made") for c in configs)
     if not experiment.data or (names <= set(experiment.data) and not is_generated):
         return experiment.place
-    what = "generated data" if is_generated or "toy" in names else ", ".join(sorted(names))
-    return f"{experiment.name} at scale {results.scale}, on {what} in place of the paper's data"
+    data = "generated data" if is_generated or "toy" in names else ", ".join(sorted(names))
+    return f"{experiment.name} at scale {results.scale}, on {data} in place of the paper's data"
 
 
 def larger(experiment: Experiment, results: Results, folder: Path | str) -> list[str]:
@@ -460,10 +462,10 @@ def finding_text(
     verdict = experiment.verdict(results)
     if results is None or verdict is None:
         return ""
-    where = f"{max(map(len, results.runs.values()))} seeds, scale {results.scale}"
+    setting = f"{max(map(len, results.runs.values()))} seeds, scale {results.scale}"
     if with_data:
-        where = f"{experiment.place.split(', ')[-1]}, {where}"
-    text = f"Seen ({where}):\n\n" + "\n".join(verdict_lines(experiment, results, verdict)) + "\n"
+        setting = f"{experiment.place.split(', ')[-1]}, {setting}"
+    text = f"Seen ({setting}):\n\n" + "\n".join(verdict_lines(experiment, results, verdict)) + "\n"
     text += "".join(f"\n{line}" for line in larger(experiment, results, folder))
     picture = pictures / f"{experiment.name.replace('-', '_')}.png"
     if picture.exists():

@@ -72,8 +72,8 @@ class Results:
     @property
     def complete(self) -> bool:
         """Whether all arms of the claim have a run of one common seed, so that they can be compared."""
-        own = [set(self.runs.get(arm, ())) for arm in self.arms if arm not in self.extra]
-        return bool(own) and bool(set.intersection(*own))
+        seed_sets = [set(self.runs.get(arm, ())) for arm in self.arms if arm not in self.extra]
+        return bool(seed_sets) and bool(set.intersection(*seed_sets))
 
     @property
     def partly(self) -> bool:
@@ -127,13 +127,13 @@ class Results:
 
     def paired(self, arm: str, other: str, metric: str | None = None) -> list[float]:
         """Return the differences arm - other at the seeds that both arms have."""
-        name, both = metric or self.metric, self.runs.get(arm, {}).keys() & self.runs.get(other, {})
+        name, seeds = metric or self.metric, self.runs.get(arm, {}).keys() & self.runs.get(other, {})
 
-        def get(which: str, seed: int) -> float:
-            value = self.runs[which][seed]["metrics"][name]
+        def get(arm_name: str, seed: int) -> float:
+            value = self.runs[arm_name][seed]["metrics"][name]
             return math.nan if value is None else float(value)
 
-        return [get(arm, seed) - get(other, seed) for seed in sorted(both)]
+        return [get(arm, seed) - get(other, seed) for seed in sorted(seeds)]
 
     def curve(self, arm: str, name: str, seed: int | None = None) -> list[Any]:
         """Return a curve of an arm, for a seed; None for the first seed of the arm."""
@@ -181,7 +181,8 @@ def read(path: Path, experiment: str, scale: str) -> dict[str, dict[int, Run]]:
         )
     try:
         return {
-            arm: {int(seed): run for seed, run in own.items()} for arm, own in content["runs"].items()
+            arm: {int(seed): run for seed, run in seeds.items()}
+            for arm, seeds in content["runs"].items()
         }
     except ValueError as error:
         raise ValueError(f"{path} has a seed that is not an integer: {error}") from None
@@ -264,9 +265,9 @@ def load(experiment: Any, scale: str, folder: Path | str) -> Results:
     runs: dict[str, dict[int, Run]] = {}
     for arm in arms:
         current_digest = digest(experiment.task, experiment.config(arm, scale))
-        own = {s: run for s, run in file_runs.get(arm, {}).items() if fault(run) is None}
-        own = {s: run for s, run in own.items() if run["digest"] == current_digest}
-        candidates = {**shared_runs.get(current_digest, {}), **own}
+        valid_runs = {s: run for s, run in file_runs.get(arm, {}).items() if fault(run) is None}
+        valid_runs = {s: run for s, run in valid_runs.items() if run["digest"] == current_digest}
+        candidates = {**shared_runs.get(current_digest, {}), **valid_runs}
         runs[arm] = {
             s: candidates[s] for s in sorted(candidates) if experiment.metric in candidates[s]["metrics"]
         }

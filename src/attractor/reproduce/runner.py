@@ -76,7 +76,7 @@ def run(
         FolderLockedError: Another process is making the same run in the same folder.
     """
     engine = jobs.chosen(engine, workers, address)
-    first, every = jobs.part_of(part or "1/1")
+    offset, stride = jobs.part_of(part or "1/1")
     seed_list = list(seeds) if seeds is not None else list(experiment.scale(scale).seeds)
     for arm in arms or ():
         experiment.config(arm, scale)  # raises an error for an unknown arm
@@ -87,7 +87,7 @@ def run(
         results.seeds = seed_list
         missing_shards = set(results.missing())
         shards = [(a, s) for s in seed_list for a in results.arms if arms is None or a in arms]
-        shards = shards[first::every]
+        shards = shards[offset::stride]
         pending = [shard for shard in shards if again or shard in missing_shards]
         scratch = path.parent / f".{scale}"
         context = Context(

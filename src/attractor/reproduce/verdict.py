@@ -182,10 +182,10 @@ class Effect:
     def __str__(self) -> str:
         low, high = self.interval()
         unit = f" {self.unit}" if self.unit else ""
-        what = "factor " if self.ratio else ""
+        prefix = "factor " if self.ratio else ""
         if math.isinf(low):
-            return f"{what}{self.shown(self.value)}{unit}, no interval"
-        return f"{what}{self.shown(self.value)}{unit} [{self.shown(low)}, {self.shown(high)}]"
+            return f"{prefix}{self.shown(self.value)}{unit}, no interval"
+        return f"{prefix}{self.shown(self.value)}{unit} [{self.shown(low)}, {self.shown(high)}]"
 
 
 def margin(samples: Sequence[float], comparisons: int = 1, deviation: Deviation | None = None) -> float:
@@ -407,12 +407,12 @@ def compare(
             estimate from the arms with several seeds.
         limitation: See `Effect`.
     """
-    own = metric in (None, results.metric)
-    ratio = (results.logarithmic and own) if ratio is None else ratio
+    is_main_metric = metric in (None, results.metric)
+    ratio = (results.logarithmic and is_main_metric) if ratio is None else ratio
     sign = 1 if better == "higher" else -1
-    ours, theirs = (values_of(results, which, metric, ratio) for which in (arm, over))
+    ours, theirs = (values_of(results, name, metric, ratio) for name in (arm, over))
     samples = tuple(sign * (ours[s] - theirs[s]) for s in sorted(ours.keys() & theirs.keys()))
-    if paper is None and own and arm in results.numbers and over in results.numbers:
+    if paper is None and is_main_metric and arm in results.numbers and over in results.numbers:
         a, b = (math.log(results.numbers[x]) if ratio else results.numbers[x] for x in (arm, over))
         paper = sign * (a - b)
     if len(samples) == 1 and deviation is None:

@@ -368,8 +368,8 @@ def _padded_lines(
         ids = torch.full((len(rows), tokens), tokenizer.padding, dtype=torch.int32)
         lengths = torch.empty(len(rows), dtype=torch.int64)
         for i, row in enumerate(rows):
-            whole = [*first, *row[: tokens - len(first) - 1], tokenizer.end]
-            ids[i, : len(whole)] = torch.tensor(whole, dtype=torch.int32)
-            lengths[i] = len(whole)
+            sequence = [*first, *row[: tokens - len(first) - 1], tokenizer.end]
+            ids[i, : len(sequence)] = torch.tensor(sequence, dtype=torch.int32)
+            lengths[i] = len(sequence)
         parts[split] = ids, lengths
-    return tokenizer, parts, {f"{name} {split}": hash_of(*both) for split, both in parts.items()}
+    return tokenizer, parts, {f"{name} {split}": hash_of(*tensors) for split, tensors in parts.items()}

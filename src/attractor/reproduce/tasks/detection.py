@@ -337,8 +337,8 @@ class Dense(nn.Module):
         low, high = places[:, None] - boxes[:, :2], boxes[:, 2:] - places[:, None]
         inside = (torch.cat((low, high), -1) > 0).all(-1)
         size = torch.where(inside, (boxes[:, 2:] - boxes[:, :2]).prod(-1), torch.inf)
-        smallest, which = size.min(1)
-        return torch.where(smallest < torch.inf, labels[which], 0), boxes[which]
+        smallest, index = size.min(1)
+        return torch.where(smallest < torch.inf, labels[index], 0), boxes[index]
 
     @staticmethod
     def best(scores: Tensor, boxes: Tensor) -> dict[str, Tensor]:

@@ -195,19 +195,19 @@ def stiffness(profile: StiffnessProfile) -> dict[str, dict[str, Any]]:
     first = (profile.stage == profile.stage[0]).nonzero()[1:, 0]
     gates = profile.gates[:, first].double()
     for step in STEPS:
-        own = profile.with_step(step)  # type: ignore[arg-type]
-        nsi = own.nsi.double().cpu()
+        step_profile = profile.with_step(step)  # type: ignore[arg-type]
+        nsi = step_profile.nsi.double().cpu()
         metrics |= {
-            f"tns_{step}": float(own.tns),
+            f"tns_{step}": float(step_profile.tns),
             f"nsi_{step}": float(nsi.mean()),
-            f"proportion_{step}": float(own.proportion(0.5, 0.5)),
-            f"stiff_inputs_{step}": float(own.surface(0.5, 0.5)),
-            f"oscillation_{step}": oscillation(nsi, own.stage.cpu()),
-            f"peak_{step}": peak(nsi, own.stage.cpu()),
+            f"proportion_{step}": float(step_profile.proportion(0.5, 0.5)),
+            f"stiff_inputs_{step}": float(step_profile.surface(0.5, 0.5)),
+            f"oscillation_{step}": oscillation(nsi, step_profile.stage.cpu()),
+            f"peak_{step}": peak(nsi, step_profile.stage.cpu()),
         }
         paths = [ranks.pearson(x, g) for x, g in zip(nsi[:, first], gates.cpu())]
         correlations = [x for x in paths if not math.isnan(x)]
-        blocks = own.correlation()["pearson"]
+        blocks = step_profile.correlation()["pearson"]
         within = [x for x in blocks[first.cpu()].tolist() if not math.isnan(x)]
         metrics |= {
             f"blocks_{step}": float(np.mean(within)) if within else math.nan,
@@ -219,7 +219,8 @@ def stiffness(profile: StiffnessProfile) -> dict[str, dict[str, Any]]:
         low, high = (torch.quantile(nsi, q, dim=0).tolist() for q in (0.1, 0.9))
         curves |= {
             f"nsi_{step}": nsi.mean(0).tolist(), f"nsi_{step}_low": low, f"nsi_{step}_high": high,
-            f"surface_{step}": _table(own.surface, 100), f"share_{step}": _table(own.proportion, 1000),
+            f"surface_{step}": _table(step_profile.surface, 100),
+            f"share_{step}": _table(step_profile.proportion, 1000),
         }  # fmt: skip
         if correlations:
             counts = np.histogram(correlations, bins=20, range=(-1, 1))[0]
@@ -238,9 +239,9 @@ def oscillation(nsi: Tensor, stage: Tensor) -> float:
     """
     parts = []
     for number in stage.unique():
-        own = nsi[:, stage == number][:, 1:]
-        if own.shape[1] > 1:
-            parts.append((own.diff(dim=1).abs().mean(1) / own.mean(1)).mean())
+        stage_nsi = nsi[:, stage == number][:, 1:]
+        if stage_nsi.shape[1] > 1:
+            parts.append((stage_nsi.diff(dim=1).abs().mean(1) / stage_nsi.mean(1)).mean())
     return float(torch.stack(parts).mean()) if parts else math.nan
 
 
@@ -249,8 +250,8 @@ def peak(nsi: Tensor, stage: Tensor) -> float:
 
     NSI ``[inputs, blocks]`` is averaged over inputs before, and the first block is left out.
     """
-    own = nsi[:, stage == stage[0]][:, 1:].mean(0)
-    return float(own.max() / own.mean() - 1)
+    stage_nsi = nsi[:, stage == stage[0]][:, 1:].mean(0)
+    return float(stage_nsi.max() / stage_nsi.mean() - 1)
 
 
 def table(rows: list[str]) -> np.ndarray:
@@ -331,7 +332,10 @@ def make_stl10(folder: Path, count: int) -> None:
 
 def hashes(config: dict[str, Any], sets: Sets) -> dict[str, str]:
     """Return a hash of the images and labels of each set."""
-    return {f"{config['data']}, {split}": _hash(own) for split, own in zip(("train", "test"), sets)}
+    return {
+        f"{config['data']}, {split}": _hash(image_set)
+        for split, image_set in zip(("train", "test"), sets)
+    }
 
 
 def _hash(data: images.ImageSet) -> str:
@@ -354,10 +358,10 @@ def _short(x: Any, digits: int) -> Any:
 
 
 def _progress_callback(context: Context, recipe: Recipe) -> Any:
-    every = max(1, recipe.epochs // 5)
+    interval = max(1, recipe.epochs // 5)
 
     def tell(progress: Any) -> None:
-        if progress.row is not None and progress.epoch % every == 0:
+        if progress.row is not None and progress.epoch % interval == 0:
             context.tell(f"  {progress}")
 
     return tell

@@ -30,8 +30,8 @@ class MixedValues(nn.Module):
 
     def __init__(self, count: int, heads: int = 1, dim: int = 1) -> None:
         super().__init__()
-        own = torch.arange(count) == 0
-        self.weight = nn.Parameter(own.float()[:, None, None, None].repeat(1, heads, 1, dim))
+        is_own_value = torch.arange(count) == 0
+        self.weight = nn.Parameter(is_own_value.float()[:, None, None, None].repeat(1, heads, 1, dim))
 
     def forward(
         self,

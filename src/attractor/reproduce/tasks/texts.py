@@ -536,7 +536,7 @@ def _classification_data(
         else:
             (texts, labels), cache_folder = text.labelled(name, split, folder), cache
         parts[split] = text.padded(texts, tokenizer, tokens, cache_folder)[0], torch.tensor(labels)
-    hashes = {f"{name} {split}": hash_of(*both) for split, both in parts.items()}
+    hashes = {f"{name} {split}": hash_of(*tensors) for split, tensors in parts.items()}
     return parts, tokenizer, hashes
 
 
