@@ -105,7 +105,7 @@ def test_training_as_printed_learns_and_folds(recipe, correction):
     """What a trained correction adds has the error that its last loss says, in its own units."""
     config = {**SMALL, "system": "2-link", "recipe": recipe, "correction": correction, "epochs": 120}
     context = Context()
-    given = solvers.setting(config, context)
+    given = solvers.make_setting(config, context)
     pairs = one_step(given.system, given.scheme, given.dt, [given.run], False)
     model, found = solvers.train_as_printed(config, pairs, context, 120, 1.0)
     own = next(model.parameters()).dtype
@@ -118,16 +118,18 @@ def test_training_as_printed_learns_and_folds(recipe, correction):
 
 def test_constant_noise_is_what_a_perfect_correction_would_subtract():
     config = {**SMALL, "system": "elastic"}
-    given = solvers.setting(config, Context())
+    given = solvers.make_setting(config, Context())
     pairs = one_step(given.system, given.scheme, given.dt, [given.run], False)
-    moved = solvers._shifted(pairs, 1e-5, given)
+    moved = solvers._shift_starts(pairs, 1e-5, given)
     after = moved.u + moved.dt * moved.slope + moved.error
     torch.testing.assert_close(after, pairs.u + pairs.dt * pairs.slope + pairs.error)
 
 
 def test_the_largest_second_derivatives_are_chosen():
     config = {**SMALL, "system": "2-link", "test": 40}
-    whole, top = (solvers.setting({**config, **more}, Context()).truth for more in ({}, {"top": 0.1}))
+    whole, top = (
+        solvers.make_setting({**config, **more}, Context()).truth for more in ({}, {"top": 0.1})
+    )
     size = lambda truth: solvers.second_derivative(systems.PendulumChain(2), truth).abs().amax((0, -1))
     assert top.shape[1] == 4
     torch.testing.assert_close(size(top), size(whole).sort(descending=True).values[:4])
@@ -256,10 +258,10 @@ def test_no_ratio_of_errors_where_trajectories_are_lost():
 
 
 def test_curves_are_short_and_keep_their_ends():
-    thin = solvers.thinned([i / 3 for i in range(1000)])
+    thin = solvers.thin([i / 3 for i in range(1000)])
     assert len(thin) == solvers.POINTS
     assert (thin[0], thin[-1]) == (0.0, 333.0)
-    assert math.isnan(solvers.thinned([None])[0])
+    assert math.isnan(solvers.thin([None])[0])
 
 
 @pytest.mark.gpu

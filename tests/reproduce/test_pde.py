@@ -80,7 +80,7 @@ def test_mixed_values_are_attention_to_a_convolution(channels):
 
 def test_every_layer_mixes_for_itself():
     given = config("pde-mixing", "mixed values, a channel")
-    options = {**given["size"], **texts._special(given), "max_tokens": 8}
+    options = {**given["size"], **texts._model_options(given), "max_tokens": 8}
     model = texts.LanguageModel(20, **options)
     found = [m for m in model.modules() if isinstance(m, mixed.MixedValues)]
     assert [m.weight.shape for m in found] == [(5, 2, 1, 8)] * 2
@@ -161,7 +161,7 @@ def test_windows_and_batches():
     assert len(rows[:, 0].unique()) == 8
     assert (rows[:, 0] % 10 == 0).all()
     assert all(row.shape == (4, 11) for row in texts.Windows(ids, 10, 4, steps=7))
-    with pytest.raises(ValueError, match=r"101 tokens are no text of 101 \+ 1"):
+    with pytest.raises(ValueError, match=r"ids has 101 tokens, and a text needs 101 \+ 1"):
         texts.Windows(ids, 101, 4)
     labels = torch.arange(10)
     sizes = [len(y) for _, y in texts.Texts(labels[:, None], labels, 4, shuffled=True)]

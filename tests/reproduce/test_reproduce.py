@@ -294,11 +294,11 @@ def test_mistakes_in_an_experiment():
         replace(EXAMPLE, numbers={"c": 1.0})
     with pytest.raises(ValueError, match="paper 'My paper' is not a short name"):
         replace(EXAMPLE, paper="My paper")
-    with pytest.raises(ValueError, match="an experiment of 'mine' begins with 'mine-'"):
+    with pytest.raises(ValueError, match="an experiment of 'mine' must begin with 'mine-'"):
         replace(EXAMPLE, paper="mine")
-    with pytest.raises(ValueError, match="no scale 'gpu', but smoke, cpu"):
+    with pytest.raises(ValueError, match="no scale 'gpu'; its scales are smoke, cpu"):
         EXAMPLE.scale("gpu")
-    with pytest.raises(ValueError, match="no arm 'x', but a, b"):
+    with pytest.raises(ValueError, match="no arm 'x'; its arms are a, b"):
         run(EXAMPLE, "cpu", arms=["x"])
     with pytest.raises(ValueError, match="no experiment is called"):
         find("stepnet-tabel1")

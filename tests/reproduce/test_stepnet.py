@@ -141,7 +141,7 @@ def test_separable_images_are_told_apart(tmp_path, monkeypatch):
     }  # fmt: skip
     found = imagefolder(config, Context(folder=tmp_path))
     assert found["metrics"]["accuracy"] == 100
-    with pytest.raises(FileNotFoundError, match="it needs train/<class>/<image> and val"):
+    with pytest.raises(FileNotFoundError, match="that has train/<class>/<image> and val"):
         imagefolder(config, Context(folder=tmp_path / "imagenet" / "train"))
 
 

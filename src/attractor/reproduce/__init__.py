@@ -1,8 +1,8 @@
-"""Tables and figures of the papers, run again and judged.
+"""Run the tables and figures of the papers again, and judge the claims.
 
-An `Experiment` says what is varied (its arms), what the paper reports, which number is compared and when
-the claim holds; a task of `reproduce.tasks` does one arm with one seed. Experiments are in the folder
-``experiments`` of the project, one short file each; they hold no training code.
+An `Experiment` states what is varied (its arms), what the paper reports, which metric is compared, and
+how the claim is judged. A task of `reproduce.tasks` runs one arm with one seed. The experiments of the
+project are in its folder ``experiments``, one short file each, without any training code.
 
 >>> from attractor.reproduce import Experiment, Scale, best
 >>> example = Experiment(
@@ -15,7 +15,7 @@ the claim holds; a task of `reproduce.tasks` does one arm with one seed. Experim
 >>> results = run(example, "smoke")
 >>> results.mean("two")
 2.0
->>> print(example.judge(results))  # of one seed, whose deviation is not known
+>>> print(example.judge(results))  # one seed has no standard deviation, hence no interval
 inconclusive (size unclear: 100 %): the least lead is that over one: 1, no interval (1 inconclusive)
 
 On the command line: ``attractor reproduce --list``, ``attractor reproduce stepnet-table1 --scale cpu``.

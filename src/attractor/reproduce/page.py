@@ -1,4 +1,4 @@
-"""The page of results and its pictures, made from the files of results alone."""
+"""Write the pages of results and claims, with their pictures, from the files of results."""
 
 import math
 import re
@@ -90,10 +90,10 @@ experiments/results.
 
 """
 
-FEW = 8  # arms, up to which a sentence names them all
-LOST = 1e39  # errors above are those of solvers that lost a trajectory
+FEW = 8  # maximum number of arms that are listed in a sentence, not in a table
+LOST = 1e39  # larger errors are those of solvers with a non-finite trajectory
 
-FINDINGS = {  # what a reader would quote, and the experiments that show it
+FINDINGS = {  # headings of the main findings, and the experiments that show them
     "Perplexity once the evaluation is the same for both models": ("pde-artefact",),
     "Perplexity once no token sees the future": ("pde-leak",),
     "AttNS and NeurVec once their inputs are normalised": ("attns-normalised",),
@@ -102,25 +102,26 @@ FINDINGS = {  # what a reader would quote, and the experiments that show it
 
 
 def largest(experiment: Experiment, folder: Path | str) -> Results | None:
-    """The runs of the largest scale that can be judged, else of the largest that has some."""
+    """Return the results at the largest scale with complete runs, else with any runs; None for none."""
     scales = [s for s in reversed(SCALES) if s in experiment.scales and s != "smoke"]
-    found = [load(experiment, scale, folder) for scale in scales]
-    found = [results for results in found if any(results.runs.values())]
-    return next((r for r in found if r.complete), found[0] if found else None)
+    candidates = [load(experiment, scale, folder) for scale in scales]
+    candidates = [results for results in candidates if any(results.runs.values())]
+    return next((r for r in candidates if r.complete), candidates[0] if candidates else None)
 
 
 def state(experiment: Experiment, folder: Path | str) -> str:
-    """How far it is, in a few words."""
-    found = largest(experiment, folder)
-    if found is None:
+    """Return the scale and the number of runs of an experiment, in a few words."""
+    results = largest(experiment, folder)
+    if results is None:
         return "no data" if experiment.missing else "not yet"
-    done = sum(len(runs) for runs in found.runs.values())
-    missing = len(found.missing())
-    return f"{found.scale}, {done}" if not missing else f"{found.scale}, {done} of {done + missing}"
+    run_count = sum(len(runs) for runs in results.runs.values())
+    missing_count = len(results.missing())
+    total = f" of {run_count + missing_count}" if missing_count else ""
+    return f"{results.scale}, {run_count}{total}"
 
 
 def worded(experiment: Experiment, results: Results | None) -> str:
-    """Return the direction, "so far" where runs are missing; empty without a verdict."""
+    """Return the direction, with "so far" if runs are missing; empty without a verdict."""
     verdict = experiment.verdict(results)
     if verdict is None:
         return ""
@@ -134,7 +135,7 @@ def sizes_of(verdict: Verdict | None) -> str:
 
 
 def claims(experiment: Experiment, folder: Path | str) -> list[dict[str, Any]]:
-    """Return a row per claim of an experiment, with what the page of claims shows of it.
+    """Return one row per claim of an experiment, as in the page of claims.
 
     An experiment without a verdict has one row without a direction.
     """
@@ -182,17 +183,17 @@ def claims_page(folder: Path | str) -> str:
     """Return the page with a table of claims per paper."""
     everything = catalogue()
     parts = [CLAIMS]
-    shown = ("the paper says", "its effect", "ours [95 % interval]", "training", "seeds")
-    head = ["", *shown, "direction", "size"]
+    columns = ("the paper says", "its effect", "ours [95 % interval]", "training", "seeds")
+    head = ["", *columns, "direction", "size"]
     counts: dict[str, dict[str, int]] = {}
     for paper, title in titles(everything).items():
         body, notes = [], []
-        own = counts.setdefault(title, dict.fromkeys((*DIRECTIONS, "not judged"), 0))
+        tally = counts.setdefault(title, dict.fromkeys((*DIRECTIONS, "not judged"), 0))
         for e in everything.values():
             if e.paper != paper:
                 continue
             for i, row in enumerate(claims(e, folder)):
-                own[row["direction"] or "not judged"] += 1
+                tally[row["direction"] or "not judged"] += 1
                 name = "" if i else f"[{e.name.removeprefix(f'{paper}-')}](results.md#{anchor(e)})"
                 mark = ""
                 if row.get("caveat"):
@@ -210,18 +211,18 @@ def claims_page(folder: Path | str) -> str:
         if notes:
             texts = [f"({i + 1}) {note[0].upper()}{note[1:]}." for i, note in enumerate(notes)]
             parts.append(" ".join(texts) + "\n")
-    totals = [[title, *(str(count) for count in own.values())] for title, own in counts.items()]
-    sums = [str(sum(own[word] for own in counts.values())) for word in next(iter(counts.values()))]
+    totals = [[title, *(str(count) for count in tally.values())] for title, tally in counts.items()]
+    sums = [str(sum(tally[word] for tally in counts.values())) for word in next(iter(counts.values()))]
     parts.append("## Counts\n")
     parts.append(_table(["claims", *next(iter(counts.values()))], [*totals, ["all", *sums]]))
     levels = coverage(everything, folder)
-    covered = [[word, *(str(len(own[word])) for own in levels.values())] for word in LEVELS]
-    covered = [[*row, str(sum(map(int, row[1:])))] for row in covered]
+    coverage_rows = [[word, *(str(len(items[word])) for items in levels.values())] for word in LEVELS]
+    coverage_rows = [[*row, str(sum(map(int, row[1:])))] for row in coverage_rows]
     parts.append(COVERAGE)
-    parts.append(_table(["run", *titles(everything).values(), "all"], covered))
-    named = [f"{t}: {', '.join(levels[p]['not at all'])}" for p, t in titles(everything).items()]
-    missing = [text for text in named if not text.endswith(": ")]
-    parts.append(f"Not at all: {'; '.join(missing)}.\n" if missing else "")
+    parts.append(_table(["run", *titles(everything).values(), "all"], coverage_rows))
+    gaps = [f"{t}: {', '.join(levels[p]['not at all'])}" for p, t in titles(everything).items()]
+    nonempty_gaps = [text for text in gaps if not text.endswith(": ")]
+    parts.append(f"Not at all: {'; '.join(nonempty_gaps)}.\n" if nonempty_gaps else "")
     parts.append(RULES)
     return "\n".join(parts).rstrip() + "\n"
 
@@ -229,13 +230,14 @@ def claims_page(folder: Path | str) -> str:
 def coverage(
     everything: Mapping[str, Experiment], folder: Path | str
 ) -> dict[str, dict[str, list[str]]]:
-    """Return the tables and figures of each paper by how completely they were run.
+    """Return the tables and figures of each paper, by the level of completeness of their runs.
 
-    One experiment stands for each item: that of the paper's first data set, named after the item.
+    Each table or figure is represented by the experiment that has its name, which uses the paper's first
+    data set.
     """
     levels: dict[str, dict[str, list[str]]] = {}
     for paper in titles(everything):
-        own = levels[paper] = {level: [] for level in LEVELS}
+        items = levels[paper] = {level: [] for level in LEVELS}
         for e in everything.values():
             item = e.name.removeprefix(f"{paper}-")
             if e.paper != paper or not re.fullmatch(r"(table|fig|top)\d+", item):
@@ -246,22 +248,22 @@ def coverage(
             elif not e.scales[results.scale].judged:
                 level = "on small data"
             else:
-                whole = e.scales[results.scale].training in ("", "100 %") and not results.partly
-                level = "with all of its training" if whole else "partly"
-            own[level].append(item)
-        own["not at all"] += uncovered().get(paper, ())
+                full_training = e.scales[results.scale].training in ("", "100 %") and not results.partly
+                level = "with all of its training" if full_training else "partly"
+            items[level].append(item)
+        items["not at all"] += uncovered().get(paper, ())
     return levels
 
 
 def titles(everything: Mapping[str, Experiment]) -> dict[str, str]:
-    """Return the titles of the papers of these experiments by their short names, in their order."""
-    known = papers()
-    used = dict.fromkeys(e.paper for e in everything.values())
-    return {paper: known.get(paper, paper) for paper in used}
+    """Return the titles of the papers of some experiments by short name, in order of appearance."""
+    all_titles = papers()
+    short_names = dict.fromkeys(e.paper for e in everything.values())
+    return {paper: all_titles.get(paper, paper) for paper in short_names}
 
 
 def rows(experiment: Experiment, results: Results) -> list[dict[str, Any]]:
-    """A row an arm: the paper's number, ours with spread and seeds, and the other metrics' means."""
+    """Return one row per arm: the paper's number, ours with spread and seeds, and other metrics."""
     return [
         {
             "arm": arm,
@@ -278,19 +280,19 @@ def rows(experiment: Experiment, results: Results) -> list[dict[str, Any]]:
 
 
 def cell(experiment: Experiment, results: Results, arm: str) -> str:
-    """An arm's number with its spread over seeds."""
+    """Format an arm's metric with its spread over seeds."""
     if not experiment.logarithmic:
         return told(results.mean(arm), results.spread(arm))
     values = results.values(arm)
-    lost = sum(x >= LOST for x in values)
-    if lost:
-        return "lost" if lost == len(values) else f"lost at {lost} of {len(values)} seeds"
+    lost_count = sum(x >= LOST for x in values)
+    if lost_count:
+        return "lost" if lost_count == len(values) else f"lost at {lost_count} of {len(values)} seeds"
     mean, factor = results.typical(arm), results.factor(arm)
     return number(mean) if factor is None or math.isnan(mean) else f"{number(mean)} ×÷ {factor:.2g}"
 
 
 def other(experiment: Experiment, results: Results, arm: str, metric: str) -> float:
-    """A further metric's mean, as the experiment's own is taken; NaN if the arm does not have it."""
+    """Return the mean of a further metric, geometric if the experiment's is; NaN if an arm lacks it."""
     if not all(metric in run["metrics"] for run in results.runs[arm].values()):
         return math.nan
     factors = experiment.logarithmic and min(results.values(arm, metric)) > 0
@@ -298,12 +300,12 @@ def other(experiment: Experiment, results: Results, arm: str, metric: str) -> fl
 
 
 def known(x: float) -> str:
-    """A number, a dash where there is none, "lost" where some seed's trajectories were."""
+    """Format a number: a dash for NaN, and "lost" for errors of solvers with non-finite trajectories."""
     return "–" if math.isnan(x) else "lost" if x >= LOST / 100 else number(x)
 
 
 def told(mean: float, spread: float | None) -> str:
-    """A number with its spread, both to the same place where it is not very small or large."""
+    """Format a mean with its spread, with equally many decimals unless it is very small or large."""
     if math.isnan(mean):
         return "NaN"
     if spread is None:
@@ -325,26 +327,26 @@ def code(text: str) -> str:
 
 
 def command(experiment: Experiment, scale: str) -> str:
-    """What makes these results."""
+    """Return the command that makes the results of an experiment at a scale."""
     device = " --device cuda" if scale == "gpu" else ""
     data = " --data FOLDER" if experiment.data else ""
     return f"attractor reproduce {shlex.quote(experiment.name)} --scale {scale}{device}{data}"
 
 
 def section(experiment: Experiment, folder: Path | str, pictures: Path) -> str:
-    """An experiment on the page."""
-    found = largest(experiment, folder)
+    """Return the section of an experiment on the page of results."""
+    results = largest(experiment, folder)
     lines = [f"### {experiment.name}: {experiment.place}\n", f"*{experiment.claim}*\n"]
-    verdict = experiment.verdict(found)
+    verdict = experiment.verdict(results)
     if verdict is not None:
-        lines += [*verdict_lines(experiment, found, verdict), ""]
-    elif found is None:
+        lines += [*verdict_lines(experiment, results, verdict), ""]
+    elif results is None:
         lines.append("**not run yet**\n")
-    elif found.complete:
+    elif results.complete:
         lines.append("**not judged**: this is too small for a verdict.\n")
     else:
         lines.append("**not judged yet**: runs are missing.\n")
-    if found is not None:
+    if results is not None:
         unit = f", {experiment.unit}" if experiment.unit else ""
         head = ["", "paper", f"ours ({experiment.metric}{unit})", "seeds", *experiment.others]
         body = [
@@ -355,33 +357,35 @@ def section(experiment: Experiment, folder: Path | str, pictures: Path) -> str:
                 str(row["seeds"]),
                 *map(known, row["others"].values()),
             ]
-            for row in rows(experiment, found)
+            for row in rows(experiment, results)
         ]
         lines.append(_table(head, body))
-        minutes = found.seconds() / 60
-        time = f"{minutes:.0f} min" if minutes >= 2 else f"{found.seconds():.0f} s"
-        where = ", ".join(map(literal, found.devices()))
-        each = [run.get("made_by") for runs in found.runs.values() for run in runs.values()]
-        others = sorted({script for script in each if script})
-        by = ", ".join(map(code, others)) + " of an earlier version, since removed"
-        part = "all" if all(each) else f"{len(each) - each.count(None)} of {len(each)}"
-        taken = f"; {part} made by {by}" if others else ""
-        lines.append(f"`{command(experiment, found.scale)}`: {time} of runs on {where}{taken}.\n")
-        lines += larger(experiment, found, folder)
-        drawn = pictures / f"{experiment.name.replace('-', '_')}.png"
-        if experiment.picture is not None and drawn.exists():
-            lines.append(f"![{chart_title(experiment, found)}]({pictures.name}/{drawn.name})\n")
+        minutes = results.seconds() / 60
+        time = f"{minutes:.0f} min" if minutes >= 2 else f"{results.seconds():.0f} s"
+        devices = ", ".join(map(literal, results.devices()))
+        scripts = [run.get("made_by") for runs in results.runs.values() for run in runs.values()]
+        unique_scripts = sorted({script for script in scripts if script})
+        origin = ", ".join(map(code, unique_scripts)) + " of an earlier version, since removed"
+        portion = "all" if all(scripts) else f"{len(scripts) - scripts.count(None)} of {len(scripts)}"
+        provenance = f"; {portion} made by {origin}" if unique_scripts else ""
+        lines.append(
+            f"`{command(experiment, results.scale)}`: {time} of runs on {devices}{provenance}.\n"
+        )
+        lines += larger(experiment, results, folder)
+        picture = pictures / f"{experiment.name.replace('-', '_')}.png"
+        if experiment.picture is not None and picture.exists():
+            lines.append(f"![{chart_title(experiment, results)}]({pictures.name}/{picture.name})\n")
     elif not experiment.missing:
         scale = next((s for s in reversed(SCALES) if s in experiment.scales), "smoke")
         lines.append(f"`{command(experiment, scale)}`\n")
-    notes = [experiment.note, experiment.scales[found.scale].note if found is not None else ""]
+    notes = [experiment.note, experiment.scales[results.scale].note if results is not None else ""]
     if any(notes):
         lines.append(" ".join(filter(None, notes)) + "\n")
     return "\n".join(lines)
 
 
 def verdict_lines(experiment: Experiment, results: Results | None, verdict: Verdict) -> list[str]:
-    """Return the verdict: a line, or one line per part and another for what is said beside them."""
+    """Return the verdict as one line, or as one line per part and a line for further remarks."""
     so_far = " so far" if worded(experiment, results).endswith("so far") else ""
     size = lambda part: f", size {part.size}" if part.size else ""
     note = lambda part: f" Caveat: {part.caveat}." if part.caveat else ""
@@ -399,31 +403,31 @@ def verdict_lines(experiment: Experiment, results: Results | None, verdict: Verd
 def chart_title(experiment: Experiment, results: Results) -> str:
     """Return the title of a chart: the place in the paper, unless runs were made on other data.
 
-    Small scales of an experiment may have a generated data set or one that comes with the library.
+    Small scales of an experiment may use generated data or a data set that comes with the library.
     """
     configs = [run.get("config", {}) for runs in results.runs.values() for run in runs.values()]
     names = {str(c["data"]) for c in configs if isinstance(c.get("data"), str)}
-    made = any(c.get("synthetic") or c.get("made") for c in configs)
-    if not experiment.data or (names <= set(experiment.data) and not made):
+    is_generated = any(c.get("synthetic") or c.get("made") for c in configs)
+    if not experiment.data or (names <= set(experiment.data) and not is_generated):
         return experiment.place
-    what = "generated data" if made or "toy" in names else ", ".join(sorted(names))
-    return f"{experiment.name} at scale {results.scale}, on {what} in place of the paper's data"
+    data = "generated data" if is_generated or "toy" in names else ", ".join(sorted(names))
+    return f"{experiment.name} at scale {results.scale}, on {data} in place of the paper's data"
 
 
-def larger(experiment: Experiment, found: Results, folder: Path | str) -> list[str]:
-    """What there is of a larger scale, which is not complete: it may say otherwise."""
+def larger(experiment: Experiment, results: Results, folder: Path | str) -> list[str]:
+    """Return lines with the incomplete results at larger scales, which may contradict the verdict."""
     lines = []
-    for scale in SCALES[SCALES.index(found.scale) + 1 :]:
+    for scale in SCALES[SCALES.index(results.scale) + 1 :]:
         if scale not in experiment.scales:
             continue
-        more = load(experiment, scale, folder)
-        each = [[row["arm"], row["told"], str(row["seeds"])] for row in rows(experiment, more)]
-        if len(each) > FEW:
+        partial = load(experiment, scale, folder)
+        values = [[row["arm"], row["told"], str(row["seeds"])] for row in rows(experiment, partial)]
+        if len(values) > FEW:
             lines.append(f"Of scale {scale} there are so far:\n")
-            lines.append(_table(["", f"ours ({experiment.metric})", "seeds"], each))
-        elif each:
-            told = "; ".join(f"{arm} {value}" for arm, value, _ in each)
-            lines.append(f"Of scale {scale} there are so far: {told}.\n")
+            lines.append(_table(["", f"ours ({experiment.metric})", "seeds"], values))
+        elif values:
+            text = "; ".join(f"{arm} {value}" for arm, value, _ in values)
+            lines.append(f"Of scale {scale} there are so far: {text}.\n")
     return lines
 
 
@@ -431,36 +435,46 @@ def findings(everything: dict[str, Experiment], folder: Path | str, pictures: Pa
     """Return the findings whose experiments have been run, with their pictures."""
     parts = []
     for title, names in FINDINGS.items():
-        shown = [everything[name] for name in names if name in everything]
-        told = [text for e in shown if (text := seen(e, title, folder, pictures, len(shown) > 1))]
-        if told:
-            parts += [f"### {title}\n\nThe paper: *{shown[0].claim}*\n", *told]
+        experiments = [everything[name] for name in names if name in everything]
+        texts = [
+            text
+            for e in experiments
+            if (text := finding_text(e, title, folder, pictures, len(experiments) > 1))
+        ]
+        if texts:
+            parts += [f"### {title}\n\nThe paper: *{experiments[0].claim}*\n", *texts]
     return ["## Findings\n", *parts] if parts else []
 
 
-def seen(experiment: Experiment, title: str, folder: Path | str, pictures: Path, named: bool) -> str:
-    """What an experiment says on a finding, with its picture; nothing without a verdict.
+def finding_text(
+    experiment: Experiment, title: str, folder: Path | str, pictures: Path, with_data: bool
+) -> str:
+    """Return the verdict of an experiment on a finding, with its picture; empty without a verdict.
 
     Args:
-        named: say on which data, since another experiment stands beside it.
+        experiment: The experiment.
+        title: Heading of the finding.
+        folder: Folder of results.
+        pictures: Folder of pictures.
+        with_data: Whether to name the data, because the finding has several experiments.
     """
-    found = largest(experiment, folder)
-    verdict = experiment.verdict(found)
-    if found is None or verdict is None:
+    results = largest(experiment, folder)
+    verdict = experiment.verdict(results)
+    if results is None or verdict is None:
         return ""
-    where = f"{max(map(len, found.runs.values()))} seeds, scale {found.scale}"
-    if named:
-        where = f"{experiment.place.split(', ')[-1]}, {where}"
-    text = f"Seen ({where}):\n\n" + "\n".join(verdict_lines(experiment, found, verdict)) + "\n"
-    text += "".join(f"\n{line}" for line in larger(experiment, found, folder))
-    drawn = pictures / f"{experiment.name.replace('-', '_')}.png"
-    if drawn.exists():
-        text += f"\n![{title}]({pictures.name}/{drawn.name})\n"
+    setting = f"{max(map(len, results.runs.values()))} seeds, scale {results.scale}"
+    if with_data:
+        setting = f"{experiment.place.split(', ')[-1]}, {setting}"
+    text = f"Seen ({setting}):\n\n" + "\n".join(verdict_lines(experiment, results, verdict)) + "\n"
+    text += "".join(f"\n{line}" for line in larger(experiment, results, folder))
+    picture = pictures / f"{experiment.name.replace('-', '_')}.png"
+    if picture.exists():
+        text += f"\n![{title}]({pictures.name}/{picture.name})\n"
     return f"{text}\nNumbers: [{experiment.name}](#{anchor(experiment)}).\n"
 
 
 def page(folder: Path | str, pictures: Path) -> str:
-    """The whole text."""
+    """Return the page of results."""
     everything = catalogue()
     head = ["", "claim", "direction", "size", "runs"]
     body = []
@@ -477,33 +491,39 @@ def page(folder: Path | str, pictures: Path) -> str:
 
 
 def write_page(path: Path | str, folder: Path | str, draw: bool = True) -> list[Path]:
-    """Write the page, ``claims.md`` beside it and pictures; return their paths.
+    """Write the page of results, ``claims.md`` next to it and the pictures; return their paths.
 
-    Pictures are in a folder ``results`` beside the page.
+    The pictures are in a folder ``results`` next to the page. An experiment with missing runs has no
+    picture; a previous picture is removed.
 
-    An experiment that lacks runs has no picture, and what there was of former ones is removed.
+    Args:
+        path: Path of the page of results.
+        folder: Folder of results.
+        draw: Whether to draw the pictures.
     """
     path = Path(path)
     check_target(path)
-    pictures, made = path.parent / "results", []
+    pictures, paths = path.parent / "results", []
     if draw:
         from attractor.report.figures import write
 
         for experiment in catalogue().values():
-            found = largest(experiment, folder)
+            results = largest(experiment, folder)
             target = pictures / f"{experiment.name.replace('-', '_')}.png"
-            if found is not None and experiment.picture is not None and found.complete:
-                made.append(write(experiment.picture(found), target))
+            if results is not None and experiment.picture is not None and results.complete:
+                paths.append(write(experiment.picture(results), target))
             else:
-                target.unlink(missing_ok=True)  # of runs that are no longer there
+                target.unlink(missing_ok=True)  # drawn from runs that no longer exist
     short = write_text(path.with_name("claims.md"), claims_page(folder))
-    return [*made, short, write_text(path, page(folder, pictures))]
+    return [*paths, short, write_text(path, page(folder, pictures))]
 
 
 def anchor(experiment: Experiment) -> str:
-    """Where it is on the page."""
-    kept = [c for c in f"{experiment.name}: {experiment.place}".lower() if c.isalnum() or c in " -_"]
-    return "".join(kept).replace(" ", "-")
+    """Return the anchor of an experiment's heading on the page of results."""
+    characters = [
+        c for c in f"{experiment.name}: {experiment.place}".lower() if c.isalnum() or c in " -_"
+    ]
+    return "".join(characters).replace(" ", "-")
 
 
 def _table(head: list[str], body: Iterable[list[str]], numbers: bool = True) -> str:

@@ -1,10 +1,9 @@
-"""Files of results: one for an experiment and a scale, with a run for every arm and seed.
+"""Files of results: one file per experiment and scale, with one run per arm and seed.
 
     {"format": 1, "experiment": ..., "scale": ..., "runs": {arm: {seed: run}}}
 
-A run has the configuration it was made with and a digest of it; what was made with another configuration
-than the experiment has now does not count. Runs of several files, made on several days and devices, are
-put together by `merge`.
+A run contains its configuration and a digest of it. Runs with another configuration than the experiment
+has now are not used. `merge` combines the runs of several files, made on different days or devices.
 """
 
 import hashlib
@@ -35,12 +34,12 @@ RUN = schema.record(
     },
     others=schema.plain,
 )  # fmt: skip
-SEEDS = schema.mapping(lambda run, path: None)  # `fault` says whether a run counts
+SEEDS = schema.mapping(lambda run, path: None)  # runs themselves are validated by `fault`
 FILE = schema.record(
     {"experiment": schema.text(), "scale": schema.text(), "runs": schema.mapping(SEEDS)},
     others=lambda value, path: None,
 )
-LONGEST = schema.LONGEST  # characters of a name
+LONGEST = schema.LONGEST  # maximum number of characters of a name in messages
 
 
 @dataclass
@@ -48,13 +47,16 @@ class Results:
     """Runs of an experiment at one scale.
 
     Attributes:
-        experiment, scale: their names.
-        metric: what `values` and `mean` are about if nothing else is asked for.
-        arms, seeds: those there should be.
-        extra: arms among them that no verdict waits for.
-        runs: arm -> seed -> what the task returned, with configuration, device and so on.
+        experiment: Name of the experiment.
+        scale: Name of the scale.
+        metric: The metric that `values`, `mean` and similar methods use by default.
+        arms: Names of the arms that a complete set of runs has.
+        seeds: Seeds that a complete set of runs has.
+        runs: The runs by arm and seed. A run is the outcome of the task, with its configuration, device,
+            versions and duration.
+        extra: Arms whose runs a verdict does not require.
         numbers: The paper's values of the metric, by arm.
-        logarithmic: The metric differs by factors.
+        logarithmic: Whether the metric is compared by ratios.
     """
 
     experiment: str
@@ -69,146 +71,160 @@ class Results:
 
     @property
     def complete(self) -> bool:
-        """Whether the arms that the claim is about can be compared: some seed is there of all."""
-        own = [set(self.runs.get(arm, ())) for arm in self.arms if arm not in self.extra]
-        return bool(own) and bool(set.intersection(*own))
+        """Whether all arms of the claim have a run of one common seed, so that they can be compared."""
+        seed_sets = [set(self.runs.get(arm, ())) for arm in self.arms if arm not in self.extra]
+        return bool(seed_sets) and bool(set.intersection(*seed_sets))
 
     @property
     def partly(self) -> bool:
-        """Whether runs that the claim is about are missing."""
+        """Whether runs of the arms of the claim are missing."""
         return any(arm not in self.extra for arm, _ in self.missing())
 
     def missing(self, seeds: Iterable[int] | None = None) -> list[tuple[str, int]]:
-        """(arm, seed) of the runs that are not there, all arms of a seed before the next seed.
+        """Return (arm, seed) of the missing runs, ordered by seed, then by arm.
 
         Args:
-            seeds: Only these, which need not be in `self.seeds`; None for `self.seeds`.
+            seeds: The seeds to check, which need not be in `self.seeds`; None for `self.seeds`.
         """
         seeds = self.seeds if seeds is None else seeds
         return [(a, s) for s in seeds for a in self.arms if s not in self.runs.get(a, {})]
 
     def values(self, arm: str, metric: str | None = None) -> list[float]:
-        """A metric of an arm, of all its seeds; a number that was not finite is NaN."""
-        found = [run["metrics"][metric or self.metric] for run in self.runs.get(arm, {}).values()]
-        return [math.nan if x is None else float(x) for x in found]
+        """Return a metric of an arm for all of its seeds; NaN where it was not finite."""
+        numbers = [run["metrics"][metric or self.metric] for run in self.runs.get(arm, {}).values()]
+        return [math.nan if x is None else float(x) for x in numbers]
 
     def mean(self, arm: str, metric: str | None = None) -> float:
-        """Over seeds; NaN without any."""
+        """Return the mean of a metric over seeds; NaN if the arm has no runs."""
         values = self.values(arm, metric)
         return statistics.fmean(values) if values else math.nan
 
     def spread(self, arm: str, metric: str | None = None) -> float | None:
-        """The standard deviation over seeds; None of fewer than two, or where one is not finite."""
+        """Return the standard deviation over seeds.
+
+        It is None if there are fewer than two seeds, or if a value is not finite.
+        """
         values = self.values(arm, metric)
-        known = len(values) > 1 and all(map(math.isfinite, values))
-        return statistics.stdev(values) if known else None
+        is_finite = len(values) > 1 and all(map(math.isfinite, values))
+        return statistics.stdev(values) if is_finite else None
 
     def typical(self, arm: str, metric: str | None = None) -> float:
-        """The geometric mean over seeds, of what differs by factors; NaN without any."""
+        """Return the geometric mean over seeds; NaN if the arm has no runs or a value is NaN."""
         values = self.values(arm, metric)
         if not values or any(map(math.isnan, values)):
             return math.nan
         return 10 ** statistics.fmean(math.log10(max(x, 1e-300)) for x in values)
 
     def factor(self, arm: str, metric: str | None = None) -> float | None:
-        """What one standard deviation of the logarithm multiplies by; None of fewer than two seeds."""
+        """Return the geometric standard deviation over seeds.
+
+        It is None if there are fewer than two seeds, or if a value is NaN.
+        """
         values = self.values(arm, metric)
         if len(values) < 2 or any(map(math.isnan, values)):
             return None
         return 10 ** min(statistics.stdev(math.log10(max(x, 1e-300)) for x in values), 300)
 
     def paired(self, arm: str, other: str, metric: str | None = None) -> list[float]:
-        """Differences arm - other, at the seeds that both have."""
-        name, both = metric or self.metric, self.runs.get(arm, {}).keys() & self.runs.get(other, {})
+        """Return the differences arm - other at the seeds that both arms have."""
+        name, seeds = metric or self.metric, self.runs.get(arm, {}).keys() & self.runs.get(other, {})
 
-        def get(which: str, seed: int) -> float:
-            found = self.runs[which][seed]["metrics"][name]
-            return math.nan if found is None else float(found)
+        def get(arm_name: str, seed: int) -> float:
+            value = self.runs[arm_name][seed]["metrics"][name]
+            return math.nan if value is None else float(value)
 
-        return [get(arm, seed) - get(other, seed) for seed in sorted(both)]
+        return [get(arm, seed) - get(other, seed) for seed in sorted(seeds)]
 
     def curve(self, arm: str, name: str, seed: int | None = None) -> list[Any]:
-        """A list that the task kept, of the first seed or of a given one."""
+        """Return a curve of an arm, for a seed; None for the first seed of the arm."""
         runs = self.runs[arm]
         return runs[next(iter(runs)) if seed is None else seed]["curves"][name]
 
     def data_of(self, arm: str) -> set[str]:
-        """Hashes of what its seeds were run on, each in one string."""
-        found = self.runs.get(arm, {}).values()
-        return {json.dumps(run["data"], sort_keys=True) for run in found if run.get("data")}
+        """Return the distinct data hashes of an arm's runs, each as a JSON string."""
+        runs = self.runs.get(arm, {}).values()
+        return {json.dumps(run["data"], sort_keys=True) for run in runs if run.get("data")}
 
     def seconds(self) -> float:
-        """All runs together."""
+        """Return the total duration of all runs."""
         return sum(run["seconds"] for runs in self.runs.values() for run in runs.values())
 
     def devices(self) -> list[str]:
-        """What the runs were made on."""
+        """Return the names of the devices on which the runs were made."""
         return sorted({run["device"] for runs in self.runs.values() for run in runs.values()})
 
 
 def digest(task: str, config: Mapping[str, Any]) -> str:
-    """A name for what an arm was run with."""
+    """Return a digest of a task and the configuration of an arm."""
     return hashlib.sha256(json.dumps([task, config], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def path_of(folder: Path | str, experiment: str, scale: str) -> Path:
-    """Where results are kept."""
+    """Return the path of the file with the results of an experiment at a scale."""
     return Path(folder) / experiment.replace("-", "_") / f"{scale}.json"
 
 
 def read(path: Path, experiment: str, scale: str) -> dict[str, dict[int, Run]]:
-    """The runs in a file, whatever they were made with; nothing if there is no file."""
+    """Return all runs in a file, whatever their configuration; empty if the file does not exist.
+
+    Raises:
+        ValueError: The file is not a file of results, or it is of another experiment or scale.
+    """
     try:
-        found = _content(path)
+        content = _content(path)
     except FileNotFoundError:
         return {}
-    if (found["experiment"], found["scale"]) != (experiment, scale):
+    if (content["experiment"], content["scale"]) != (experiment, scale):
         raise ValueError(
-            f"{path} holds {found['experiment']} at scale {found['scale']}, not {experiment} at {scale}"
+            f"{path} has the results of {content['experiment']} at scale {content['scale']}; expected "
+            f"{experiment} at scale {scale}"
         )
     try:
-        return {arm: {int(seed): run for seed, run in own.items()} for arm, own in found["runs"].items()}
+        return {
+            arm: {int(seed): run for seed, run in seeds.items()}
+            for arm, seeds in content["runs"].items()
+        }
     except ValueError as error:
-        raise ValueError(f"{path} has a seed that is no number: {error}") from None
+        raise ValueError(f"{path} has a seed that is not an integer: {error}") from None
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """What a file of results holds; runs themselves are not checked."""
+    """Return the content of a file of results. The runs in it are not validated."""
     try:
-        found = read_json(path)
+        content = read_json(path)
     except ValueError as error:
         raise ValueError(f"{path} is no file of results: {error}") from None
-    if isinstance(found, dict) and found.get("format", FORMAT) != FORMAT:
-        raise ValueError(f"{path} has format {found['format']!r:.40}; this version reads {FORMAT}")
-    schema.check(found, FILE, f"{path} is no file of results")
-    return found
+    if isinstance(content, dict) and content.get("format", FORMAT) != FORMAT:
+        raise ValueError(f"{path} has format {content['format']!r:.40}; this version reads {FORMAT}")
+    schema.check(content, FILE, f"{path} is no file of results")
+    return content
 
 
 def write(path: Path, experiment: str, scale: str, runs: Mapping[str, Mapping[int, Run]]) -> None:
-    """Write a file of results; seeds in their order."""
+    """Write a file of results, with the seeds of each arm in ascending order."""
     plain = {arm: {str(s): seeds[s] for s in sorted(seeds)} for arm, seeds in runs.items()}
     write_json(path, {"format": FORMAT, "experiment": experiment, "scale": scale, "runs": plain})
 
 
 def fault(run: Any, metric: str | None = None) -> str | None:
-    """Return what is wrong with a run of a file of results, or None.
+    """Return what is wrong with a run of a file of results; None for a valid run.
 
     Args:
-        metric: Name of a metric that it must have.
+        metric: Name of a metric that the run must have.
     """
-    wrong = schema.mismatch(run, RUN)
-    if wrong is None and metric is not None and metric not in run["metrics"]:
+    problem = schema.mismatch(run, RUN)
+    if problem is None and metric is not None and metric not in run["metrics"]:
         return f"its metrics lack {metric!r}"
-    return wrong
+    return problem
 
 
 def add(
     path: Path, experiment: str, scale: str, arm: str, seed: int, run: Run, order: Iterable[str] = ()
 ) -> None:
-    """Add a run to a file of results, in which other processes may keep theirs at the same time.
+    """Add a run to a file of results. Several processes may do so at the same time.
 
     Args:
-        order: Names of arms in the order of the file; others come after them.
+        order: Names of arms in the order of the file; other arms come after them.
     """
     with lock_folder(path.parent):
         runs = read(path, experiment, scale)
@@ -219,35 +235,42 @@ def add(
 
 @lru_cache(maxsize=8)
 def _by_digest(files: tuple[tuple[Path, int, int], ...]) -> dict[str, dict[int, Run]]:
-    """All runs in these files, as they were at these times and in these places of the disk."""
-    found: dict[str, dict[int, Run]] = {}
+    """Return all valid runs of some files, by digest and seed.
+
+    Args:
+        files: Path, modification time and inode of each file, so that the cache is not used for a file
+            that has changed.
+    """
+    runs: dict[str, dict[int, Run]] = {}
     for path, *_ in files:
-        kept = _content(path)
-        name, scale = kept["experiment"], kept["scale"]
+        content = _content(path)
+        name, scale = content["experiment"], content["scale"]
         for seeds in read(path, name, scale).values():
             for seed, run in seeds.items():
                 if fault(run) is None:
-                    found.setdefault(run["digest"], {})[seed] = run
-    return found
+                    runs.setdefault(run["digest"], {})[seed] = run
+    return runs
 
 
 def load(experiment: Any, scale: str, folder: Path | str) -> Results:
-    """What there is of an experiment, made with the configuration it has now.
+    """Load the valid runs of an experiment whose configuration is the present one.
 
-    A run is a pure function of task, configuration and seed; so those that another experiment has made
-    count as well. A run that `fault` finds damaged does not count.
+    A run is a pure function of task, configuration and seed, so runs of other experiments with the same
+    task and configuration are used as well. Runs that `fault` rejects are left out.
     """
-    kept = read(path_of(folder, experiment.name, scale), experiment.name, scale)
+    file_runs = read(path_of(folder, experiment.name, scale), experiment.name, scale)
     files = [(path, path.stat()) for path in sorted(Path(folder).glob(f"*/{scale}.json"))]
-    lent = _by_digest(tuple((path, now.st_mtime_ns, now.st_ino) for path, now in files))
+    shared_runs = _by_digest(tuple((path, now.st_mtime_ns, now.st_ino) for path, now in files))
     arms = experiment.arms_of(scale)
     runs: dict[str, dict[int, Run]] = {}
     for arm in arms:
-        wanted = digest(experiment.task, experiment.config(arm, scale))
-        own = {s: run for s, run in kept.get(arm, {}).items() if fault(run) is None}
-        own = {s: run for s, run in own.items() if run["digest"] == wanted}
-        every = {**lent.get(wanted, {}), **own}
-        runs[arm] = {s: every[s] for s in sorted(every) if experiment.metric in every[s]["metrics"]}
+        current_digest = digest(experiment.task, experiment.config(arm, scale))
+        valid_runs = {s: run for s, run in file_runs.get(arm, {}).items() if fault(run) is None}
+        valid_runs = {s: run for s, run in valid_runs.items() if run["digest"] == current_digest}
+        candidates = {**shared_runs.get(current_digest, {}), **valid_runs}
+        runs[arm] = {
+            s: candidates[s] for s in sorted(candidates) if experiment.metric in candidates[s]["metrics"]
+        }
     seeds = list(experiment.scale(scale).seeds)
     return Results(
         experiment.name, scale, experiment.metric, arms, seeds, runs, experiment.extra,
@@ -256,39 +279,45 @@ def load(experiment: Any, scale: str, folder: Path | str) -> Results:
 
 
 def _current(experiment: Any, arm: str, scale: str) -> str | None:
-    """The digest that an arm's runs should have; None if there is no such arm."""
-    known = arm in experiment.arms_of(scale)
-    return digest(experiment.task, experiment.config(arm, scale)) if known else None
+    """Return the digest of an arm's present configuration; None if the scale has no such arm."""
+    if arm not in experiment.arms_of(scale):
+        return None
+    return digest(experiment.task, experiment.config(arm, scale))
 
 
 def merge(experiment: Any, scale: str, folder: Path | str, others: Iterable[Path]) -> Results:
-    """Take runs of other files into the one in the folder.
+    """Merge the runs of other files into the file of an experiment and scale in a folder.
 
-    Those that are there already stay, whatever numbers a second run gave, unless they were made with
-    another configuration than the experiment has now, and the new ones were not. Nothing is written
-    before all files are known to be sound.
+    If both have a run of the same arm and seed, the one in the folder is kept, unless it is invalid or
+    only the other one has the present configuration of the experiment. Nothing is written if any file
+    is invalid.
 
     Raises:
-        ValueError: a file is of another experiment or scale, or a run in it is damaged.
+        FileNotFoundError: A file does not exist.
+        ValueError: A file is of another experiment or scale, or a run in it is invalid.
     """
     path = path_of(folder, experiment.name, scale)
     with lock_folder(path.parent):
         runs = read(path, experiment.name, scale)
         for other in others:
             if not Path(other).exists():
-                raise FileNotFoundError(f"{other} is not there to be merged")
+                raise FileNotFoundError(f"{other} cannot be merged: the file does not exist")
             for arm, seeds in read(Path(other), experiment.name, scale).items():
                 metric = experiment.metric if arm in experiment.arms else None
                 current = _current(experiment, arm, scale)
                 for seed, run in seeds.items():
-                    wrong = fault(run, metric)
-                    if wrong:
+                    problem = fault(run, metric)
+                    if problem:
                         raise ValueError(
-                            f"{other} cannot be merged: {wrong}, in the run of arm "
+                            f"{other} cannot be merged: {problem}, in the run of arm "
                             f"{arm[:LONGEST]!r} and seed {seed}; remove this run from the file"
                         )
-                    known = runs.setdefault(arm, {}).get(seed)
-                    if known is None or fault(known) or known["digest"] != run["digest"] == current:
+                    existing = runs.setdefault(arm, {}).get(seed)
+                    if (
+                        existing is None
+                        or fault(existing)
+                        or existing["digest"] != run["digest"] == current
+                    ):
                         runs[arm][seed] = run
         write(path, experiment.name, scale, runs)
     return load(experiment, scale, folder)

@@ -1,4 +1,4 @@
-"""Runs what is missing of an experiment, an arm and a seed at a time, and keeps every result at once."""
+"""Run the missing arms and seeds of an experiment, and save each result as soon as it is available."""
 
 import json
 import platform
@@ -16,7 +16,7 @@ import torch
 from attractor import jobs
 from attractor.core.files import FolderLockedError, json_bytes, lock_folder
 from attractor.core.versions import versions
-from attractor.reproduce import results as kept
+from attractor.reproduce import results as result_files
 from attractor.reproduce.experiment import Experiment
 from attractor.reproduce.results import Results, Run, digest
 from attractor.reproduce.tasks import Context, data_of, task_of
@@ -45,70 +45,78 @@ def run(
     threads: int | None = None,
     part: str | None = None,
 ) -> Results:
-    """All runs of an experiment at a scale: those in the folder, and the missing ones, made now.
+    """Run an experiment at a scale, and return its results with those that the folder already has.
 
     Args:
-        folder: of results; every run is there as soon as it has ended, and what was interrupted goes on
-            from its last checkpoint. None: nothing is kept.
-        data: the folder of data sets; None: ``ATTRACTOR_DATA``. Where it is named, runs in the results
-            that were made on other data raise.
-        arms: only these.
-        seeds: these instead of the scale's.
-        workers: runs at a time, each in a process of its own; times are then not comparable.
-        budget: seconds after which no further run begins.
-        again: do what is there already once more.
-        engine: "here", "processes" or "ray"; None: processes if there are several workers. address: of a
-            Ray cluster, whose machines have the data at the same place. See `attractor.jobs.each`.
-        threads: of a run on the CPU; None: one, or all where one run has the machine to itself. Sums,
-            and so the last digits of what is trained, may depend on it.
-        part: such as "3/16": only every sixteenth run, from the third on. Processes on one machine may
-            work on one folder at the same time; on several machines each part needs a folder of its own,
-            and `merge` puts them together.
+        experiment: The experiment.
+        scale: Name of one of its scales.
+        folder: Folder of results. Each run is saved there when it ends, and an interrupted run resumes
+            from its last checkpoint. None to save nothing.
+        data: Folder of the data sets; None for ``ATTRACTOR_DATA``. If it is passed, existing runs on
+            other data raise an error.
+        device: Name of the torch device.
+        arms: Names of the arms to run; None for all arms of the scale.
+        seeds: Seeds to run; None for those of the scale.
+        workers: Number of runs at a time, each in its own process. Durations are then not comparable.
+        budget: Number of seconds after which no further run starts.
+        again: Repeat runs that exist already.
+        tell: Function that is called with lines of progress.
+        engine: "here", "processes" or "ray"; None for "processes" if there are several workers, else
+            "here". See `attractor.jobs.each`.
+        address: Address of a Ray cluster, whose machines have the data at the same path.
+        threads: Number of threads of a run on the CPU. None for one thread, or for all if only one run
+            uses the machine. Rounding, and so the last digits of trained weights, may depend on it.
+        part: A part of the runs, such as "3/16" for every sixteenth run from the third on. Processes on
+            one machine may share a folder. On several machines, each part needs its own folder;
+            combine the folders with `merge`.
 
     Raises:
-        ValueError: runs in the folder were made on other data than those in `data`.
-        CheckpointError: a run that was interrupted had begun with other data.
-        FolderLockedError: another process is making the same run in the same folder.
+        ValueError: Runs in the folder were made on other data than those in `data`.
+        CheckpointError: An interrupted run was started with other data.
+        FolderLockedError: Another process is making the same run in the same folder.
     """
     engine = jobs.chosen(engine, workers, address)
-    first, every = jobs.part_of(part or "1/1")
-    wanted = list(seeds) if seeds is not None else list(experiment.scale(scale).seeds)
+    offset, stride = jobs.part_of(part or "1/1")
+    seed_list = list(seeds) if seeds is not None else list(experiment.scale(scale).seeds)
     for arm in arms or ():
-        experiment.config(arm, scale)  # raises if there is none
-    with tempfile.TemporaryDirectory() as nowhere:
-        place = Path(nowhere if folder is None else folder)
-        path = kept.path_of(place, experiment.name, scale)
-        found = kept.load(experiment, scale, place)
-        found.seeds = wanted
-        missing = set(found.missing())
-        mine = [(a, s) for s in wanted for a in found.arms if arms is None or a in arms][first::every]
-        todo = [job for job in mine if again or job in missing]
+        experiment.config(arm, scale)  # raises an error for an unknown arm
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary if folder is None else folder)
+        path = result_files.path_of(root, experiment.name, scale)
+        results = result_files.load(experiment, scale, root)
+        results.seeds = seed_list
+        missing_shards = set(results.missing())
+        shards = [(a, s) for s in seed_list for a in results.arms if arms is None or a in arms]
+        shards = shards[offset::stride]
+        pending = [shard for shard in shards if again or shard in missing_shards]
         scratch = path.parent / f".{scale}"
         context = Context(
-            0, device, None if data is None else Path(data), scratch, tell, place / ".tokens"
+            0, device, None if data is None else Path(data), scratch, tell, root / ".tokens"
         )
         if data is not None:
-            _check_data(experiment, scale, found, [job for job in mine if job not in todo], context)
-        if again:  # from the beginning, not from where it was interrupted
-            for arm, seed in todo:
+            complete = [shard for shard in shards if shard not in pending]
+            _check_data(experiment, scale, results, complete, context)
+        if again:  # without the checkpoints of interrupted runs
+            for arm, seed in pending:
                 _clear(Path(f"{_scratch(scratch, experiment, arm, scale)}-{seed}"))
-        how = {"engine": engine, "workers": workers, "address": address}
-        is_open = lambda job: again or job in kept.load(experiment, scale, place).missing((job[1],))
+        engine_options = {"engine": engine, "workers": workers, "address": address}
+        load = lambda: result_files.load(experiment, scale, root)
+        is_open = lambda shard: again or shard in load().missing((shard[1],))
         for (arm, seed), outcome in _outcomes(
-            experiment, scale, todo, is_open, context, budget, threads, how
+            experiment, scale, pending, is_open, context, budget, threads, engine_options
         ):
-            kept.add(path, experiment.name, scale, arm, seed, outcome, tuple(experiment.arms))
+            result_files.add(path, experiment.name, scale, arm, seed, outcome, tuple(experiment.arms))
             value = outcome["metrics"].get(experiment.metric)
-            told = "not finite" if value is None else f"{value:.5g}"
-            tell(f"{arm}, seed {seed}: {experiment.metric} {told} [{outcome['seconds']:.0f} s]")
-        found.runs = kept.load(experiment, scale, place).runs  # also of other processes
-        if not found.missing():
-            for left in scratch.glob("*"):
+            value_text = "not finite" if value is None else f"{value:.5g}"
+            tell(f"{arm}, seed {seed}: {experiment.metric} {value_text} [{outcome['seconds']:.0f} s]")
+        results.runs = load().runs  # including those of other processes
+        if not results.missing():
+            for entry in scratch.glob("*"):
                 with suppress(FolderLockedError):
-                    _clear(left, wait=0.0)
-            with suppress(OSError):  # another process is working there
+                    _clear(entry, wait=0.0)
+            with suppress(OSError):  # not empty: another process uses the folder
                 scratch.rmdir()
-    return found
+    return results
 
 
 def _clear(folder: Path, wait: float | None = None) -> None:
@@ -125,107 +133,115 @@ def _clear(folder: Path, wait: float | None = None) -> None:
 def _check_data(
     experiment: Experiment, scale: str, results: Results, shards: list[Shard], context: Context
 ) -> None:
-    """Raise if runs that are there were made on other data than those in the folder of the context."""
+    """Check that existing runs were made on the data in the folder of the context.
+
+    Raises:
+        ValueError: A run was made on other data.
+    """
     for arm in dict.fromkeys(arm for arm, _ in shards):
         try:
-            read = data_of(experiment.task, experiment.config(arm, scale), context)
-        except FileNotFoundError:  # nothing can be run on what is not there
+            data_hashes = data_of(experiment.task, experiment.config(arm, scale), context)
+        except FileNotFoundError:  # without the data there is nothing to compare
             continue
         other = [
             seed
             for name, seed in shards
-            if name == arm and read is not None and results.runs[arm][seed].get("data", read) != read
+            if name == arm
+            and data_hashes is not None
+            and results.runs[arm][seed].get("data", data_hashes) != data_hashes
         ]
         if other:
             raise ValueError(
                 f"{arm}, seed {other[0]}, is in the results of {experiment.name}, but was run on other "
-                f"data than {context.folder} holds; give another folder for the results (--out), or "
-                "again=True (--again) to run it once more"
+                f"data than those in {context.folder}; give another folder for the results (--out), or "
+                "again=True (--again) to repeat the run"
             )
 
 
 def _outcomes(
-    experiment: Experiment, scale: str, wanted: list[Shard], is_open: Callable[[Shard], bool],
+    experiment: Experiment, scale: str, shards: list[Shard], is_open: Callable[[Shard], bool],
     context: Context, budget: float, threads: int | None, engine: dict[str, Any],
 ) -> Iterator[tuple[Shard, Run]]:  # fmt: skip
-    """Every run as it ends, without those that are not open anymore when they would begin."""
-    began = time.perf_counter()
-    alone = engine["engine"] == "here"
+    """Yield each run when it ends. A shard is skipped if it is no longer open when it would start."""
+    start = time.perf_counter()
+    in_process = engine["engine"] == "here"
     scratch, cache = context.scratch, context.cache
     assert scratch is not None
     assert cache is not None
     config = {
         "task": experiment.task,
-        "arms": {arm: experiment.config(arm, scale) for arm, _ in wanted},
-        "scratch": {arm: str(_scratch(scratch.absolute(), experiment, arm, scale)) for arm, _ in wanted},
+        "arms": {arm: experiment.config(arm, scale) for arm, _ in shards},
+        "scratch": {arm: str(_scratch(scratch.absolute(), experiment, arm, scale)) for arm, _ in shards},
         "cache": str(cache.absolute()),
         "device": context.device,
         "data": None if context.folder is None else str(context.folder.absolute()),
-        "tell": context.tell if alone else None,
+        "tell": context.tell if in_process else None,
     }
-    in_time = takewhile(lambda job: time.perf_counter() - began <= budget, filter(is_open, wanted))
+    shards_in_time = takewhile(
+        lambda job: time.perf_counter() - start <= budget, filter(is_open, shards)
+    )
     job = jobs.Job(
         "attractor.reproduce.runner:arm", config, threads=threads, gpus=int("cuda" in context.device)
     )
-    if wanted:
+    if shards:
         scratch.mkdir(parents=True, exist_ok=True)
     try:
-        for made in jobs.each(job, in_time, **engine):
-            yield made.shard, made.json()
+        for result in jobs.each(job, shards_in_time, **engine):
+            yield result.shard, result.json()
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{experiment.missing or experiment.name}: {error}") from error
 
 
 def _scratch(folder: Path, experiment: Experiment, arm: str, scale: str) -> Path:
-    """Where an arm keeps its checkpoints, a seed added: no other configuration finds them there."""
+    """Return the path of an arm's checkpoints, to which a seed is appended; unique per configuration."""
     return folder / digest(experiment.task, experiment.config(arm, scale))
 
 
 def arm(config: Mapping[str, Any], shard: Shard) -> Run:
-    """What a job of `run` does for an arm and a seed.
+    """Run one shard of the job that `run` starts.
 
-    Checkpoints go to the folder of results, where they are found after an interruption; on a machine
-    that does not have this folder, to a temporary one.
+    Checkpoints are saved in the folder of results, so that an interrupted run can resume. On a machine
+    without this folder they are saved in a temporary one.
     """
-    which, seed = shard
-    scratch, cache = Path(f"{config['scratch'][which]}-{seed}"), Path(config["cache"])
-    with tempfile.TemporaryDirectory() as elsewhere:
+    name, seed = shard
+    scratch, cache = Path(f"{config['scratch'][name]}-{seed}"), Path(config["cache"])
+    with tempfile.TemporaryDirectory() as temporary:
         if not scratch.parent.is_dir():
-            scratch, cache = Path(elsewhere) / "scratch", Path(elsewhere) / "cache"
+            scratch, cache = Path(temporary) / "scratch", Path(temporary) / "cache"
         data = None if config["data"] is None else Path(config["data"])
         context = Context(seed, config["device"], data, scratch, config["tell"] or _silent, cache)
         try:
             with lock_folder(scratch):
-                return one(config["task"], config["arms"][which], context)
+                return one(config["task"], config["arms"][name], context)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{which}, seed {seed}, cannot go on where it was interrupted: {error}; or run it with "
-                "again=True (--again)"
+                f"{name}, seed {seed}, cannot be resumed: {error}; or repeat the run with again=True "
+                "(--again)"
             ) from error
 
 
 def one(task: str, config: dict[str, Any], context: Context) -> Run:
-    """A single run, with all that tells how it was made."""
-    began = time.perf_counter()
-    with generators.forked(torch.device(context.device)):  # tasks seed the global ones
+    """Run a task once, and return its outcome with configuration, duration, device and versions."""
+    start = time.perf_counter()
+    with generators.forked(torch.device(context.device)):  # tasks seed the global generators
         outcome = task_of(task)(config, context)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     if context.scratch is not None:
         shutil.rmtree(context.scratch, ignore_errors=True)
-    made = {
+    record = {
         "task": task,
         "config": config,
         "digest": digest(task, config),
         **outcome,
         "seconds": seconds,
-        "device": named(context.device),
+        "device": device_name(context.device),
         "versions": versions(),
     }
-    return json.loads(json_bytes(made))  # as it will be read again
+    return json.loads(json_bytes(record))  # the same values as after saving and loading
 
 
-def named(device: str) -> str:
-    """The device's own name."""
+def device_name(device: str) -> str:
+    """Return the model name of a device."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     return platform.processor() or platform.machine() or device

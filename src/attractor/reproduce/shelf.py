@@ -1,7 +1,7 @@
-"""Where experiments come from: files with an `EXPERIMENT`.
+"""Find experiments: Python files that declare an `EXPERIMENT`.
 
-Those of the project are in its folder ``experiments``; what is installed has it inside the package. Any
-other file can be read with `from_file`.
+The experiments of the project are in its folder ``experiments``; an installed package contains this
+folder. Experiments in other files are loaded by `from_file`.
 """
 
 import sys
@@ -18,38 +18,45 @@ PACKAGE = Path(attractor.__file__).parent
 
 @cache
 def catalogue() -> dict[str, Experiment]:
-    """All experiments by name, in the order of the papers and of the places in them."""
+    """Return all experiments of the project by name, ordered by paper and place in the paper.
+
+    Raises:
+        ValueError: A file declares an experiment of another name than its own.
+    """
     folder = _folder()
-    found: list[Experiment] = []
+    experiments: list[Experiment] = []
     for path in sorted(Path(next(iter(folder.__path__))).glob("*_*.py")):
-        made = getattr(import_module(f"{folder.__name__}.{path.stem}"), "EXPERIMENT", None)
-        if made is None:
+        experiment = getattr(import_module(f"{folder.__name__}.{path.stem}"), "EXPERIMENT", None)
+        if experiment is None:
             continue
-        if made.name.replace("-", "_") != path.stem:
-            raise ValueError(f"{path.name} holds {made.name}; file and experiment share their name")
-        found.append(made)
-    order = [*papers(), *dict.fromkeys(e.paper for e in found)]
-    return {e.name: e for e in sorted(found, key=lambda e: (order.index(e.paper), _place(e.name)))}
+        if experiment.name.replace("-", "_") != path.stem:
+            raise ValueError(
+                f"{path.name} declares the experiment {experiment.name}; rename the file to "
+                f"{experiment.name.replace('-', '_')}.py"
+            )
+        experiments.append(experiment)
+    order = [*papers(), *dict.fromkeys(e.paper for e in experiments)]
+    return {e.name: e for e in sorted(experiments, key=lambda e: (order.index(e.paper), _place(e.name)))}
 
 
 def papers() -> dict[str, str]:
-    """Return the titles of the papers by their short names, in their order."""
+    """Return the titles of the papers by short name, in the order of the pages of results."""
     return dict(getattr(_folder(), "PAPERS", {}))
 
 
 def uncovered() -> dict[str, tuple[str, ...]]:
-    """Return the tables and figures with results for which there is no experiment, by paper."""
+    """Return the tables and figures with results that have no experiment, by paper."""
     return dict(getattr(_folder(), "UNCOVERED", {}))
 
 
 def from_file(path: Path | str) -> Experiment:
     """Return the experiment that a Python file declares as `EXPERIMENT`.
 
-    The file is imported as a module of its own name, from its folder, which is added to the end of
-    ``sys.path``. So its tasks are named ``my_experiment:function`` in ``my_experiment.py``.
+    The file is imported as a top-level module, and its folder is appended to ``sys.path``. So the task
+    of an experiment in ``my_experiment.py`` is named ``my_experiment:function``.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: The file does not exist.
         ValueError: The file declares no experiment, or another module of its name has been imported.
     """
     path = Path(path).resolve()
@@ -60,33 +67,34 @@ def from_file(path: Path | str) -> Experiment:
     module = import_module(path.stem)
     if Path(str(module.__file__)).resolve() != path:
         raise ValueError(f"{path.stem} is already the name of {module.__file__}; rename {path.name}")
-    made = getattr(module, "EXPERIMENT", None)
-    if not isinstance(made, Experiment):
+    experiment = getattr(module, "EXPERIMENT", None)
+    if not isinstance(experiment, Experiment):
         raise ValueError(f"{path} declares no EXPERIMENT = Experiment(...)")
-    return made
+    return experiment
 
 
 def find(name: str) -> Experiment:
-    """Return the experiment of a name in the catalogue. It may be one that a results file states.
+    """Return the experiment of a name in the catalogue.
+
+    The name may come from a file of results; no module is imported by that name.
 
     Raises:
-        ValueError: No experiment has that name; the message has similar ones.
+        ValueError: No experiment has that name. The message suggests similar names.
     """
     from difflib import get_close_matches
 
-    known = catalogue()
-    if name not in known:
-        near = get_close_matches(name, known, 3) or [
-            n for n in known if n.startswith(name.split("-")[0])
+    experiments = catalogue()
+    if name not in experiments:
+        matches = get_close_matches(name, experiments, 3) or [
+            n for n in experiments if n.startswith(name.split("-")[0])
         ]
-        raise ValueError(
-            f"no experiment is called {name!r}; {'perhaps ' + ', '.join(near) if near else 'see --list'}"
-        )
-    return known[name]
+        advice = f"did you mean {', '.join(matches)}?" if matches else "see --list"
+        raise ValueError(f"no experiment is called {name!r}; {advice}")
+    return experiments[name]
 
 
 def home() -> Path:
-    """The folder with results that come with the project."""
+    """Return the folder with the results that are distributed with the project."""
     return Path(next(iter(_folder().__path__))) / "results"
 
 
@@ -100,7 +108,7 @@ def _folder() -> ModuleType:
 
 
 def _place(name: str) -> tuple[str, int, str]:
-    """``paper-table10`` after ``paper-table2``; tables, figures, then the rest."""
+    """Return a sort key: tables, then figures, then other places, each in numerical order."""
     kind = name.split("-", 1)[1]
     digits = "".join(c for c in kind if c.isdigit())
     word = kind.rstrip("0123456789")

@@ -1,13 +1,13 @@
-"""Judge a claim: which way the measurements point, and how much of the claimed effect there is.
+"""Judge a claim: the direction of the measurements, and their size relative to the claimed effect.
 
-A claim is made of comparisons. Each comparison is an `Effect`: a number per seed, positive if it goes
-the paper's way, with the number that the paper prints. Two questions are answered separately.
+A claim consists of comparisons. Each comparison is an `Effect`: one number per seed, positive if it
+agrees with the paper, and the number that the paper prints. Direction and size are separate questions.
 
 Direction. One comparison is "supported" if the 95 % confidence interval of its mean lies above 0,
 "contradicted" if it lies below 0, and else "inconclusive"; the rule is the same on both sides. A claim
 is supported if all its comparisons are, each at 95 %. It is contradicted if one of them is, by an
 interval widened for the number of comparisons (Bonferroni). So each of the two words is wrong with a
-probability of at most 2.5 %. What has no runs is "not run: no data".
+probability of at most 2.5 %. A claim without runs is "not run: no data".
 
 Size. The share of the claimed effect that was measured, with its interval: "smaller" if the interval
 lies below 1, "larger" if it lies above 1, "as claimed" if it contains 1 and not 0, "opposite" if it
@@ -41,7 +41,7 @@ def quantile(freedom: int, probability: float = 0.975) -> float:
     Args:
         freedom: Degrees of freedom, at least 1.
     """
-    low, high = 0.0, math.pi / 2  # of the angle whose tangent is t / sqrt(freedom)
+    low, high = 0.0, math.pi / 2  # bounds of arctan(t / sqrt(freedom)), for bisection
     for _ in range(80):
         middle = (low + high) / 2
         low, high = (middle, high) if _within(middle, freedom) < 2 * probability - 1 else (low, middle)
@@ -60,7 +60,7 @@ def _within(angle: float, freedom: int) -> float:
 
 
 def number(x: float) -> str:
-    """Return a number in as few digits as can be read."""
+    """Format a number with up to four significant digits."""
     if math.isnan(x):
         return "NaN"
     if 1e4 <= abs(x) < 1e6 or (x == round(x) and 1e4 <= abs(x) < 1e9):
@@ -69,7 +69,7 @@ def number(x: float) -> str:
 
 
 def short(x: float) -> str:
-    """Return a number in two or three digits."""
+    """Format a number with two or three significant digits."""
     if math.isinf(x):
         return "∞" if x > 0 else "-∞"
     if 1e3 <= abs(x) < 1e6:
@@ -79,10 +79,10 @@ def short(x: float) -> str:
 
 @dataclass(frozen=True)
 class Deviation:
-    """The standard deviation of one run over seeds, known from other runs.
+    """The standard deviation of one run over seeds, estimated from other runs.
 
     Attributes:
-        value: Of one run, in the units of the effect.
+        value: Standard deviation of one run, in the units of the effect.
         freedom: Degrees of freedom of the estimate; None if the value is exact.
     """
 
@@ -90,7 +90,7 @@ class Deviation:
     freedom: int | None = None
 
 
-EXACT = Deviation(0.0)  # of what does not depend on a seed
+EXACT = Deviation(0.0)  # for results that do not depend on the seed
 
 
 @dataclass(frozen=True)
@@ -98,15 +98,15 @@ class Effect:
     """One comparison of a claim.
 
     Attributes:
-        label: What is compared.
-        samples: A number per seed, positive if it goes the paper's way.
-        paper: The number that the paper prints, positive; None if it prints none.
-        unit: Of the samples.
-        ratio: Samples are natural logarithms of a ratio, which is shown.
-        deviation: Of a sample, for an effect of one seed; None if it is not known, so that the interval
-            of one seed is infinite.
+        label: Name of the comparison.
+        samples: One number per seed, positive if it agrees with the paper.
+        paper: The effect that the paper prints, positive; None if it prints none.
+        unit: Unit of the samples.
+        ratio: Whether the samples are natural logarithms of a ratio. The ratio is then displayed.
+        deviation: Standard deviation of a sample, used if there is only one. If it is None, the interval
+            of a single sample is infinite.
         limitation: Why the comparison can neither support nor contradict the claim; empty if it can.
-        inclusive: An effect of exactly 0 supports the claim, as the equality of a bound does.
+        inclusive: Whether an effect of exactly 0 supports the claim, as equality satisfies a bound.
     """
 
     label: str
@@ -120,7 +120,7 @@ class Effect:
 
     @property
     def value(self) -> float:
-        """The mean of the samples; NaN without any."""
+        """The mean of the samples; NaN if there are none."""
         return statistics.fmean(self.samples) if self.samples else math.nan
 
     def interval(self, comparisons: int = 1) -> tuple[float, float]:
@@ -148,7 +148,7 @@ class Effect:
 
     @property
     def share(self) -> tuple[float, float, float] | None:
-        """The measured part of the claimed effect, and its interval; None if the paper has no number."""
+        """The measured effect divided by the paper's, with its interval; None if the paper has none."""
         if not self.paper or math.isnan(self.value):
             return None
         low, high = self.interval()
@@ -156,7 +156,7 @@ class Effect:
 
     @property
     def size(self) -> str:
-        """The size in a word; empty if the paper has no number."""
+        """The size as a word; empty if the paper has no number."""
         if self.share is None:
             return ""
         if self.limitation:
@@ -171,7 +171,7 @@ class Effect:
         return "as claimed" if low > 0 else "unclear"
 
     def shown(self, x: float) -> str:
-        """Return a value of this effect as a reader sees it."""
+        """Format a value in the units of this effect; the logarithm of a ratio as the ratio."""
         if math.isnan(x):
             return "lost"
         if self.ratio:
@@ -182,27 +182,29 @@ class Effect:
     def __str__(self) -> str:
         low, high = self.interval()
         unit = f" {self.unit}" if self.unit else ""
-        what = "factor " if self.ratio else ""
+        prefix = "factor " if self.ratio else ""
         if math.isinf(low):
-            return f"{what}{self.shown(self.value)}{unit}, no interval"
-        return f"{what}{self.shown(self.value)}{unit} [{self.shown(low)}, {self.shown(high)}]"
+            return f"{prefix}{self.shown(self.value)}{unit}, no interval"
+        return f"{prefix}{self.shown(self.value)}{unit} [{self.shown(low)}, {self.shown(high)}]"
 
 
 def margin(samples: Sequence[float], comparisons: int = 1, deviation: Deviation | None = None) -> float:
     """Return half of the 95 % confidence interval of the mean.
 
-    Several samples have the deviation that they show. One sample has the deviation that is passed;
-    without one its margin is infinite. A sample that is not finite makes the margin infinite.
+    The margin is infinite if a sample is not finite, and for a single sample without `deviation`.
 
     Args:
+        samples: One number per seed.
         comparisons: Number of comparisons for which the interval is widened (Bonferroni).
+        deviation: Standard deviation of a single sample. It is ignored for several samples, from which
+            the deviation is estimated.
     """
     if not samples or not all(map(math.isfinite, samples)):
         return math.inf
     probability = 1 - (1 - LEVEL) / 2 / comparisons
     if len(samples) > 1:
-        spread = statistics.stdev(samples) / math.sqrt(len(samples))
-        return quantile(len(samples) - 1, probability) * spread
+        standard_error = statistics.stdev(samples) / math.sqrt(len(samples))
+        return quantile(len(samples) - 1, probability) * standard_error
     if deviation is None:
         return math.inf
     if deviation.freedom is None:
@@ -217,12 +219,12 @@ class Verdict:
     Attributes:
         direction: One of `DIRECTIONS`.
         why: The measurements in words.
-        claim: The part of an experiment's claim that this verdict is about; empty for all of it.
+        claim: The part of an experiment's claim that is judged; empty for the whole claim.
         effects: The comparisons.
-        headline: The effect that stands for the claim in tables; None without any.
-        caveat: What limits the comparison, such as a flaw of the protocol.
-        measurement: What was measured, in a few words, where the headline's number needs an explanation.
-        parts: The verdicts of the parts of a claim, where it has several.
+        headline: The effect that represents the claim in tables; None for no effect.
+        caveat: A limitation of the comparison, such as a flaw of the protocol.
+        measurement: What was measured, in a few words, if the headline's number needs an explanation.
+        parts: The verdicts of the parts, for a claim with several parts.
     """
 
     direction: str
@@ -240,7 +242,7 @@ class Verdict:
 
     @property
     def size(self) -> str:
-        """The size in a word, with the share of the claimed effect; empty if the paper has no number."""
+        """The size as a word, with the share of the claimed effect; empty if the paper has no number."""
         if self.headline is None or self.headline.share is None:
             return ""
         value, low, high = (100 * x for x in self.headline.share)
@@ -254,7 +256,7 @@ class Verdict:
         return self.parts or (self,)
 
     def tally(self) -> str:
-        """Return how many comparisons have each direction, alone."""
+        """Return the number of comparisons with each direction, each judged alone."""
         words = [effect.direction for effect in self.effects]
         counts = {word: words.count(word) for word in DIRECTIONS if word in words}
         return ", ".join(f"{count} {word}" for word, count in counts.items())
@@ -278,19 +280,27 @@ def decide(
     control: Sequence[Effect] = (),
     vacuous: str = "",
 ) -> Verdict:
-    """Return the verdict on a claim that says that all effects are positive.
+    """Return the verdict on a claim that all effects are positive.
 
     Args:
-        headline: The effect that stands for the claim; None for the mean over the effects.
-        control: The same effects where the claim cannot be true, as of networks without training. If
-            they support the claim as well, the check cannot fail, and the claim is inconclusive.
+        effects: The comparisons, at least one.
+        why: The measurements in words; empty for a list of the effects.
+        claim: See `Verdict`.
+        headline: The effect that represents the claim; None for the mean over the effects.
+        caveat: See `Verdict`.
         measurement: See `Verdict`.
-        vacuous: Why no outcome of the measurement could have contradicted the claim, which is then
-            inconclusive unless it is contradicted.
+        control: The same effects in a setting where the claim cannot be true, such as networks without
+            training. If they support the claim as well, the check cannot fail, and the claim is
+            inconclusive.
+        vacuous: Why no outcome of the measurement could have contradicted the claim. A claim that would
+            be supported is then inconclusive.
+
+    Raises:
+        ValueError: There are no effects.
     """
     effects = tuple(effects)
     if not effects:
-        raise ValueError("a claim needs at least one effect")
+        raise ValueError("effects is empty; a claim needs at least one effect")
     if all(effect.supports() for effect in effects):
         direction = SUPPORTED
     elif any(effect.contradicts(len(effects)) for effect in effects):
@@ -305,45 +315,59 @@ def decide(
         vacuous = ""
     limits = sorted({effect.limitation for effect in effects if effect.limitation})
     reasons = [why or "; ".join(f"{e.label}: {e}" for e in effects), *limits]
-    text, shown = "; ".join(filter(None, reasons)), headline or mean_effect(effects)
-    return Verdict(direction, text, claim, effects, shown, caveat, measurement)
+    text, shown_effect = "; ".join(filter(None, reasons)), headline or mean_effect(effects)
+    return Verdict(direction, text, claim, effects, shown_effect, caveat, measurement)
 
 
 def mean_effect(effects: Sequence[Effect]) -> Effect:
-    """Return the mean of effects, seed by seed; an effect with the fewest seeds if numbers differ.
+    """Return the mean of effects per seed, or one with the fewest seeds if the numbers of seeds differ.
 
-    Effects of other units than the first one's, and those without the paper's number where others have
-    one, are left out, and those with a limitation if others have none.
+    Left out are effects in other units than the first one's, effects without the paper's number if
+    others have it, and effects with a limitation if others have none.
     """
     first = effects[0]
     alike = [e for e in effects if (e.unit, e.ratio) == (first.unit, first.ratio)]
     alike = [e for e in alike if not e.limitation] or alike
-    printed = [e for e in alike if e.paper is not None]
-    chosen = printed or alike
-    if len(chosen) == 1:
-        return chosen[0]
-    fewest = min(chosen, key=lambda e: len(e.samples))
-    if any(len(e.samples) != len(fewest.samples) for e in chosen):
+    paper_effects = [e for e in alike if e.paper is not None]
+    subset = paper_effects or alike
+    if len(subset) == 1:
+        return subset[0]
+    fewest = min(subset, key=lambda e: len(e.samples))
+    if any(len(e.samples) != len(fewest.samples) for e in subset):
         return fewest
-    samples = tuple(map(statistics.fmean, zip(*(e.samples for e in chosen))))
-    paper = statistics.fmean(e.paper for e in printed if e.paper is not None) if printed else None
-    return replace(fewest, label=f"mean of {len(chosen)} comparisons", samples=samples, paper=paper)
+    samples = tuple(map(statistics.fmean, zip(*(e.samples for e in subset))))
+    paper = (
+        statistics.fmean(e.paper for e in paper_effects if e.paper is not None)
+        if paper_effects
+        else None
+    )
+    return replace(fewest, label=f"mean of {len(subset)} comparisons", samples=samples, paper=paper)
 
 
 def values_of(
     results: Results, arm: str, metric: str | None = None, ratio: bool = False
 ) -> dict[int, float]:
-    """Return a metric by seed, as logarithms where ratios are compared; NaN for what is not finite."""
+    """Return a metric of an arm by seed; NaN for values that are not finite.
+
+    Args:
+        results: The runs.
+        arm: Name of the arm.
+        metric: Name of a metric; None for the experiment's.
+        ratio: Whether to return natural logarithms.
+    """
     name = metric or results.metric
     values = {seed: run["metrics"][name] for seed, run in sorted(results.runs.get(arm, {}).items())}
-    real = {seed: math.nan if x is None else float(x) for seed, x in values.items()}
-    return {s: (math.log(x) if x > 0 else math.nan) for s, x in real.items()} if ratio else real
+    numbers = {seed: math.nan if x is None else float(x) for seed, x in values.items()}
+    return {s: (math.log(x) if x > 0 else math.nan) for s, x in numbers.items()} if ratio else numbers
 
 
 def deviation_of(
     results: Results, arms: Sequence[str], metric: str | None, ratio: bool
 ) -> Deviation | None:
-    """Return the deviation of a difference of two runs, pooled over the arms with several seeds."""
+    """Return the deviation of a difference of two runs, pooled over the arms with several seeds.
+
+    Return None if no arm has several seeds with finite values.
+    """
     groups = [list(values_of(results, arm, metric, ratio).values()) for arm in arms]
     groups = [g for g in groups if len(g) > 1 and all(map(math.isfinite, g))]
     freedom = sum(len(g) - 1 for g in groups)
@@ -366,22 +390,29 @@ def compare(
     deviation: Deviation | None = None,
     limitation: str = "",
 ) -> Effect:
-    """Return by how much an arm is better than another, at the seeds of both.
+    """Return the effect of an arm over another, at the seeds that both have.
 
     Args:
+        results: The runs.
+        arm: The arm that is claimed to be better.
+        over: The other arm.
         better: "higher" or "lower".
         metric: Name of a metric; None for the experiment's.
-        ratio: Compare logarithms; None if the experiment's metric differs by factors.
-        paper: The paper's effect; None for the difference of its numbers of the two arms, if the
+        ratio: Whether to compare logarithms; None for `Results.logarithmic` if the metric is the
+            experiment's, else False.
+        paper: The paper's effect; None for the difference of its numbers for the two arms, if the
             experiment has both.
-        deviation: Of a difference, for one seed; None for that of the arms with several seeds.
+        label: See `Effect`; empty for "`arm` over `over`".
+        deviation: Standard deviation of a difference, used if there is only one seed; None for an
+            estimate from the arms with several seeds.
+        limitation: See `Effect`.
     """
-    own = metric in (None, results.metric)
-    ratio = (results.logarithmic and own) if ratio is None else ratio
+    is_main_metric = metric in (None, results.metric)
+    ratio = (results.logarithmic and is_main_metric) if ratio is None else ratio
     sign = 1 if better == "higher" else -1
-    ours, theirs = (values_of(results, which, metric, ratio) for which in (arm, over))
+    ours, theirs = (values_of(results, name, metric, ratio) for name in (arm, over))
     samples = tuple(sign * (ours[s] - theirs[s]) for s in sorted(ours.keys() & theirs.keys()))
-    if paper is None and own and arm in results.numbers and over in results.numbers:
+    if paper is None and is_main_metric and arm in results.numbers and over in results.numbers:
         a, b = (math.log(results.numbers[x]) if ratio else results.numbers[x] for x in (arm, over))
         paper = sign * (a - b)
     if len(samples) == 1 and deviation is None:
@@ -398,7 +429,7 @@ def gains(
     ratio: bool | None = None,
     claim: str = "",
 ) -> Rule:
-    """Return the rule of a claim that every arm is better than the arm `over`."""
+    """Return the rule of a claim that each of `arms` is better than the arm `over`."""
 
     def judge(results: Results) -> Verdict:
         present = [arm for arm in arms if results.runs.get(arm)]
@@ -420,7 +451,15 @@ def best(
 ) -> Rule:
     """Return the rule of a claim that an arm is better than each of the others.
 
-    The comparison with the least lead, for its size, stands for the claim.
+    The comparison with the smallest lead relative to its margin represents the claim.
+
+    Args:
+        arm: The arm that is claimed to be best.
+        among: The arms to compare with; None for all arms of the results.
+        better: "higher" or "lower".
+        metric: Name of a metric; None for the experiment's.
+        ratio: See `compare`.
+        claim: See `Verdict`.
     """
 
     def judge(results: Results) -> Verdict:
@@ -434,7 +473,7 @@ def best(
 
 
 def below(arm: str, bound: float, metric: str | None = None, claim: str = "") -> Rule:
-    """Return the rule of a claim that a metric is at most a number that is known beforehand."""
+    """Return the rule of a claim that a metric is at most a fixed number."""
 
     def judge(results: Results) -> Verdict:
         values = values_of(results, arm, metric).values()
@@ -480,7 +519,7 @@ def all_of(*rules: Rule) -> Rule:
 
 
 def combine(verdicts: Sequence[Verdict]) -> Verdict:
-    """Return the verdict on a claim of which these are the parts."""
+    """Return the verdict on a claim with several parts, from the verdicts on its parts."""
     parts = tuple(part for verdict in verdicts for part in verdict.claims)
     words = [part.direction for part in parts]
     direction = next((w for w in (CONTRADICTED, NOT_RUN, INCONCLUSIVE) if w in words), SUPPORTED)
@@ -495,7 +534,7 @@ def combine(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def _lead(effect: Effect) -> float:
-    """Return an effect in units of its margin, which orders effects from the least lead upwards."""
+    """Return an effect divided by its margin, the key that orders effects by their lead."""
     if math.isnan(effect.value):
         return -math.inf
     half = (effect.interval()[1] - effect.interval()[0]) / 2

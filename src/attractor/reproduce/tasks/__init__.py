@@ -1,8 +1,8 @@
-"""What an arm does: one function a kind of experiment, ``(config, context) -> outcome``.
+"""Tasks: functions ``(config, context) -> outcome`` that run one arm of an experiment with one seed.
 
-An outcome has "metrics" (name -> number), and may have "curves" (name -> list), "data" (hashes of what
-was read) and further notes; all of it plain enough for JSON. A task trains, solves and probes with the
-library and nothing else, and is a pure function of configuration, seed and data.
+An outcome is a JSON object with "metrics" (name -> number). It may also have "curves" (name -> list),
+"data" (hashes of the data that were read) and further entries. A task uses only the library, and is a
+pure function of configuration, seed and data.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ Task = Callable[[dict[str, Any], "Context"], Outcome]
 
 @dataclass(frozen=True)
 class Context:
-    """Where and how an arm is run, which its configuration does not say.
+    """The circumstances of a run that are not part of its configuration.
 
     Attributes:
-        seed: of everything random.
-        device: as torch names it.
-        folder: of the data; None: what ``ATTRACTOR_DATA`` names.
-        scratch: a folder for checkpoints, where a task that was interrupted finds its own; None: none.
-        tell: called with a line on how far it is.
-        cache: a folder for what takes long to make and is the same for all arms; None: none.
+        seed: Seed of all random numbers.
+        device: Name of the torch device.
+        folder: Folder of the data sets; None for ``ATTRACTOR_DATA``.
+        scratch: Folder of checkpoints, from which an interrupted task resumes; None for no checkpoints.
+        tell: Function that is called with lines of progress.
+        cache: Folder for intermediate data that all arms share, such as tokens; None for no cache.
     """
 
     seed: int = 0
@@ -37,21 +37,22 @@ class Context:
 
 
 def task_of(name: str) -> Task:
-    """The function that ``module:function`` names."""
+    """Return the task of a name ``module:function``."""
     module, _, function = name.partition(":")
     return getattr(import_module(module), function)
 
 
 def data_of(name: str, config: dict[str, Any], context: Context) -> dict[str, str] | None:
-    """Hashes of the data that a task would read, as its outcome has them; None if it does not say.
+    """Return the hashes of the data that a task would read, in the format of its outcome.
 
-    The function ``classify`` of a module says it by a function ``classify_data`` beside it.
+    They come from the function ``classify_data`` of the same module if the task is called ``classify``.
+    If there is no such function, return None.
     """
     module, _, function = name.partition(":")
-    found = getattr(import_module(module), f"{function}_data", None)
-    return None if found is None else found(config, context)
+    hash_function = getattr(import_module(module), f"{function}_data", None)
+    return None if hash_function is None else hash_function(config, context)
 
 
 def echo(config: dict[str, Any], context: Context) -> Outcome:
-    """The configuration itself; for examples and tests."""
+    """Return the configuration as metrics; for examples and tests."""
     return {"metrics": dict(config)}

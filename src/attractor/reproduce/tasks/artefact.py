@@ -1,7 +1,7 @@
 """The language models of the PDE paper's first public code, evaluated in several ways.
 
-The code is XueqingZhou/Continuous-Time-Attention at commit 7e71ad3, written again here. It pads single
-lines to one length, counts padding in the loss, and masks no later token. Its baseline is a
+This is a reimplementation of XueqingZhou/Continuous-Time-Attention at commit 7e71ad3. That code pads
+single lines to one length, counts padding in the loss, and masks no later token. Its baseline is a
 `torch.nn.TransformerEncoder`; its PDE model calls the same layers one by one and diffuses the *states*
 after each of them along the positions.
 
@@ -42,15 +42,15 @@ from attractor.train import Recipe
 
 Config = dict[str, Any]
 
-ALPHA = 0.10  # where each coefficient of diffusion starts
+ALPHA = 0.10  # initial value of each coefficient of diffusion
 CURVES = ("perplexity", "fast_off", "real_off", "left_to_right", "train_loss")
 
 
 def encoder_model(config: Config, context: Context) -> Outcome:
-    """Train an encoder as a language model of padded lines, and evaluate it in every way.
+    """Train an encoder as a language model of padded lines, and evaluate it in several ways.
 
     Configuration:
-        data: "wikitext2", "wikitext103", or "toy", a text made here.
+        data: "wikitext2", "wikitext103", or "toy" for a generated text.
         tokenizer: "wordpiece", "bytes", or "words" with the `vocabulary` most frequent words of the
             training text.
         size: dim, heads, layers, hidden and dropout of the model.
@@ -65,8 +65,8 @@ def encoder_model(config: Config, context: Context) -> Outcome:
         perplexity: padding counted, fast path enabled, as the code evaluates.
         fast_off: padding counted, fast path disabled.
         real_on, real_off: padding not counted, with the fast path enabled and disabled.
-        left_to_right: the sample, each token from the tokens before it and nothing else.
-        sample_forced: the same sample, given the whole line; fast path disabled.
+        left_to_right: the sample, with each token predicted from the previous tokens only.
+        sample_forced: the same sample by teacher forcing on whole lines; fast path disabled.
         pad_on, pad_off: nats per padding token, with the fast path enabled and disabled.
         zeros: share of padded positions at which the fast path returns a state of zeros.
         share: share of the targets that are not padding.
@@ -120,10 +120,10 @@ class LineModel(nn.Module):
     """An encoder without a causal mask that is trained to predict the next token.
 
     Args:
-        vocabulary: number of tokens that there are.
-        max_tokens: of a line.
+        vocabulary: number of different tokens.
+        max_tokens: maximum number of tokens per line.
         pde_steps: steps of diffusion after each layer; None for a plain `nn.TransformerEncoder`.
-        dim, heads, hidden, dropout: of each layer.
+        dim, heads, hidden, dropout: options of each layer.
         layers: number of layers.
     """
 
@@ -166,7 +166,7 @@ class LineModel(nn.Module):
 class DiffusedEncoder(nn.Module):
     """Encoder layers, each followed by steps of diffusion along the positions.
 
-    Every step has a learnt coefficient, unbounded, as in that code.
+    Each step has a learnt coefficient without bounds, as in the paper's code.
     """
 
     def __init__(self, layers: list[nn.TransformerEncoderLayer], steps: int) -> None:
@@ -184,7 +184,7 @@ class DiffusedEncoder(nn.Module):
 
 
 def diffuse(x: Tensor, alpha: Tensor) -> Tensor:
-    """Return x ``[batch, tokens, dim]`` after an explicit step of diffusion; both ends stay."""
+    """Return x ``[batch, tokens, dim]`` after an explicit step of diffusion with both ends fixed."""
     if x.shape[1] < 3:
         return x
     inner = x[:, 1:-1] + alpha * (x[:, 2:] - 2 * x[:, 1:-1] + x[:, :-2])
@@ -194,7 +194,7 @@ def diffuse(x: Tensor, alpha: Tensor) -> Tensor:
 class Lines:
     """Batches (ids ``[batch, tokens]``, lengths ``[batch]``) of padded lines.
 
-    The last batch holds the lines that are left. `shuffled` draws a new order for every pass.
+    The last batch may be smaller. If `shuffled`, each iteration has a new random order.
     """
 
     def __init__(self, ids: Tensor, lengths: Tensor, batch: int, shuffled: bool = False) -> None:
@@ -211,7 +211,7 @@ class Lines:
 
 
 def all_positions(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the loss of every position but the last, padding counted: what the code trains with."""
+    """Return the losses of all positions except the last, including padding, as in the paper's code."""
     ids, lengths = batch
     net: Any = model
     ids = ids.long()
@@ -264,7 +264,7 @@ def evaluations(model: LineModel, lines: Lines, sample: Tensor) -> dict[str, flo
         metrics[f"fast_{name}"] = perplexity_of(losses.mean().item())
         metrics[f"real_{name}"] = perplexity_of(losses[real].mean().item())
         metrics[f"pad_{name}"] = losses[~real].mean().item()
-    whole_line = losses[sample[:, 0], sample[:, 1]]  # the fast path is disabled
+    whole_line = losses[sample[:, 0], sample[:, 1]]  # of the last iteration: fast path disabled
     metrics["sample_forced"] = perplexity_of(whole_line.mean().item())
     prefix = prefix_losses(model, lines.ids, sample)
     metrics["left_to_right"] = perplexity_of(prefix.mean().item())
@@ -272,10 +272,10 @@ def evaluations(model: LineModel, lines: Lines, sample: Tensor) -> dict[str, flo
 
 
 def line_losses(model: LineModel, lines: Lines, fast: bool) -> tuple[Tensor, float]:
-    """Return the losses ``[lines, tokens - 1]`` of all targets, each line given at once, as float64.
+    """Return the losses ``[lines, tokens - 1]`` of all targets by teacher forcing, in float64.
 
-    The second number is the share of padded positions whose state is zero: 1 where the fast path of
-    `nn.TransformerEncoder` is taken, and 0 otherwise.
+    The second return value is the share of padded positions whose state is zero. It is 1 if
+    `nn.TransformerEncoder` takes its fast path, and 0 otherwise.
     """
     losses, zeros, padding = [], 0.0, 0.0
     with fast_path(fast), warnings.catch_warnings():
@@ -291,9 +291,9 @@ def line_losses(model: LineModel, lines: Lines, fast: bool) -> tuple[Tensor, flo
 
 
 def sample_targets(lengths: Tensor, tokens: int, count: int) -> Tensor:
-    """Return (line, target) pairs ``[count, 2]``, drawn evenly from all targets that are no padding.
+    """Return (line, target) pairs ``[count, 2]``, a uniform sample of the targets without padding.
 
-    Target i of a line is its token i + 1. The sample depends on the lengths alone, not on a seed.
+    Target i of a line is its token i + 1. The sample depends on the lengths only, not on a seed.
     """
     pairs = real_targets(lengths, tokens).nonzero()
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0))
@@ -301,7 +301,7 @@ def sample_targets(lengths: Tensor, tokens: int, count: int) -> Tensor:
 
 
 def prefix_losses(model: LineModel, ids: Tensor, sample: Tensor) -> Tensor:
-    """Return the losses ``[count]`` of a sample of targets, each given only the tokens before it.
+    """Return the losses ``[count]`` of a sample of targets, predicted from the previous tokens only.
 
     Args:
         ids: all lines ``[lines, tokens]``.
@@ -313,13 +313,13 @@ def prefix_losses(model: LineModel, ids: Tensor, sample: Tensor) -> Tensor:
         for place in places.unique().tolist():
             rows = (places == place).nonzero()[:, 0]
             tokens = ids[lines[rows], : place + 2].long()
-            states = model.states(tokens[:, :-1])  # no padding: the PDE model would read it
+            states = model.states(tokens[:, :-1])  # without padding, which the PDE model would read
             losses[rows] = token_losses(model, states[:, -1:], tokens[:, -1:]).double()
     return losses
 
 
 def _recipe(config: Config, seed: int) -> Recipe:
-    """The code's AdamW: all parameters decay, and the rate stays constant after the warm-up."""
+    """Return the AdamW of the paper's code: decay of all parameters, constant rate after the warm-up."""
     return Recipe(
         epochs=config["epochs"], learning_rate=config["learning_rate"],
         warmup=config["warmup"] * config["epochs"], schedule="constant", optimiser="adamw",
@@ -339,7 +339,7 @@ def _lines_of(
 def _token_ids(
     name: str, kind: str, vocabulary: int | None, folder: Path | None
 ) -> tuple[Any, dict[str, list[list[int]]]]:
-    """The tokenizer, and the ids of all lines of both splits that are not empty."""
+    """Return the tokenizer, and the ids of all non-empty lines of both splits."""
     lines = {}
     for split in ("train", "valid"):
         everything = toy_lines(split) if name == "toy" else text.lines(name, split, folder)
@@ -356,10 +356,10 @@ def _token_ids(
 def _padded_lines(
     name: str, kind: str, vocabulary: int | None, folder: Path | None, tokens: int
 ) -> tuple[Any, dict[str, tuple[Tensor, Tensor]], dict[str, str]]:
-    """The tokenizer, (ids ``[lines, tokens]``, lengths ``[lines]``) of both splits, and hashes.
+    """Return the tokenizer, (ids ``[lines, tokens]``, lengths ``[lines]``) of both splits, and hashes.
 
-    As BERT's tokenizer does: a first token if there is one, the line, cut where needed, its end, then
-    padding.
+    A row has the format of BERT's tokenizer: the first token if the tokenizer has one, the line, cut if
+    it is too long, the end token, and padding.
     """
     tokenizer, token_ids = _token_ids(name, kind, vocabulary, folder)
     first = [] if tokenizer.first is None else [tokenizer.first]
@@ -368,8 +368,8 @@ def _padded_lines(
         ids = torch.full((len(rows), tokens), tokenizer.padding, dtype=torch.int32)
         lengths = torch.empty(len(rows), dtype=torch.int64)
         for i, row in enumerate(rows):
-            whole = [*first, *row[: tokens - len(first) - 1], tokenizer.end]
-            ids[i, : len(whole)] = torch.tensor(whole, dtype=torch.int32)
-            lengths[i] = len(whole)
+            sequence = [*first, *row[: tokens - len(first) - 1], tokenizer.end]
+            ids[i, : len(sequence)] = torch.tensor(sequence, dtype=torch.int32)
+            lengths[i] = len(sequence)
         parts[split] = ids, lengths
-    return tokenizer, parts, {f"{name} {split}": hash_of(*both) for split, both in parts.items()}
+    return tokenizer, parts, {f"{name} {split}": hash_of(*tensors) for split, tensors in parts.items()}

@@ -1,8 +1,7 @@
-"""The task of the StepNet paper's Table 3: a detector with a gated ResNet on COCO, and its AP.
+"""The task of the StepNet paper's Table 3: train a detector with a gated ResNet on COCO, and report AP.
 
-COCO's annotations are read, and AP is computed, here; the detector, Faster R-CNN with a feature
-pyramid, is torchvision's and needs it. `Dense` stands in for it where only the way from a folder to AP
-is to be tried.
+This module reads COCO's annotations and computes AP. The detector is torchvision's Faster R-CNN with a
+feature pyramid. `Dense` replaces it in smoke tests of the pipeline, which then run without torchvision.
 """
 
 import hashlib
@@ -22,7 +21,7 @@ from attractor.core.files import read_bytes, write_json
 from attractor.data.folders import folder_of
 from attractor.data.imagefolder import decoded
 from attractor.reproduce.tasks import Context, Outcome
-from attractor.reproduce.tasks.images import folder_for, make_recipe, rounded
+from attractor.reproduce.tasks.images import folder_for, make_recipe, round_outcome
 from attractor.residual.backbone import Backbone, resnet_backbone
 from attractor.train import train
 
@@ -30,19 +29,26 @@ DETECT = f"{__name__}:detect"
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
 AREAS = {"": (0, 1e10), "S": (0, 32**2), "M": (32**2, 96**2), "L": (96**2, 1e10)}
 PARTS = ("train2017", "val2017")
-MOST = 100  # detections of a class in an image
+MOST = 100  # maximum number of detections per class and image
 
 
 def detect(config: dict[str, Any], context: Context) -> Outcome:
-    """Train a detector on ``train2017``, and find its AP on ``val2017``.
+    """Train a detector on ``train2017``, and compute its AP on ``val2017``.
 
-    The folder of the data, or ``coco`` in it, holds both and ``annotations``. Configuration: "detector"
-    ("faster-rcnn" or "dense"), "depth", "gate" and "weights" of the backbone, "frozen" stages, "recipe",
-    "side" (images are cut off beyond it), "boxes" (at most so many in an image), "workers", and "made":
-    so many images of squares in a folder of the same layout, instead of COCO's.
+    The folder of the data, or ``coco`` in it, contains both and ``annotations``.
+
+    Configuration:
+        detector: "faster-rcnn" or "dense".
+        depth, gate, weights: options of the backbone.
+        frozen: number of frozen stages of the backbone.
+        recipe: options of `Recipe`.
+        side: height and width in pixels to which images are cropped or padded.
+        boxes: maximum number of boxes per image.
+        workers: number of processes that load images.
+        made: number of generated images of squares to use in place of COCO; optional.
     """
-    with tempfile.TemporaryDirectory() as made:
-        place = _coco(config, context, Path(made))
+    with tempfile.TemporaryDirectory() as temporary:
+        place = _coco(config, context, Path(temporary))
         training, test = (Coco(place, part, config["side"], config["boxes"]) for part in PARTS)
         torch.manual_seed(context.seed)
         model = make_detector(config, len(training.classes))
@@ -56,47 +62,53 @@ def detect(config: dict[str, Any], context: Context) -> Outcome:
             out=folder_for(context, recipe),
             tell=lambda p: context.tell(f"  {p}") if p.row is not None else None,
         )  # fmt: skip
-        found = [detections(model, test[i]) for i in range(len(test))]
-    metrics = average_precision([test.truth(i) for i in range(len(test))], found)
+        predictions = [detections(model, test[i]) for i in range(len(test))]
+    metrics = average_precision([test.truth(i) for i in range(len(test))], predictions)
     loss = history.final["train_loss"]
     digests = {part.name: part.digest for part in (training, test)}
-    return rounded({"metrics": {**metrics, "train_loss": loss}, "curves": {}, "data": digests})
+    return round_outcome({"metrics": {**metrics, "train_loss": loss}, "curves": {}, "data": digests})
 
 
 def detect_data(config: dict[str, Any], context: Context) -> dict[str, str]:
-    """Hashes of what `detect` reads."""
-    with tempfile.TemporaryDirectory() as made:
-        place = _coco(config, context, Path(made))
+    """Return the hashes of the data that `detect` reads."""
+    with tempfile.TemporaryDirectory() as temporary:
+        place = _coco(config, context, Path(temporary))
         parts = (Coco(place, part, config["side"], config["boxes"]) for part in PARTS)
         return {part.name: part.digest for part in parts}
 
 
 class Coco(Dataset[tuple[Tensor, ...]]):
-    """Images and boxes of a folder in COCO's layout; an item has the same shapes for all images.
+    """Images and boxes of a folder in COCO's layout, padded so that all items have the same shapes.
 
-    An item is the image uint8 ``[3, side, side]`` (black beyond its own size), its height and width
-    ``[2]``, boxes ``[boxes, 4]`` as (x1, y1, x2, y2) and labels ``[boxes]`` from 1, 0 where there is no
-    box. Crowds are no boxes. Only images with a box are in a training set.
+    An item consists of the image, uint8 ``[3, side, side]`` with black padding; its height and width
+    ``[2]``; boxes ``[boxes, 4]`` as (x1, y1, x2, y2); and labels ``[boxes]`` from 1, with 0 for padding.
+    Crowds are left out. A training set has only images with at least one box.
+
+    Args:
+        folder: Folder in COCO's layout.
+        part: Name of the split, "train2017" or "val2017".
+        side: Height and width of all images.
+        boxes: Maximum number of boxes per image.
     """
 
     def __init__(self, folder: Path, part: str, side: int, boxes: int) -> None:
         content = read_bytes(folder / f"annotations/instances_{part}.json", link=True)
         self.name, self.digest = part, hashlib.sha256(content).hexdigest()
         self.folder, self.side, self.boxes, self.train = folder / part, side, boxes, "train" in part
-        found = json.loads(content)
-        self.classes = {c["id"]: i for i, c in enumerate(found["categories"], 1)}
-        self.things: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in found["images"]}
-        for thing in found["annotations"]:
-            self.things[thing["image_id"]].append(thing)
+        record = json.loads(content)
+        self.classes = {c["id"]: i for i, c in enumerate(record["categories"], 1)}
+        self.things: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in record["images"]}
+        for annotation in record["annotations"]:
+            self.things[annotation["image_id"]].append(annotation)
         self.files = [
             (image["id"], image["file_name"])
-            for image in found["images"]
+            for image in record["images"]
             if not self.train or self._boxes(image["id"])
         ]
 
     @property
     def fingerprint(self) -> str:
-        """What the items are, wherever the folder is."""
+        """A string that identifies the items, independent of the path of the folder."""
         return f"{self.name} {self.digest} {self.side} {self.boxes}"
 
     def __len__(self) -> int:
@@ -107,17 +119,17 @@ class Coco(Dataset[tuple[Tensor, ...]]):
         pixels = torch.from_numpy(np.array(decoded(self.folder / name))).permute(2, 0, 1)
         pixels = pixels[:, : self.side, : self.side]
         height, width = pixels.shape[1:]
-        found = torch.zeros(self.boxes, 5)
-        kept = self._boxes(image)[: self.boxes]
-        found[: len(kept)] = torch.tensor(kept, dtype=torch.float32).reshape(-1, 5)
-        if self.train and torch.rand(()) < 0.5:  # mirrored
+        targets = torch.zeros(self.boxes, 5)
+        boxes = self._boxes(image)[: self.boxes]
+        targets[: len(boxes)] = torch.tensor(boxes, dtype=torch.float32).reshape(-1, 5)
+        if self.train and torch.rand(()) < 0.5:  # horizontal flip
             pixels = pixels.flip(-1)
-            found[: len(kept), [0, 2]] = width - found[: len(kept), [2, 0]]
-        whole = pad(pixels, (0, self.side - width, 0, self.side - height))
-        return whole, torch.tensor([height, width]), found[:, :4], found[:, 4].long()
+            targets[: len(boxes), [0, 2]] = width - targets[: len(boxes), [2, 0]]
+        padded_pixels = pad(pixels, (0, self.side - width, 0, self.side - height))
+        return padded_pixels, torch.tensor([height, width]), targets[:, :4], targets[:, 4].long()
 
     def truth(self, index: int) -> dict[str, np.ndarray]:
-        """All there is in an image: "boxes" ``[n, 4]``, "labels", "areas" and "crowd" ``[n]``."""
+        """Return all annotations of an image: "boxes" ``[n, 4]``, "labels", "areas", "crowd" ``[n]``."""
         things = self.things[self.files[index][0]]
         x, y, w, h = np.array([t["bbox"] for t in things], dtype=float).reshape(-1, 4).T
         return {
@@ -128,7 +140,7 @@ class Coco(Dataset[tuple[Tensor, ...]]):
         }
 
     def _boxes(self, image: int) -> list[tuple[float, ...]]:
-        """(x1, y1, x2, y2, label) of every object that has an area and is not a crowd."""
+        """Return (x1, y1, x2, y2, label) of each object in the crop that has an area and is no crowd."""
         boxes = [
             (t["bbox"][0], t["bbox"][1], t["bbox"][0] + t["bbox"][2], t["bbox"][1] + t["bbox"][3],
              self.classes[t["category_id"]])
@@ -138,7 +150,11 @@ class Coco(Dataset[tuple[Tensor, ...]]):
 
 
 def make_detector(config: dict[str, Any], classes: int) -> nn.Module:
-    """Faster R-CNN, or what stands in for it, with a gated ResNet."""
+    """Return the detector of a configuration, with a gated ResNet as its backbone.
+
+    Raises:
+        ImportError: The detector is Faster R-CNN, and torchvision is not installed.
+    """
     backbone = resnet_backbone(
         config["depth"], config["gate"], weights=config["weights"], frozen_stages=config["frozen"]
     )
@@ -148,13 +164,13 @@ def make_detector(config: dict[str, Any], classes: int) -> nn.Module:
         from torchvision.models.detection import FasterRCNN  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         raise ImportError(
-            "Faster R-CNN is torchvision's: pip install torchvision; the smoke test does without"
+            "Faster R-CNN requires torchvision: pip install torchvision; the scale smoke runs without it"
         ) from None
     return FasterRCNN(backbone.with_fpn(), num_classes=classes + 1)
 
 
 def detection_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    """The sum of a detector's losses on a batch of `Coco` items."""
+    """Return the sum of a detector's losses on a batch of `Coco` items."""
     images, sizes, boxes, labels = batch
     pictures = [x[:, :h, :w] / 255 for x, (h, w) in zip(images, sizes.tolist())]
     targets = [{"boxes": b[kind > 0], "labels": kind[kind > 0]} for b, kind in zip(boxes, labels)]
@@ -163,30 +179,33 @@ def detection_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 
 @torch.no_grad()
 def detections(model: nn.Module, item: tuple[Tensor, ...]) -> dict[str, np.ndarray]:
-    """What a detector finds in an image: "boxes" ``[n, 4]``, "labels" and "scores" ``[n]``."""
+    """Return the detections in a `Coco` item: "boxes" ``[n, 4]``, "labels" and "scores" ``[n]``."""
     image, size, *_ = item
     device = next(model.parameters()).device
     height, width = size.tolist()
-    (found,) = model.eval()([image[:, :height, :width].to(device) / 255])
-    return {name: value.float().cpu().numpy() for name, value in found.items()}
+    (prediction,) = model.eval()([image[:, :height, :width].to(device) / 255])
+    return {name: value.float().cpu().numpy() for name, value in prediction.items()}
 
 
 def average_precision(
-    truths: Sequence[dict[str, np.ndarray]], found: Sequence[dict[str, np.ndarray]]
+    truths: Sequence[dict[str, np.ndarray]], predictions: Sequence[dict[str, np.ndarray]]
 ) -> dict[str, float]:
-    """COCO's AP in percent, of all images: overall, at 50 and 75 % overlap, of small, medium, large.
+    """Return COCO's AP in percent: overall, at IoU 0.5 and 0.75, and for small, medium, large objects.
 
-    As pycocotools counts: precision at 101 recalls, its envelope; what is matched to a crowd, or is
-    outside of a range of areas and matched to nothing, counts neither way.
+    The definition is that of pycocotools: the mean over 101 recalls of the precision's envelope.
+    Ignored are detections that match a crowd or a box outside the range of areas, and unmatched
+    detections whose own area is outside the range.
 
     Args:
-        truths: an image each, as `Coco.truth` gives it.
-        found: likewise, as `detections` gives it.
+        truths: One result of `Coco.truth` per image.
+        predictions: One result of `detections` per image.
     """
     labels = sorted({int(k) for t in truths for k in t["labels"][~t["crowd"]]})
     results = {}
     for name, area in AREAS.items():
-        rows = [row for k in labels if (row := _class_precision(truths, found, k, area)) is not None]
+        rows = [
+            row for k in labels if (row := _class_precision(truths, predictions, k, area)) is not None
+        ]
         table = np.array(rows) if rows else np.full((1, len(THRESHOLDS)), np.nan)
         results[f"AP{name}"] = 100 * float(table.mean())
         if not name:
@@ -194,69 +213,85 @@ def average_precision(
     return results
 
 
-def _class_precision(truths: Any, found: Any, label: int, area: tuple[float, float]) -> Any:
-    """AP of a class at every threshold; None if there is nothing of it in that range of areas."""
-    scores, hits, counted, wanted = [], [], [], 0
-    for truth, got in zip(truths, found, strict=True):
-        own, mine = truth["labels"] == label, got["labels"] == label
-        boxes, crowd = truth["boxes"][own], truth["crowd"][own]
-        outside = (truth["areas"][own] < area[0]) | (truth["areas"][own] > area[1])
-        ignored = crowd | outside
-        order = np.argsort(-got["scores"][mine], kind="mergesort")[:MOST]
-        candidates = got["boxes"][mine][order]
-        scores.append(got["scores"][mine][order])
+def _class_precision(truths: Any, predictions: Any, label: int, area: tuple[float, float]) -> Any:
+    """Return the AP of a class per IoU threshold; None if no object of it is in the range of areas."""
+    scores, hits, valid, positives = [], [], [], 0
+    for truth, prediction in zip(truths, predictions, strict=True):
+        truth_mask, prediction_mask = truth["labels"] == label, prediction["labels"] == label
+        boxes, crowd = truth["boxes"][truth_mask], truth["crowd"][truth_mask]
+        outside = (truth["areas"][truth_mask] < area[0]) | (truth["areas"][truth_mask] > area[1])
+        ignore = crowd | outside
+        order = np.argsort(-prediction["scores"][prediction_mask], kind="mergesort")[:MOST]
+        candidates = prediction["boxes"][prediction_mask][order]
+        scores.append(prediction["scores"][prediction_mask][order])
         sizes = (candidates[:, 2] - candidates[:, 0]) * (candidates[:, 3] - candidates[:, 1])
-        beyond = (sizes < area[0]) | (sizes > area[1])
-        to, spared = _matched(overlaps(candidates, boxes, crowd), ignored, crowd)
-        hits.append(to)
-        counted.append(~(spared | (~to & ~spared & beyond)))
-        wanted += int((~ignored).sum())
-    if not wanted:
+        too_small_or_large = (sizes < area[0]) | (sizes > area[1])
+        matches, ignored_matches = _match(overlaps(candidates, boxes, crowd), ignore, crowd)
+        hits.append(matches)
+        valid.append(~(ignored_matches | (~matches & ~ignored_matches & too_small_or_large)))
+        positives += int((~ignore).sum())
+    if not positives:
         return None
     order = np.argsort(-np.concatenate(scores), kind="mergesort")
-    hit, count = (np.concatenate(x, 1)[:, order] for x in (hits, counted))
+    sorted_matches, sorted_valid = (np.concatenate(x, 1)[:, order] for x in (hits, valid))
     precisions = []
-    for right, real in zip(hit, count):
-        true = np.cumsum(right[real])
-        recall = true / wanted
-        precision = np.maximum.accumulate((true / np.arange(1, len(true) + 1))[::-1])[::-1]
-        at = np.searchsorted(recall, np.linspace(0, 1, 101), side="left")
-        precisions.append(np.append(precision, 0.0)[np.minimum(at, len(precision))].mean())
+    for matches_at, valid_at in zip(sorted_matches, sorted_valid):
+        true_positives = np.cumsum(matches_at[valid_at])
+        recall = true_positives / positives
+        precision = np.maximum.accumulate(
+            (true_positives / np.arange(1, len(true_positives) + 1))[::-1]
+        )[::-1]
+        positions = np.searchsorted(recall, np.linspace(0, 1, 101), side="left")
+        precisions.append(np.append(precision, 0.0)[np.minimum(positions, len(precision))].mean())
     return precisions
 
 
-def _matched(overlap: np.ndarray, ignored: np.ndarray, crowd: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Whether each detection, best first, is matched to a box that counts, or to one that does not."""
+def _match(overlap: np.ndarray, ignore: np.ndarray, crowd: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Match detections to boxes per IoU threshold, as pycocotools does.
+
+    Args:
+        overlap: IoU ``[detections, boxes]``, with the detections in descending order of their scores.
+        ignore: ``[boxes]`` bool, boxes that count neither as hits nor as misses.
+        crowd: ``[boxes]`` bool, boxes that may be matched several times.
+
+    Returns:
+        Two bool arrays ``[thresholds, detections]``: matches with boxes that count, and with ignored
+        boxes.
+    """
     shape = (len(THRESHOLDS), len(overlap))
-    hit, spared = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
-    for t, least in enumerate(THRESHOLDS):
-        taken = np.zeros(len(ignored), dtype=bool)
+    matches, ignored_matches = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
+    for t, threshold in enumerate(THRESHOLDS):
+        occupied = np.zeros(len(ignore), dtype=bool)
         for d, row in enumerate(overlap):
-            free = ~taken | crowd
-            for group in (~ignored, ignored):  # boxes that count are preferred
-                able = np.flatnonzero(free & group & (row >= least))
-                if len(able):
-                    box = able[len(able) - 1 - np.argmax(row[able][::-1])]
-                    taken[box] = True
-                    hit[t, d], spared[t, d] = not ignored[box], ignored[box]
+            free = ~occupied | crowd
+            for group in (~ignore, ignore):  # boxes that count come first
+                candidates = np.flatnonzero(free & group & (row >= threshold))
+                if len(candidates):
+                    box = candidates[len(candidates) - 1 - np.argmax(row[candidates][::-1])]
+                    occupied[box] = True
+                    matches[t, d], ignored_matches[t, d] = not ignore[box], ignore[box]
                     break
-    return hit, spared
+    return matches, ignored_matches
 
 
 def overlaps(boxes: np.ndarray, others: np.ndarray, crowd: np.ndarray) -> np.ndarray:
-    """Intersection over union ``[n, m]`` of boxes and others; of a crowd, over the box alone."""
+    """Return the intersection over union ``[n, m]`` of boxes ``[n, 4]`` and others ``[m, 4]``.
+
+    For a crowd in `others`, the intersection is divided by the area of the box alone.
+    """
     low = np.maximum(boxes[:, None, :2], others[None, :, :2])
     high = np.minimum(boxes[:, None, 2:], others[None, :, 2:])
-    common = (high - low).clip(0).prod(-1)
+    intersection = (high - low).clip(0).prod(-1)
     area = lambda b: (b[:, 2] - b[:, 0]) * (b[:, 3] - b[:, 1])
-    union = area(boxes)[:, None] + area(others)[None] - common
-    return common / np.maximum(np.where(crowd, area(boxes)[:, None], union), 1e-12)
+    union = area(boxes)[:, None] + area(others)[None] - intersection
+    return intersection / np.maximum(np.where(crowd, area(boxes)[:, None], union), 1e-12)
 
 
 class Dense(nn.Module):
-    """A class and a box at every place of a map of a backbone: the simplest detector there is.
+    """A minimal detector: a linear layer predicts a class and a box per position of a feature map.
 
-    Called as torchvision's are: with pictures and targets it gives losses, with pictures detections.
+    The interface is that of torchvision's detectors: images and targets give losses, images alone give
+    detections.
     """
 
     STAGE, STRIDE = 1, 8
@@ -267,63 +302,69 @@ class Dense(nn.Module):
         self.head = nn.Conv2d(backbone.out_channels[self.STAGE], classes + 4, 1)
 
     def forward(self, pictures: list[Tensor], targets: Any = None) -> Any:
-        """Losses by name, or "boxes", "labels" and "scores" of every picture."""
+        """Return losses by name, or "boxes", "labels" and "scores" per image without targets."""
         height, width = (max(p.shape[i] for p in pictures) for i in (1, 2))
         x = torch.stack([pad(p, (0, width - p.shape[2], 0, height - p.shape[1])) for p in pictures])
         maps = self.head(self.backbone(x)[self.STAGE]).flatten(2).transpose(1, 2).float()
         rows, columns = -(-height // self.STRIDE), -(-width // self.STRIDE)
         y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
         places = ((torch.stack((x, y), -1).reshape(-1, 2) + 0.5) * self.STRIDE).to(maps.device)
-        kinds, sides = maps.split((self.classes, 4), -1)
-        sides = sides.clamp(max=8).exp() * self.STRIDE  # to the left, top, right and bottom
+        class_logits, sides = maps.split((self.classes, 4), -1)
+        sides = sides.clamp(max=8).exp() * self.STRIDE  # distances to left, top, right and bottom
         boxes = torch.cat((places - sides[..., :2], places + sides[..., 2:]), -1)
         if targets is None:
-            return [self.best(k.sigmoid(), b) for k, b in zip(kinds, boxes)]
-        wanted = [self.wanted(places, t) for t in targets]
-        label, aim = (torch.stack(x) for x in zip(*wanted))
+            return [self.best(k.sigmoid(), b) for k, b in zip(class_logits, boxes)]
+        assignments = [self.assign(places, t) for t in targets]
+        label, target_boxes = (torch.stack(x) for x in zip(*assignments))
         inside = label > 0
         count = inside.sum().clamp(min=1)
         truth = one_hot(label, self.classes + 1)[..., 1:].float()
-        off = smooth_l1_loss(boxes[inside], aim[inside], reduction="sum") / (4 * self.STRIDE)
+        box_loss = smooth_l1_loss(boxes[inside], target_boxes[inside], reduction="sum") / (
+            4 * self.STRIDE
+        )
         return {
-            "class": binary_cross_entropy_with_logits(kinds, truth, reduction="sum") / count,
-            "box": off / count,
+            "class": binary_cross_entropy_with_logits(class_logits, truth, reduction="sum") / count,
+            "box": box_loss / count,
         }
 
     @staticmethod
-    def wanted(places: Tensor, target: Any) -> tuple[Tensor, Tensor]:
-        """Label ``[places]``, 0 outside of all boxes, and box ``[places, 4]``: the smallest around."""
+    def assign(places: Tensor, target: Any) -> tuple[Tensor, Tensor]:
+        """Return the label ``[places]`` and box ``[places, 4]`` of the smallest box around each place.
+
+        The label is 0 outside of all boxes.
+        """
         boxes, labels = target["boxes"], target["labels"]
         low, high = places[:, None] - boxes[:, :2], boxes[:, 2:] - places[:, None]
         inside = (torch.cat((low, high), -1) > 0).all(-1)
         size = torch.where(inside, (boxes[:, 2:] - boxes[:, :2]).prod(-1), torch.inf)
-        least, which = size.min(1)
-        return torch.where(least < torch.inf, labels[which], 0), boxes[which]
+        smallest, index = size.min(1)
+        return torch.where(smallest < torch.inf, labels[index], 0), boxes[index]
 
     @staticmethod
     def best(scores: Tensor, boxes: Tensor) -> dict[str, Tensor]:
-        """The hundred best of all places."""
+        """Return the `MOST` detections with the highest scores."""
         score, label = scores.max(-1)
-        kept = score.topk(min(MOST, len(score))).indices
-        return {"boxes": boxes[kept], "labels": label[kept] + 1, "scores": score[kept]}
+        indices = score.topk(min(MOST, len(score))).indices
+        return {"boxes": boxes[indices], "labels": label[indices] + 1, "scores": score[indices]}
 
 
-def _coco(config: dict[str, Any], context: Context, made: Path) -> Path:
+def _coco(config: dict[str, Any], context: Context, directory: Path) -> Path:
     if "made" in config:
-        make_coco(made, config["made"])
-        return made
+        make_coco(directory, config["made"])
+        return directory
     folder = folder_of(context.folder)
     for place in () if folder is None else (folder / "coco", folder):
         if (place / "annotations" / "instances_train2017.json").is_file():
             return place
     raise FileNotFoundError(
-        f"no COCO in {folder}: it needs train2017, val2017 and annotations/instances_train2017.json and "
-        "instances_val2017.json, there or in a folder coco; name it with --data"
+        f"COCO is not in {folder or 'ATTRACTOR_DATA, which is not set'}; pass a folder with --data that "
+        "has train2017, val2017, annotations/instances_train2017.json and "
+        "annotations/instances_val2017.json, directly or in its folder coco"
     )
 
 
 def make_coco(folder: Path, count: int) -> None:
-    """Write so many pictures with a bright square each, red or green, and annotations as COCO's."""
+    """Write `count` images per split with a red or green square each, in COCO's layout."""
     from PIL import Image
 
     random = np.random.default_rng(0)

@@ -1,9 +1,9 @@
-"""Tasks of the StepNet paper on images: train a network, and see how stiff it was before and is after.
+"""Tasks of the StepNet paper on images: train a network, and measure its stiffness before and after.
 
 `classify` is for images that fit into memory (the digits, CIFAR, STL-10), `imagefolder` for ImageNet's
-layout. Every network of a comparison has the same recipe, the same weights to begin with (a gate's own
-apart) and the same batches; accuracy is that of the last epoch on the test set, which nothing was
-chosen on. Probes look at the first test images, before and after training.
+layout. All networks of a comparison have the same recipe, the same batches and the same initial weights,
+except those of the gates. Accuracy is that of the last epoch on the test set, which is not used for any
+choice. Stiffness is measured on the first test images.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ CLASSIFY, IMAGEFOLDER = (f"{__name__}:{name}" for name in ("classify", "imagefol
 NETWORKS: dict[str, Any] = {
     "resnet_cifar": resnet_cifar, "vit": vit, "resnet34": resnet34, "resnet50": resnet50,
 }  # fmt: skip
-OPTIONS = ("gate", "gate_options", "mixer", "where")  # of a network, that an arm may name
+OPTIONS = ("gate", "gate_options", "mixer", "where")  # options of a network that an arm may have
 
-# What experiments have in common. Equal configurations are equal runs, whichever experiment made them.
+# Configurations that experiments share. Runs with the same configuration are shared as well.
 GATES = ("none", "se", "cbam", "eca", "sem", "srm", "fca", "iebn", "stepnet")  # rows of Table 1
 SIX = ("none", "se", "eca", "srm", "iebn", "stepnet")
 SHORT: dict[str, Any] = {
@@ -56,17 +56,21 @@ SMOKE: dict[str, Any] = {
 }
 
 STEPS = ("one", "gate")
-M1 = torch.linspace(0, 2.4, 13, dtype=torch.float64)  # thresholds of surfaces and proportions
+M1 = torch.linspace(0, 2.4, 13, dtype=torch.float64)  # thresholds m1, m2 of surfaces and proportions
 M2 = torch.linspace(0, 2.4, 25, dtype=torch.float64)
 
 
 def classify(config: dict[str, Any], context: Context) -> Outcome:
-    """Train one network on images in memory and probe it.
+    """Train one network on images in memory, and measure its stiffness.
 
-    Configuration: "data", a name of `attractor.data.images` (with "images", a part of the training set;
-    with "made", files of the same layout with so many random images); "network", its name and shape;
-    "gate", "gate_options", "mixer", "where" of it; "recipe" and "trick", options of `Recipe`; "probed",
-    test images (0: no probes).
+    Configuration:
+        data: name of a data set in `attractor.data.images`.
+        images: number of training images to use; optional.
+        made: number of random images in STL-10's format to use in place of the data set; optional.
+        network: name and shape of the network.
+        gate, gate_options, mixer, where: options of the network.
+        recipe, trick: options of `Recipe`; those of the trick take precedence.
+        probed: number of test images on which stiffness is measured; 0 for no measurement.
     """
     sets = _sets(config, context)
     model = make_network(config, sets[0], context.seed).to(context.device)
@@ -74,8 +78,8 @@ def classify(config: dict[str, Any], context: Context) -> Outcome:
     initial = probe(model, batches, settle=True) if config["probed"] else None
     recipe = make_recipe(config, context.seed)
     history = train(
-        model, *sets, recipe, device=context.device, save_every=5, tell=_told(context, recipe),
-        out=folder_for(context, recipe),
+        model, *sets, recipe, device=context.device, save_every=5,
+        tell=_progress_callback(context, recipe), out=folder_for(context, recipe),
     )  # fmt: skip
     metrics = {
         "accuracy": 100 * history.accuracy,
@@ -89,21 +93,24 @@ def classify(config: dict[str, Any], context: Context) -> Outcome:
         curves |= after["curves"] | {
             f"{k}_initial": v
             for k, v in before["curves"].items()
-            if k.split("_")[-1] in STEPS  # not the spread of each, which takes more room than it tells
+            if k.split("_")[-1] in STEPS  # without quantiles and counts, which would enlarge the files
         }
-    found = {"metrics": metrics, "curves": curves, "data": hashes(config, sets)}
-    return rounded(found)
+    outcome = {"metrics": metrics, "curves": curves, "data": hashes(config, sets)}
+    return round_outcome(outcome)
 
 
 def imagefolder(config: dict[str, Any], context: Context) -> Outcome:
-    """Train one network on ``FOLDER/train/<class>/<image>``, test it on ``FOLDER/val``.
+    """Train one network on ``FOLDER/train/<class>/<image>``, and test it on ``FOLDER/val``.
 
-    FOLDER is the folder of the data, or ``imagenet`` in it. Configuration as of `classify`, with "size"
-    of the images, "workers" that decode them (None: as many as useful), and "made": so many images of
-    each of two classes in a folder of the same layout, instead of those in FOLDER.
+    FOLDER is the folder of the data, or ``imagenet`` in it. The configuration is that of `classify`,
+    except for:
+        size: height and width of the images.
+        workers: number of processes that decode images; null for an automatic choice.
+        made: number of generated images per class and split, with two classes, to use in place of
+            FOLDER; optional.
     """
-    with tempfile.TemporaryDirectory() as made:
-        place = _imagenet(config, context, Path(made))
+    with tempfile.TemporaryDirectory() as temporary:
+        place = _imagenet(config, context, Path(temporary))
         training = ImageFolder(place / "train", train=True, size=config["size"])
         test = ImageFolder(place / "val", size=config["size"], classes=training.classes)
         torch.manual_seed(context.seed)
@@ -113,38 +120,41 @@ def imagefolder(config: dict[str, Any], context: Context) -> Outcome:
         history = train(
             model, training.loader(recipe.batch, config["workers"]),
             test.loader(recipe.batch, config["workers"]), recipe, device=context.device,
-            tell=_told(context, recipe), out=folder_for(context, recipe),
+            tell=_progress_callback(context, recipe), out=folder_for(context, recipe),
         )  # fmt: skip
-    return rounded({
+    return round_outcome({
         "metrics": {
             "accuracy": 100 * history.accuracy,
             "train_loss": history.final["train_loss"],
             "parameters": sum(p.numel() for p in model.parameters()),
         },
         "curves": {"accuracy": [100 * x for x in history.column("valid_accuracy")]},
-        "data": _listed(training, test),
+        "data": _name_hash(training, test),
     })  # fmt: skip
 
 
 def classify_data(config: dict[str, Any], context: Context) -> dict[str, str]:
-    """Hashes of what `classify` reads."""
+    """Return the hashes of the data that `classify` reads."""
     return hashes(config, _sets(config, context))
 
 
 def imagefolder_data(config: dict[str, Any], context: Context) -> dict[str, str]:
-    """Hashes of what `imagefolder` reads."""
-    with tempfile.TemporaryDirectory() as made:
-        place = _imagenet(config, context, Path(made))
-        return _listed(*(ImageFolder(place / part, size=config["size"]) for part in ("train", "val")))
+    """Return the hash of the names of the files that `imagefolder` reads."""
+    with tempfile.TemporaryDirectory() as temporary:
+        place = _imagenet(config, context, Path(temporary))
+        return _name_hash(*(ImageFolder(place / part, size=config["size"]) for part in ("train", "val")))
 
 
-def _listed(*folders: ImageFolder) -> dict[str, str]:
-    listed = "\n".join(sorted(p.name for d in folders for p in d.paths))
-    return {"names of files": hashlib.sha256(listed.encode()).hexdigest()}
+def _name_hash(*folders: ImageFolder) -> dict[str, str]:
+    names = "\n".join(sorted(p.name for d in folders for p in d.paths))
+    return {"names of files": hashlib.sha256(names.encode()).hexdigest()}
 
 
 def make_network(config: dict[str, Any], data: images.ImageSet, seed: int) -> nn.Module:
-    """The network of a configuration; with one seed all start alike, whatever their gates."""
+    """Return the network of a configuration.
+
+    Networks of the same seed have the same initial weights, except those of their gates.
+    """
     shape = dict(config["network"])
     make = NETWORKS[shape.pop("name")]
     shape |= {name: config[name] for name in OPTIONS if name in config}
@@ -155,7 +165,7 @@ def make_network(config: dict[str, Any], data: images.ImageSet, seed: int) -> nn
 
 
 def make_recipe(config: dict[str, Any], seed: int) -> Recipe:
-    """The recipe of a configuration, with its "trick" if it has one."""
+    """Return the recipe of a configuration, with the options of its "trick" if it has one."""
     options = {**config["recipe"], **config.get("trick", {})}
     if "milestones" in options:
         options["milestones"] = tuple(options["milestones"])
@@ -163,129 +173,141 @@ def make_recipe(config: dict[str, Any], seed: int) -> Recipe:
 
 
 def folder_for(context: Context, recipe: Recipe) -> Path | None:
-    """Where a training keeps its checkpoints; one epoch needs none."""
+    """Return the folder of checkpoints; None without a scratch folder or for a single epoch."""
     return None if context.scratch is None or recipe.epochs < 2 else context.scratch / "run"
 
 
 def stiffness(profile: StiffnessProfile) -> dict[str, dict[str, Any]]:
-    """Numbers and curves of a profile, of both steps: 1, which the network takes, and the gate.
+    """Return the metrics and curves of a profile, for the step 1 ("one") and for the gate as the step.
 
-    Metrics: "tns"; "nsi", the mean; "proportion" of blocks and "stiff_inputs" beyond 0.5 and 0.5;
-    "oscillation" and "peak", see there; and of the first stage, how NSI goes with the gate's mean value:
-    "blocks", the mean over blocks of the correlation over inputs, "paths", the median over inputs of the
-    correlation over blocks, and "negative", the part of inputs where that is negative.
+    Metrics, each with the suffix of the step:
+        tns: total neural stiffness.
+        nsi: mean of NSI over inputs and blocks.
+        proportion, stiff_inputs: share of blocks and of inputs beyond the thresholds 0.5 and 0.5.
+        oscillation, peak: see these functions.
+        blocks: correlation over inputs of NSI with the mean of the gate, as a mean over the blocks of
+            the first stage.
+        paths: the same correlation over the blocks of the first stage, as a median over inputs.
+        negative: share of inputs for which that correlation is negative.
     """
     metrics: dict[str, float] = {}
     curves: dict[str, Any] = {"stage": profile.stage.tolist()}
     first = (profile.stage == profile.stage[0]).nonzero()[1:, 0]
     gates = profile.gates[:, first].double()
     for step in STEPS:
-        own = profile.with_step(step)  # type: ignore[arg-type]
-        nsi = own.nsi.double().cpu()
+        step_profile = profile.with_step(step)  # type: ignore[arg-type]
+        nsi = step_profile.nsi.double().cpu()
         metrics |= {
-            f"tns_{step}": float(own.tns),
+            f"tns_{step}": float(step_profile.tns),
             f"nsi_{step}": float(nsi.mean()),
-            f"proportion_{step}": float(own.proportion(0.5, 0.5)),
-            f"stiff_inputs_{step}": float(own.surface(0.5, 0.5)),
-            f"oscillation_{step}": oscillation(nsi, own.stage.cpu()),
-            f"peak_{step}": peak(nsi, own.stage.cpu()),
+            f"proportion_{step}": float(step_profile.proportion(0.5, 0.5)),
+            f"stiff_inputs_{step}": float(step_profile.surface(0.5, 0.5)),
+            f"oscillation_{step}": oscillation(nsi, step_profile.stage.cpu()),
+            f"peak_{step}": peak(nsi, step_profile.stage.cpu()),
         }
         paths = [ranks.pearson(x, g) for x, g in zip(nsi[:, first], gates.cpu())]
-        known = [x for x in paths if not math.isnan(x)]
-        blocks = own.correlation()["pearson"]
+        correlations = [x for x in paths if not math.isnan(x)]
+        blocks = step_profile.correlation()["pearson"]
         within = [x for x in blocks[first.cpu()].tolist() if not math.isnan(x)]
         metrics |= {
             f"blocks_{step}": float(np.mean(within)) if within else math.nan,
-            f"paths_{step}": float(np.median(known)) if known else math.nan,
-            f"negative_{step}": float(np.mean([x < 0 for x in known])) if known else math.nan,
+            f"paths_{step}": float(np.median(correlations)) if correlations else math.nan,
+            f"negative_{step}": float(np.mean([x < 0 for x in correlations]))
+            if correlations
+            else math.nan,
         }
         low, high = (torch.quantile(nsi, q, dim=0).tolist() for q in (0.1, 0.9))
         curves |= {
             f"nsi_{step}": nsi.mean(0).tolist(), f"nsi_{step}_low": low, f"nsi_{step}_high": high,
-            f"surface_{step}": _table(own.surface, 100), f"share_{step}": _table(own.proportion, 1000),
+            f"surface_{step}": _table(step_profile.surface, 100),
+            f"share_{step}": _table(step_profile.proportion, 1000),
         }  # fmt: skip
-        if known:
-            counts = np.histogram(known, bins=20, range=(-1, 1))[0]
+        if correlations:
+            counts = np.histogram(correlations, bins=20, range=(-1, 1))[0]
             curves |= {
                 f"correlation_{step}": blocks.tolist(),
-                f"paths_{step}_count": (100 * counts / len(known)).tolist(),
+                f"paths_{step}_count": (100 * counts / len(correlations)).tolist(),
             }
     return {"metrics": metrics, "curves": curves}
 
 
 def oscillation(nsi: Tensor, stage: Tensor) -> float:
-    """How much NSI ``[inputs, blocks]`` changes from block to block, as a part of its mean.
+    """Return the relative change of NSI ``[inputs, blocks]`` from block to block.
 
-    Mean over inputs and stages of ``mean |NSI_{t+1} - NSI_t| / mean NSI``, the first block of every
-    stage left out; NaN if no stage has three blocks.
+    This is the mean over inputs and stages of ``mean |NSI_{t+1} - NSI_t| / mean NSI``, without the first
+    block of each stage. It is NaN if no stage has three blocks.
     """
     parts = []
     for number in stage.unique():
-        own = nsi[:, stage == number][:, 1:]
-        if own.shape[1] > 1:
-            parts.append((own.diff(dim=1).abs().mean(1) / own.mean(1)).mean())
+        stage_nsi = nsi[:, stage == number][:, 1:]
+        if stage_nsi.shape[1] > 1:
+            parts.append((stage_nsi.diff(dim=1).abs().mean(1) / stage_nsi.mean(1)).mean())
     return float(torch.stack(parts).mean()) if parts else math.nan
 
 
 def peak(nsi: Tensor, stage: Tensor) -> float:
-    """By how much the stiffest block of the first stage exceeds the stage's mean; first block left out.
+    """Return the relative excess of the stiffest block of the first stage over the stage's mean.
 
-    Of the means over inputs, so that a block counts that is stiff for most of them.
+    NSI ``[inputs, blocks]`` is averaged over inputs before, and the first block is left out.
     """
-    own = nsi[:, stage == stage[0]][:, 1:].mean(0)
-    return float(own.max() / own.mean() - 1)
+    stage_nsi = nsi[:, stage == stage[0]][:, 1:].mean(0)
+    return float(stage_nsi.max() / stage_nsi.mean() - 1)
 
 
 def table(rows: list[str]) -> np.ndarray:
-    """Percentages over (M1, M2) ``[13, 25]`` of what `_table` wrote with 100; with 1000, per mille."""
-    found = np.zeros((len(M1), len(M2)), dtype=int)
+    """Return the array ``[13, 25]`` over (M1, M2) that `_table` wrote, in the same unit."""
+    percentages = np.zeros((len(M1), len(M2)), dtype=int)
     for i, row in enumerate(rows):
         numbers = [int(x) for x in row.split()]
-        found[i, : len(numbers)] = numbers
-    return found
+        percentages[i, : len(numbers)] = numbers
+    return percentages
 
 
 def _table(measure: Any, whole: int) -> list[str]:
-    """A part of inputs or blocks over both thresholds, a line of whole numbers for every m1.
+    """Return the share of inputs or blocks beyond both thresholds, as one line of integers per m1.
 
-    Zeros at the end of a line, where a threshold is exceeded by nothing, are left out.
+    Trailing zeros are left out.
+
+    Args:
+        measure: Function of the thresholds (m1, m2) that returns the shares ``[13, 25]``.
+        whole: The integer that represents a share of 1, such as 100 for percentages.
     """
-    found = (whole * measure(M1, M2)).round().to(torch.int64).tolist()
-    return [" ".join(str(x) for x in row[: sum(y > 0 for y in row)]) for row in found]
+    counts = (whole * measure(M1, M2)).round().to(torch.int64).tolist()
+    return [" ".join(str(x) for x in row[: sum(y > 0 for y in row)]) for row in counts]
 
 
 def _sets(config: dict[str, Any], context: Context) -> Sets:
     if "made" in config:
-        with tempfile.TemporaryDirectory() as made:
-            make_stl10(Path(made), config["made"])
-            return images.load("stl10", "train", made), images.load("stl10", "test", made)
+        with tempfile.TemporaryDirectory() as temporary:
+            make_stl10(Path(temporary), config["made"])
+            return images.load("stl10", "train", temporary), images.load("stl10", "test", temporary)
     folder = folder_of(context.folder)
-    training, test = _loaded(config["data"], None if folder is None else str(folder))
+    training, test = _load(config["data"], None if folder is None else str(folder))
     return training.subset(config["images"]) if "images" in config else training, test
 
 
 @cache
-def _loaded(name: str, folder: str | None) -> Sets:
-    """Training and test images; every process reads them once."""
+def _load(name: str, folder: str | None) -> Sets:
+    """Return training and test images, which each process reads once."""
     return images.load(name, "train", folder), images.load(name, "test", folder)
 
 
-def _imagenet(config: dict[str, Any], context: Context, made: Path) -> Path:
+def _imagenet(config: dict[str, Any], context: Context, directory: Path) -> Path:
     if "made" in config:
-        make_imagefolder(made, config["made"])
-        return made
+        make_imagefolder(directory, config["made"])
+        return directory
     folder = folder_of(context.folder)
     for place in () if folder is None else (folder / "imagenet", folder):
         if (place / "train").is_dir() and (place / "val").is_dir():
             return place
     raise FileNotFoundError(
-        f"no ImageNet in {folder}: it needs train/<class>/<image> and val/<class>/<image>, there or in "
-        "a folder imagenet; name it with --data"
+        f"ImageNet is not in {folder or 'ATTRACTOR_DATA, which is not set'}; pass a folder with --data "
+        "that has train/<class>/<image> and val/<class>/<image>, directly or in its folder imagenet"
     )
 
 
 def make_imagefolder(folder: Path, count: int) -> None:
-    """Write so many small PNGs of two classes, dark and bright, in ImageNet's layout."""
+    """Write `count` small PNGs per split and class, dark or bright, in ImageNet's layout."""
     from PIL import Image
 
     random = np.random.default_rng(0)
@@ -299,7 +321,7 @@ def make_imagefolder(folder: Path, count: int) -> None:
 
 
 def make_stl10(folder: Path, count: int) -> None:
-    """Write so many random images of 96 x 96 as STL-10's binary files, brighter from class to class."""
+    """Write `count` random images per split in STL-10's binary format; classes differ in brightness."""
     random = np.random.default_rng(0)
     for split in ("train", "test"):
         labels = np.arange(count) % 10
@@ -309,22 +331,25 @@ def make_stl10(folder: Path, count: int) -> None:
 
 
 def hashes(config: dict[str, Any], sets: Sets) -> dict[str, str]:
-    """A hash of the images and labels of each set."""
-    return {f"{config['data']}, {split}": _hash(own) for split, own in zip(("train", "test"), sets)}
+    """Return a hash of the images and labels of each set."""
+    return {
+        f"{config['data']}, {split}": _hash(image_set)
+        for split, image_set in zip(("train", "test"), sets)
+    }
 
 
 def _hash(data: images.ImageSet) -> str:
-    found = hashlib.sha256(data.images.numpy().tobytes())
-    found.update(data.labels.numpy().tobytes())
-    return found.hexdigest()
+    sha256 = hashlib.sha256(data.images.numpy().tobytes())
+    sha256.update(data.labels.numpy().tobytes())
+    return sha256.hexdigest()
 
 
-def rounded(found: Any) -> Any:
-    """Curves to four digits, metrics to six: results stay small, and nobody reads more."""
+def round_outcome(outcome: Any) -> Any:
+    """Round curves to four significant digits and metrics to six, which keeps files small."""
     return {
-        **found,
-        "metrics": {k: _short(v, 6) for k, v in found["metrics"].items()},
-        "curves": {k: [_short(x, 4) for x in v] for k, v in found["curves"].items()},
+        **outcome,
+        "metrics": {k: _short(v, 6) for k, v in outcome["metrics"].items()},
+        "curves": {k: [_short(x, 4) for x in v] for k, v in outcome["curves"].items()},
     }
 
 
@@ -332,11 +357,11 @@ def _short(x: Any, digits: int) -> Any:
     return float(f"{x:.{digits}g}") if isinstance(x, float) and math.isfinite(x) else x
 
 
-def _told(context: Context, recipe: Recipe) -> Any:
-    every = max(1, recipe.epochs // 5)
+def _progress_callback(context: Context, recipe: Recipe) -> Any:
+    interval = max(1, recipe.epochs // 5)
 
     def tell(progress: Any) -> None:
-        if progress.row is not None and progress.epoch % every == 0:
+        if progress.row is not None and progress.epoch % interval == 0:
             context.tell(f"  {progress}")
 
     return tell

@@ -1,9 +1,9 @@
-"""Attention maps under PDEs: what the PDE attention paper's theorems say of them, measured.
+"""Attention maps under PDEs: measurements of the quantities in the PDE attention paper's theorems.
 
-Maps are softmax maps of random queries and keys, in float64, on the CPU: known to the last digits, and
-gone through in seconds. `attractor.attention.diagnostics` makes and measures them.
+The maps are softmax maps of random queries and keys, in float64 on the CPU. They are computed and
+measured by `attractor.attention.diagnostics`.
 
-All configurations have tokens and sharpness, the standard deviation of the scores.
+All configurations have "tokens" and "sharpness", the standard deviation of the scores.
 """
 
 import math
@@ -17,56 +17,72 @@ from attractor.attention.pdes import PDE, Line, evolve, get_pde
 from attractor.attention.performer import RandomFeatures, performer_dense
 from attractor.reproduce.tasks import Context, Outcome
 
-POINTS = 25  # of a curve, at most
+POINTS = 25  # maximum number of points of a curve
 
 
 def spreading(config: dict[str, Any], context: Context) -> Outcome:
-    """How far weight gets in pseudo-time: Theorem 1, and the third part of Theorem D.2.
+    """Measure how far attention spreads in pseudo-time: Theorem 1, and the third part of Theorem D.2.
 
-    Each query looks for one key, a random one of the middle half, so that walls are far. Configuration:
-    pde (its own coefficients), steps, dt.
-    Metrics: exponent p of the growth ``range ~ t^p``, where range² is the mean square distance of a
-    row's weight from its mean key less that of the first map; rate, ``range² / (2 alpha t)`` at the end,
-    1 where diffusion meets no wall; reach, how many keys away a single weight has an effect after four
-    steps; tail, the ratio of that effect at the last key of the reach to that at the one before.
+    Each query attends to one random key in the middle half, so that the boundaries are far away. The
+    square of the range is the variance of the key position under a row's weights, minus that of the
+    initial map, as a mean over rows.
+
+    Configuration:
+        pde: name of a PDE, which has its default coefficients.
+        steps, dt: number and size of the steps.
+
+    Metrics:
+        exponent: p of the growth ``range ~ t^p``.
+        rate: ``range² / (2 alpha t)`` at the end, which is 1 for diffusion without a boundary.
+        reach: largest distance in keys at which a single weight has an effect after four steps.
+        tail: ratio of the effects at distances 4 and 3.
+
     Curves: time, range.
     """
-    draw = torch.Generator().manual_seed(context.seed)
+    generator = torch.Generator().manual_seed(context.seed)
     tokens = config["tokens"]
-    key = torch.randn(1, 4, tokens, 32, generator=draw, dtype=torch.float64)
-    wanted = torch.randint(tokens // 4, tokens - tokens // 4, (tokens,), generator=draw)
+    key = torch.randn(1, 4, tokens, 32, generator=generator, dtype=torch.float64)
+    targets = torch.randint(tokens // 4, tokens - tokens // 4, (tokens,), generator=generator)
     pde: Any = get_pde(config["pde"])()
-    query = config["sharpness"] * key[..., wanted, :]
-    seen = trace(query, key, pde=pde, steps=config["steps"], dt=config["dt"])
-    moved = (seen.spread.square() - seen.spread[:1].square()).mean((1, 2)).clamp(min=0)[1:]
-    times = seen.times[1:]
+    query = config["sharpness"] * key[..., targets, :]
+    evolution = trace(query, key, pde=pde, steps=config["steps"], dt=config["dt"])
+    squared_range = (
+        (evolution.spread.square() - evolution.spread[:1].square()).mean((1, 2)).clamp(min=0)[1:]
+    )
+    times = evolution.times[1:]
     late = times >= times[-1] / 20
-    x, y = times[late].log(), moved[late].sqrt().log()
+    x, y = times[late].log(), squared_range[late].sqrt().log()
     exponent = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
     alpha = getattr(pde, "alpha", math.nan)
-    far = _effect(pde, tokens, 4)
+    effect = _effect(pde, tokens, 4)
     return {
         "metrics": {
             "exponent": exponent.item(),
-            "rate": (moved[-1] / (2 * alpha * times[-1])).item(),
-            "reach": float((far > 0).sum() - 1),
-            "tail": (far[4] / far[3]).item(),
+            "rate": (squared_range[-1] / (2 * alpha * times[-1])).item(),
+            "reach": float((effect > 0).sum() - 1),
+            "tail": (effect[4] / effect[3]).item(),
         },
-        "curves": {"time": _thin(times), "range": _thin(moved.sqrt())},
+        "curves": {"time": _thin(times), "range": _thin(squared_range.sqrt())},
     }
 
 
 def smoothing(config: dict[str, Any], context: Context) -> Outcome:
-    """Whether maps become smoother and more even with every step: Theorem 2.
+    """Measure whether maps become smoother and more uniform with each step: Theorem 2.
 
-    Configuration: pde, steps, dt, causal. Metrics: falls, the part of all steps in which both smoothness
-    ``|L A|²`` and variance fall; smoothness and variance, at the end as parts of those at the start;
-    mass, the largest distance of a row's sum from 1. Curves: time, smoothness, variance.
+    Configuration:
+        pde, steps, dt, causal: arguments of `trace`.
+
+    Metrics:
+        falls: share of the steps in which both the roughness ``|L A|²`` and the variance fall.
+        smoothness, variance: ``|L A|²`` and the variance at the end, relative to the start.
+        mass: maximum deviation of a row's sum from 1.
+
+    Curves: time, smoothness, variance.
     """
     query, key = _queries(config, context)
     motion: Any = {"pde": config["pde"], "steps": config["steps"], "dt": config["dt"]}
-    seen = trace(query, key, is_causal=config["causal"], **motion)
-    smoothness, variance = seen.smoothness, seen.variance
+    evolution = trace(query, key, is_causal=config["causal"], **motion)
+    smoothness, variance = evolution.smoothness, evolution.variance
     falls = (smoothness.diff(dim=0) < 0) & (variance.diff(dim=0) < 0)
     share = lambda x: (x / x[:1]).mean((1, 2))
     return {
@@ -74,10 +90,10 @@ def smoothing(config: dict[str, Any], context: Context) -> Outcome:
             "falls": falls.double().mean().item(),
             "smoothness": share(smoothness)[-1].item(),
             "variance": share(variance)[-1].item(),
-            "mass": (seen.row_mass - 1).abs().max().item(),
+            "mass": (evolution.row_mass - 1).abs().max().item(),
         },
         "curves": {
-            "time": _thin(seen.times),
+            "time": _thin(evolution.times),
             "smoothness": _thin(share(smoothness)),
             "variance": _thin(share(variance)),
         },
@@ -85,57 +101,78 @@ def smoothing(config: dict[str, Any], context: Context) -> Outcome:
 
 
 def depth(config: dict[str, Any], context: Context) -> Outcome:
-    """L layers of one step each, on one map, beside one layer of L steps and the exact flow: D.4.
+    """Compare L layers of one step each with one layer of L steps and with the exact flow: D.4.
 
-    Configuration: alpha, time (of all layers together), layers. Metrics: error, the
-    distance (Frobenius, as a part of the map) between L layers and the exact flow over the same time;
-    additive, that between L layers of one step and one layer of L steps; high and low, what is left of
-    the highest and of the lowest frequency; softmax, the distance between the last layer's map of a
-    transformer, in which every layer makes its own map by a softmax and takes one step, and the map of
-    L steps.
+    Distances are Frobenius norms, relative to that of the initial map.
+
+    Configuration:
+        alpha: coefficient of diffusion.
+        time: pseudo-time of all layers together.
+        layers: number L of layers.
+
+    Metrics:
+        error: distance between L layers and the exact flow over the same time.
+        additive: distance between L layers of one step and one layer of L steps.
+        high, low: remaining share of the highest and of the lowest non-constant frequency.
+        softmax: distance between the map of L steps and the last map of a transformer whose layers each
+            compute a softmax map and take one step.
+        dt: size of a step.
     """
     tokens, layers, alpha = config["tokens"], config["layers"], config["alpha"]
     pde, dt = get_pde("diffusion")(alpha=alpha), config["time"] / config["layers"]
     query, key = _queries(config, context)
     first = _softmax(query, key)
-    deep = first
+    composed = first
     for _ in range(layers):
-        deep = evolve(pde, deep, Line(-1), 1, dt)
-    once = evolve(pde, first, Line(-1), layers, dt)
+        composed = evolve(pde, composed, Line(-1), 1, dt)
+    single_layer = evolve(pde, first, Line(-1), layers, dt)
     laplacian = Line(-1).laplacian(torch.eye(tokens, dtype=torch.float64))
     flow = first @ torch.linalg.matrix_exp(alpha * config["time"] * laplacian)
-    modes = torch.linalg.eigh(laplacian).eigenvectors  # from the highest frequency to a constant
-    left = torch.linalg.vector_norm(deep @ modes, dim=(0, 1, 2)) / torch.linalg.vector_norm(
+    modes = torch.linalg.eigh(laplacian).eigenvectors  # from the highest frequency to the constant
+    remainder = torch.linalg.vector_norm(composed @ modes, dim=(0, 1, 2)) / torch.linalg.vector_norm(
         first @ modes, dim=(0, 1, 2)
     )
     last = evolve(pde, _softmax(*_layers(query, key, pde, layers, dt)), Line(-1), 1, dt)
     return {
         "metrics": {
-            "error": _apart(deep, flow, first),
-            "additive": _apart(deep, once, first),
-            "high": left[0].item(),
-            "low": left[-2].item(),
-            "softmax": _apart(last, once, first),
+            "error": _apart(composed, flow, first),
+            "additive": _apart(composed, single_layer, first),
+            "high": remainder[0].item(),
+            "low": remainder[-2].item(),
+            "softmax": _apart(last, single_layer, first),
             "dt": dt,
         }
     }
 
 
 def hybrid(config: dict[str, Any], context: Context) -> Outcome:
-    """How far a cheap map is from the exact softmax map after diffusion: Proposition D.5.
+    """Compare an approximate map with the exact softmax map after diffusion: Proposition D.5.
 
-    Configuration: alpha, dt, cheap ("exact", "largest" for the larger half of a row's entries, "window"
-    or "performer"), window, features, and decay, ``alpha lambda_min T``: so long the steps go on.
-    Metrics, all as parts of the exact map:
-    start, the distance before the first step; end, after the last, to the exact map as it was, which
-    the bound says is at most start, plus what is of the order of ``exp(-decay)`` and of dt; truth, to
-    the exact map after the same steps; stationary, how far the exact map itself has moved; bound,
-    ``start + exp(-decay) + dt |A'|``, with the change of the map in a unit of time as the second
-    constant; excess, ``end - bound``. Curves: time, start (to the exact map as it was), truth.
+    Distances are relative to the norm of the exact map.
+
+    Configuration:
+        alpha, dt: coefficient of diffusion and size of a step.
+        cheap: the approximate map: "exact", "largest" for the larger half of each row's entries,
+            "window" or "performer".
+        window, features: width of the window, and number of random features.
+        decay: ``alpha lambda_min T``, from which the number of steps follows.
+
+    Metrics:
+        start: distance before the first step.
+        end: distance of the diffused approximate map from the initial exact map. The proposition bounds
+            it by start plus terms of the order of ``exp(-decay)`` and dt.
+        truth: distance from the exact map after the same steps.
+        stationary: distance of the exact map after the steps from the initial one.
+        bound: ``start + exp(-decay) + dt |A'|``, where the second constant is the change of the map per
+            unit of time.
+        excess: ``end - bound``.
+        grows: 1 if the distance "truth" increases in any step.
+
+    Curves: time, start (distance from the initial exact map), truth.
     """
     tokens, alpha, dt = config["tokens"], config["alpha"], config["dt"]
     pde = get_pde("diffusion")(alpha=alpha)
-    lowest = 2 - 2 * math.cos(math.pi / tokens)  # of a line with walls at both ends
+    lowest = 2 - 2 * math.cos(math.pi / tokens)  # smallest positive eigenvalue of minus the Laplacian
     steps = math.ceil(config["decay"] / (alpha * lowest * dt))
     query, key = _queries(config, context)
     exact = _softmax(query, key)
@@ -143,7 +180,7 @@ def hybrid(config: dict[str, Any], context: Context) -> Outcome:
     to_start, to_truth = hybrid_errors(exact, cheap, Line(-1), pde=pde, steps=steps, dt=dt)
     size = torch.linalg.vector_norm(exact, dim=(-2, -1))
     to_start, to_truth = ((x / size).mean((1, 2)) for x in (to_start, to_truth))
-    moved = evolve(pde, exact, Line(-1), steps, dt)
+    evolved = evolve(pde, exact, Line(-1), steps, dt)
     change = alpha * torch.linalg.vector_norm(Line(-1).laplacian(exact), dim=(-2, -1)) / size
     bound = to_start[0] + math.exp(-config["decay"]) + dt * change.mean()
     return {
@@ -151,7 +188,7 @@ def hybrid(config: dict[str, Any], context: Context) -> Outcome:
             "start": to_start[0].item(),
             "end": to_start[-1].item(),
             "truth": to_truth[-1].item(),
-            "stationary": _apart(moved, exact, exact),
+            "stationary": _apart(evolved, exact, exact),
             "bound": bound.item(),
             "excess": (to_start[-1] - bound).item(),
             "grows": float((to_truth.diff() > 1e-12).any()),
@@ -165,9 +202,9 @@ def hybrid(config: dict[str, Any], context: Context) -> Outcome:
 
 
 def _queries(config: dict[str, Any], context: Context) -> tuple[Tensor, Tensor]:
-    """Random queries and keys ``[1, 4, tokens, 32]`` whose scores have the standard deviation given."""
-    draw = torch.Generator().manual_seed(context.seed)
-    query, key = torch.randn(2, 1, 4, config["tokens"], 32, generator=draw, dtype=torch.float64)
+    """Return random queries and keys ``[1, 4, tokens, 32]``; scores have the deviation "sharpness"."""
+    generator = torch.Generator().manual_seed(context.seed)
+    query, key = torch.randn(2, 1, 4, config["tokens"], 32, generator=generator, dtype=torch.float64)
     return config["sharpness"] * query, key
 
 
@@ -176,15 +213,15 @@ def _softmax(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _layers(query: Tensor, key: Tensor, pde: PDE, layers: int, dt: float) -> tuple[Tensor, Tensor]:
-    """Queries and keys of the last layer, where each one's are mixed by the map of the one before."""
+    """Return queries and keys of the last layer, which are mixed by the map of each previous layer."""
     for _ in range(layers - 1):
-        moved = evolve(pde, _softmax(query, key), Line(-1), 1, dt)
-        query, key = query + moved @ query, key + moved @ key
+        evolved = evolve(pde, _softmax(query, key), Line(-1), 1, dt)
+        query, key = query + evolved @ query, key + evolved @ key
     return query, key
 
 
 def _effect(pde: PDE, tokens: int, steps: int) -> Tensor:
-    """What a single weight in the middle leaves at 0, 1, 2 ... keys from there, in size."""
+    """Return the absolute value at distances 0, 1, 2 ... from a unit weight in the middle."""
     single = torch.zeros(1, tokens, dtype=torch.float64)
     single[0, tokens // 2] = 1.0
     return evolve(pde, single, Line(-1), steps, 1.0)[0, tokens // 2 :].abs()
@@ -194,18 +231,18 @@ def _cheap(config: dict[str, Any], query: Tensor, key: Tensor, exact: Tensor) ->
     if config["cheap"] == "exact":
         return exact
     if config["cheap"] == "largest":
-        kept = exact >= exact.median(-1, keepdim=True).values
-        return exact * kept / (exact * kept).sum(-1, keepdim=True)
+        mask = exact >= exact.median(-1, keepdim=True).values
+        return exact * mask / (exact * mask).sum(-1, keepdim=True)
     if config["cheap"] == "window":
         side = config["window"] // 2
         return trace(query, key, pde="diffusion", steps=0, window=(side, side)).maps[0]
-    draw = torch.Generator().manual_seed(0)
-    features = RandomFeatures(query.shape[-1], config["features"], generator=draw).double()
+    generator = torch.Generator().manual_seed(0)
+    features = RandomFeatures(query.shape[-1], config["features"], generator=generator).double()
     return performer_dense(query, key, key, features=features)[1]
 
 
 def _apart(a: Tensor, b: Tensor, size: Tensor) -> float:
-    """The distance of maps as a part of another's size, a mean over heads."""
+    """Return the distance of maps a and b relative to the norm of `size`, as a mean over heads."""
     norm = lambda u: torch.linalg.vector_norm(u, dim=(-2, -1))
     return (norm(a - b) / norm(size)).mean().item()
 

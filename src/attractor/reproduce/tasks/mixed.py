@@ -1,7 +1,7 @@
-"""Attention to mixtures of values: what attention that moves under a PDE is measured against.
+"""Attention to learnt mixtures of values, a baseline for attention under a PDE.
 
-Under a linear PDE along keys a moved map times values is the map times moved values: far from walls,
-fixed mixtures of a few neighbours. Here the mixture is learnt, and there is no equation.
+Under a linear PDE along keys, the evolved map times the values equals the map times evolved values. Far
+from the boundary these are fixed mixtures of a few neighbours. Here the mixture is learnt instead.
 
 >>> import torch
 >>> query, key, value = torch.randn(3, 1, 2, 6, 4)
@@ -22,14 +22,16 @@ class MixedValues(nn.Module):
     """Attention to ``v'[t] = w[0] v[t] + w[1] v[t - 1] + ...``, which is causal if the map is.
 
     Args:
-        count: values in a mixture, the token's own included. It starts with nothing but that.
-        heads, dim: a mixture for each of `dim` channels of `heads` heads; else one for all.
+        count: Number of values in a mixture, including the token's own. Initially the mixture is the
+            token's own value.
+        heads: Number of heads, each with its own mixture; 1 for a shared one.
+        dim: Number of channels, each with its own mixture; 1 for a shared one.
     """
 
     def __init__(self, count: int, heads: int = 1, dim: int = 1) -> None:
         super().__init__()
-        own = torch.arange(count) == 0
-        self.weight = nn.Parameter(own.float()[:, None, None, None].repeat(1, heads, 1, dim))
+        is_own_value = torch.arange(count) == 0
+        self.weight = nn.Parameter(is_own_value.float()[:, None, None, None].repeat(1, heads, 1, dim))
 
     def forward(
         self,
@@ -42,7 +44,7 @@ class MixedValues(nn.Module):
         steps: int = 0,
         dt: float = 1.0,
     ) -> Tensor:
-        """The output, like `query`; a PDE and its steps are ignored, masks and dropout are refused."""
+        """Return the output ``[batch, heads, tokens, dim]``. The arguments of a PDE are ignored."""
         tokens = value.shape[-2]
-        mixed = sum(pad(value, (0, 0, k, 0))[..., :tokens, :] * w for k, w in enumerate(self.weight))
-        return scaled_dot_product_attention(query, key, mixed.to(value.dtype), is_causal=is_causal)
+        mixture = sum(pad(value, (0, 0, k, 0))[..., :tokens, :] * w for k, w in enumerate(self.weight))
+        return scaled_dot_product_attention(query, key, mixture.to(value.dtype), is_causal=is_causal)

@@ -1,4 +1,4 @@
-"""The theory of the AttNS paper in numbers: Theorem 5.1, Theorem 5.2 and Table 6."""
+"""Tasks on the theory of the AttNS paper: Theorem 5.1, Theorem 5.2 and Table 6."""
 
 import math
 from typing import Any
@@ -14,48 +14,60 @@ from attractor.ode.theory import (
     steepest,
 )
 from attractor.reproduce.tasks import Context, Outcome
-from attractor.reproduce.tasks.solvers import CEILING, fitted, setting
+from attractor.reproduce.tasks.solvers import CEILING, fit_solver, make_setting
 
 READINGS = ("states", "components", "trajectories")
 
 
 def curvature(config: dict[str, Any], context: Context) -> Outcome:
-    """Table 6: the share of ``|u''|`` below levels, in per cent, by one reading of what is counted.
+    """Table 6: compute the share of ``|u''|`` below each level, in percent.
 
-    Metrics: "off", the largest difference from ``config["paper"]`` in percentage points. Curves:
-    "level", "share".
+    Configuration, beside that of `solvers`:
+        levels: the levels.
+        of: what is counted, one of `READINGS`.
+        paper: the paper's shares in percent.
+
+    Metrics:
+        off: the largest difference from the paper in percentage points.
+
+    Curves: level, share.
     """
-    given = setting({"train": 1, **config}, context)
+    setting = make_setting({"train": 1, **config}, context)
     levels = torch.tensor(config["levels"], dtype=torch.float64)
-    share = 100 * curvature_distribution(given.system, given.truth, levels, config["of"]).cpu()
-    off = (share - torch.tensor(config["paper"], dtype=torch.float64)).abs().max().item()
+    share = 100 * curvature_distribution(setting.system, setting.truth, levels, config["of"]).cpu()
+    difference = (share - torch.tensor(config["paper"], dtype=torch.float64)).abs().max().item()
     curves = {"level": config["levels"], "share": [round(x, 4) for x in share.tolist()]}
-    return {"metrics": {"off": off}, "curves": curves}
+    return {"metrics": {"off": difference}, "curves": curves}
 
 
 def lipschitz(config: dict[str, Any], context: Context) -> Outcome:
-    """Theorem 5.2: the bound of Q's Lipschitz constant, and what is seen along and far off test states.
+    """Theorem 5.2: compare the bound on the Lipschitz constant of Q with observed values.
 
-    Metrics: "bound", "observed" (the largest spectral norm of its derivative on test states), "between"
-    (the largest quotient of differences between random pairs of them), "far" (as observed, with states
-    moved a hundred times their size away), "used" = max of these / bound, "activation", the steepest
-    slope of the rational function.
+    Metrics, all NaN if the training diverged:
+        bound: the bound of the theorem.
+        observed: largest spectral norm of the derivative of Q on test states.
+        between: largest difference quotient of Q between pairs of test states.
+        far: like observed, at states shifted by a hundred standard deviations.
+        used: the maximum of these three, divided by the bound.
+        activation: largest slope of the rational activation.
     """
-    given = setting(config, context)
-    solver, _ = fitted(config, context, given)
+    setting = make_setting(config, context)
+    solver, _ = fit_solver(config, context, setting)
     if solver is None:
-        lost = dict.fromkeys(("bound", "observed", "between", "far", "used", "activation"), math.nan)
-        return {"metrics": lost}
+        nan_metrics = dict.fromkeys(
+            ("bound", "observed", "between", "far", "used", "activation"), math.nan
+        )
+        return {"metrics": nan_metrics}
     solver = solver.to(torch.float64)
     correction: Any = solver.correction
-    u = _some(given.truth.flatten(0, 1), config.get("states", 2000))
-    slope = solver.scheme.slope(given.system, 0.0, u, given.dt)
-    bound = lipschitz_bound(correction, given.dt)
-    observed = lipschitz_observed(correction, u, slope, given.dt)
-    far = lipschitz_observed(correction, u + 100 * u.std(0), slope + 100 * slope.std(0), given.dt)
-    q, order = correction(u, slope, given.dt), torch.arange(len(u), device=u.device).flip(0)
-    moved = torch.cat((u - u[order], slope - slope[order]), -1).norm(dim=-1)
-    between = ((q - q[order]).norm(dim=-1) / moved.clamp(min=1e-12))[moved > 1e-9].max().item()
+    u = _some(setting.truth.flatten(0, 1), config.get("states", 2000))
+    slope = solver.scheme.slope(setting.system, 0.0, u, setting.dt)
+    bound = lipschitz_bound(correction, setting.dt)
+    observed = lipschitz_observed(correction, u, slope, setting.dt)
+    far = lipschitz_observed(correction, u + 100 * u.std(0), slope + 100 * slope.std(0), setting.dt)
+    q, order = correction(u, slope, setting.dt), torch.arange(len(u), device=u.device).flip(0)
+    distance = torch.cat((u - u[order], slope - slope[order]), -1).norm(dim=-1)
+    between = ((q - q[order]).norm(dim=-1) / distance.clamp(min=1e-12))[distance > 1e-9].max().item()
     metrics = {
         "bound": bound, "observed": observed, "between": between, "far": far,
         "used": max(observed, between, far) / bound,
@@ -65,38 +77,44 @@ def lipschitz(config: dict[str, Any], context: Context) -> Outcome:
 
 
 def bound(config: dict[str, Any], context: Context) -> Outcome:
-    """Theorem 5.1 along a few test trajectories: the error at the end, and what bounds say of it.
+    """Theorem 5.1: compare the error at the end of a few test trajectories with its bounds.
 
-    Metrics, as powers of ten: "actual", "theorem" (beta sqrt(delta), with no overflow), "classical",
-    "carried" (residuals carried by the steps' own Jacobians), "slack" = theorem - actual; "L", "L_att",
-    "delta" and, for Euler's scheme, "alpha" (its power of ten, for a unit of the fine step) as they are.
+    Metrics as logarithms to base 10:
+        actual: the error. It is that of `CEILING` if the solver loses a trajectory.
+        theorem: ``beta sqrt(delta)``, computed without overflow.
+        classical: see `ConvergenceBound`.
+        carried: the residuals, propagated by the Jacobians of the steps.
+        slack: theorem - actual.
+        alpha: for Euler's scheme, the term of the theorem per unit of the fine step; NaN for others.
+
+    Other metrics: L, L_att, delta; see `ConvergenceBound`.
     """
-    given = setting(config, context)
-    solver, _ = fitted(config, context, given)
+    setting = make_setting(config, context)
+    solver, _ = fit_solver(config, context, setting)
     names = ("actual", "theorem", "classical", "carried", "slack", "L", "L_att", "delta", "alpha")
     if solver is None:
         return {"metrics": dict.fromkeys(names, math.nan)}
-    truth = given.truth[: round(config["end"] / given.dt) + 1, : config.get("followed", 30)]
+    truth = setting.truth[: round(config["end"] / setting.dt) + 1, : config.get("followed", 30)]
     try:
-        found = convergence_bound(solver.to(torch.float64), truth)
-    except ValueError:  # the solver loses a trajectory
-        lost = dict.fromkeys(names, math.nan) | {"actual": math.log10(CEILING)}
-        return {"metrics": lost}
-    T, L, L_att = (len(truth) - 1) * given.dt, found.slope_constant, found.attention_constant
+        bounds = convergence_bound(solver.to(torch.float64), truth)
+    except ValueError:  # a trajectory became non-finite
+        nan_metrics = dict.fromkeys(names, math.nan) | {"actual": math.log10(CEILING)}
+        return {"metrics": nan_metrics}
+    T, L, L_att = (len(truth) - 1) * setting.dt, bounds.slope_constant, bounds.attention_constant
     K = L * (1 + L_att)
-    theorem = 0.5 * _log10(T / K * found.delta) + T * K / math.log(10)
-    actual = _log10(found.actual)
-    alpha = _log10(found.curvature / (2 * L)) + 2 * T * L / math.log(10)
+    theorem = 0.5 * _log10(T / K * bounds.delta) + T * K / math.log(10)
+    actual = _log10(bounds.actual)
+    alpha = _log10(bounds.curvature / (2 * L)) + 2 * T * L / math.log(10)
     metrics = {
-        "actual": actual, "theorem": theorem, "classical": _log10(found.classical),
-        "carried": _log10(found.propagated), "slack": theorem - actual, "L": L, "L_att": L_att,
-        "delta": found.delta, "alpha": alpha if found.alpha is not None else math.nan,
+        "actual": actual, "theorem": theorem, "classical": _log10(bounds.classical),
+        "carried": _log10(bounds.propagated), "slack": theorem - actual, "L": L, "L_att": L_att,
+        "delta": bounds.delta, "alpha": alpha if bounds.alpha is not None else math.nan,
     }  # fmt: skip
     return {"metrics": metrics}
 
 
 def _some(x: Tensor, count: int) -> Tensor:
-    """Rows of x, evenly spread."""
+    """Return about `count` evenly spaced rows of x."""
     return x[:: max(1, len(x) // count)]
 
 

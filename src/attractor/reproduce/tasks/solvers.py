@@ -1,28 +1,33 @@
-"""Hybrid solvers as in the AttNS paper: fit a correction, follow test states, measure the error.
+"""Hybrid solvers as in the AttNS paper: fit a correction, solve for test states, measure the error.
 
-The error is the mean square over components, trajectories and all discrete states up to T, as we read
-the paper's Eq. 7 and Table 3; `mse_end`, that at T, is the other reading. Test states come from a seed
-that no fit uses, and are the same for every seed.
-A trajectory that becomes non-finite, or a training that does, counts as `CEILING`. The truth has twice
-as many substeps as the training data, whose own mean square error is 7e-18 for the elastic pendulum to
-T = 50 and 2e-20 for the 2-link one: no fit can be better. Spring-mass is exact.
+The error is the mean square over components, trajectories and all discrete states up to T, which is our
+interpretation of the paper's Eq. 7 and Table 3. `mse_end`, the error at T, is the other interpretation.
+Test states come from a seed that no fit uses, and are the same for all seeds.
+If a trajectory or the training becomes non-finite, the error is `CEILING`. The truth has twice as many
+substeps as the training data. The mean square error of the training data, a lower limit for every fit,
+is 7e-18 for the elastic pendulum to T = 50 and 2e-20 for the 2-link pendulum. Spring-mass is exact.
 
-What a configuration may say, and what is taken otherwise:
+Entries of a configuration:
 
     system       "spring-mass" (with n), "2-link" or "elastic"; see `PROBLEMS`
-    scheme       "rk4"
-    correction   of `attractor.corrections`; with its options: width, depth, and `options`
-    identity     with options {"skip": True}: what goes around the network is not learnt
-    recipe       "default": `attractor.fit`; "paper": one-step pairs, Adam, see `train_as_printed`;
-                 "normalised": the same, for standardised inputs and errors in units of their spread
-    epochs       of the paper's recipe, of 500
-    share        of the training trajectories, 1.0
-    data         "exact", or "scheme": the same scheme with steps of 1e-3, as the paper has it for
-                 spring-mass
-    noise        size of what is added to states in training; kind "normal" (independent, on every
-                 state) or "constant" (the same number on every state that a step starts from)
-    top          only this share of the test trajectories, those with the largest ``|u''|``
-    train, test, horizon, epochs: a number, or one for each system
+    scheme       name of a scheme; default "rk4"
+    correction   name of a correction of `attractor.corrections`; its options are width, depth and
+                 `options`
+    identity     with options {"skip": True}: fix the linear layer around the network at the identity
+    residual     add 1 to the bias of the output layer, as in Eq. 9
+    recipe       "default": `attractor.fit`; "paper": one-step pairs and Adam, see `train_as_printed`;
+                 "normalised": the same with standardised inputs, and errors in units of their deviation
+    epochs       number of epochs of the recipes "paper" and "normalised"
+    share        share of the training trajectories to use; default 1.0
+    data         "exact" (default), or "scheme" for training data by the same scheme with steps of 1e-3,
+                 as in the paper for spring-mass
+    noise        size of the noise on training states
+    kind         "normal" (independent noise on every state) or "constant" (the same number added to
+                 every state at which a step starts)
+    top          share of the test trajectories to use, those with the largest ``|u''|``; default all
+
+The entries train, test, horizon, substeps and epochs are either a number or an object with a number per
+system.
 """
 
 import functools
@@ -48,19 +53,28 @@ from attractor.ode.trajectories import Plan, Run, fine_trajectories, make_run, w
 from attractor.reproduce.tasks import Context, Outcome
 from attractor.train import Recipe, compiled_blocks
 
-CEILING = 1e40  # the error of what is lost
+CEILING = 1e40  # error of a non-finite trajectory or training
 TEST_SEED = 20_261_115
 FINE = 1e-3  # step of the paper's training data
-POINTS = 40  # of a curve
-FINER = 2  # substeps of the truth for each of the training data
-KEPT = 8  # sets of fine trajectories kept of a system
+POINTS = 40  # maximum number of points of a curve
+FINER = 2  # substeps of the truth per substep of the training data
+MEMORY_SIZE = 8  # number of cached sets of fine trajectories per system
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A row of the paper's Tables 3 and 4, and the factor of its loss (Eq. 7).
+    """A row of the paper's Tables 3 and 4, with the factor lambda of the loss in Eq. 7.
 
-    The paper prints no lambda for them; Adam hardly notices a factor of the loss.
+    The paper does not print lambda for these rows. Adam is nearly invariant to a factor of the loss.
+
+    Attributes:
+        system: Class of the equation.
+        dt: The large step.
+        horizon: T.
+        train: Number of training trajectories.
+        test: Number of test trajectories.
+        loss_scale: lambda.
+        substeps: Number of dopri5 steps per large step of the training data.
     """
 
     system: Any
@@ -79,12 +93,12 @@ PROBLEMS = {
 }
 
 
-class Known:
-    """A system that remembers its fine trajectories, so that fits which share states share them too.
+class CachedSystem:
+    """A system with a cache of its fine trajectories, which fits with the same initial states share.
 
     Args:
-        system: the equation.
-        substeps: of dopri5 between two states that are kept.
+        system: The equation.
+        substeps: Number of dopri5 steps between two returned states.
     """
 
     def __init__(self, system: Any, substeps: int) -> None:
@@ -93,14 +107,14 @@ class Known:
         self.memory: dict[tuple[Any, ...], Tensor] = {}
 
     def __call__(self, t: Any, u: Tensor) -> Tensor:
-        """du/dt."""
+        """Return du/dt."""
         return self.system(t, u)
 
     def exact(self, t: Tensor, u0: Tensor) -> Tensor:
-        """States ``[len(t), n, d]`` at evenly spaced times after u0 ``[n, d]``; `fit` asks for them."""
+        """Return states ``[len(t), n, d]`` from u0 ``[n, d]`` at evenly spaced times, for `fit`."""
         key = (len(t), round(t[1].item(), 12), u0.device, digest(u0))
         if key not in self.memory:
-            while len(self.memory) >= KEPT:
+            while len(self.memory) >= MEMORY_SIZE:
                 self.memory.pop(next(iter(self.memory)))
             self.memory[key] = fine_trajectories(
                 self.system, u0, t[1].item(), len(t) - 1, self.substeps, scheme="dopri5"
@@ -109,23 +123,23 @@ class Known:
 
 
 @functools.cache
-def known(name: str, n: int | None, substeps: int) -> Known:
-    """The system of that name, with what it remembers."""
-    made = PROBLEMS[name].system
-    return Known(made(n) if n is not None else made(), substeps)
+def cached_system(name: str, n: int | None, substeps: int) -> CachedSystem:
+    """Return the system of a name, always the same object with its cache."""
+    system_type = PROBLEMS[name].system
+    return CachedSystem(system_type(n) if n is not None else system_type(), substeps)
 
 
 def digest(x: Tensor) -> str:
-    """A hash of its numbers."""
+    """Return the SHA-256 digest of the numbers of a tensor."""
     return hashlib.sha256(x.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What an arm is about: the equation, the step, the training data and the truth of the test."""
+    """The equation, the scheme, the training data and the true test trajectories of an arm."""
 
     problem: Problem
-    system: Known
+    system: CachedSystem
     scheme: Any
     steps: int
     run: Run
@@ -133,21 +147,21 @@ class Setting:
 
     @property
     def dt(self) -> float:
-        """The big step."""
+        """The large step."""
         return self.problem.dt
 
     @property
     def horizon(self) -> float:
-        """T."""
+        """T, the duration of the test trajectories."""
         return self.steps * self.dt
 
 
-def setting(config: dict[str, Any], context: Context) -> Setting:
-    """The equation and the data of a configuration and a seed."""
+def make_setting(config: dict[str, Any], context: Context) -> Setting:
+    """Return the equation and the data of a configuration and a seed."""
     name = config["system"]
-    own = {k: _of(config, k, name) for k in ("train", "test", "horizon", "substeps")}
-    problem = replace(PROBLEMS[name], **{k: v for k, v in own.items() if v is not None})
-    system = known(name, config.get("n"), problem.substeps)
+    overrides = {k: _of(config, k, name) for k in ("train", "test", "horizon", "substeps")}
+    problem = replace(PROBLEMS[name], **{k: v for k, v in overrides.items() if v is not None})
+    system = cached_system(name, config.get("n"), problem.substeps)
     scheme, steps = get_scheme(config.get("scheme", "rk4")), whole_steps(problem.dt, problem.horizon)
     plan = Plan(problem.train, problem.dt, steps, 1, context.seed, problem.train)
     if config.get("data", "exact") == "exact":
@@ -157,7 +171,7 @@ def setting(config: dict[str, Any], context: Context) -> Setting:
         run = Run(0.0, by_scheme(system.system, u0, scheme, problem.dt, steps))
     generator = torch.Generator().manual_seed(TEST_SEED)
     u0 = system.sample(problem.test, generator, torch.float64, context.device)
-    finer = known(name, config.get("n"), FINER * problem.substeps)
+    finer = cached_system(name, config.get("n"), FINER * problem.substeps)
     truth = finer.exact(torch.arange(steps + 1, dtype=torch.float64) * problem.dt, u0)
     if "top" in config:
         truth = largest(system, truth, config["top"])
@@ -166,9 +180,10 @@ def setting(config: dict[str, Any], context: Context) -> Setting:
 
 
 def by_scheme(system: Any, u0: Tensor, scheme: Any, dt: float, steps: int) -> Tensor:
-    """States of a *linear* system every dt, by steps of the scheme of `FINE`: the paper's training data.
+    """Return states of a linear system every dt, computed by the scheme with steps of `FINE`.
 
-    A step is a matrix, and so are many: those of the unit vectors, one after the other.
+    These are the paper's training data for spring-mass. Requires a linear system: the steps over dt are
+    one matrix, which is found from the unit vectors.
     """
     unit = torch.eye(u0.shape[-1], dtype=torch.float64, device=u0.device)
     t = torch.arange(round(dt / FINE) + 1, dtype=torch.float64) * FINE
@@ -180,7 +195,7 @@ def by_scheme(system: Any, u0: Tensor, scheme: Any, dt: float, steps: int) -> Te
 
 
 def largest(system: Any, truth: Tensor, share: float) -> Tensor:
-    """The trajectories whose largest ``|u''|`` over components and times is among the largest."""
+    """Return the share of the trajectories with the largest ``|u''|`` over components and times."""
     size = second_derivative(system, truth).abs().amax((0, -1))
     return truth[:, size.argsort(descending=True)[: max(1, round(share * truth.shape[1]))]]
 
@@ -188,41 +203,51 @@ def largest(system: Any, truth: Tensor, share: float) -> Tensor:
 # Fitting
 
 
-def fitted(config: dict[str, Any], context: Context, given: Setting) -> tuple[Any, Outcome]:
-    """A hybrid solver and what is known about its fit; None in its place if training diverged."""
+def fit_solver(config: dict[str, Any], context: Context, setting: Setting) -> tuple[Any, Outcome]:
+    """Fit a hybrid solver by the recipe of a configuration.
+
+    Returns:
+        The solver, or None if the training diverged, and the outcome of the training.
+
+    Raises:
+        ValueError: The noise is constant, which the recipe "default" does not have.
+    """
     if config["recipe"] in ("paper", "normalised"):
-        return _by_adam(config, context, given)
-    run = _with_noise(config, context, given.run)
+        return _by_adam(config, context, setting)
+    run = _with_noise(config, context, setting.run)
     if config.get("kind") == "constant":
-        raise ValueError("constant noise is between a step's start and its end; recipe 'paper' has it")
+        raise ValueError(
+            "recipe 'default' does not have noise of the kind 'constant'; use recipe 'paper' or "
+            "'normalised'"
+        )
     options = {k: config[k] for k in ("width", "depth") if config.get(k) is not None}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the correction makes held-out")
         solver = fit(
-            given.system, dt=given.dt, horizon=given.horizon, scheme=given.scheme,
-            correction=config["correction"], options=config.get("options"), data=[run], fine_dt=given.dt,
-            trajectories=run.u.shape[1], seed=context.seed, device=context.device, **options,
+            setting.system, dt=setting.dt, horizon=setting.horizon, scheme=setting.scheme,
+            correction=config["correction"], options=config.get("options"), data=[run],
+            fine_dt=setting.dt, trajectories=run.u.shape[1], seed=context.seed, device=context.device,
+            **options,
         )  # fmt: skip
-    return solver, _unknown(0.0)
+    return solver, _nan_outcome(0.0)
 
 
-def _by_adam(config: dict[str, Any], context: Context, given: Setting) -> tuple[Any, Outcome]:
+def _by_adam(config: dict[str, Any], context: Context, setting: Setting) -> tuple[Any, Outcome]:
     pairs = one_step(
-        given.system, given.scheme, given.dt, [_with_noise(config, context, given.run)], False
+        setting.system, setting.scheme, setting.dt, [_with_noise(config, context, setting.run)], False
     )
     if config.get("kind") == "constant":
-        pairs = _shifted(pairs, config["noise"], given)
+        pairs = _shift_starts(pairs, config["noise"], setting)
     epochs = _of(config, "epochs", config["system"])
-    arguments = (config, pairs, context, epochs, given.problem.loss_scale)
     try:
-        model, found = train_as_printed(*arguments)
+        model, outcome = train_as_printed(config, pairs, context, epochs, setting.problem.loss_scale)
     except FloatingPointError:
-        return None, _unknown(math.nan)
-    except torch._dynamo.exc.TorchDynamoException as error:  # no compiler, or one that fails
+        return None, _nan_outcome(math.nan)
+    except torch._dynamo.exc.TorchDynamoException as error:  # the compiler is missing or has failed
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        warnings.warn(f"not compiled, training goes on without ({reason})", stacklevel=2)
-        return _by_adam({**config, "compile": False}, context, given)
-    return HybridSolver(given.system, given.scheme, model, given.dt), found
+        warnings.warn(f"compilation failed, training runs without it ({reason})", stacklevel=2)
+        return _by_adam({**config, "compile": False}, context, setting)
+    return HybridSolver(setting.system, setting.scheme, model, setting.dt), outcome
 
 
 def train_as_printed(
@@ -230,15 +255,15 @@ def train_as_printed(
 ) -> tuple[nn.Module, Outcome]:
     """Train a correction by the paper's Algorithm 1: Adam at 1e-3, a cosine to 0, batches of 16,384.
 
-    This is what `attractor.fit` does with recipe "paper", except that an incomplete last batch is left
-    out and the learning rate of an update is that in its middle. All updates have the same shapes, so on
-    a GPU each is one CUDA graph. The network runs in kernels where they are faster, and is compiled
-    otherwise if ``config["compile"]``.
+    The recipe "paper" of `attractor.fit` does the same, except that here an incomplete last batch is
+    left out and the cosine is evaluated in the middle of each update. All updates have the same shapes,
+    so on a GPU each is one CUDA graph. The network runs in fused kernels where they are faster.
+    Otherwise it is compiled if ``config["compile"]``.
 
     Returns:
-        The correction, and its losses, epoch by epoch; if ``config["watch"]``, with "q", "away" and
-        "spread" of AttNS-m: mean of Q, its mean distance from 1 and its standard deviation, over some
-        training states.
+        The correction, and an outcome with the loss per epoch. If ``config["watch"]``, the outcome of
+        AttNS-m also has "q", "away" and "spread": the mean of Q, its mean distance from 1 and its
+        standard deviation over some training states.
     """
     torch.manual_seed(context.seed)
     options = {k: config[k] for k in ("width", "depth") if config.get(k) is not None}
@@ -247,65 +272,74 @@ def train_as_printed(
     if config.get("residual"):  # Eq. 9: 1 + Q in place of Q
         with torch.no_grad():
             model.net.head.bias.add_(1.0)
-    if config.get("identity"):  # the way around the network hands its input on as it is
+    if config.get("identity"):  # the layer around the network is the identity
         torch.nn.init.eye_(model.net.around.weight.requires_grad_(False))
     model.to(context.device)
     normal = Normal.of(model, pairs) if config["recipe"] == "normalised" else None
     dt, u, slope = pairs.dt, pairs.u.float(), pairs.slope.float()
-    # What belongs to a pair lies together: rows are gathered once an update.
-    given = (u, slope, pairs.error.float()) if normal is None else (normal.x, normal.error)
-    rows, sizes = torch.cat(given, -1), [x.shape[-1] for x in given]
+    # All entries of a pair are in one row, so that an update gathers rows only once.
+    tensors = (u, slope, pairs.error.float()) if normal is None else (normal.x, normal.error)
+    rows, sizes = torch.cat(tensors, -1), [x.shape[-1] for x in tensors]
     stream = Recipe(seed=context.seed).stream
     batches = FullBatches(
         len(u), config.get("batch", BATCH), u.device, lambda epoch: stream("batches", epoch)
     )
-    watched, few = config.get("watch") and isinstance(model, AttNSM), slope[:: max(1, len(u) // 4096)]
-    seen: list[tuple[float, ...]] = []
+    watch = config.get("watch") and isinstance(model, AttNSM)
+    sample_slopes = slope[:: max(1, len(u) // 4096)]
+    statistics: list[tuple[float, ...]] = []
 
     def loss(model: Any, index: Tensor) -> tuple[Tensor, Tensor]:
         *inputs, error = rows[index].split(sizes, -1)
         if normal is not None:
-            each = (model.net(*inputs) - error).square().mean(-1)
+            pair_losses = (model.net(*inputs) - error).square().mean(-1)
         else:
-            each = loss_scale * (model(*inputs, dt) - error).square().mean(-1)
-        return each.mean(), each.detach().double().sum()
+            pair_losses = loss_scale * (model(*inputs, dt) - error).square().mean(-1)
+        return pair_losses.mean(), pair_losses.detach().double().sum()
 
     def look() -> None:
-        if watched:
+        if watch:
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                q = model.net.in_torch(few).double()
-            seen.append(tuple(x.item() for x in (q.mean(), (q - 1).abs().mean(), q.std())))
+                q = model.net.in_torch(sample_slopes).double()
+            statistics.append(tuple(x.item() for x in (q.mean(), (q - 1).abs().mean(), q.std())))
 
-    plain = hasattr(model.net, "body") and hasattr(model.net.body, "activations")
-    plain = plain and not fused.pays(model.net, model.inputs(u[:1], slope[:1], dt))
-    compiled = plain and config.get("compile")
+    is_plain = hasattr(model.net, "body") and hasattr(model.net.body, "activations")
+    is_plain = is_plain and not fused.pays(model.net, model.inputs(u[:1], slope[:1], dt))
+    compiled = is_plain and config.get("compile")
     look()
     with compiled_blocks(model, lambda correction: [model.net.body]) if compiled else nullcontext():
         losses = train_epochs(
             model, loss, batches, epochs, cosine(epochs, len(batches), middle=True), graph=u.is_cuda,
-            after_epoch=lambda done, mean: look(),
+            after_epoch=lambda epoch_count, mean: look(),
         )  # fmt: skip
-    model.eval().requires_grad_(False)  # evaluation mode: transformers have a faster kernel for it
+    model.eval().requires_grad_(False)  # transformers have a faster kernel in evaluation mode
     if normal is not None:
         normal.fold(model)
-    curves = {"epoch": thinned(list(range(1, epochs + 1))), "loss": thinned(losses)}
-    metrics = {**_unknown(float(epochs * len(batches)))["metrics"], "loss": losses[-1]}
-    if seen:
-        q, away, spread = zip(*seen)
-        curves |= {"q": thinned(q), "away": thinned(away), "spread": thinned(spread)}
-        metrics |= {"q": q[-1], "away": away[-1], "spread": spread[-1]}
+    curves = {"epoch": thin(list(range(1, epochs + 1))), "loss": thin(losses)}
+    metrics = {**_nan_outcome(float(epochs * len(batches)))["metrics"], "loss": losses[-1]}
+    if statistics:
+        q, away, deviation = zip(*statistics)
+        curves |= {"q": thin(q), "away": thin(away), "spread": thin(deviation)}
+        metrics |= {"q": q[-1], "away": away[-1], "spread": deviation[-1]}
     return model, {"metrics": metrics, "curves": curves}
 
 
-def _unknown(updates: float) -> Outcome:
-    """What a fit without a loss has to say."""
-    nothing = dict.fromkeys(("loss", "q", "away", "spread"), math.nan)
-    return {"metrics": {"updates": updates, **nothing}, "curves": {}}
+def _nan_outcome(updates: float) -> Outcome:
+    """Return the outcome of a fit that reports no loss."""
+    nan_metrics = dict.fromkeys(("loss", "q", "away", "spread"), math.nan)
+    return {"metrics": {"updates": updates, **nan_metrics}, "curves": {}}
 
 
 @dataclass(frozen=True)
 class Normal:
-    """What a correction sees and has to give, both with components of size 1."""
+    """Inputs and targets of a correction, standardised per component.
+
+    Attributes:
+        x: Inputs ``[n, inputs]`` with mean 0 and deviation 1.
+        error: Targets ``[n, d]`` with deviation 1.
+        mean: Mean of the original inputs ``[inputs]``.
+        deviation: Standard deviation of the original inputs ``[inputs]``.
+        size: Standard deviation of the original targets ``[d]``.
+    """
 
     x: Tensor
     error: Tensor
@@ -315,9 +349,16 @@ class Normal:
 
     @classmethod
     def of(cls, model: Any, pairs: Pairs) -> "Normal":
-        """For a correction that adds what its network gives."""
+        """Standardise pairs for a correction that adds the output of its network.
+
+        Raises:
+            ValueError: The correction is AttNS-m.
+        """
         if isinstance(model, AttNSM):
-            raise ValueError("AttNS-m multiplies by the slope; recipe 'normalised' is for the others")
+            raise ValueError(
+                "recipe 'normalised' does not support AttNS-m, which multiplies its output by the "
+                "slope; use recipe 'paper'"
+            )
         with torch.no_grad():
             x = model.inputs(pairs.step()).double()
         mean, deviation, size = x.mean(0), x.std(0), pairs.error.std(0)
@@ -326,7 +367,7 @@ class Normal:
         return cls(((x - mean) / deviation).float(), (pairs.error / size).float(), mean, deviation, size)
 
     def fold(self, model: Any) -> None:
-        """Let the correction take and give things as they are; in float64, where that loses nothing."""
+        """Fold the standardisation into the weights of the correction, in float64 against rounding."""
         net = model.double().net
         with torch.no_grad():
             for layer in (net.head, net.around):
@@ -342,107 +383,130 @@ def _with_noise(config: dict[str, Any], context: Context, run: Run) -> Run:
     return with_noise(run, config["noise"], torch.Generator().manual_seed(context.seed))
 
 
-def _shifted(pairs: Pairs, sigma: float, given: Setting) -> Pairs:
-    """Steps that start sigma beside the state, and should end where the state's own does."""
+def _shift_starts(pairs: Pairs, sigma: float, setting: Setting) -> Pairs:
+    """Return steps that start at the states plus sigma, with the same targets for their ends."""
     u = pairs.u + sigma
     with torch.no_grad():
-        slope = given.scheme.slope(given.system, pairs.t[0], u, pairs.dt)
-    after = pairs.u + pairs.dt * pairs.slope + pairs.error
-    return Pairs(u, slope, after - u - pairs.dt * slope, pairs.t, pairs.dt)
+        slope = setting.scheme.slope(setting.system, pairs.t[0], u, pairs.dt)
+    end = pairs.u + pairs.dt * pairs.slope + pairs.error
+    return Pairs(u, slope, end - u - pairs.dt * slope, pairs.t, pairs.dt)
 
 
 # Measuring
 
 
-def error(solved: Trajectory, truth: Tensor) -> dict[str, float]:
-    """Mean square error over all states and at the end, and the share of trajectories that are lost."""
-    off = (solved.u.double() - truth).square()
-    lost = 1 - solved.ok.double().mean().item()
-    whole, end = off.mean().item(), off[-1].mean().item()
-    bounded = lambda x: CEILING if lost or not x < CEILING else x
-    return {"mse": bounded(whole), "mse_end": bounded(end), "lost": lost}
+def error(trajectory: Trajectory, truth: Tensor) -> dict[str, float]:
+    """Return the mean square errors over all states and at the end, and the share of lost trajectories.
+
+    A trajectory is lost if it becomes non-finite. Both errors are then `CEILING`.
+    """
+    squared_errors = (trajectory.u.double() - truth).square()
+    lost_share = 1 - trajectory.ok.double().mean().item()
+    mean, end = squared_errors.mean().item(), squared_errors[-1].mean().item()
+    capped = lambda x: CEILING if lost_share or not x < CEILING else x
+    return {"mse": capped(mean), "mse_end": capped(end), "lost": lost_share}
 
 
-def plain(given: Setting) -> Trajectory:
-    """The scheme alone."""
-    t = torch.arange(given.steps + 1, dtype=torch.float64) * given.dt
+def plain_trajectory(setting: Setting) -> Trajectory:
+    """Solve for the test states by the scheme without a correction."""
+    t = torch.arange(setting.steps + 1, dtype=torch.float64) * setting.dt
     with torch.no_grad():
-        return evolve(given.system, given.truth[0], t, given.scheme)
+        return evolve(setting.system, setting.truth[0], t, setting.scheme)
 
 
 def solve(config: dict[str, Any], context: Context) -> Outcome:
-    """One correction by one recipe: the error of the hybrid solver on test states, and the scheme's own.
+    """Fit one correction, and measure the errors of the hybrid solver and of the scheme alone.
 
-    Metrics: "mse", "log_mse" (base 10), "mse_end", "lost", "plain", "updates" and "loss" of the paper's
-    recipe; with ``speed`` also "step", a hybrid step's time over a plain one's. Curves: "loss", and
-    "time" and "error", the mean square error over time.
+    Without a correction, the errors are those of the scheme.
+
+    Metrics:
+        mse, mse_end, lost: see `error`.
+        log_mse: logarithm of mse to base 10.
+        plain: mse of the scheme alone.
+        updates, loss: number of updates and last loss of the recipes "paper" and "normalised".
+        q, away, spread: see `train_as_printed`.
+        step: duration of a hybrid step divided by that of a plain step; only if ``config["speed"]``.
+
+    Curves: epoch, loss; time and error, the mean square error over time.
     """
-    given = setting(config, context)
-    context.tell(f"{config['system']}: data are there")
-    scheme = plain(given)
+    setting = make_setting(config, context)
+    context.tell(f"{config['system']}: the data are ready")
+    baseline = plain_trajectory(setting)
     if config.get("correction") is None:
-        found = _unknown(0.0)
-        solved: Any = scheme
+        outcome = _nan_outcome(0.0)
+        trajectory: Any = baseline
     else:
-        solver, found = fitted(config, context, given)
-        solved = None if solver is None else _follow(solver, given)
+        solver, outcome = fit_solver(config, context, setting)
+        trajectory = None if solver is None else _solve_test_states(solver, setting)
         if config.get("speed"):
-            found["metrics"]["step"] = math.nan if solver is None else step_ratio(solver, given)
-    nothing = {"mse": CEILING, "mse_end": CEILING, "lost": 1.0}
-    measured = nothing if solved is None else error(solved, given.truth)
-    measured |= {"log_mse": math.log10(max(measured["mse"], 1e-300))}
-    curves = dict(found["curves"])
-    if solved is not None:
-        off = (solved.u.double() - given.truth).square().mean((1, 2))
-        times = [i * given.dt for i in range(1, given.steps + 1)]
-        curves |= {"time": thinned(times), "error": thinned(off[1:].tolist())}
-    metrics = {**measured, "plain": error(scheme, given.truth)["mse"], **found["metrics"]}
-    return {"metrics": metrics, "curves": curves, "data": _hashes(given)}
+            outcome["metrics"]["step"] = math.nan if solver is None else step_ratio(solver, setting)
+    lost_errors = {"mse": CEILING, "mse_end": CEILING, "lost": 1.0}
+    errors = lost_errors if trajectory is None else error(trajectory, setting.truth)
+    errors |= {"log_mse": math.log10(max(errors["mse"], 1e-300))}
+    curves = dict(outcome["curves"])
+    if trajectory is not None:
+        squared_errors = (trajectory.u.double() - setting.truth).square().mean((1, 2))
+        times = [i * setting.dt for i in range(1, setting.steps + 1)]
+        curves |= {"time": thin(times), "error": thin(squared_errors[1:].tolist())}
+    metrics = {**errors, "plain": error(baseline, setting.truth)["mse"], **outcome["metrics"]}
+    return {"metrics": metrics, "curves": curves, "data": _hashes(setting)}
 
 
 def grid(config: dict[str, Any], context: Context) -> Outcome:
-    """Several corrections and shares of the data: their errors by name, as "attns" and "attns 50 %".
+    """Fit several corrections on several shares of the training data, and measure their errors.
 
-    Metrics also "plain", the scheme's own error; "fine", that of the training data where they come from
-    the scheme itself, below which no fit can get but by luck; "updates" at a share of 1.
+    Configuration, beside that of the module:
+        corrections: names of corrections.
+        shares: shares of the training trajectories.
+
+    Metrics:
+        attns, "attns 50 %", ...: mse by correction and share.
+        plain: mse of the scheme alone.
+        fine: mse of the training data if they come from the scheme, a lower limit for fits; else 0.
+        updates: number of updates at a share of 1.
     """
-    given = setting({**config, "share": 1.0}, context)
-    metrics = {"plain": error(plain(given), given.truth)["mse"], "fine": 0.0}
+    setting = make_setting({**config, "share": 1.0}, context)
+    metrics = {"plain": error(plain_trajectory(setting), setting.truth)["mse"], "fine": 0.0}
     if config.get("data") == "scheme":
-        fine = by_scheme(given.system.system, given.truth[0], given.scheme, given.dt, given.steps)
-        metrics["fine"] = (fine - given.truth).square().mean().item()
+        fine = by_scheme(
+            setting.system.system, setting.truth[0], setting.scheme, setting.dt, setting.steps
+        )
+        metrics["fine"] = (fine - setting.truth).square().mean().item()
     for correction in config["corrections"]:
         for share in config["shares"]:
-            own = {**config, "correction": correction}
-            part = Run(0.0, given.run.u[:, : max(1, round(share * given.run.u.shape[1]))])
-            solver, found = fitted(own, context, replace(given, run=part))
+            arm_config = {**config, "correction": correction}
+            part = Run(0.0, setting.run.u[:, : max(1, round(share * setting.run.u.shape[1]))])
+            solver, outcome = fit_solver(arm_config, context, replace(setting, run=part))
             name = correction if share == 1 else f"{correction} {share:.0%}".replace("%", " %")
-            solved = None if solver is None else _follow(solver, given)
-            metrics[name] = CEILING if solved is None else error(solved, given.truth)["mse"]
+            trajectory = None if solver is None else _solve_test_states(solver, setting)
+            metrics[name] = CEILING if trajectory is None else error(trajectory, setting.truth)["mse"]
             if share == 1:
-                metrics["updates"] = found["metrics"]["updates"]
-    return {"metrics": metrics, "data": _hashes(given)}
+                metrics["updates"] = outcome["metrics"]["updates"]
+    return {"metrics": metrics, "data": _hashes(setting)}
 
 
-def step_ratio(solver: HybridSolver, given: Setting, steps: int = 5, rounds: int = 5) -> float:
-    """Time of a hybrid step over that of a plain one, both in float32, in turn, the shortest of rounds.
+def step_ratio(solver: HybridSolver, setting: Setting, steps: int = 5, rounds: int = 5) -> float:
+    """Return the duration of a hybrid step divided by that of a plain step, both in float32.
 
-    On a GPU several steps are one graph; without it, launches would be all that is measured.
+    Each duration is the shortest of several alternating rounds. On a GPU, `steps` steps are one CUDA
+    graph, since kernel launches would dominate otherwise.
     """
-    u = given.truth[0].float()
-    bare = HybridSolver(given.system, given.scheme, _Nothing(), given.dt)
+    u = setting.truth[0].float()
+    plain_solver = HybridSolver(setting.system, setting.scheme, _NoCorrection(), setting.dt)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        runs = [s.capture(u, steps=steps, compile=False) for s in (solver.to(torch.float32), bare)]
-    best = [math.inf, math.inf]
+        runs = [
+            s.capture(u, steps=steps, compile=False) for s in (solver.to(torch.float32), plain_solver)
+        ]
+    shortest = [math.inf, math.inf]
     for _ in range(rounds):
         for i, run in enumerate(runs):
             run.reset(u)
-            best[i] = min(best[i], _seconds(run, 10 if u.is_cuda else 1))
-    return best[0] / best[1]
+            shortest[i] = min(shortest[i], _seconds(run, 10 if u.is_cuda else 1))
+    return shortest[0] / shortest[1]
 
 
-class _Nothing(nn.Module):
+class _NoCorrection(nn.Module):
     """A correction that adds nothing."""
 
     def forward(self, u: Tensor, slope: Tensor, dt: Any) -> float:
@@ -453,26 +517,26 @@ def _seconds(run: Any, times: int) -> float:
     run.advance()
     if run.u.is_cuda:
         torch.cuda.synchronize()
-    began = time.perf_counter()
+    start = time.perf_counter()
     run.advance(times)
     if run.u.is_cuda:
         torch.cuda.synchronize()
-    return (time.perf_counter() - began) / times
+    return (time.perf_counter() - start) / times
 
 
-def _follow(solver: HybridSolver, given: Setting) -> Trajectory:
-    own = next(solver.correction.parameters()).dtype
+def _solve_test_states(solver: HybridSolver, setting: Setting) -> Trajectory:
+    dtype = next(solver.correction.parameters()).dtype
     with torch.no_grad():
-        return solver.solve(given.truth[0].to(own), given.horizon, guard=False)
+        return solver.solve(setting.truth[0].to(dtype), setting.horizon, guard=False)
 
 
-def _hashes(given: Setting) -> dict[str, str]:
-    """Of the states that trajectories start from; the rest follows from them."""
-    return {"train": digest(given.run.u[0])[:16], "test": digest(given.truth[0])[:16]}
+def _hashes(setting: Setting) -> dict[str, str]:
+    """Return hashes of the initial states, which determine the trajectories."""
+    return {"train": digest(setting.run.u[0])[:16], "test": digest(setting.truth[0])[:16]}
 
 
-def thinned(values: Any) -> list[float]:
-    """At most `POINTS` of them, the first and the last among them, with six digits."""
+def thin(values: Any) -> list[float]:
+    """Return at most `POINTS` evenly spaced values, with the first and last, to six digits."""
     values = list(values)
     if len(values) > POINTS:
         last = len(values) - 1
@@ -481,6 +545,6 @@ def thinned(values: Any) -> list[float]:
 
 
 def _of(config: dict[str, Any], key: str, system: str) -> Any:
-    """A number of the configuration, or the one for this system."""
+    """Return a number of the configuration, which may be an object with a number per system."""
     value = config.get(key)
     return value.get(system) if isinstance(value, dict) else value

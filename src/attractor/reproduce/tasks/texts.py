@@ -1,10 +1,11 @@
-"""Texts: language models that are asked whether they read their answers, and classifiers.
+"""Tasks on texts: train language models and classifiers, and test whether language models are causal.
 
-`language` trains one `LanguageModel` and evaluates it twice: by teacher forcing, as the paper does, on
-whole texts; and left to right, each token from nothing but the text before it. A causal model has one
-perplexity, one that sees its future has two. `classify` trains one `Classifier`.
+`language` trains one `LanguageModel` and evaluates it in two ways: by teacher forcing on whole texts, as
+the paper does, and from left to right, where each token is predicted from the previous tokens alone. The
+two perplexities of a causal model are equal; those of a model that sees later tokens differ. `classify`
+trains one `Classifier`.
 
-What is tokenised is kept beside the results, in a folder ``.tokens``, and mapped into memory from there.
+Token ids are saved in a folder ``.tokens`` in the folder of results, and memory-mapped from there.
 """
 
 import hashlib
@@ -37,53 +38,68 @@ from attractor.train.loop import restored
 Config = dict[str, Any]
 Rows = list[dict[str, Any]]
 
-CHUNK = 1 << 14  # tokens whose logits are held at a time: 2 GB of a vocabulary of 30,522
-CHECKED = 48  # tokens of a text that `assert_causal` is given
-LAYERS = 4  # whose coefficients are among the metrics
-HELD_OUT = 0.1  # of a training set without a validation set, as in the paper
+CHUNK = 1 << 14  # tokens per chunk of logits, which takes 2 GB with a vocabulary of 30,522
+CHECKED = 48  # number of tokens of a text that `assert_causal` checks
+LAYERS = 4  # number of layers whose coefficients are metrics
+HELD_OUT = 0.1  # share for validation of a training set without a validation set, as in the paper
 
 
 def language(config: Config, context: Context) -> Outcome:
-    """A language model, trained and evaluated.
+    """Train and evaluate a language model.
 
     Configuration:
-        data: "wikitext2", "wikitext103", or "toy", a text made here. tokenizer: "wordpiece", "bytes".
-        part: how much of the training text is used, from its beginning; 1 is all.
+        data: "wikitext2", "wikitext103", or "toy" for a generated text.
+        tokenizer: "wordpiece" or "bytes".
+        part: share of the training text to use, from its beginning.
         size: dim, heads, layers, hidden and dropout of the model.
-        length: tokens of a text, divided by `shorten` (what a scale makes smaller).
-        model: what is special about it, see `_special`.
-        recipe: a name in `recipes`, each of which has learning_rate, warmup (part of the training),
-            floor, weight_decay, norm, batch_tokens, and either updates, of texts drawn anywhere, or
-            epochs, and with these perhaps patience, as in `classify`.
-        evaluations: how often on the way, with `updates`; with epochs, after each.
-        valid_tokens: of the validation text, from its beginning, the same for all lengths.
-        honest: [texts, positions of each] of the sample that is also predicted left to right.
+        length: tokens per text, divided by `shorten`, which a scale sets.
+        model: options of the model, see `_model_options`.
+        recipe: a name in `recipes`. A recipe has learning_rate, warmup (share of the training), floor,
+            weight_decay, norm, batch_tokens, and either updates, for texts that start anywhere, or
+            epochs, optionally with patience as in `classify`.
+        evaluations: number of evaluations for a recipe with updates. A recipe with epochs evaluates
+            after each epoch.
+        valid_tokens: number of tokens of the validation text to use, from its beginning.
+        honest: [texts, positions per text] of the sample that is also predicted from left to right.
 
-    Metrics: perplexity (teacher forcing), sample_forced and left_to_right (both of the sample), causal
-    (1 if `assert_causal` passes), train_loss, updates, parameters, finite, coefficient_0 ... and beta_0
-    ... of the layers. Curves: update, perplexity, left_to_right, train_loss.
+    Metrics:
+        perplexity: by teacher forcing on the validation text.
+        sample_forced, left_to_right: perplexities on the sample, by teacher forcing and from left to
+            right.
+        causal: 1 if `assert_causal` passes.
+        coefficient_0, beta_0, ...: mean coefficients of the PDE per layer.
+        train_loss, updates, parameters, finite.
+
+    Curves: update, perplexity, left_to_right, train_loss.
     """
     ids, vocabulary, hashes = _streams(config["data"], config["tokenizer"], *_places(context))
     recipe, tokens = config["recipes"][config["recipe"]], config["length"] // config["shorten"]
     device = context.device
-    own = ids["train"][: round(config["part"] * len(ids["train"]))].to(device)
+    train_ids = ids["train"][: round(config["part"] * len(ids["train"]))].to(device)
     count = max(1, config["valid_tokens"] // tokens)
     pieces = text.windows(ids["valid"], tokens)[:count].to(device)
     evaluations = recipe.get("epochs") or config["evaluations"]
     steps = recipe["updates"] // evaluations if "updates" in recipe else None
-    batches = Windows(own, tokens, max(1, recipe["batch_tokens"] // tokens), steps)
+    batches = Windows(train_ids, tokens, max(1, recipe["batch_tokens"] // tokens), steps)
     torch.manual_seed(context.seed)
-    options = {**config["size"], **_special(config), "norm": recipe["norm"], "max_tokens": tokens}
+    options = {**config["size"], **_model_options(config), "norm": recipe["norm"], "max_tokens": tokens}
     model = LanguageModel(vocabulary, **options).to(device)
     texts, positions = config["honest"]
-    spread = torch.linspace(0, len(pieces) - 1, min(texts, len(pieces))).long().to(device)
-    look = lambda model: left_to_right(model, pieces[spread], positions)
+    sample = torch.linspace(0, len(pieces) - 1, min(texts, len(pieces))).long().to(device)
+    look = lambda model: left_to_right(model, pieces[sample], positions)
     valid = list(pieces.split(max(1, CHUNK // tokens)))
-    made = _recipe(recipe, evaluations, context)
+    training_recipe = _recipe(recipe, evaluations, context)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="walls='sequence' lets attention flow")
         rows, finite = train_epochs(
-            model, batches, valid, made, next_token, context, patience=recipe.get("patience"), look=look
+            model,
+            batches,
+            valid,
+            training_recipe,
+            next_token,
+            context,
+            patience=recipe.get("patience"),
+            look=look,
         )
         causal = is_causal_model(model, pieces[:1, : min(CHECKED, tokens)]) if finite else math.nan
     last = rows[-1] if finite else {}
@@ -97,7 +113,7 @@ def language(config: Config, context: Context) -> Outcome:
             "updates": float(len(batches) * len(rows)),
             "parameters": float(sum(p.numel() for p in model.parameters())),
             "finite": float(finite),
-            **_learnt(model),
+            **_coefficient_metrics(model),
         },
         "curves": {
             "update": [len(batches) * row["epoch"] for row in rows],
@@ -110,43 +126,50 @@ def language(config: Config, context: Context) -> Outcome:
 
 
 def classify(config: Config, context: Context) -> Outcome:
-    """A classifier of texts, trained and tested.
+    """Train and test a classifier of texts.
+
+    The validation set is that of the data set, or else a tenth of its training set, the same for all
+    seeds.
 
     Configuration:
-        data: "imdb", "ag_news" or "sst2"; synthetic: texts made here instead. tokenizer: "wordpiece",
-            "bytes".
-        tokens: the longest text, for each data set; longer ones are cut.
+        data: "imdb", "ag_news" or "sst2".
+        synthetic: whether to use generated texts in place of the data set; optional.
+        tokenizer: "wordpiece" or "bytes".
+        tokens: maximum number of tokens per text, by data set. Longer texts are cut.
         size: dim, heads, layers, hidden and dropout of the model.
-        model: its pde, steps.
-        recipe: a name in `recipes`, each of which has learning_rate, warmup (part of the training),
-            weight_decay, norm, batch, epochs, and may have patience: training ends when the loss of the
-            validation set has not fallen for so many epochs.
-        limit: [training texts, test texts] that are used; null: all.
+        model: pde and steps of the model.
+        recipe: a name in `recipes`. A recipe has learning_rate, warmup (share of the training),
+            weight_decay, norm, batch, epochs, and optionally patience: the training ends if the
+            validation loss has not fallen for this number of epochs.
+        limit: [training texts, test texts] to use; null for all.
 
-    The validation set is the data set's own, else a tenth of its training set, the same for all seeds.
-    Metrics: accuracy, of the test set after the last epoch, and valid_accuracy, in percent; train_loss,
-    valid_loss, epochs; coefficient_0 ... and beta_0 ... as in `language`. Curves: train_loss,
-    valid_loss, valid_accuracy.
+    Metrics:
+        accuracy: of the test set after the last epoch, in percent.
+        valid_accuracy: of the validation set after the last epoch, in percent.
+        coefficient_0, beta_0, ...: as in `language`.
+        train_loss, valid_loss, epochs.
+
+    Curves: train_loss, valid_loss, valid_accuracy.
     """
     name = "toy" if config.get("synthetic") else config["data"]
     recipe, tokens = config["recipes"][config["recipe"]], config["tokens"][config["data"]]
     device = context.device
-    parts, tokenizer, hashes = _labelled(name, config["tokenizer"], tokens, *_places(context))
+    parts, tokenizer, hashes = _classification_data(name, config["tokenizer"], tokens, *_places(context))
     (ids, labels), (test_ids, test_labels) = parts["train"], parts["test"]
     limit, test_limit = config["limit"] or (len(ids), len(test_ids))
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
     if "valid" in parts:
-        held = parts["valid"]
+        valid_set = parts["valid"]
     else:
         count = round(HELD_OUT * len(ids))
-        held, order = (ids[order[:count]], labels[order[:count]]), order[count:]
-    own = order[:limit]
-    some = torch.randperm(len(test_ids), generator=torch.Generator().manual_seed(1))[:test_limit]
+        valid_set, order = (ids[order[:count]], labels[order[:count]]), order[count:]
+    train_rows = order[:limit]
+    test_rows = torch.randperm(len(test_ids), generator=torch.Generator().manual_seed(1))[:test_limit]
     batch = recipe["batch"]
     data = {
-        "train": Texts(ids[own].to(device), labels[own].to(device), batch, shuffled=True),
-        "valid": Texts(held[0].to(device), held[1].to(device), batch),
-        "test": Texts(test_ids[some].to(device), test_labels[some].to(device), batch),
+        "train": Texts(ids[train_rows].to(device), labels[train_rows].to(device), batch, shuffled=True),
+        "valid": Texts(valid_set[0].to(device), valid_set[1].to(device), batch),
+        "test": Texts(test_ids[test_rows].to(device), test_labels[test_rows].to(device), batch),
     }
     torch.manual_seed(context.seed)
     options = {**config["size"], **config["model"], "norm": recipe["norm"]}
@@ -154,21 +177,27 @@ def classify(config: Config, context: Context) -> Outcome:
         tokenizer.size, text.CLASSES.get(name, 2), padding=tokenizer.padding,
         max_tokens=tokens, **options,
     ).to(device)  # fmt: skip
-    made = _recipe(recipe, recipe["epochs"], context)
+    training_recipe = _recipe(recipe, recipe["epochs"], context)
     rows, finite = train_epochs(
-        model, data["train"], data["valid"], made, labels_of, context, patience=recipe.get("patience")
+        model,
+        data["train"],
+        data["valid"],
+        training_recipe,
+        labels_of,
+        context,
+        patience=recipe.get("patience"),
     )
     precision = "bf16" if device.startswith("cuda") else "fp32"
-    tested = evaluate(model, data["test"], loss=labels_of, precision=precision)
+    test_metrics = evaluate(model, data["test"], loss=labels_of, precision=precision)
     last = rows[-1] if finite else {}
     return {
         "metrics": {
-            "accuracy": 100 * tested["accuracy"] if finite else math.nan,
+            "accuracy": 100 * test_metrics["accuracy"] if finite else math.nan,
             "valid_accuracy": 100 * last.get("valid_accuracy", math.nan),
             "train_loss": last.get("train_loss", math.nan),
             "valid_loss": last.get("valid_loss", math.nan),
             "epochs": float(len(rows)),
-            **_learnt(model),
+            **_coefficient_metrics(model),
         },
         "curves": {
             n: [six_digits(row[n]) for row in rows]
@@ -179,30 +208,37 @@ def classify(config: Config, context: Context) -> Outcome:
 
 
 def language_data(config: Config, context: Context) -> dict[str, str]:
-    """Hashes of what `language` reads."""
+    """Return the hashes of the data that `language` reads."""
     return _streams(config["data"], config["tokenizer"], *_places(context))[2]
 
 
 def classify_data(config: Config, context: Context) -> dict[str, str]:
-    """Hashes of what `classify` reads."""
+    """Return the hashes of the data that `classify` reads."""
     name = "toy" if config.get("synthetic") else config["data"]
     tokens = config["tokens"][config["data"]]
-    return _labelled(name, config["tokenizer"], tokens, *_places(context))[2]
+    return _classification_data(name, config["tokenizer"], tokens, *_places(context))[2]
 
 
 class Windows:
-    """Batches ``[batch, tokens + 1]`` of a stream of ids; each epoch draws anew.
+    """Random batches ``[batch, tokens + 1]`` of texts in a stream of ids.
 
     Args:
-        ids: ``[n]``, where the model is.
-        steps: batches of an epoch, of texts that begin anywhere; None: every text of the stream once,
-            one after another, as far as they fill batches.
+        ids: The stream ``[n]``, on the device of the model.
+        tokens: Number of tokens per text.
+        batch: Number of texts per batch.
+        steps: Number of batches per epoch, with texts that start anywhere in the stream. None to divide
+            the stream into texts, each of which is in an epoch once; an incomplete batch is left out.
+
+    Raises:
+        ValueError: The stream is too short for one text.
     """
 
     def __init__(self, ids: Tensor, tokens: int, batch: int, steps: int | None = None) -> None:
         self.count = (len(ids) - 1) // tokens
         if self.count < 1:
-            raise ValueError(f"{len(ids)} tokens are no text of {tokens} + 1; use more of the data")
+            raise ValueError(
+                f"ids has {len(ids)} tokens, and a text needs {tokens} + 1; use more of the data"
+            )
         self.ids, self.tokens, self.anywhere = ids, tokens, steps is not None
         self.batch = batch if steps else min(batch, self.count)
         self.steps = steps or self.count // self.batch
@@ -217,15 +253,21 @@ class Windows:
         else:
             starts = torch.randperm(self.count)[:count] * self.tokens
         offsets = torch.arange(self.tokens + 1, device=self.ids.device)
-        for some in starts.to(self.ids.device).split(self.batch):
-            yield self.ids[some[:, None] + offsets]
+        for rows in starts.to(self.ids.device).split(self.batch):
+            yield self.ids[rows[:, None] + offsets]
 
 
 class Texts:
-    """Batches (ids ``[batch, tokens]``, labels ``[batch]``).
+    """Batches (ids ``[batch, tokens]``, labels ``[batch]``) of texts.
 
-    Shuffled ones, for training, are all of one size: as many as batches of `batch` texts would be, the
-    last one included. What does not go in is left out, another part of the texts in every epoch.
+    Shuffled batches have equal sizes of at most `batch`. Texts that do not fill a batch are left out;
+    they differ between epochs. Batches in order include all texts, so the last one may be smaller.
+
+    Args:
+        ids: Ids ``[texts, tokens]``.
+        labels: Labels ``[texts]``.
+        batch: Maximum number of texts per batch.
+        shuffled: Whether to shuffle the texts in each epoch.
     """
 
     def __init__(self, ids: Tensor, labels: Tensor, batch: int, shuffled: bool = False) -> None:
@@ -239,12 +281,12 @@ class Texts:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         count = len(self.ids)
         order = torch.randperm(count) if self.shuffled else torch.arange(count)
-        for some in order.to(self.ids.device).split(self.batch)[: self.steps]:
-            yield self.ids[some], self.labels[some]
+        for rows in order.to(self.ids.device).split(self.batch)[: self.steps]:
+            yield self.ids[rows], self.labels[rows]
 
 
 def next_token(model: nn.Module, ids: Tensor) -> Tensor:
-    """The loss of every token but the first of texts ``[batch, tokens + 1]``, all given at once."""
+    """Return the losses ``[batch * tokens]`` of texts ``[batch, tokens + 1]`` by teacher forcing."""
     net: Any = model
     states, targets = net.states(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()
     if len(targets) <= CHUNK:
@@ -257,50 +299,51 @@ def next_token(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def labels_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Cross-entropy and accuracy of texts whose ids may have a narrow type."""
+    """Return cross-entropy and accuracy of a batch of texts, with ids of any integer dtype."""
     ids, labels = batch
     return Classify()(model, (ids.long(), labels))
 
 
 @torch.no_grad()
 def left_to_right(model: LanguageModel, pieces: Tensor, positions: int) -> dict[str, float]:
-    """Perplexities of a sample of tokens: given the whole text, and given what is before them only.
+    """Return perplexities of a sample of tokens, by teacher forcing and from the previous tokens only.
 
     Args:
-        pieces: texts ``[texts, tokens + 1]``.
-        positions: tokens of each that are predicted, spread evenly.
+        model: The language model.
+        pieces: Texts ``[texts, tokens + 1]``.
+        positions: Number of evenly spaced tokens per text to predict.
     """
     tokens = pieces.shape[1] - 1
     lengths = sorted({max(1, round(tokens * (i + 1) / (positions + 1))) for i in range(positions)})
-    half = torch.autocast("cuda", torch.bfloat16) if pieces.is_cuda else nullcontext()
+    autocast = torch.autocast("cuda", torch.bfloat16) if pieces.is_cuda else nullcontext()
     model.eval()
-    before, after = [], []
-    for some in pieces.split(max(1, CHUNK // tokens)):
-        with half:
-            states = model.states(some[:, :-1])
+    forced_losses, prefix_losses = [], []
+    for chunk in pieces.split(max(1, CHUNK // tokens)):
+        with autocast:
+            states = model.states(chunk[:, :-1])
             for n in lengths:
-                before.append(_loss(model, states[:, n - 1], some[:, n]))
-                after.append(_loss(model, model.states(some[:, :n])[:, -1], some[:, n]))
+                forced_losses.append(_loss(model, states[:, n - 1], chunk[:, n]))
+                prefix_losses.append(_loss(model, model.states(chunk[:, :n])[:, -1], chunk[:, n]))
     perplexity = lambda parts: torch.cat(parts).double().mean().exp().item()
-    return {"sample_forced": perplexity(before), "left_to_right": perplexity(after)}
+    return {"sample_forced": perplexity(forced_losses), "left_to_right": perplexity(prefix_losses)}
 
 
 def toy_lines(split: str, count: int = 400) -> list[str]:
-    """Lines of a made-up text: a name, a verb, the same name again and a full stop."""
-    draw = random.Random(f"toy {split}")
+    """Return lines of a generated text: a name, a verb, the same name again and a full stop."""
+    rng = random.Random(f"toy {split}")
     names, verbs = ("anna", "ben", "carl", "dora"), ("sees", "hears", "likes")
     lines = []
     for _ in range(count):
-        name = draw.choice(names)
-        lines.append(f"{name} {draw.choice(verbs)} {name} .")
+        name = rng.choice(names)
+        lines.append(f"{name} {rng.choice(verbs)} {name} .")
     return lines
 
 
 def toy_labelled(split: str, count: int = 240) -> tuple[list[str], list[int]]:
-    """Texts that one word decides, among others that mean nothing."""
-    draw = random.Random(f"toy {split}")
+    """Return generated texts with labels, in which one word determines the label."""
+    rng = random.Random(f"toy {split}")
     labels = [i % 2 for i in range(count)]
-    words = lambda: [draw.choice(("the", "a", "it", "was", "so")) for _ in range(draw.randint(1, 3))]
+    words = lambda: [rng.choice(("the", "a", "it", "was", "so")) for _ in range(rng.randint(1, 3))]
     texts = [" ".join([*words(), ("bad", "good")[label], *words()]) for label in labels]
     return texts, labels
 
@@ -313,42 +356,49 @@ def train_epochs(
     model: nn.Module, batches: Any, valid: Any, recipe: Recipe, loss: Any, context: Context, *,
     patience: int | None = None, look: Callable[[Any], dict[str, float]] | None = None,
 ) -> tuple[Rows, bool]:  # fmt: skip
-    """Train a model, and go on from the checkpoint in ``context.scratch`` if there is one.
+    """Train a model, and resume from the checkpoint in ``context.scratch`` if there is one.
 
     Args:
-        batches: training batches, as `attractor.train.train` takes them.
-        valid: validation batches; None for no validation loss.
-        patience: end the training when the validation loss has not fallen for this many epochs.
-        look: called after each epoch; the numbers it returns are added to the row of the epoch. One of
-            them must be "left_to_right".
+        model: The model, which is trained in place.
+        batches: Training batches, as for `attractor.train.train`.
+        valid: Validation batches; None for no validation loss.
+        recipe: The recipe.
+        loss: Loss function, as for `attractor.train.train`.
+        context: Device, scratch folder and progress function of the run.
+        patience: Number of epochs without a lower validation loss after which the training ends; None
+            for no early end.
+        look: Function of the model that is called after each epoch and returns further numbers for the
+            row of the epoch. Requires: one of them is named "left_to_right".
 
     Returns:
         One row per epoch, and whether all losses were finite.
     """
     scratch = context.scratch
     out = None if scratch is None else scratch / "training"
-    every = max(1, recipe.epochs // 5)
+    interval = max(1, recipe.epochs // 5)
     rows: Rows = []
     if scratch is not None and out is not None and out.exists():
-        rows, last = _begun(scratch), deepcopy(model)  # the model itself stays as it is to begin with
+        rows = _read_rows(scratch)
+        saved_model = deepcopy(model)  # gets the weights of the checkpoint; `model` is unchanged
         options: Any = {"loss": loss, "device": context.device, "out": out}
-        done = len(restored(last, batches, valid, recipe, **options))  # rows may be ahead of it
-        if 0 < done <= len(rows):
-            if look is not None and "left_to_right" not in rows[done - 1]:
-                rows[done - 1] |= look(last)
-            if patience is not None and _stale(_losses(rows[:done]), patience):
-                model.load_state_dict(last.state_dict())
+        # There may be rows of later epochs than that of the checkpoint.
+        saved_epochs = len(restored(saved_model, batches, valid, recipe, **options))
+        if 0 < saved_epochs <= len(rows):
+            if look is not None and "left_to_right" not in rows[saved_epochs - 1]:
+                rows[saved_epochs - 1] |= look(saved_model)
+            if patience is not None and _stale(_losses(rows[:saved_epochs]), patience):
+                model.load_state_dict(saved_model.state_dict())
                 model.eval()
-                return rows[:done], True
+                return rows[:saved_epochs], True
 
     def tell(progress: Any) -> None:
         if progress.row is None:
             return
-        del rows[progress.epoch - 1 :]  # of epochs after the last checkpoint, if it was interrupted
+        del rows[progress.epoch - 1 :]  # rows of an interrupted training after its last checkpoint
         rows.append({**progress.row, **({} if look is None else look(model))})
         if scratch is not None:
             write_json(scratch / "rows.json", rows)
-        if progress.epoch % every == 0:
+        if progress.epoch % interval == 0:
             context.tell(str(progress))
         if patience is not None and _stale(_losses(rows), patience):
             raise _EnoughError
@@ -356,7 +406,7 @@ def train_epochs(
     try:
         train(
             model, batches, valid, recipe, loss=loss, device=context.device, out=out, tell=tell,
-            save_every=every,
+            save_every=interval,
         )  # fmt: skip
     except _EnoughError:
         pass
@@ -366,16 +416,16 @@ def train_epochs(
     return rows, True
 
 
-def _begun(scratch: Path) -> Rows:
-    """Rows of a training that was interrupted: those of its log, with what had been seen of each."""
-    log, seen = scratch / "training" / "log.jsonl", scratch / "rows.json"
+def _read_rows(scratch: Path) -> Rows:
+    """Return the rows of an interrupted training: those of its log, with the numbers of `look`."""
+    log, look_log = scratch / "training" / "log.jsonl", scratch / "rows.json"
     rows: Rows = read_json_lines(log) if log.exists() else []
-    looked: Rows = read_json(seen) if seen.exists() else []
-    return [{**row, **(looked[i] if i < len(looked) else {})} for i, row in enumerate(rows)]
+    look_rows: Rows = read_json(look_log) if look_log.exists() else []
+    return [{**row, **(look_rows[i] if i < len(look_rows) else {})} for i, row in enumerate(rows)]
 
 
 class _EnoughError(Exception):
-    """Ends a training whose validation loss no longer falls."""
+    """Raised to end a training whose validation loss no longer falls."""
 
 
 def _losses(rows: Rows) -> list[float | None]:
@@ -383,30 +433,36 @@ def _losses(rows: Rows) -> list[float | None]:
 
 
 def _stale(losses: list[float | None], patience: int) -> bool:
-    """Whether the lowest of these is `patience` epochs ago or more."""
-    known = [math.inf if loss is None else loss for loss in losses]
-    return len(known) - 1 - known.index(min(known)) >= patience
+    """Return whether the lowest of the losses is at least `patience` epochs old."""
+    numbers = [math.inf if loss is None else loss for loss in losses]
+    return len(numbers) - 1 - numbers.index(min(numbers)) >= patience
 
 
-def _recipe(given: Config, epochs: int, context: Context) -> Recipe:
+def _recipe(config: Config, epochs: int, context: Context) -> Recipe:
     return Recipe(
-        epochs=epochs, learning_rate=given["learning_rate"], warmup=given["warmup"] * epochs,
-        floor=given.get("floor", 0.0), optimiser="adamw", betas=(0.9, 0.95),
-        weight_decay=given["weight_decay"], clip=1.0, seed=context.seed,
+        epochs=epochs, learning_rate=config["learning_rate"], warmup=config["warmup"] * epochs,
+        floor=config.get("floor", 0.0), optimiser="adamw", betas=(0.9, 0.95),
+        weight_decay=config["weight_decay"], clip=1.0, seed=context.seed,
     )  # fmt: skip
 
 
-def _special(config: Config) -> Config:
-    """Options of a model: pde, steps, walls and layers as they are; of a Longformer also window (tokens
-    that a query sees, itself included), global_tokens and two_sided (half of the window is after the
-    query, as in the Longformer that the paper takes, which is no causal model); of one whose values are
-    mixed, without a PDE, mixed (how many) and perhaps each_channel (not one mixture for a layer)."""
+def _model_options(config: Config) -> Config:
+    """Return the options of `LanguageModel` from the entry "model" of a configuration.
+
+    Entries:
+        pde, steps, walls, layers, global_tokens: passed on unchanged.
+        window: number of tokens that a query attends to, itself included, for a Longformer.
+        two_sided: whether half of the window follows the query, as in the paper's Longformer, which is
+            not causal.
+        mixed: number of mixed values, for `MixedValues` in place of a PDE.
+        each_channel: whether each channel has its own mixture, not each layer; optional.
+    """
     model = dict(config["model"])
-    window, mixed = model.pop("window", None), model.pop("mixed", None)
-    if mixed is not None:
+    window, mixture_size = model.pop("window", None), model.pop("mixed", None)
+    if mixture_size is not None:
         heads, dim = (config["size"][name] for name in ("heads", "dim"))
         channels = (heads, dim // heads) if model.pop("each_channel", False) else ()
-        return {**model, "attention": MixedValues(mixed, *channels)}
+        return {**model, "attention": MixedValues(mixture_size, *channels)}
     if window is None:
         return model
     two_sided = model.pop("two_sided")
@@ -416,7 +472,7 @@ def _special(config: Config) -> Config:
 
 
 def both_sides(*tensors: Tensor, is_causal: bool, **options: Any) -> Tensor:
-    """`window_attention` that is not causal, whatever it is asked for."""
+    """Call `window_attention` with ``is_causal=False``, whatever is passed for `is_causal`."""
     return window_attention(*tensors, is_causal=False, **options)
 
 
@@ -429,22 +485,22 @@ def is_causal_model(model: nn.Module, ids: Tensor) -> bool:
     return True
 
 
-def _learnt(model: nn.Module) -> dict[str, float]:
-    """The coefficients of the first layers, one for all heads: diffusion's or the wave's, and beta."""
-    found = {f"{name}_{i}": math.nan for name in ("coefficient", "beta") for i in range(LAYERS)}
+def _coefficient_metrics(model: nn.Module) -> dict[str, float]:
+    """Return the mean coefficients over heads of the first layers: alpha of diffusion or c, and beta."""
+    metrics = {f"{name}_{i}": math.nan for name in ("coefficient", "beta") for i in range(LAYERS)}
     rows = coefficients(model)
-    for name, wanted in (("coefficient", ("alpha", "c")), ("beta", ("beta",))):
-        for i, row in enumerate(r for r in rows if r["coefficient"] in wanted):
+    for name, kinds in (("coefficient", ("alpha", "c")), ("beta", ("beta",))):
+        for i, row in enumerate(r for r in rows if r["coefficient"] in kinds):
             if i < LAYERS:
-                found[f"{name}_{i}"] = row["mean"]
-    return found
+                metrics[f"{name}_{i}"] = row["mean"]
+    return metrics
 
 
 def _places(context: Context) -> tuple[Path | None, Path | None]:
-    """Where data are, and where tokens are kept."""
+    """Return the folder of the data and that of the token ids."""
     cache = context.cache
     if cache is not None and not (cache / ".gitignore").exists():
-        write_text(cache / ".gitignore", "*\n")  # they are made again, and large
+        write_text(cache / ".gitignore", "*\n")  # token ids are large, and can be computed again
     return context.folder, cache
 
 
@@ -457,31 +513,31 @@ def tokenizer_of(name: str, folder: Path | None) -> Any:
 
 @lru_cache(maxsize=2)
 def _streams(
-    name: str, tokenizer: str, folder: Path | None, cache: Path | None
+    name: str, kind: str, folder: Path | None, cache: Path | None
 ) -> tuple[dict[str, Tensor], int, dict[str, str]]:
-    """Ids of the training and the validation text, how many there are, and hashes."""
-    made = tokenizer_of(tokenizer, folder)
+    """Return the ids of the training and validation text, the size of the vocabulary, and hashes."""
+    tokenizer = tokenizer_of(kind, folder)
     ids = {}
     for split in ("train", "valid"):
         lines = toy_lines(split) if name == "toy" else text.lines(name, split, folder)
-        ids[split] = text.stream(lines, made, None if name == "toy" else cache)
-    return ids, made.size, {f"{name} {split}": hash_of(x) for split, x in ids.items()}
+        ids[split] = text.stream(lines, tokenizer, None if name == "toy" else cache)
+    return ids, tokenizer.size, {f"{name} {split}": hash_of(x) for split, x in ids.items()}
 
 
 @lru_cache(maxsize=4)
-def _labelled(
-    name: str, tokenizer: str, tokens: int, folder: Path | None, cache: Path | None
+def _classification_data(
+    name: str, kind: str, tokens: int, folder: Path | None, cache: Path | None
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], Any, dict[str, str]]:
-    """(ids, labels) of every split, the tokenizer, and hashes."""
-    made, parts = tokenizer_of(tokenizer, folder), {}
+    """Return (ids, labels) of each split, the tokenizer, and hashes."""
+    tokenizer, parts = tokenizer_of(kind, folder), {}
     for split in ("train", "test") if name == "toy" else text.FILES[name]:
         if name == "toy":
-            (texts, labels), kept = toy_labelled(split), None
+            (texts, labels), cache_folder = toy_labelled(split), None
         else:
-            (texts, labels), kept = text.labelled(name, split, folder), cache
-        parts[split] = text.padded(texts, made, tokens, kept)[0], torch.tensor(labels)
-    hashes = {f"{name} {split}": hash_of(*both) for split, both in parts.items()}
-    return parts, made, hashes
+            (texts, labels), cache_folder = text.labelled(name, split, folder), cache
+        parts[split] = text.padded(texts, tokenizer, tokens, cache_folder)[0], torch.tensor(labels)
+    hashes = {f"{name} {split}": hash_of(*tensors) for split, tensors in parts.items()}
+    return parts, tokenizer, hashes
 
 
 def hash_of(*tensors: Tensor) -> str:
