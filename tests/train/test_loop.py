@@ -34,7 +34,7 @@ from attractor.train import (
     train,
     train_seeds,
 )
-from attractor.train.feeds import cut_out, feed_of, padded
+from attractor.train.feeds import cut_out, feed_of, pad_images
 from attractor.train.place import Place
 from attractor.train.runs import Kept
 
@@ -186,10 +186,10 @@ def test_cut_out_by_hand():
     image = torch.arange(12).view(1, 3, 4, 1)
     part = cut_out(image, torch.tensor([[0, 1, 0, 0], [0, 1, 0, 1]]), 2, 3)[..., 0]
     assert part.tolist() == [[[4, 5, 6], [8, 9, 10]], [[6, 5, 4], [10, 9, 8]]]
-    assert padded(torch.arange(3).view(1, 1, 1, 3).expand(1, 1, 3, 3), 2, "reflect")[0, 0, 0].tolist() == [
+    assert pad_images(torch.arange(3).view(1, 1, 1, 3).expand(1, 1, 3, 3), 2, "reflect")[0, 0, 0].tolist() == [
         2, 1, 0, 1, 2, 1, 0]  # fmt: skip
     with pytest.raises(ValueError, match="crop = 3 pixels cannot be reflected"):
-        padded(torch.zeros(1, 1, 3, 3), 3, "reflect")
+        pad_images(torch.zeros(1, 1, 3, 3), 3, "reflect")
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
