@@ -48,22 +48,22 @@ def demo(
         check_out(out)
     with progress_bar(quiet=as_json) as progress:
         task = progress.add_task("demo", total=100)
-        report_progress = lambda what, done: progress.update(
-            task, completed=int(100 * done), description=what
+        report_progress = lambda what, fraction: progress.update(
+            task, completed=int(100 * fraction), description=what
         )
         results = job.run(seed, device, report_progress, small)
         page = job.write(results, out)
-    failed = [name for name, part in results["parts"].items() if "failed" in part]
+    failures = [name for name, part in results["parts"].items() if "failed" in part]
     if as_json:
         print_json(job.numbers(results))
-        raise typer.Exit(bool(failed))
+        raise typer.Exit(bool(failures))
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, part in results["parts"].items():
         table.add_row(f"[bold]{name}[/]", f"[dim]{part['seconds']:.0f} s[/]")
-        for what, text in job.PARTS[name][0].summary(part) if name not in failed else ():
+        for what, text in job.PARTS[name][0].summary(part) if name not in failures else ():
             table.add_row(f"  {what}", escape(text))
-        if name in failed:
+        if name in failures:
             table.add_row("  [red]failed[/]", escape(part["failed"]))
     console.print(table)
     say(f"{results['seconds']:.0f} s. Open this in a browser: {page}")
-    raise typer.Exit(bool(failed))
+    raise typer.Exit(bool(failures))

@@ -116,8 +116,8 @@ def trajectories(
             task = bar.add_task("starting", total=None)
 
             def progress(line: str) -> None:
-                _, finished, _, total = line.split()
-                bar.update(task, description=line, completed=int(finished), total=int(total))
+                _, position, _, total = line.split()
+                bar.update(task, description=line, completed=int(position), total=int(total))
 
             dataset = make_trajectories(
                 problem.rate, out, trajectories=trajectories, dt=dt, horizon=horizon,

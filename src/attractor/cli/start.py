@@ -74,10 +74,10 @@ def doctor(
                 results.append({"check": name, "ok": False, "found": f"{type(error).__name__}: {error}"})
             results[-1]["seconds"] = round(time.perf_counter() - start, 2)
             progress.update(task, advance=1)
-    failed = [row["check"] for row in results if not row["ok"]]
+    failures = [row["check"] for row in results if not row["ok"]]
     if as_json:
         print_json({**environment, "optional": doctor_job.optional(), "checks": results})
-        raise typer.Exit(bool(failed))
+        raise typer.Exit(bool(failures))
 
     versions = ", ".join(f"{name} {value}" for name, value in environment["versions"].items())
     console.print(versions, highlight=False)
@@ -94,8 +94,8 @@ def doctor(
         mark = "[green]ok[/]" if row["ok"] else "[red]FAILED[/]"
         table.add_row(row["check"], mark, escape(row["found"]), f"{row['seconds']:.1f}")
     console.print("", table)
-    if failed:
-        say(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}", style="red")
+    if failures:
+        say(f"{len(failures)} of {len(results)} checks failed: {', '.join(failures)}", style="red")
         raise typer.Exit(1)
     note = "" if compile else " (torch.compile was not tried: add --compile)"
     console.print(f"[green]All is well.[/]{note}")

@@ -215,8 +215,8 @@ class WordPiece:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return ids of the pieces; ``<unk>`` of WikiText becomes ``[UNK]`` of BERT."""
-        replaced = [text.replace("<unk>", "[UNK]") for text in texts]
-        return [e.ids for e in self.tokenizer.encode_batch(replaced, add_special_tokens=False)]
+        bert_texts = [text.replace("<unk>", "[UNK]") for text in texts]
+        return [e.ids for e in self.tokenizer.encode_batch(bert_texts, add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the pieces, joined to words."""

@@ -31,7 +31,7 @@ class Problem:
     high: tuple[float, ...]
     dt: float = 0.2
     horizon: float = 10.0
-    shown: float = 10.0
+    film_end: float = 10.0
     width: int = 256
     trajectories: int = 300
 
@@ -58,17 +58,17 @@ class Problem:
 
 PENDULUM = Problem(
     "elastic pendulum", systems.ElasticPendulum(length=3.0), (0.3, 3.0, 0, 0), (1.2, 3.8, 0, 0),
-    shown=20.0,
+    film_end=20.0,
 )  # fmt: skip
 CHAIN = Problem(
     "pendulum chain, 3 links", systems.PendulumChain(links=3), (0.1,) * 3 + (0.0,) * 3,
-    (0.45,) * 3 + (0.0,) * 3, dt=0.3, horizon=12.0, shown=18.0, width=384, trajectories=500,
+    (0.45,) * 3 + (0.0,) * 3, dt=0.3, horizon=12.0, film_end=18.0, width=384, trajectories=500,
 )  # fmt: skip
 
 
 def run(seed: int, device: str, tell: Tell, small: bool) -> dict[str, Any]:
     """Fit and test both pendulums, compare solvers, and measure orders and energies of schemes."""
-    less = lambda p: replace(p, width=48, trajectories=60, horizon=20 * p.dt, shown=20 * p.dt)
+    less = lambda p: replace(p, width=48, trajectories=60, horizon=20 * p.dt, film_end=20 * p.dt)
     problems = [less(p) if small else p for p in (PENDULUM, CHAIN)]
     results: dict[str, Any] = {}
     for i, (key, problem) in enumerate(zip(("pendulum", "chain"), problems)):
@@ -103,12 +103,12 @@ def _test(problem: Problem, solver: HybridSolver, seed: int) -> dict[str, Any]:
     like = next(solver.correction.parameters())
     generator = torch.Generator().manual_seed(seed + 2**42)
     u0 = problem.sample(TEST_TRAJECTORIES, generator, like.dtype, like.device)
-    n = round(problem.shown / problem.dt)
+    n = round(problem.film_end / problem.dt)
     grid = lambda k: torch.arange(n * k + 1, dtype=torch.float64, device=u0.device) * (problem.dt / k)
     exact = evolve(problem.system, u0, grid(4 * FRAMES), "dopri5", every=4).u
     ways = {
         "RK4": evolve(problem.system, u0, grid(1), "rk4").u,
-        "AttNS": solver.solve(u0, problem.shown).u,
+        "AttNS": solver.solve(u0, problem.film_end).u,
     }
     films = {"exact": exact, **{k: _between(problem.system, u, problem.dt) for k, u in ways.items()}}
     bobs = {name: problem.bobs(u) for name, u in films.items()}
@@ -116,7 +116,7 @@ def _test(problem: Problem, solver: HybridSolver, seed: int) -> dict[str, Any]:
     distances = {k: (bobs[k] - bobs["exact"]).norm(dim=-1).amax(-1) for k in ways}
     last_row = solver.history[-1]
     return {
-        "name": problem.name, "dt": problem.dt, "shown": problem.shown,
+        "name": problem.name, "dt": problem.dt, "shown": problem.film_end,
         "fitted_from": problem.trajectories, "fit_seconds": last_row["seconds"],
         "tested": TEST_TRAJECTORIES,
         "off_at_end": {

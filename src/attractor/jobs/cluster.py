@@ -41,16 +41,16 @@ def cluster(
                 f"no Ray cluster answers at {address or os.environ.get('RAY_ADDRESS')} ({error}); is it "
                 "up (ray status), and are RAY_AUTH_MODE and RAY_AUTH_TOKEN set here if it wants a token?"
             ) from None
-    ledger, running = Ledger(shards, retries), dict[Any, Shard]()
+    ledger, pending = Ledger(shards, retries), dict[Any, Shard]()
     worker_error = ray.exceptions.RayError  # an error of the cluster, as `attempt` raises nothing
     fatal = (ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError)
 
     def receive(seconds: float | None = 0.0) -> None:
-        count = len(running) if seconds is not None else 1
+        count = len(pending) if seconds is not None else 1
         for reference in (
-            ray.wait(list(running), num_returns=count, timeout=seconds)[0] if running else ()
+            ray.wait(list(pending), num_returns=count, timeout=seconds)[0] if pending else ()
         ):
-            shard = running.pop(reference)
+            shard = pending.pop(reference)
             try:
                 ledger.replies.append(ray.get(reference))
             except fatal:
@@ -64,19 +64,19 @@ def cluster(
         )
         job_reference = ray.put(job)
         while True:
-            while len(running) < (workers or _room(ray, job)):
+            while len(pending) < (workers or _room(ray, job)):
                 shard = ledger.next_shard()
                 if shard is None:
                     break
-                running[remote.remote(job_reference, shard)] = shard
+                pending[remote.remote(job_reference, shard)] = shard
             while ledger.replies:  # yield now, while all workers are busy
                 yield ledger.take(receive)
-            if not running:
+            if not pending:
                 return
             receive(None)
     finally:
         with suppress(Exception):  # the cluster itself may be lost
-            for reference in running:
+            for reference in pending:
                 ray.cancel(reference, force=True)
         if started_here:
             ray.shutdown()

@@ -95,26 +95,26 @@ def errors_over_time(
     return figure
 
 
-def trajectories(times: Sequence[float], states: Any, title: str = "", shown: int = 6) -> Any:
+def trajectories(times: Sequence[float], states: Any, title: str = "", limit: int = 6) -> Any:
     """Draw states ``[times, n, d]`` over time, one panel per component, and the phase plane.
 
-    At most `shown` components and trajectories are drawn. The phase plane shows the first two components
+    At most `limit` components and trajectories are drawn. The phase plane shows the first two components
     if there are two or more. Numbers beyond `LARGEST` are left out.
     """
     states = np.where(np.abs(states) <= LARGEST, states, np.nan)
-    count = min(states.shape[-1], shown)
+    count = min(states.shape[-1], limit)
     figure = plt.figure(figsize=(11, max(3.6, 1.25 * count)), layout="constrained")
     time_part, phase_part = figure, None
     if count > 1:
         time_part, phase_part = figure.subfigures(1, 2, width_ratios=(1.7, 1))  # type: ignore[misc]
     axes = time_part.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
     for i, axis in enumerate(axes):
-        for k in range(min(states.shape[1], shown)):
+        for k in range(min(states.shape[1], limit)):
             axis.plot(times, states[:, k, i], lw=1.0, color=plt.get_cmap("tab10")(k))
         frame(axis, title if i == 0 else "", "time" if i == count - 1 else "", f"u{i}")
     if phase_part is not None:
         axis = phase_part.subplots()
-        for k in range(min(states.shape[1], shown)):
+        for k in range(min(states.shape[1], limit)):
             axis.plot(states[:, k, 0], states[:, k, 1], lw=0.9, color=plt.get_cmap("tab10")(k))
             axis.plot(*states[0, k, :2], "o", ms=4, color=plt.get_cmap("tab10")(k))
         frame(axis, "", "u0", "u1")

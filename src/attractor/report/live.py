@@ -20,7 +20,7 @@ Line = tuple[Sequence[float], Sequence[float | None]]
 
 
 def lines(
-    named: Mapping[str, Line],
+    curves: Mapping[str, Line],
     *,
     x: str = "",
     y: str = "",
@@ -33,14 +33,14 @@ def lines(
     Values that are not finite, or not positive on a logarithmic axis, become gaps.
 
     Args:
-        named: name -> line.
+        curves: name -> line.
         x, y: the labels of the axes.
         log: the logarithmic axes, such as "y" or "xy".
         looks: name -> further entries of Plotly's trace.
         marks: whether points are marked.
     """
     data = []
-    for i, (name, (across, up)) in enumerate(named.items()):
+    for i, (name, (across, up)) in enumerate(curves.items()):
         color = COLORS[i % len(COLORS)]
         trace: dict[str, Any] = {
             "type": "scatter", "name": name, "x": list(across),

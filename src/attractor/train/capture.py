@@ -137,19 +137,19 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     A list is an `nn.Sequential` or `nn.ModuleList` with two or more members of a class that has
     submodules. If such blocks contain repeated blocks, the inner ones are returned.
     """
-    repeated: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     for child in model.children():
-        repeated += repeated_blocks(child)
+        blocks += repeated_blocks(child)
     if isinstance(model, nn.Sequential | nn.ModuleList):
         kinds = [type(child) for child in model]
         for child in model:
             simple = isinstance(child, nn.Sequential | nn.ModuleList) or not any(
                 True for _ in child.children()
             )
-            inner = any(block is part for part in child.modules() for block in repeated)
+            inner = any(block is part for part in child.modules() for block in blocks)
             if not simple and not inner and kinds.count(type(child)) > 1:
-                repeated.append(child)
-    return repeated
+                blocks.append(child)
+    return blocks
 
 
 @contextmanager

@@ -56,14 +56,14 @@ def parameter_groups(
     coefficient_lr = lr if coefficient_lr is None else coefficient_lr
     for name, number in (("lr", lr), ("weight_decay", weight_decay), ("coefficient_lr", coefficient_lr)):
         check_number(name, number, 0.0)
-    excluded = {id(parameter) for parameter in undecayed(model)}
+    excluded_ids = {id(parameter) for parameter in undecayed(model)}
     decayed: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
     coefficients: list[nn.Parameter] = []
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
-        if id(parameter) in excluded:
+        if id(parameter) in excluded_ids:
             coefficients.append(parameter)
         else:
             (decayed if decay_vectors or parameter.dim() > 1 else vectors).append(parameter)

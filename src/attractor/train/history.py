@@ -114,15 +114,15 @@ class Progress:
 
     def __str__(self) -> str:
         where = f"seed {self.seed}, epoch {self.epoch}/{self.epochs}"
-        remaining = f"{self.per_second:,.0f} {self.unit}/s, {_clock(self.seconds_left)} left"
+        rate_and_time = f"{self.per_second:,.0f} {self.unit}/s, {_clock(self.seconds_left)} left"
         if self.row is None:
-            return f"{where}, step {self.step}/{self.steps}: loss {self.loss:.4f}, {remaining}"
+            return f"{where}, step {self.step}/{self.steps}: loss {self.loss:.4f}, {rate_and_time}"
         values = [
             f"{k} {v:.4f}"
             for k, v in self.row.items()
             if k.startswith(("train_", "valid_")) and v is not None
         ]
-        return f"{where}: {', '.join(values)}, {remaining}"
+        return f"{where}: {', '.join(values)}, {rate_and_time}"
 
 
 class DivergedError(FloatingPointError):

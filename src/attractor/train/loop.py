@@ -175,8 +175,8 @@ def train(
                 if folder and place.is_main:
                     last = {"epoch": epoch + 1, "train_loss": None, "step": error.step}
                     folder.log([*history, last | {"layer": error.layer} if error.layer else last])
-                    if folder.kept.last:
-                        error.args = (f"{error}; the last good checkpoint is {folder.kept.last}",)
+                    if folder.checkpoints.last:
+                        error.args = (f"{error}; the last good checkpoint is {folder.checkpoints.last}",)
                 raise
             epoch_state = None
             place.wait()
@@ -355,7 +355,7 @@ class _Training:
             self.look: Callable[..., StepSums] = Captured(look) if graph else look
 
     def epoch(
-        self, epoch: int, tell: Tell | None, keeper: "_Keeper", resumed: EpochState | None = None
+        self, epoch: int, tell: Tell | None, keeper: "_Keeper", resume_state: EpochState | None = None
     ) -> tuple[Row, Progress]:
         """Run one epoch, or the rest of an interrupted one: training, then validation."""
         feed, recipe = self.feed, self.recipe
@@ -363,12 +363,12 @@ class _Training:
         sums, timer = Sums(feed.steps, self.place), Timer(recipe, epoch, feed, tell)
         rate, first = 0.0, 0
         inputs: tuple[Tensor, ...] = ()
-        if resumed is None:
+        if resume_state is None:
             steps = self.inputs(feed, epoch, keeper)
         else:
-            rate, first = resumed.rate, resumed.step
+            rate, first = resume_state.rate, resume_state.step
             steps = self.inputs(feed, epoch, keeper, first) if first < feed.steps else iter(())
-            self.restore(resumed, sums, timer)
+            self.restore(resume_state, sums, timer)
         for i, inputs in enumerate(steps, first):
             rate = recipe.rate(epoch + (i + 0.5) / feed.steps)
             self.set_rate(rate)
@@ -647,7 +647,7 @@ class _Keeper:
         if self.anywhere(self.stop.signal is not None):
             assert self.folder is not None
             main = self.training.place.is_main
-            last = self.folder.kept.last if main else self.folder.folder
+            last = self.folder.checkpoints.last if main else self.folder.folder
             outcome = (
                 f"{last} is written, and the same call continues from it" if last else "nothing is lost"
             )

@@ -157,11 +157,11 @@ def _groups(
     parameters: Iterable[nn.Parameter], decay: float, vectors: bool, never: Iterable[nn.Parameter]
 ) -> list[dict[str, Any]]:
     decayed: list[nn.Parameter] = []
-    undecayed_: list[nn.Parameter] = []
-    excluded = {id(p) for p in never}
+    without_decay: list[nn.Parameter] = []
+    excluded_ids = {id(p) for p in never}
     for p in parameters:
-        (decayed if (vectors or p.dim() > 1) and id(p) not in excluded else undecayed_).append(p)
-    groups = [{"params": decayed, "weight_decay": decay}, {"params": undecayed_, "weight_decay": 0.0}]
+        (decayed if (vectors or p.dim() > 1) and id(p) not in excluded_ids else without_decay).append(p)
+    groups = [{"params": decayed, "weight_decay": decay}, {"params": without_decay, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 

@@ -53,7 +53,7 @@ STATES = {
     "adamw": {"step", "exp_avg", "exp_avg_sq"},
 }  # tensors of an optimiser's state
 
-Loaded = tuple[Path, dict[str, Tensor], dict[str, Any]]
+CheckpointContent = tuple[Path, dict[str, Tensor], dict[str, Any]]
 
 
 class Kept:
@@ -99,7 +99,7 @@ class Kept:
         self.bad, self.last = [], new
         return new
 
-    def load(self) -> Loaded | None:
+    def load(self) -> CheckpointContent | None:
         """Load the latest intact checkpoint, or return None. Damaged ones are skipped with a warning.
 
         Raises:
@@ -183,7 +183,7 @@ class RunFolder:
     ) -> None:
         self.folder, self.recipe, self.definition, self.main = Path(folder), recipe, definition, main
         self.steps = definition.steps
-        self.kept = Kept(folder, KIND, main=main)
+        self.checkpoints = Kept(folder, KIND, main=main)
         self.writer: Any = None
 
     def begin(self, history: History, model: nn.Module) -> None:
@@ -195,12 +195,12 @@ class RunFolder:
         check_dtypes(model.state_dict())
         self._check_foreign()
         mine = json_bytes(self.definition.to_json())
-        with self.kept.told("the definition of the run"):
+        with self.checkpoints.told("the definition of the run"):
             for name in (DEFINITION, WEIGHTS, "log.jsonl", "times.jsonl"):
                 sweep(self.folder / name)
             if not write_new(self.folder / DEFINITION, mine):
                 self._check(self._read_definition())
-        with self.kept.told("the log"):
+        with self.checkpoints.told("the log"):
             if len(history) < self.recipe.epochs:
                 (self.folder / WEIGHTS).unlink(missing_ok=True)
             self._write_log(history.rows)
@@ -208,7 +208,7 @@ class RunFolder:
     def clear(self) -> None:
         """Remove the files of a previous run."""
         self._check_foreign()
-        self.kept.forget()
+        self.checkpoints.forget()
         for name in (DEFINITION, WEIGHTS, "log.jsonl", "times.jsonl"):
             with suppress(OSError):  # writing the file raises the error later
                 (self.folder / name).unlink(missing_ok=True)
@@ -219,7 +219,7 @@ class RunFolder:
         Tied tensors are written under each of their names, so that ``load_state_dict`` accepts the file.
         """
         path = self.folder / WEIGHTS
-        with self.kept.told(f"the weights {WEIGHTS}"):
+        with self.checkpoints.told(f"the weights {WEIGHTS}"):
             write_tensors(path, dict(plain(model).state_dict()))
         return path
 
@@ -233,8 +233,8 @@ class RunFolder:
     ) -> Path:
         """Write the state after or within an epoch, unless the last checkpoint has this state."""
         step = unfinished.step if unfinished else 0
-        if self.kept.last == self.kept.place(len(history), step):
-            return self.kept.last
+        if self.checkpoints.last == self.checkpoints.place(len(history), step):
+            return self.checkpoints.last
         tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
         for index, state in optimiser.state_dict()["state"].items():
             for key, value in state.items():
@@ -250,7 +250,7 @@ class RunFolder:
             tensors |= {f"random.{name}": value for name, value in unfinished.random.items()}
             config["begun"] = {"step": step, "rate": unfinished.rate, "counts": unfinished.counts,
                                "seconds": unfinished.seconds, "samples": unfinished.samples}  # fmt: skip
-        return self.kept.save(len(history), step, tensors, config)
+        return self.checkpoints.save(len(history), step, tensors, config)
 
     def resume(
         self, model: nn.Module, optimiser: torch.optim.Optimizer, scaler: Any
@@ -261,7 +261,7 @@ class RunFolder:
             CheckpointError: the folder holds another run, or all of its checkpoints are damaged.
         """
         definition = self._read_definition()
-        content = self.kept.load()
+        content = self.checkpoints.load()
         if content is None:
             self._check(definition)
             return History(), None
@@ -294,7 +294,7 @@ class RunFolder:
 
     def _check_foreign(self) -> None:
         """Raise if the folder of no training holds files with the names that training would write."""
-        ours = (self.folder / "log.jsonl").exists() or self.kept.found()
+        ours = (self.folder / "log.jsonl").exists() or self.checkpoints.found()
         foreign = [name for name in (DEFINITION, WEIGHTS) if (self.folder / name).exists() and not ours]
         if foreign:
             raise CheckpointError(
@@ -345,7 +345,7 @@ class RunFolder:
 
     def log(self, rows: list[Row]) -> None:
         """Write log.jsonl and times.jsonl, one row per line, and the last row for TensorBoard."""
-        with self.kept.told("the log"):
+        with self.checkpoints.told("the log"):
             self._write_log(rows)
         if self.writer is None:
             self.writer = _tensorboard_writer(self.folder / "tensorboard", len(rows))
