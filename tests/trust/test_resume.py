@@ -220,7 +220,7 @@ def test_the_callers_random_numbers_are_left_alone():
         (lambda t, c: t.update({"random.torch": torch.zeros(1, 7, dtype=torch.uint8)}), "random numbers cannot be used"),
         (lambda t, c: c.pop("trained"), "lacks 'trained'; it must have run"),
         (lambda t, c: c.pop("run"), "by a version of attractor that did not record what defines a run"),
-        (lambda t, c: c.update(run="0" * 64), "is of another run than run.json says"),
+        (lambda t, c: c.update(run="0" * 64), "belongs to another run than run.json"),
     ],
 )  # fmt: skip
 def test_checkpoints_with_true_hashes_that_are_not_this_training(tmp_path, change, told):

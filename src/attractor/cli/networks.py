@@ -147,7 +147,7 @@ def probe(
                     raise
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 raise ValueError(
-                    f"{name} cannot take what it was given ({reason}); "
+                    f"{name} rejected its inputs ({reason}); "
                     f"{networks.advice(network, ''.join(sources_passed))}"
                 ) from error
     _show(profile, name)

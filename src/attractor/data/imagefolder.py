@@ -52,7 +52,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         self.classes = there if classes is None else list(classes)
         if extra := sorted(set(there) - set(self.classes)):
             raise ValueError(
-                f"{folder} has subfolders that are no classes: {', '.join(extra)}; there are "
+                f"{folder} has subfolders that are not in classes: {', '.join(extra)}; the classes are "
                 f"{', '.join(self.classes)}"
             )
         files = [
@@ -70,7 +70,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         if empty and classes is None:
             raise FileNotFoundError(
                 f"no images of {', '.join(empty)} in {folder} ({', '.join(sorted(ENDINGS))}); remove "
-                "what is no class, or name the classes with classes="
+                "folders that are no class, or name the classes with classes="
             )
         self.paths = [path for path, _ in files]
         self.labels = torch.tensor([label for _, label in files])
@@ -161,7 +161,7 @@ def decoded(path: Path | str) -> Any:
             return picture.convert("RGB")
     except Exception as error:  # PIL raises many types of errors, few of which name the file
         raise OSError(
-            f"{path} cannot be decoded ({type(error).__name__}: {error}); mend it or remove it"
+            f"{path} cannot be decoded ({type(error).__name__}: {error}); repair it or remove it"
         ) from error
 
 

@@ -112,7 +112,7 @@ class ImageSet:
         """Split off n random images; return the others, for training, and the n, for validation."""
         check_whole("seed", seed, 0)
         if not is_whole(n) or not 0 <= n <= len(self):
-            raise ValueError(f"{n!r} images of {self.name}, which has {len(self)}")
+            raise ValueError(f"cannot split off {n!r} images of {self.name}, which has {len(self)}")
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         return self.take(order[n:]), self.take(order[:n])
 
@@ -122,7 +122,8 @@ class ImageSet:
             return self
         if self.images.shape[1] != 1:
             raise ValueError(
-                f"images have {self.images.shape[1]} channels; only grey ones can be coloured"
+                f"images have {self.images.shape[1]} channels; only images with 1 channel can be "
+                "converted to RGB"
             )
         return replace(self, images=self.images.repeat(1, 3, 1, 1), mean=self.mean * 3, std=self.std * 3)
 
@@ -185,7 +186,8 @@ def load(name: str, split: str = "train", folder: Folder = None) -> ImageSet | I
         return ImageFolder(place / split, train=split == "train", classes=train_classes)
     if split not in ("train", "test"):
         raise ValueError(
-            f"{name} has no split {split!r}, but train, test; ImageSet.hold_out divides one"
+            f"{name} has no split {split!r}; it has train and test, and ImageSet.hold_out splits one of "
+            "them"
         )
     images, labels, classes = _read_split(name, split, place)
     if name in STATISTICS:

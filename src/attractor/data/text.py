@@ -79,7 +79,7 @@ def labelled(name: str, split: str, folder: Folder = None) -> tuple[list[str], l
     """
     if name not in CLASSES:
         names = ", ".join(CLASSES)
-        raise ValueError(f"{name!r} has no labels, or is unknown; with labels there are {names}")
+        raise ValueError(f"{name!r} has no labels, or is unknown; the data sets with labels are {names}")
     path = _find(name, split, folder)
     if path is None:
         rows = list(_from_hub(name, split, folder))
@@ -379,7 +379,8 @@ def _find(name: str, split: str, folder: Folder) -> Path | None:
         raise ValueError(f"no data set is called {name!r}; there are {', '.join(FILES)}")
     if split not in FILES[name]:
         raise ValueError(
-            f"{name} has no split {split!r}, but {', '.join(FILES[name])}; hold out a part of another"
+            f"{name} has no split {split!r}; it has {', '.join(FILES[name])}: hold out a part of one of "
+            "them"
         )
     place = folder_of(folder)
     if place is None:

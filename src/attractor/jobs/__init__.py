@@ -135,7 +135,7 @@ def chosen(engine: str | None, workers: int | None = None, address: str | None =
     if engine == "here" and workers not in (None, 1):
         raise ValueError(f"engine here has one worker; for workers = {workers} use engine processes")
     if address is not None and engine != "ray":
-        raise ValueError(f"address {address!r} is for engine ray, not {engine}")
+        raise ValueError(f"address = {address!r} is for engine ray, not {engine}")
     return engine
 
 
@@ -147,7 +147,7 @@ def part_of(text: str) -> tuple[int, int]:
     """
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if not match or not 1 <= int(match[1]) <= int(match[2]):
-        raise ValueError(f"part {text!r} must be such as 3/16: the third of sixteen, from 1/16 to 16/16")
+        raise ValueError(f"part {text!r} must be a fraction such as 3/16, the third of sixteen parts")
     return int(match[1]) - 1, int(match[2])
 
 

@@ -91,7 +91,7 @@ def _room(ray: Any, job: Job) -> int:
         has = "; ".join(", ".join(f"{has.get(k, 0):g} {k}" for k in resources) for has in alive)
         request = ", ".join(f"{n} {k}" for k, n in resources.items() if n)
         raise ValueError(
-            f"a shard wants {request}, and no machine of the cluster has them (there is {has}); reduce "
+            f"a shard needs {request}, and no machine of the cluster has them (there is {has}); reduce "
             "threads or gpus"
         )
     return room

@@ -51,7 +51,8 @@ class Job:
         module = self.function.partition(":")[0]
         if module.split(".")[0] != "attractor" and module not in self.also:
             raise ValueError(
-                f"{self.function!r} is not of attractor; if it is yours, say so: also=({module!r},)"
+                f"{self.function!r} is not a function of attractor; if it is yours, pass "
+                f"also=({module!r},)"
             )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads = {self.threads} must be at least 1")
@@ -82,7 +83,9 @@ class Artifact:
             OSError: the content was damaged in transfer.
         """
         if sha256(self.content).hexdigest() != self.sha256:
-            raise OSError(f"shard {label(self.shard)}: its artifact was damaged on the way; begin again")
+            raise OSError(
+                f"shard {label(self.shard)}: its artifact was damaged in transfer; run the job again"
+            )
         return self
 
 

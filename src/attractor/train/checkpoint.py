@@ -112,7 +112,7 @@ def _check_contents(folder: Path, kind: str, locked: bool) -> None:
     present = _kind_in(folder)
     if present not in (None, kind):
         raise ValueError(
-            f"{folder} holds a {present!s:.60}, which a {kind} is not to replace; give another folder"
+            f"{folder} holds a {present!s:.60}, and a {kind} must not replace it; give another folder"
         )
 
 
@@ -235,14 +235,15 @@ def _read(folder: Path, kind: str, files: dict[str, FileIO]) -> tuple[dict[str, 
     version = manifest.get("format") if isinstance(manifest, dict) else FORMAT
     if version not in READ:
         raise CheckpointError(
-            f"{folder} has format {version!r:.40}; this version of attractor reads {FORMAT} and before"
+            f"{folder} has format {version!r:.40}; this version of attractor reads formats up to "
+            f"{FORMAT}"
         )
     schema.check(manifest, SCHEMAS[version], folder / MANIFEST, CheckpointError)
     own = manifest.pop("own")
     if own != _own_hash(manifest) or raw != json_bytes({**manifest, "own": own}):
         raise CheckpointError(f"{folder}/{MANIFEST} is damaged: it does not match its own hash")
     if manifest["kind"] != kind:
-        raise CheckpointError(f"{folder} holds a {manifest['kind']}, not a {kind}")
+        raise CheckpointError(f"{folder} holds a {manifest['kind']}, not a {kind}; give another folder")
     hashes, sizes = manifest["sha256"], manifest.get("bytes", {})
     actual = {name: os.fstat(files[name].fileno()).st_size for name in FILES}
     for name in FILES:
@@ -335,8 +336,8 @@ def _has_next(folder: Path) -> bool:
         return False
     if not stat.S_ISDIR(mode):
         raise CheckpointError(
-            f"{folder / NEXT} is a link or a file, which no checkpoint has; remove it if you trust the "
-            "rest of the folder"
+            f"{folder / NEXT} is a link or a file, which a checkpoint never contains; remove it if you "
+            "trust the rest of the folder"
         )
     return True
 

@@ -31,9 +31,10 @@ class Classify:
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Return "loss" and "accuracy"; labels are smoothed in training mode only."""
         if not isinstance(batch, tuple | list) or len(batch) not in (2, 4):
-            description = f"{type(batch).__name__} of {len(batch)}"
+            description = f"{type(batch).__name__} of length {len(batch)}"
             raise ValueError(
-                f"a batch is a {description}; give (inputs, labels), or a loss= of your own"
+                f"a batch is a {description}, but the default loss needs (inputs, labels); pass loss= "
+                "for other batches"
             )
         logits = model(batch[0])
         labels = batch[1] if batch[1].is_floating_point() else batch[1].long()

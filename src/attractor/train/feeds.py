@@ -105,9 +105,15 @@ class ImageFeed:
         )
         rank, world = share
         if train and recipe.batch % world:
-            raise ValueError(f"batch = {recipe.batch} cannot be shared by {world} processes")
+            raise ValueError(
+                f"batch = {recipe.batch} cannot be shared by {world} processes; "
+                "use a multiple of the number of processes"
+            )
         if train and self.count < recipe.batch:
-            raise ValueError(f"batch = {recipe.batch} is more than the {self.count} training images")
+            raise ValueError(
+                f"batch = {recipe.batch} is more than the {self.count} training images; "
+                "use a smaller batch"
+            )
         if self.count < world:
             raise ValueError(
                 f"{self.count} images for {world} process{'es' * (world > 1)}: too few; each process "
@@ -221,8 +227,8 @@ class BatchFeed:
             ) from None
         if train and recipe.mixup:
             raise ValueError(
-                f"mixup = {recipe.mixup} is for images with labels, mean and std, which training draws "
-                "itself; batches have to be mixed where they are made"
+                f"mixup = {recipe.mixup} needs images with labels, mean and std; for other data mix "
+                "the batches where they are made"
             )
         rank, world = share
         is_distributed = isinstance(getattr(batches, "sampler", None), DistributedSampler)
@@ -308,7 +314,7 @@ class BatchFeed:
         leaves, form = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
         if self.form not in (None, form):
             raise ValueError(
-                f"batches must have one form; the first was {self.form}, this one is {form}"
+                f"batches must have one structure; the first had {self.form}, this one has {form}"
             )
         self.form = form
         if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):

@@ -42,7 +42,7 @@ class History:
     def final(self) -> Row:
         """The last epoch's row."""
         if not self.rows:
-            raise ValueError("no epoch is finished")
+            raise ValueError("the history has no finished epoch")
         return self.rows[-1]
 
     @property

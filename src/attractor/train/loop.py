@@ -384,7 +384,10 @@ class _Training:
         if keeper.stop.signal is not None and sums.count < feed.steps and self.place.share[1] == 1:
             keeper.cut_short(self.epoch_state(rate, sums, timer) if sums.count else None)
         if not sums.count:
-            raise ValueError(f"no batches in epoch {epoch + 1}: the data can only be gone through once")
+            raise ValueError(
+                f"no batches in epoch {epoch + 1}: the data can be iterated only once; give a list, a "
+                "DataLoader or a class whose __iter__ starts again"
+            )
         self.check(sums, epoch, inputs)
         means = sums.means()  # waits for the device
         seconds = timer.seconds
@@ -407,7 +410,8 @@ class _Training:
                 keeper.cut_short(trained_state)
             if not sums.count:
                 raise ValueError(
-                    f"no validation batches in epoch {epoch + 1}: they can only be gone through once"
+                    f"no validation batches in epoch {epoch + 1}: the data can be iterated only once; "
+                    "give a list, a DataLoader or a class whose __iter__ starts again"
                 )
             row |= {f"valid_{name}": value for name, value in sums.means().items()}
         per_second = timer.samples * self.place.share[1] / max(seconds, 1e-9)
@@ -657,10 +661,14 @@ class _Keeper:
 def _numbers(output: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
     numbers = output if isinstance(output, dict) else {"loss": output}
     if "loss" not in numbers:
-        raise ValueError(f"the loss function named {', '.join(numbers)}; one must be called 'loss'")
+        raise ValueError(
+            f"the loss function returned the names {', '.join(numbers)}; one of them must be 'loss'"
+        )
     for name, value in numbers.items():
         if not isinstance(value, Tensor):
-            raise TypeError(f"the loss function gave {name} as {type(value).__name__}; give tensors")
+            raise TypeError(
+                f"the loss function returned {name} as {type(value).__name__}; it must return tensors"
+            )
     return numbers
 
 

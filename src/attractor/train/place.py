@@ -171,7 +171,7 @@ def _precision(precision: str, device: torch.device, launch_precision: str) -> s
         told: the precision with which Accelerate was launched.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device = {str(device)!r}, but torch finds no GPU here; say 'cpu'")
+        raise ValueError(f"device = {str(device)!r}, but torch finds no GPU here; use device='cpu'")
     if precision == "auto":
         bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         precision = launch_precision if launch_precision != "fp32" else "bf16" if bf16 else "fp32"

@@ -92,10 +92,10 @@ class Recipe:
         for name, least in (("epochs", 0), ("batch", 1), ("crop", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} = {value!r} must be an integer from {least} on")
+                raise ValueError(f"{name} = {value!r} must be an integer of at least {least}")
         for name in ("learning_rate", "warmup", "weight_decay", "decay", "floor", "mixup"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} = {getattr(self, name)} must be a number from 0 on")
+                raise ValueError(f"{name} = {getattr(self, name)} must be a finite number of at least 0")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing = {self.label_smoothing} must be in [0, 1)")
         if self.clip is not None and not self.clip > 0:

@@ -278,9 +278,11 @@ class RunFolder:
         weights = _weights(model, tensors)
         self._check(definition, None if len(rows) >= self.recipe.epochs else weights, model)
         if definition is None and config["run"] != self.definition.digest:
-            raise CheckpointError(f"{folder} is of another run, and without {DEFINITION}; {ADVICE}")
+            raise CheckpointError(
+                f"{folder} belongs to another run, and its folder has no {DEFINITION}; {ADVICE}"
+            )
         if definition is not None and config["run"] != definition.digest:
-            raise CheckpointError(f"{folder} is of another run than {DEFINITION} says; {ADVICE}")
+            raise CheckpointError(f"{folder} belongs to another run than {DEFINITION}; {ADVICE}")
         checkpoint.fill(model, weights, folder, ADVICE)
         if config["trained"] != _names(model, optimiser):
             raise CheckpointError(f"{folder} was trained with other parameters frozen; {ADVICE}")
