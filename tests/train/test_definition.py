@@ -504,7 +504,7 @@ def interleave(tmp_path_factory, one, other, calls):
         refused = owner is not None and owner != mine and not anew
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("attractor.train.bookkeeping.Watch.EVERY", 0.0)
+                patch.setattr("attractor.train.bookkeeping.Timer.INTERVAL", 0.0)
                 model, history = defined(mine, out=folder, save_minutes=0.0, tell=tell, resume=not anew)
         except CheckpointError:
             assert refused

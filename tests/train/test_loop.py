@@ -895,7 +895,7 @@ def test_a_loss_that_is_not_finite_stops_it(tmp_path):
 
 
 def test_progress(monkeypatch):
-    monkeypatch.setattr("attractor.train.bookkeeping.Watch.EVERY", 0.0)
+    monkeypatch.setattr("attractor.train.bookkeeping.Timer.INTERVAL", 0.0)
     told = []
     run(data=digits(100), valid=digits(50, "test"), tell=told.append)
     assert [(p.epoch, p.step, p.row is None) for p in told] == [

@@ -130,7 +130,7 @@ def test_many_breaks_of_one_training(tmp_path):
                 raise Interrupted
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("attractor.train.bookkeeping.Watch.EVERY", 0.0)
+            patch.setattr("attractor.train.bookkeeping.Timer.INTERVAL", 0.0)
             try:
                 model, _ = on_images(out=tmp_path / "torn", save_minutes=0, tell=tell)
                 break
@@ -247,7 +247,7 @@ def _two(folder):
 
     AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attractor.train.loop._Keeper.AGREE", 2)
+        patch.setattr("attractor.train.loop._Checkpointer.AGREE", 2)
         whole, history = on_images(loss=Classify())
         with pytest.raises(Interrupted), broken_at(8):
             on_images(loss=Classify(), out=folder, save_minutes=0)

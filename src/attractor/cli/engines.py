@@ -6,7 +6,9 @@ import typer
 
 Engine = Annotated[
     str | None,
-    typer.Option(help="here, processes or ray; default: processes if there are several workers."),
+    typer.Option(
+        help="Engine: here, processes or ray; default: processes if there are several workers."
+    ),
 ]
 Workers = Annotated[
     int | None,

@@ -1,4 +1,4 @@
-"""The demo."""
+"""General commands: demo."""
 
 from pathlib import Path
 from typing import Annotated

@@ -85,7 +85,7 @@ def probe(
     size: Annotated[int | None, typer.Option(min=1, help="Height and width of images.")] = None,
     inputs: Annotated[int, typer.Option(min=1, help="Largest number of inputs.")] = 256,
     batch: Annotated[int, typer.Option(min=1, help="Number of inputs per batch.")] = 32,
-    granularity: Annotated[str, typer.Option(help="block, or addition.")] = "block",
+    granularity: Annotated[str, typer.Option(help="Unit to probe: block, or addition.")] = "block",
     step: Annotated[
         str, typer.Option(help="Step size of a block: one, or gate for the values of its gate.")
     ] = "one",

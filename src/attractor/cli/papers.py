@@ -42,9 +42,9 @@ def reproduce(
     names: Names = None,
     list_: Annotated[bool, typer.Option("--list", help="Show all experiments and their state.")] = False,
     scale: Annotated[
-        str, typer.Option(help="smoke (seconds), cpu (minutes), gpu (one large GPU).")
+        str, typer.Option(help="Scale: smoke (seconds), cpu (minutes) or gpu (one large GPU).")
     ] = "smoke",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda, cuda:1 ...")] = "cpu",
     data: Annotated[
         Path | None, typer.Option(help="Folder of data sets; default: ATTRACTOR_DATA.")
     ] = None,

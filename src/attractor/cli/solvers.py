@@ -89,7 +89,7 @@ def trajectories(
     fine_dt: Annotated[
         float | None, typer.Option(help="Step of the reference; default: found by refinement.")
     ] = None,
-    period: Annotated[float | None, typer.Option(help="Of a rate that repeats in time.")] = None,
+    period: Annotated[float | None, typer.Option(help="Period of a rate that repeats in time.")] = None,
     shard_size: Annotated[int, typer.Option(min=1, help="Number of trajectories per file.")] = 1000,
     engine: Engine = None,
     workers: Workers = None,
@@ -155,9 +155,13 @@ def fit(
     scheme: Annotated[str, typer.Option(help="The scheme to correct; identity: no scheme.")] = "rk4",
     correction: Annotated[
         str,
-        typer.Option(help="auto, stages, polynomial, attns, neurvec, attns_m, csm, fsnet or linear."),
+        typer.Option(
+            help="Correction: auto, stages, polynomial, attns, neurvec, attns_m, csm, fsnet or linear."
+        ),
     ] = "auto",
-    recipe: Annotated[str, typer.Option(help="default, or paper (slow).")] = "default",
+    recipe: Annotated[
+        str, typer.Option(help="Recipe of the fit: default, or paper (slow).")
+    ] = "default",
     width: Annotated[int | None, typer.Option(min=0, help="Width of the network.")] = None,
     degree: Annotated[int | None, typer.Option(min=1, help="Degree of the polynomial.")] = None,
     precision: Annotated[
@@ -166,7 +170,7 @@ def fit(
     trajectories: Annotated[
         int, typer.Option(min=1, help="Number of trajectories to learn from.")
     ] = 1000,
-    period: Annotated[float | None, typer.Option(help="Of a rate that repeats in time.")] = None,
+    period: Annotated[float | None, typer.Option(help="Period of a rate that repeats in time.")] = None,
     fine_dt: Annotated[
         float | None, typer.Option(help="Step of the fine data; found by refinement if not passed.")
     ] = None,
@@ -429,14 +433,14 @@ def tune(
     budget: Annotated[
         float, typer.Option(min=0, help="Seconds after which no new candidate is tried.")
     ] = 60.0,
-    period: Annotated[float | None, typer.Option(help="Of a rate that repeats in time.")] = None,
+    period: Annotated[float | None, typer.Option(help="Period of a rate that repeats in time.")] = None,
     compile: Annotated[bool, typer.Option(help="Also try compiled steps.")] = True,
     seed: Seed = 0,
     device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for the solver.")] = Path("out/tune"),
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest solver for an error: plain schemes, error control and hybrids."""
+    """Find the fastest solver that reaches an error: plain, error-controlled or hybrid."""
     check_device(device)
     with report_usage_errors():
         check_out(out)

@@ -38,7 +38,7 @@ def bench(
     what: Annotated[
         list[str],
         typer.Option(
-            help="stepped, causal, reaction, split, window, documents or hybrid; default: all of them. "
+            help="Case: stepped, causal, reaction, split, window, documents or hybrid; default: all. "
             "model: training and generation of a whole transformers model."
         ),
     ] = [],  # noqa: B006
@@ -50,7 +50,7 @@ def bench(
         ),
     ] = "",
     device: Device = "cpu",
-    dtype: Annotated[str, typer.Option(help="auto: bfloat16 on a GPU, else float32.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Dtype; auto: bfloat16 on a GPU, else float32.")] = "auto",
     tokens: Annotated[
         list[int],
         typer.Option(min=1, help="Length of the sequences; default: several that suit the device."),

@@ -88,8 +88,8 @@ def _hush(as_json: bool) -> bool:
 
 
 Seed = Annotated[int, typer.Option(help="Seed of all random numbers.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps ...")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.", callback=_hush)]
+Device = Annotated[str, typer.Option(help="Device: cpu, cuda, cuda:1, mps ...")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.", callback=_hush)]
 
 
 def print_json(content: Any) -> None:

@@ -99,10 +99,10 @@ def own(number: int = 0) -> AbstractContextManager[Any]:
 
     The numbers are the same as after ``torch.manual_seed(number)``.
     """
-    return _Own(number)
+    return _OwnGenerators(number)
 
 
-class _Own(TorchDispatchMode):
+class _OwnGenerators(TorchDispatchMode):
     """A mode that passes a generator to each random operation without one."""
 
     def __init__(self, number: int) -> None:

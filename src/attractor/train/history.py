@@ -126,7 +126,7 @@ class Progress:
 
 
 class DivergedError(FloatingPointError):
-    """The training loss is no longer a finite number.
+    """Raised if the training loss is no longer a finite number.
 
     Attributes:
         history: the history of the epochs before.

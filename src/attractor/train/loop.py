@@ -155,20 +155,22 @@ def train(
                 problem = error
             place.raise_together(problem)
         place.wait()
-        keeper = _Keeper(training, folder if save_every else None, history, 60 * save_minutes)
-        if keeper.folder:
-            stack.enter_context(keeper.stop.handle_signals())
+        checkpointer = _Checkpointer(
+            training, folder if save_every else None, history, 60 * save_minutes
+        )
+        if checkpointer.folder:
+            stack.enter_context(checkpointer.stop.handle_signals())
         for epoch in range(len(history), recipe.epochs):
             generators.seed(recipe.stream("epoch", epoch, place.share[0]))  # dropout, DataLoaders
             try:
                 row, progress = training.epoch(
-                    epoch, tell if place.is_main else None, keeper, epoch_state
+                    epoch, tell if place.is_main else None, checkpointer, epoch_state
                 )
                 history.rows.append(row)
                 if folder and place.is_main:
                     folder.log(history.rows)
                 due = save_every and ((epoch + 1) % save_every == 0 or epoch + 1 == recipe.epochs)
-                keeper.after_epoch(bool(due))
+                checkpointer.after_epoch(bool(due))
             except DivergedError as error:
                 del history.rows[epoch:]
                 error.history = history
@@ -355,7 +357,11 @@ class _Training:
             self.look: Callable[..., StepSums] = Captured(look) if graph else look
 
     def epoch(
-        self, epoch: int, tell: Tell | None, keeper: "_Keeper", resume_state: EpochState | None = None
+        self,
+        epoch: int,
+        tell: Tell | None,
+        checkpointer: "_Checkpointer",
+        resume_state: EpochState | None = None,
     ) -> tuple[Row, Progress]:
         """Run one epoch, or the rest of an interrupted one: training, then validation."""
         feed, recipe = self.feed, self.recipe
@@ -364,10 +370,10 @@ class _Training:
         rate, first = 0.0, 0
         inputs: tuple[Tensor, ...] = ()
         if resume_state is None:
-            steps = self.inputs(feed, epoch, keeper)
+            steps = self.inputs(feed, epoch, checkpointer)
         else:
             rate, first = resume_state.rate, resume_state.step
-            steps = self.inputs(feed, epoch, keeper, first) if first < feed.steps else iter(())
+            steps = self.inputs(feed, epoch, checkpointer, first) if first < feed.steps else iter(())
             self.restore(resume_state, sums, timer)
         for i, inputs in enumerate(steps, first):
             rate = recipe.rate(epoch + (i + 0.5) / feed.steps)
@@ -378,11 +384,11 @@ class _Training:
             if timer.is_due(feed.size(*inputs)) and self.place.share[1] == 1:
                 self.check(sums, epoch, inputs)
                 timer.report(i + 1, sums.means()["loss"])
-            if keeper.is_due(i + 1):
+            if checkpointer.is_due(i + 1):
                 self.check(sums, epoch, inputs)
-                keeper.within_epoch(self.epoch_state(rate, sums, timer))
-        if keeper.stop.signal is not None and sums.count < feed.steps and self.place.share[1] == 1:
-            keeper.cut_short(self.epoch_state(rate, sums, timer) if sums.count else None)
+                checkpointer.within_epoch(self.epoch_state(rate, sums, timer))
+        if checkpointer.stop.signal is not None and sums.count < feed.steps and self.place.share[1] == 1:
+            checkpointer.cut_short(self.epoch_state(rate, sums, timer) if sums.count else None)
         if not sums.count:
             raise ValueError(
                 f"no batches in epoch {epoch + 1}: the data can be iterated only once; give a list, a "
@@ -395,19 +401,19 @@ class _Training:
         row |= {f"train_{name}": value for name, value in means.items()}
         self.place.agree(self.model)
         if self.valid is not None:
-            trained_state = self.epoch_state(rate, sums, timer) if keeper.folder else None
+            trained_state = self.epoch_state(rate, sums, timer) if checkpointer.folder else None
             self.model.eval()
             sums = Sums(self.valid.steps, self.place)
             # Evaluation is short: compiling it would take longer than it saves.
             own = recipe.capture == "compile"
             with torch.compiler.set_stance("force_eager") if own else nullcontext():
-                for inputs in self.inputs(self.valid, epoch, keeper):
+                for inputs in self.inputs(self.valid, epoch, checkpointer):
                     sums.add(self.look(*inputs))
-                    if trained_state and self.place.share[1] == 1 and keeper.is_due(sums.count):
-                        keeper.within_epoch(trained_state)
+                    if trained_state and self.place.share[1] == 1 and checkpointer.is_due(sums.count):
+                        checkpointer.within_epoch(trained_state)
             early = sums.count < self.valid.steps and self.place.share[1] == 1
-            if trained_state and early and keeper.stop.signal is not None:
-                keeper.cut_short(trained_state)
+            if trained_state and early and checkpointer.stop.signal is not None:
+                checkpointer.cut_short(trained_state)
             if not sums.count:
                 raise ValueError(
                     f"no validation batches in epoch {epoch + 1}: the data can be iterated only once; "
@@ -420,7 +426,7 @@ class _Training:
         return row, timer.progress(feed.steps, means["loss"], row)
 
     def inputs(
-        self, feed: Feed, epoch: int, keeper: "_Keeper", first: int = 0
+        self, feed: Feed, epoch: int, checkpointer: "_Checkpointer", first: int = 0
     ) -> Iterator[tuple[Tensor, ...]]:
         """Yield the inputs of an epoch.
 
@@ -429,7 +435,7 @@ class _Training:
 
         def has_stopped() -> bool:
             time.sleep(0.05)  # the signal may arrive a moment later
-            return keeper.stop.signal is not None and self.place.share[1] == 1
+            return checkpointer.stop.signal is not None and self.place.share[1] == 1
 
         def until_stopped() -> Iterator[tuple[Tensor, ...]]:
             try:
@@ -463,9 +469,8 @@ class _Training:
         sums.restore(state)
         timer.began -= state.seconds
         timer.samples = state.samples
-        if all(
-            len(rows) == world for rows in state.random.values()
-        ):  # otherwise keep the seed of the epoch
+        # With another number of processes, the generators keep the seed of the epoch.
+        if all(len(rows) == world for rows in state.random.values()):
             try:
                 generators.restore({k: v[rank] for k, v in state.random.items()}, self.place.device)
             except (OverflowError, RuntimeError, TypeError, ValueError) as error:
@@ -529,12 +534,8 @@ class _Step:
         self, shared_model: nn.Module, model: nn.Module, optimiser: torch.optim.Optimizer, scaler: Any,
         loss: Loss, feed: Feed, recipe: Recipe, place: Place, captured: bool,
     ) -> None:  # fmt: skip
-        self.shared_model, self.model, self.optimiser, self.scaler = (
-            shared_model,
-            model,
-            optimiser,
-            scaler,
-        )
+        self.shared_model, self.model = shared_model, model
+        self.optimiser, self.scaler = optimiser, scaler
         self.loss, self.feed, self.clip = loss, feed, recipe.clip
         self.place, self.captured, self.careful = place, captured, False
 
@@ -580,7 +581,7 @@ class _Evaluation:
 
 
 @dataclass
-class _Keeper:
+class _Checkpointer:
     """Writes checkpoints when they are due, and stops training after a signal.
 
     Attributes:

@@ -48,10 +48,8 @@ REQUIRED_STATES = ("random.torch", "random.python")
 RANDOM = {
     k: TensorSpec(("processes", k), INTEGERS) for k in (*REQUIRED_STATES, "random.numpy", "random.cuda")
 }
-STATES = {
-    "sgd": {"momentum_buffer"},
-    "adamw": {"step", "exp_avg", "exp_avg_sq"},
-}  # tensors of an optimiser's state
+# Tensors in the state of an optimiser, per parameter.
+STATES = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
 
 CheckpointContent = tuple[Path, dict[str, Tensor], dict[str, Any]]
 
@@ -275,7 +273,7 @@ class RunFolder:
         schema.check(config, TRAINING, folder, CheckpointError, ADVICE_SENTENCE)
         epoch_state = _epoch_state(config.get("begun"), tensors, self.steps, folder)
         rows = _rows(tensors["log"], folder)
-        weights = _weights(model, tensors)
+        weights = checkpoint.completed(model, _part(tensors, "model."))
         self._check(definition, None if len(rows) >= self.recipe.epochs else weights, model)
         if definition is None and config["run"] != self.definition.digest:
             raise CheckpointError(
@@ -290,9 +288,8 @@ class RunFolder:
         if config["scaler"]:
             with described(folder, "a training"):
                 scaler.load_state_dict(config["scaler"])
-        return History(
-            [{**row, **times} for row, times in zip(rows, self._times(len(rows)))]
-        ), epoch_state
+        history_rows = [{**row, **times} for row, times in zip(rows, self._times(len(rows)))]
+        return History(history_rows), epoch_state
 
     def _check_foreign(self) -> None:
         """Raise if the folder of no training holds files with the names that training would write."""
@@ -323,7 +320,7 @@ class RunFolder:
         """Raise if the folder holds another run.
 
         Args:
-            recorded: the definition of the run in the folder, if it is known.
+            definition: the definition of the run in the folder, if it is known.
             weights: weights in the checkpoint of an unfinished run. A model that has them already, as
                 after Ctrl-C in a notebook, is accepted as the model that was trained.
             model: the model of the call.
@@ -399,10 +396,6 @@ def _without_times(row: Row) -> Row:
     return {k: v for k, v in row.items() if k not in TIMES}
 
 
-def _weights(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return checkpoint.completed(model, _part(tensors, "model."))
-
-
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
@@ -439,11 +432,8 @@ def _names(model: nn.Module, optimiser: torch.optim.Optimizer) -> list[str]:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    return _alike(one, other) and torch.equal(one.cpu(), other)
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
+    alike = one.shape == other.shape and one.dtype == other.dtype
+    return alike and torch.equal(one.cpu(), other)
 
 
 def _restore(
