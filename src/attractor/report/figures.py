@@ -12,9 +12,8 @@ import numpy as np
 
 from attractor.core.files import write_bytes
 
-if (
-    not {"IPython", "matplotlib.pyplot"} & sys.modules.keys()
-):  # otherwise the caller has chosen a backend
+# If these modules are loaded, the caller has chosen a backend.
+if not {"IPython", "matplotlib.pyplot"} & sys.modules.keys():
     matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 

@@ -129,17 +129,14 @@ def read_tensors(path: Path | str, *, link: bool = True) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the file is not a safetensors file, is damaged, or has a wrong header.
     """
-    return read_hashed(path, link=link)[0]
-
-
-def read_hashed(path: Path | str, *, link: bool = True) -> tuple[dict[str, Tensor], str]:
-    """Return all tensors of a safetensors file, and the SHA-256 of the bytes that were read."""
-    with open_file(path, link=link) as file:
-        return tensors_of(file, path)
+    return read_annotated(path, link=link)[0]
 
 
 def tensors_of(file: FileIO, path: Path | str) -> tuple[dict[str, Tensor], str]:
-    """Do what `read_hashed` does for an open file; `path` names it in errors."""
+    """Return the tensors in an open safetensors file, and the SHA-256 of its bytes.
+
+    `path` names the file in errors.
+    """
     tensors, digest, _ = _all_of(file, path)
     return tensors, digest
 
