@@ -209,7 +209,7 @@ def fit(
                 recipe=_recipe(recipe, epochs), width=width,
                 trajectories=trajectories, sample=problem.sample, parameters=problem.parameters,
                 fine_dt=fine_dt, period=_default(period, problem.period), budget=budget, data=data,
-                seed=seed,                 device=device, out=out / "unfinished", progress=status.update,
+                seed=seed, device=device, out=out / "unfinished", progress=status.update,
                 options={name: value for name, value in options.items() if value is not None},
                 process_group="world",  # all launched processes take part in one fit
             )  # fmt: skip
