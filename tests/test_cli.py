@@ -198,7 +198,7 @@ def test_an_equation_with_parameters_from_the_fit_to_the_states(tmp_path, monkey
     for arguments, message in (
         (["fit", "elastic-pendulum", *own], "a built-in system, which has no parameters"),
         (["solve", "out/fit/solver", *own], "pass --rate as well"),
-        (["solve", *solver, "--parameters", "1;2"], "must be numbers with commas between"),
+        (["solve", *solver, "--parameters", "1;2"], "must be comma-separated numbers"),
         (["solve", *solver, "--parameters", "1"], "fitted to an equation with 2 parameters"),
         (["fit", "sweep.py:rate", "--parameters", "rates.py"], "give FILE.py:FUNCTION"),
         (["fit", "sweep.py:sample", *own], "sample"),

@@ -299,7 +299,7 @@ def test_inputs_that_a_network_cannot_take(tmp_path, monkeypatch):
     )
     result = run("own.py:mlp", "--noise", "4")
     assert result.exit_code == 2, result.output
-    assert "own.py:mlp cannot take what it was given (mat1 and mat2 shapes" in result.output
+    assert "own.py:mlp rejected its inputs (mat1 and mat2 shapes" in result.output
     assert "give --size, or --images or --data that fit it, or write into own.py" in result.output
     result = run("attractor:resnet_cifar", "-o", "in_channels=5", "--data", "digits", "--inputs", 4)
     assert result.exit_code == 2, result.output

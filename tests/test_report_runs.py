@@ -113,9 +113,9 @@ def test_numbers_are_those_of_the_run(out):
     ("place", "shown", "plots"),
     [
         ("fit", ["mean square error of the fit", "plain rk4, half the step", "correction.width", "attractor"], 2),
-        ("compare", ["it pays if m > m*", "hybrid dt 0.5", "heun", "rate.system", "Logistic"], 2),
+        ("compare", ["the hybrid pays if m > m*", "hybrid dt 0.5", "heun", "rate.system", "Logistic"], 2),
         ("probe", ["TNS, step one", "layer2.0", "granularity"], 2),
-        ("training", ["seed-0", "seed-1", "valid_accuracy", "learning_rate", "Made by a call in Python", "Versions", "numpy"], 3),
+        ("training", ["seed-0", "seed-1", "valid_accuracy", "learning_rate", "This run was started from Python", "Versions", "numpy"], 3),
         ("bench.json", ["forward.ratio", "1.25", "ceilings.copy_gb_s", "attractor bench"], 2),
         ("reproduce", ["spring-mass, states", "13.5 ± 1.4", "Verdict:", "--scale smoke"], 1),
     ],
@@ -124,7 +124,7 @@ def test_a_page_shows_configuration_versions_tables_pictures_and_commands(out, p
     runs = kept.find(out / place)
     html = kept.page(runs).html()
     seen = text(html)
-    for what in [*shown, "Configuration", "Again", "This page"]:
+    for what in [*shown, "Configuration", "Repeat this run", "This page"]:
         assert what in seen, what
     assert html.count("attractorPlot(") - 1 == plots  # one is the function itself
     if any(run.versions for run in runs):

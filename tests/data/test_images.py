@@ -67,7 +67,9 @@ def test_parts_of_a_set():
     pairs = ImageSet(
         torch.zeros(1, 2, 4, 4, dtype=torch.uint8), torch.zeros(1).long(), ["a"], (0.5,) * 2, (0.2,) * 2
     )
-    with pytest.raises(ValueError, match="images have 2 channels; only grey ones can be coloured"):
+    with pytest.raises(
+        ValueError, match="images have 2 channels; only images with 1 channel can be converted"
+    ):
         pairs.rgb()
 
 
@@ -180,7 +182,7 @@ def test_what_is_not_there_says_what_was_looked_for(tmp_path):
     ):
         load("mnist")
     with pytest.raises(
-        ValueError, match=r"digits has no split 'valid', but train, test; ImageSet\.hold_out"
+        ValueError, match=r"digits has no split 'valid'; it has train and test, and ImageSet\.hold_out"
     ):
         load("digits", "valid")
     with pytest.raises(FileNotFoundError, match="give the folder of val/<class>/<image>"):
@@ -283,7 +285,9 @@ def test_labels_of_a_test_folder_are_those_of_the_training_folder(folder):
     assert found.classes == ["cat", "dog"]
     assert found.labels.tolist() == [1]
     (folder / "val" / "fish").mkdir()
-    with pytest.raises(ValueError, match="subfolders that are no classes: fish; there are cat, dog"):
+    with pytest.raises(
+        ValueError, match="subfolders that are not in classes: fish; the classes are cat, dog"
+    ):
         load("imagefolder", "val", folder)
 
 
@@ -298,7 +302,7 @@ def test_hidden_names_are_no_classes_and_a_class_without_images_is_told(folder):
     assert len(found) == 4
     (folder / "train" / "fish").mkdir()
     with pytest.raises(
-        FileNotFoundError, match=r"no images of fish in .*; remove what is no class, or name"
+        FileNotFoundError, match=r"no images of fish in .*; remove folders that are no class, or name"
     ):
         ImageFolder(folder / "train")
     assert ImageFolder(folder / "train", classes=["fish", "dog", "cat"]).labels.tolist() == [1, 1, 2, 2]
@@ -341,7 +345,7 @@ def test_pictures_of_all_kinds_are_seen_as_a_viewer_shows_them(tmp_path):
 def test_a_broken_picture_is_named(folder):
     path = folder / "train" / "cat" / "deep" / "0.png"
     path.write_bytes(path.read_bytes()[:60])
-    with pytest.raises(OSError, match=r"0\.png cannot be decoded \(.*\); mend it or remove it"):
+    with pytest.raises(OSError, match=r"0\.png cannot be decoded \(.*\); repair it or remove it"):
         ImageFolder(folder / "train")[0]
 
 

@@ -63,13 +63,15 @@ def test_what_is_not_there_says_what_to_do(folder, monkeypatch):
         text.labelled("imdb", "test", folder)
     with pytest.raises(FileNotFoundError, match=r"with folder= or in ATTRACTOR_DATA; or pip install"):
         text.lines("wikitext2", "test")
-    with pytest.raises(ValueError, match=r"imdb has no split 'valid', but train, test; hold out"):
+    with pytest.raises(ValueError, match=r"imdb has no split 'valid'; it has train, test: hold out"):
         text.labelled("imdb", "valid", folder)
     with pytest.raises(ValueError, match="no data set is called 'wikitext3'; there are wikitext2"):
         text.lines("wikitext3", "train", folder)
     with pytest.raises(ValueError, match=r"'imdb' has labels: read it with labelled\('imdb', 'train'\)"):
         text.lines("imdb", "train", folder)
-    with pytest.raises(ValueError, match="has no labels, or is unknown; with labels there are imdb"):
+    with pytest.raises(
+        ValueError, match="has no labels, or is unknown; the data sets with labels are imdb"
+    ):
         text.labelled("wikitext2", "train", folder)
 
 

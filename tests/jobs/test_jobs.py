@@ -272,17 +272,18 @@ def group_of(process):
 
 def test_only_names_that_were_given_are_imported():
     with pytest.raises(
-        ValueError, match=r"'os:getcwd' is not of attractor; if it is yours, say so: also=\('os',\)"
+        ValueError,
+        match=r"'os:getcwd' is not a function of attractor; if it is yours, pass also=\('os',\)",
     ):
         jobs.Job("os:getcwd", {})
-    with pytest.raises(ValueError, match="not of attractor"):
+    with pytest.raises(ValueError, match="not a function of attractor"):
         jobs.Job("attractors.evil:run", {})
 
 
 def test_mistakes_are_told_before_anything_begins():
     for given, message in (
         (dict(engine="rya"), "'rya' is not one of here, processes, ray"),
-        (dict(engine="here", workers=3), "take processes"),
+        (dict(engine="here", workers=3), "use engine processes"),
         (dict(workers=0), "workers = 0 must be at least 1"),
         (dict(address="10.0.0.1:6379"), "is for engine ray"),
     ):
@@ -299,7 +300,7 @@ def test_ray_wants_json(local_ray):
     with pytest.raises(TypeError, match="cannot be sent to a cluster"):
         list(jobs.each(job("noted", word=at.systems.Lorenz()), [1], engine="ray"))
     given = jobs.Job("attractor.jobs.job:power", {"exponent": 2}, threads=1000)
-    with pytest.raises(ValueError, match=r"wants 1000 CPU, and no machine .* \(there is 1 CPU, 0 GPU\)"):
+    with pytest.raises(ValueError, match=r"needs 1000 CPU, and no machine .* \(there is 1 CPU, 0 GPU\)"):
         list(jobs.each(given, [1], engine="ray"))
 
 

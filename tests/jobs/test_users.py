@@ -161,7 +161,7 @@ def test_trajectories_command_and_a_fit_from_its_data(tmp_path):
         "10",
     ]
     half = call(*make, "--part", "1/2")
-    assert "1 of 3 shards are still to come" in half.output, half.output
+    assert "1 of 3 shards, of other parts, are still missing" in half.output, half.output
     whole = call(*make)
     data = at.make_trajectories(
         at.systems.Logistic(), tmp_path / "own", trajectories=30, dt=0.5, horizon=2.0, shard_size=10

@@ -30,7 +30,7 @@ def test_saving_again_replaces(folder):
 
 
 def test_another_kind_is_not_replaced(folder):
-    with pytest.raises(ValueError, match="holds a thing, which a solver is not to replace"):
+    with pytest.raises(ValueError, match="holds a thing, and a solver must not replace it"):
         checkpoint.save(folder, "solver", {"a": torch.zeros(1)}, {})
     test_what_is_saved_comes_back(folder)
     (folder / "manifest.json").write_text("{}")  # which says nothing
@@ -77,7 +77,7 @@ def test_kind_and_version(folder, tmp_path):
     manifest["format"] = 99
     write_json(folder / "manifest.json", {**manifest, "own": checkpoint._own_hash(manifest)})
     with pytest.raises(
-        at.CheckpointError, match="has format 99; this version of attractor reads 2 and before"
+        at.CheckpointError, match="has format 99; this version of attractor reads formats up to 2"
     ):
         checkpoint.load(folder, "thing")
     with pytest.raises(at.CheckpointError, match="not a folder"):

@@ -328,10 +328,12 @@ def test_checkpoints_of_another_run_are_not_taken_for_this_ones(tmp_path):
     mine, theirs = (tmp_path / x / "epoch-0002" for x in "ab")
     tensors, config = checkpoint.load(theirs, "training")
     checkpoint.save(mine, "training", tensors, config)
-    with pytest.raises(CheckpointError, match=r"epoch-0002 is of another run than run.json says"):
+    with pytest.raises(CheckpointError, match=r"epoch-0002 belongs to another run than run.json"):
         run(out=tmp_path / "a")
     (tmp_path / "a" / "run.json").unlink()
-    with pytest.raises(CheckpointError, match=r"epoch-0002 is of another run, and without run.json"):
+    with pytest.raises(
+        CheckpointError, match=r"epoch-0002 belongs to another run, and its folder has no run.json"
+    ):
         run(out=tmp_path / "a")
     for content in ("{", "[]", "{}", json.dumps({"format": 99}), json.dumps({"format": 1, "recipe": 1})):
         (tmp_path / "b" / "run.json").write_text(content)
@@ -502,7 +504,7 @@ def interleave(tmp_path_factory, one, other, calls):
         refused = owner is not None and owner != mine and not anew
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("attractor.train.bookkeeping.Watch.EVERY", 0.0)
+                patch.setattr("attractor.train.bookkeeping.Timer.INTERVAL", 0.0)
                 model, history = defined(mine, out=folder, save_minutes=0.0, tell=tell, resume=not anew)
         except CheckpointError:
             assert refused

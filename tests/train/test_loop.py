@@ -34,7 +34,7 @@ from attractor.train import (
     train,
     train_seeds,
 )
-from attractor.train.feeds import cut_out, feed_of, padded
+from attractor.train.feeds import cut_out, feed_of, pad_images
 from attractor.train.place import Place
 from attractor.train.runs import Kept
 
@@ -113,11 +113,11 @@ def test_rates_of_the_papers_recipe():
     ("wrong", "told"),
     [
         ({"optimiser": "adam"}, "optimiser = 'adam' is not one of sgd, adamw"),
-        ({"batch": 0}, "batch = 0 must be an integer from 1 on"),
-        ({"epochs": 2.5}, "epochs = 2.5 must be an integer from 0 on"),
-        ({"learning_rate": -1.0}, "learning_rate = -1.0 must be a number from 0 on"),
+        ({"batch": 0}, "batch = 0 must be an integer of at least 1"),
+        ({"epochs": 2.5}, "epochs = 2.5 must be an integer of at least 0"),
+        ({"learning_rate": -1.0}, "learning_rate = -1.0 must be a finite number of at least 0"),
         ({"label_smoothing": 1.0}, r"must be in \[0, 1\)"),
-        ({"mixup": -0.1}, "mixup = -0.1 must be a number from 0 on"),
+        ({"mixup": -0.1}, "mixup = -0.1 must be a finite number of at least 0"),
         ({"clip": 0.0}, "clip = 0.0 must be positive"),
         ({"seed": 1.5}, "seed = 1.5 must be an integer"),
         ({"schedule": "steps"}, r"milestones = \(\) with schedule 'steps'"),
@@ -186,10 +186,10 @@ def test_cut_out_by_hand():
     image = torch.arange(12).view(1, 3, 4, 1)
     part = cut_out(image, torch.tensor([[0, 1, 0, 0], [0, 1, 0, 1]]), 2, 3)[..., 0]
     assert part.tolist() == [[[4, 5, 6], [8, 9, 10]], [[6, 5, 4], [10, 9, 8]]]
-    assert padded(torch.arange(3).view(1, 1, 1, 3).expand(1, 1, 3, 3), 2, "reflect")[0, 0, 0].tolist() == [
+    assert pad_images(torch.arange(3).view(1, 1, 1, 3).expand(1, 1, 3, 3), 2, "reflect")[0, 0, 0].tolist() == [
         2, 1, 0, 1, 2, 1, 0]  # fmt: skip
     with pytest.raises(ValueError, match="crop = 3 pixels cannot be reflected"):
-        padded(torch.zeros(1, 1, 3, 3), 3, "reflect")
+        pad_images(torch.zeros(1, 1, 3, 3), 3, "reflect")
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
@@ -428,7 +428,7 @@ def test_mistakes_in_data_and_losses_are_named():
         run(data=data)
     batches = [(torch.zeros(2, 3), torch.zeros(2).long())]
     number = lambda model, batch: {"loss": model(batch[0]).mean(), "count": 2.0}
-    with pytest.raises(TypeError, match="gave count as float; give tensors"):
+    with pytest.raises(TypeError, match="returned count as float; it must return tensors"):
         train(nn.Linear(3, 2), batches, None, PLAIN, loss=number, device="cpu")
     once = type("Once", (), {"__len__": lambda s: 1, "__iter__": lambda s: iter(())})()
     with pytest.raises(ValueError, match="no validation batches in epoch 1"):
@@ -505,7 +505,7 @@ def test_mixup_where_it_cannot_be():
     with pytest.raises(ValueError, match="mixup belongs to the default loss"):
         run(recipe=replace(PLAIN, mixup=0.2), loss=Classify())
     batches = [(torch.rand(4, 1, 8, 8), torch.arange(4))]
-    with pytest.raises(ValueError, match="batches have to be mixed where they are made"):
+    with pytest.raises(ValueError, match="mix the batches where they are made"):
         train(small(), batches, None, replace(PLAIN, mixup=0.2), device="cpu")
     train(small(), digits(64), batches, replace(PLAIN, mixup=0.2), device="cpu")  # to validate: fine
 
@@ -724,7 +724,9 @@ def test_a_loss_says_what_is_reported():
         assert history.final[f"{part}_batches"] == 2
     plain = train(model, batches, None, recipe, loss=lambda m, b: m(b["x"]).mean() * 0 + 3, device="cpu")
     assert plain.final["train_loss"] == 3
-    with pytest.raises(ValueError, match="the loss function named error; one must be called 'loss'"):
+    with pytest.raises(
+        ValueError, match="the loss function returned the names error; one of them must be 'loss'"
+    ):
         train(model, batches, None, recipe, loss=lambda m, b: {"error": m(b["x"])}, device="cpu")
     with pytest.raises(ValueError, match="label_smoothing belongs to the default loss"):
         train(model, batches, None, replace(recipe, label_smoothing=0.1), loss=loss, device="cpu")
@@ -819,7 +821,7 @@ def test_data_that_would_be_misread_are_refused():
     with pytest.raises(ValueError, match="this loader gives each process a share already"):
         feed_of(loader, PLAIN, train=True, like=torch.zeros(1), share=(0, 2))
     batches = [{"x": torch.zeros(2), "y": torch.ones(2)}, {"y": torch.ones(2), "x": torch.zeros(2)}]
-    with pytest.raises(ValueError, match="batches must have one form; the first was"):
+    with pytest.raises(ValueError, match="batches must have one structure; the first had"):
         list(feed_of(batches, PLAIN, train=True, like=torch.zeros(1)).epoch(0))
     for share in ((0, 2), (1, 2)):  # the same in every process
         with pytest.raises(ValueError, match="1 batches for 2 processes: too few"):
@@ -827,7 +829,8 @@ def test_data_that_would_be_misread_are_refused():
         with pytest.raises(ValueError, match="1 images for 2 processes: too few"):
             feed_of(digits(1), PLAIN, train=False, like=torch.zeros(1), share=share)
     with pytest.raises(
-        ValueError, match=r"a batch is a Tensor of 40; give \(inputs, labels\), or a loss="
+        ValueError,
+        match=r"a batch is a Tensor of length 40, but the default loss needs \(inputs, labels\)",
     ):
         run(data=[torch.zeros(40, 1, 8, 8)])
     with pytest.raises(ValueError, match="precision = 'auto' is not one of fp32, bf16, fp16"):
@@ -864,9 +867,7 @@ def test_batches_that_cannot_be_used():
         def __len__(self):
             return 1
 
-    with pytest.raises(
-        ValueError, match="no batches in epoch 2: the data can only be gone through once"
-    ):
+    with pytest.raises(ValueError, match="no batches in epoch 2: the data can be iterated only once"):
         train(model, Once([(torch.zeros(1, 3), torch.zeros(1).long())]), None, recipe, device="cpu")
 
 
@@ -894,7 +895,7 @@ def test_a_loss_that_is_not_finite_stops_it(tmp_path):
 
 
 def test_progress(monkeypatch):
-    monkeypatch.setattr("attractor.train.bookkeeping.Watch.EVERY", 0.0)
+    monkeypatch.setattr("attractor.train.bookkeeping.Timer.INTERVAL", 0.0)
     told = []
     run(data=digits(100), valid=digits(50, "test"), tell=told.append)
     assert [(p.epoch, p.step, p.row is None) for p in told] == [
@@ -974,7 +975,7 @@ def test_a_number_that_will_not_be_there_is_asked_for_in_vain_at_once():
 
 
 def test_histories_without_what_is_asked():
-    with pytest.raises(ValueError, match="no epoch is finished"):
+    with pytest.raises(ValueError, match="the history has no finished epoch"):
         History().accuracy  # noqa: B018
     with pytest.raises(ValueError, match="no valid_accuracy in the last row, which has epoch"):
         History([{"epoch": 1}]).accuracy  # noqa: B018
@@ -989,7 +990,9 @@ def test_networks_without_anything_to_train():
     with pytest.raises(ValueError, match="capture = 'graph' on cpu; it needs a GPU"):
         run(recipe=replace(PLAIN, capture="graph"))
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="device = 'cuda', but torch finds no GPU here; say 'cpu'"):
+        with pytest.raises(
+            ValueError, match="device = 'cuda', but torch finds no GPU here; use device='cpu'"
+        ):
             train(small(), digits(100), None, PLAIN, device="cuda")
     with pytest.raises(ValueError, match="precision 'fp16' on cpu; use 'fp32' or 'bf16'"):
         run(recipe=replace(PLAIN, precision="fp16"))

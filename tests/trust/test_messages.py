@@ -174,7 +174,7 @@ def test_signals_finish_the_step_and_write_it(tmp_path, capsys, number, error, n
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
     line = (
         f"stopped by {name} after step 2 of 4 of epoch 2 of 3: {tmp_path}/epoch-0001-step-000002 is written, "
-        "and the same call goes on from there"
+        "and the same call continues from it"
     )
     assert capsys.readouterr().err == line + "\n"
     assert str(found.value) == line
@@ -248,7 +248,7 @@ def test_a_second_signal_does_not_wait(tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
-    told = "at once; what came after the last checkpoint is lost"
+    told = "at once; steps after the last checkpoint are lost"
     with pytest.raises(KeyboardInterrupt, match=told), in_call(6, twice):
         run(tmp_path)
     assert goes_on(tmp_path) == "epoch-0001"

@@ -130,7 +130,7 @@ def test_many_breaks_of_one_training(tmp_path):
                 raise Interrupted
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("attractor.train.bookkeeping.Watch.EVERY", 0.0)
+            patch.setattr("attractor.train.bookkeeping.Timer.INTERVAL", 0.0)
             try:
                 model, _ = on_images(out=tmp_path / "torn", save_minutes=0, tell=tell)
                 break
@@ -220,7 +220,7 @@ def test_the_callers_random_numbers_are_left_alone():
         (lambda t, c: t.update({"random.torch": torch.zeros(1, 7, dtype=torch.uint8)}), "random numbers cannot be used"),
         (lambda t, c: c.pop("trained"), "lacks 'trained'; it must have run"),
         (lambda t, c: c.pop("run"), "by a version of attractor that did not record what defines a run"),
-        (lambda t, c: c.update(run="0" * 64), "is of another run than run.json says"),
+        (lambda t, c: c.update(run="0" * 64), "belongs to another run than run.json"),
     ],
 )  # fmt: skip
 def test_checkpoints_with_true_hashes_that_are_not_this_training(tmp_path, change, told):
@@ -247,7 +247,7 @@ def _two(folder):
 
     AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attractor.train.loop._Keeper.AGREE", 2)
+        patch.setattr("attractor.train.loop._Checkpointer.AGREE", 2)
         whole, history = on_images(loss=Classify())
         with pytest.raises(Interrupted), broken_at(8):
             on_images(loss=Classify(), out=folder, save_minutes=0)

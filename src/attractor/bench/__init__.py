@@ -1,9 +1,9 @@
-"""How quick this is on your machine, always beside what it stands in for.
+"""Benchmarks of attractor on this machine, always relative to a peer in the same run.
 
-`attention` times PDE attention beside `scaled_dot_product_attention` and the map built whole; `solvers`
-a hybrid step beside a plain one; `model` a whole transformers model beside itself with
-``attn_implementation="sdpa"``. `timing` has what they share: everybody runs in turn, round by round,
-and a ratio is the median of the rounds' ratios. Nothing is timed before it was compared with float64.
+`attention` compares PDE attention with `scaled_dot_product_attention` and with the dense map, `solvers`
+compares a hybrid step with a plain one, and `model` a whole transformers model with itself under
+``attn_implementation="sdpa"``. `timing` has the shared clock: all calls run in turn, round by round, and
+a ratio is the median of the ratios of the rounds. Results are compared with float64 before timing.
 
 >>> from attractor.bench import attention
 >>> row = attention.measure("causal", tokens=64, batch=1, rounds=2, device="cpu", heads=2, dim=16)

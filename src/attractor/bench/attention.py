@@ -1,15 +1,15 @@
-"""PDE attention beside `scaled_dot_product_attention` in the same run.
+"""Benchmark of PDE attention against `scaled_dot_product_attention` in the same run.
 
-    stepped     a linear PDE (diffusion, a learnt coefficient for each head)
+    stepped     a linear PDE (diffusion, with one learnt coefficient per head)
     causal      the same, causal
-    reaction    reaction-diffusion, whose map has to flow while it is made
-    split       the same with its reaction first, exactly
-    window      a causal window and global tokens with diffusion, beside the same without
-    documents   causal diffusion on packed documents of uneven lengths, beside FlashAttention of the same
-                documents, called through our operator: SDPA cannot do them. Both are given ids and find
-                out where documents begin, once for a tensor of them, as the layers of a model do
+    reaction    reaction-diffusion, a nonlinear PDE whose steps are applied to tiles of the map
+    split       the same with an exact reaction step first
+    window      a causal window and global tokens with diffusion; the peer is the same without a PDE
+    documents   causal diffusion on packed documents of uneven lengths; the peer is FlashAttention on the
+                same documents, called through our operator, because SDPA does not support them. Both
+                get document ids and compute the boundaries once per tensor of ids, as in a model
 
-"Both" is forward and backward, with the gradients of coefficients.
+"Both" is forward and backward, including the gradients of the coefficients.
 """
 
 from collections.abc import Callable
@@ -30,10 +30,10 @@ from attractor.core.limits import check_memory
 KINDS = ("stepped", "causal", "reaction", "split", "window", "documents")
 TOKENS = {"cuda": (1_024, 4_096, 16_384, 65_536), "cpu": (512, 2_048)}
 LONG = {"cuda": (1 << 16, 1 << 18, 1 << 20), "cpu": (8_192, 16_384)}
-GRAPHS_UP_TO = 16_384  # tokens: launches would decide below
+GRAPHS_UP_TO = 16_384  # tokens; shorter calls would be dominated by launches
 REACTION_UP_TO = {"cuda": 16_384, "cpu": 512}
-WINDOW, GLOBAL, CHECKED = 256, 4, 333
-DOCUMENT = 512  # tokens of one, on average; a text has at least about four
+WINDOW, GLOBAL, CHECK_TOKENS = 256, 4, 333
+DOCUMENT = 512  # mean tokens per document; a sequence has about four documents or more
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -52,12 +52,16 @@ def measure(
     ceilings: dict[str, float] | None = None,
     dense: bool = False,
 ) -> dict[str, Any]:
-    """One kind at one length: milliseconds, ratios, memory, and the shares of the machine's ceilings.
+    """Measure one kind at one length: milliseconds, ratios, memory, and shares of the ceilings.
 
     Args:
         kind: one of `KINDS`.
-        ceilings: of `timing.ceilings`, in the same run.
-        dense: time the map built whole as well, forward.
+        tokens, batch, heads, dim: sizes of query, key and value ``[batch, heads, tokens, dim]``.
+        device, dtype: device and dtype of query, key and value.
+        steps: steps of the PDE.
+        rounds: number of rounds.
+        ceilings: the result of `timing.ceilings` in the same run.
+        dense: whether to time the forward pass of the dense map as well.
     """
     check_kind(kind)
     check_memory(
@@ -77,7 +81,7 @@ def measure(
         "kind": kind, "tokens": tokens, "batch": batch, "heads": heads, "dim": dim, "steps": steps,
         "device": device, "dtype": str(dtype).removeprefix("torch."),
     }  # fmt: skip
-    used = coefficients if kind in ("reaction", "split") else coefficients[:1]
+    own_coefficients = coefficients if kind in ("reaction", "split") else coefficients[:1]
     for passes in ("forward", "both"):
 
         def call(attention: Attention, of: list[Tensor], passes: str = passes) -> Any:
@@ -86,14 +90,17 @@ def measure(
                     return attention(*qkv)
             return torch.autograd.grad(attention(*qkv), of, grad)
 
-        calls = {"peer": lambda: call(theirs, qkv), "ours": lambda: call(ours, [*qkv, *used])}
+        calls = {
+            "peer": lambda: call(theirs, qkv),
+            "ours": lambda: call(ours, [*qkv, *own_coefficients]),
+        }
         graphs = tokens <= GRAPHS_UP_TO and kind != "documents"
-        found = timing.measure(calls, device, rounds, graphs=graphs)
+        timings = timing.measure(calls, device, rounds, graphs=graphs)
         row[passes] = {
-            "ms": found.median("ours"),
-            "peer_ms": found.median("peer"),
-            "ratio": found.ratio("ours", "peer"),
-            "graph": found.graph,
+            "ms": timings.median("ours"),
+            "peer_ms": timings.median("peer"),
+            "ratio": timings.ratio("ours", "peer"),
+            "graph": timings.graph,
             "peak_mb": timing.peak_mb(calls["ours"], device),
             "peer_peak_mb": timing.peak_mb(calls["peer"], device),
         }
@@ -106,15 +113,15 @@ def measure(
 
 
 def contenders(kind: str, coefficients: list[Tensor], steps: int) -> tuple[Attention, Attention]:
-    """What is measured, and beside what."""
+    """Return PDE attention of a kind, and its peer."""
     alpha, beta = coefficients
     if kind == "window":
-        windowed = lambda pde: (
+        attention = lambda pde: (
             lambda q, k, v: window_attention(
                 q, k, v, window=WINDOW, global_tokens=GLOBAL, is_causal=True, pde=pde, steps=steps
             )
         )
-        return windowed(pdes.Diffusion(alpha)), windowed(None)
+        return attention(pdes.Diffusion(alpha)), attention(None)
     pde = equation(kind, alpha, beta)
     if kind == "documents":
         return (
@@ -131,7 +138,7 @@ def contenders(kind: str, coefficients: list[Tensor], steps: int) -> tuple[Atten
 
 
 def documents_for(query: Tensor) -> Tensor:
-    """Ids ``[batch, tokens]`` of packed documents, other ones in every row; the same every time."""
+    """Return ids ``[batch, tokens]`` of packed documents, which differ per row but not per call."""
     return _documents(query.shape[0], query.shape[-2], str(query.device))
 
 
@@ -140,20 +147,20 @@ def _documents(batch: int, tokens: int, device: str) -> Tensor:
     most = 2 * min(DOCUMENT, tokens // 4 + 1) - 1
     lengths = torch.randint(1, most + 1, (batch, tokens), generator=torch.Generator().manual_seed(0))
     last = lengths.cumsum(-1)
-    place = torch.arange(tokens).expand(batch, -1).contiguous()
-    return torch.searchsorted(last, place, right=True).to(device)
+    position = torch.arange(tokens).expand(batch, -1).contiguous()
+    return torch.searchsorted(last, position, right=True).to(device)
 
 
 def keys_met(documents: Tensor) -> float:
-    """How many keys a token meets on average, in causal attention within its document."""
+    """Return the mean number of keys per query in causal attention within documents."""
     begins = documents.new_ones(documents.shape, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    place = torch.arange(documents.shape[-1], device=documents.device)
-    return (place - (place * begins).cummax(-1).values + 1).double().mean().item()
+    position = torch.arange(documents.shape[-1], device=documents.device)
+    return (position - (position * begins).cummax(-1).values + 1).double().mean().item()
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
-    """Causal attention within documents, without a PDE."""
+    """Compute causal attention within documents, without a PDE."""
     return _Varlen.apply(query, key, value, documents)
 
 
@@ -175,14 +182,14 @@ class _Varlen(torch.autograd.Function):
 
 
 def equation(kind: str, alpha: Tensor, beta: Tensor) -> pdes.PDE:
-    """Of each kind."""
+    """Return the PDE of a kind."""
     if kind in ("reaction", "split"):
         return pdes.ReactionDiffusion(alpha, beta, split=kind == "split")
     return pdes.Diffusion(alpha)
 
 
 def learnt(heads: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """alpha and beta ``[heads, 1, 1]``, another for each head: leaves, as parameters are."""
+    """Return alpha and beta ``[heads, 1, 1]``, which differ per head, as leaves of autograd."""
     spread = torch.linspace(0.05, 0.2, heads, dtype=torch.float32).to(device, dtype).view(-1, 1, 1)
     return [x.requires_grad_() for x in (spread, 0.1 * spread)]
 
@@ -190,35 +197,35 @@ def learnt(heads: int, dtype: torch.dtype, device: str) -> list[Tensor]:
 def errors(
     kind: str, *, device: str, dtype: torch.dtype, heads: int = 2, dim: int = 64, steps: int = 4
 ) -> dict[str, list[float]]:
-    """Relative errors against float64 of the output and gradients: ours, and of the map built whole.
+    """Return relative errors of output and gradients against float64: ours, and of the dense map.
 
     Raises:
-        ArithmeticError: if ours are more than twice (gradients: three times) the dense ones.
+        ArithmeticError: our error exceeds twice (gradients: three times) that of the dense map.
     """
     check_kind(kind)
     torch.manual_seed(0)
-    drawn = torch.randn(4, 1, heads, CHECKED, dim, dtype=torch.float64).to(dtype)
-    found = {}
+    inputs = torch.randn(4, 1, heads, CHECK_TOKENS, dim, dtype=torch.float64).to(dtype)
+    results = {}
     for name, type_ in (("truth", torch.float64), ("dense", dtype), ("ours", dtype)):
-        *qkv, grad = (x.to(device, type_).requires_grad_() for x in drawn)
+        *qkv, grad = (x.to(device, type_).requires_grad_() for x in inputs)
         coefficients = learnt(heads, accumulate_dtype(type_), device)
-        used = coefficients if kind in ("reaction", "split") else coefficients[:1]
+        own_coefficients = coefficients if kind in ("reaction", "split") else coefficients[:1]
         if name == "ours":
             out = contenders(kind, coefficients, steps)[0](*qkv)
         else:
             out = _dense(kind, qkv, coefficients, steps)
-        found[name] = [out, *torch.autograd.grad(out, [*qkv, *used], grad.detach())]
-    away = lambda name: [
-        ((a.double() - b).norm() / b.norm()).item() for a, b in zip(found[name], found["truth"])
+        results[name] = [out, *torch.autograd.grad(out, [*qkv, *own_coefficients], grad.detach())]
+    errors_of = lambda name: [
+        ((a.double() - b).norm() / b.norm()).item() for a, b in zip(results[name], results["truth"])
     ]
-    result = {"ours": away("ours"), "dense": away("dense")}
+    result = {"ours": errors_of("ours"), "dense": errors_of("dense")}
     for n, (ours, theirs) in enumerate(zip(*result.values())):
-        # few numbers, as coefficients are, can happen to be nearly exact
-        few = max(0.25 * torch.finfo(dtype).eps, 2e-6) if n > 3 else 1e-6
-        allowed = (3 if n else 2) * theirs + few
-        if not ours <= allowed:
+        # with few numbers, such as coefficients, the dense error can be small by chance
+        tolerance = max(0.25 * torch.finfo(dtype).eps, 2e-6) if n > 3 else 1e-6
+        limit = (3 if n else 2) * theirs + tolerance
+        if not ours <= limit:
             raise ArithmeticError(
-                f"{kind} in {dtype} on {device}: result {n} is off by {ours:.1e}, {allowed:.1e} allowed"
+                f"{kind} in {dtype} on {device}: result {n} is off by {ours:.1e}, {limit:.1e} allowed"
             )
     return result
 
@@ -239,7 +246,7 @@ def _dense(kind: str, qkv: list[Tensor], coefficients: list[Tensor], steps: int)
 
 
 def dense_ms(kind: str, qkv: list[Tensor], coefficients: list[Tensor], steps: int) -> float:
-    """Of the map built whole, forward."""
+    """Return milliseconds of the forward pass of the dense map."""
 
     @torch.no_grad()
     def call() -> Tensor:
@@ -249,7 +256,7 @@ def dense_ms(kind: str, qkv: list[Tensor], coefficients: list[Tensor], steps: in
 
 
 def shares(row: dict[str, Any], ms: float, passes: str, ceilings: dict[str, float]) -> dict[str, float]:
-    """The shares of matrix rate and bandwidth, by what attention without a PDE has to do."""
+    """Return shares of matrix rate and bandwidth, counting the work of attention without a PDE."""
     sides = row["batch"] * row["heads"] * row["dim"] * row["tokens"]
     keys = WINDOW + GLOBAL if row["kind"] == "window" else row["tokens"]
     if row["kind"] == "causal":
@@ -258,20 +265,20 @@ def shares(row: dict[str, Any], ms: float, passes: str, ceilings: dict[str, floa
         keys = keys_met(_documents(row["batch"], row["tokens"], row["device"]))
     flops = 4 * sides * keys * (1 if passes == "forward" else 3.5)
     size = torch.empty((), dtype=getattr(torch, row["dtype"])).element_size()
-    moved = sides * size * (4 if passes == "forward" else 12)
+    traffic = sides * size * (4 if passes == "forward" else 12)
     return {
         "of_matrix_rate": flops / ms / 1e9 / ceilings["matrix_tflop_s"],
-        "of_bandwidth": moved / ms / 1e6 / ceilings["copy_gb_s"],
+        "of_bandwidth": traffic / ms / 1e6 / ceilings["copy_gb_s"],
     }
 
 
 def fits(tokens: int, batch: int, heads: int, device: str) -> bool:
-    """Whether the map built whole can be timed here: it needs several copies in float32."""
+    """Return whether the dense map, which needs several copies in float32, fits into memory."""
     room = torch.cuda.mem_get_info(device)[0] if torch.device(device).type == "cuda" else 2 << 30
     return 8 * 4 * batch * heads * tokens**2 < room
 
 
 def check_kind(kind: str) -> None:
-    """Raise ValueError if it is not one."""
+    """Raise a ValueError unless `kind` is one of `KINDS`."""
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is not one of {', '.join(KINDS)}")

@@ -1,16 +1,16 @@
-"""A whole transformers model with PDE attention, beside the same weights with ``sdpa``, in one run.
+"""Benchmark of a transformers model with PDE attention against the same weights with ``sdpa``.
 
     train           a training step, forward and backward, causal
     checkpointed    the same on one long text, with gradient checkpointing
     padded          the same on a batch whose first row is padded on the left by a quarter
-    packed          the same on rows of packed texts, told apart by position_ids
+    packed          the same on rows of packed texts, which position_ids separate
     compiled        the same through ``torch.compile``, with a quarter of the layers
     dropout         the same with attention dropout of 0.1
-    generate        a token of ``generate``, batch 8, with a dynamic cache
+    generate        one token of ``generate``, batch 8, with a dynamic cache
     left_padded     the same with prompts of different lengths
     static          the same with a static cache, whose steps ``generate`` compiles into CUDA graphs
 
-Weights are random. Times are medians over rounds in which both implementations have a turn.
+Weights are random. Times are medians over rounds, and each round times both implementations.
 """
 
 import gc
@@ -130,8 +130,8 @@ def measure(
     call = make(model, ids, kind)
     rounds = rounds or ROUNDS["cuda" if place == "cuda" else "cpu"]
     try:
-        found = _in_turns(
-            model, call, (PEER, ours), rounds, device, apart=kind in ("compiled", "static")
+        timings = _in_turns(
+            model, call, (PEER, ours), rounds, device, separate=kind in ("compiled", "static")
         )
     finally:
         torch._dynamo.reset()
@@ -139,15 +139,15 @@ def measure(
         gc.collect()
         if place == "cuda":
             torch.cuda.empty_cache()
-    seconds = {name: statistics.median(times) for name, (times, _) in found.items()}
-    peak = {name: most for name, (_, most) in found.items()}
-    divided = NEW_TOKENS["cuda" if place == "cuda" else "cpu"] if kind in GENERATED else 1
+    seconds = {name: statistics.median(times) for name, (times, _) in timings.items()}
+    peak = {name: memory for name, (_, memory) in timings.items()}
+    divisor = NEW_TOKENS["cuda" if place == "cuda" else "cpu"] if kind in GENERATED else 1
     row = {
         "kind": kind, "model": config.model_type, "layers": config.num_hidden_layers, "tokens": tokens,
         "batch": batch, "pde": pde, "steps": steps, "learn": learn or per_head, "per_head": per_head,
         "device": device, "dtype": str(dtype).removeprefix("torch."),
         "unit": "s per token" if kind in GENERATED else "s per step",
-        "peer_seconds": seconds[PEER] / divided, "seconds": seconds[ours] / divided,
+        "peer_seconds": seconds[PEER] / divisor, "seconds": seconds[ours] / divisor,
         "ratio": seconds[ours] / seconds[PEER],
     }  # fmt: skip
     if place == "cuda":
@@ -205,20 +205,20 @@ def _generation(model: Any, ids: Tensor, kind: str) -> Callable[[], None]:
 @contextmanager
 def _peak(device: str) -> Iterator[list[float]]:
     """Yield a list that holds, afterwards, the GiB in use at the worst moment; 0 on a CPU."""
-    most: list[float] = []
+    peak: list[float] = []
     if torch.device(device).type != "cuda":
-        yield most
-        most.append(0.0)
+        yield peak
+        peak.append(0.0)
         return
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    yield most
+    yield peak
     torch.cuda.synchronize()
-    most.append(torch.cuda.max_memory_allocated() / 2**30)
+    peak.append(torch.cuda.max_memory_allocated() / 2**30)
 
 
 def _in_turns(
-    model: Any, call: Callable[[], None], names: Sequence[str], rounds: int, device: str, apart: bool
+    model: Any, call: Callable[[], None], names: Sequence[str], rounds: int, device: str, separate: bool
 ) -> dict[str, tuple[list[float], float]]:
     """Return the seconds of each round and the peak memory, by implementation.
 
@@ -226,24 +226,24 @@ def _in_turns(
         apart: All rounds of one implementation before those of the next, for compiled code.
     """
     without = getattr(call, "without", None)
-    found: dict[str, tuple[list[float], float]] = {}
+    timings: dict[str, tuple[list[float], float]] = {}
     for name in names:
-        if apart:
+        if separate:
             torch._dynamo.reset()
         model.set_attn_implementation(name)
-        for _ in range(3 if apart else 2):
+        for _ in range(3 if separate else 2):
             call()
-        with _peak(device) as most:
+        with _peak(device) as peak:
             call()
-        found[name] = [], most[0]
-        if apart:
-            found[name][0].extend(_seconds(call, without, device) for _ in range(rounds))
-    for _ in range(0 if apart else rounds):
+        timings[name] = [], peak[0]
+        if separate:
+            timings[name][0].extend(_seconds(call, without, device) for _ in range(rounds))
+    for _ in range(0 if separate else rounds):
         for name in names:
             model.set_attn_implementation(name)
             call()
-            found[name][0].append(_seconds(call, without, device))
-    return found
+            timings[name][0].append(_seconds(call, without, device))
+    return timings
 
 
 def _seconds(call: Callable[[], None], without: Callable[[], None] | None, device: str) -> float:

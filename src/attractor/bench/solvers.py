@@ -1,7 +1,7 @@
-"""A hybrid step beside a plain one: m*, what a correction costs, before it is asked what it is worth.
+"""Benchmark of a hybrid step against a plain one: m*, the cost of a correction.
 
-The elastic pendulum, rk4, float32, all steps compiled; on a GPU ten of them as a graph. Whether a
-correction pays is another question: see `attractor compare`.
+The problem is the elastic pendulum with rk4 in float32. All steps are compiled; on a GPU ten of them are
+one graph. Whether a correction pays also depends on its error: see `attractor compare`.
 """
 
 from typing import Any
@@ -22,12 +22,12 @@ STEPS, DT = 10, 0.1
 
 @torch.no_grad()
 def measure(batch: int, width: int, *, device: str = "cpu", rounds: int = 15) -> dict[str, Any]:
-    """Microseconds of a step of a batch, plain and hybrid, and their ratio."""
+    """Return microseconds per step of a batch, plain and hybrid, and their ratio."""
     torch.manual_seed(0)
     pendulum, rk4 = systems.ElasticPendulum(), get_scheme("rk4")
     correction = corrections.AttNS(4, width=width, device=device).requires_grad_(False)
     for own in (correction.net.head.weight, correction.net.head.bias):
-        own.mul_(1e-3)  # as small as a fitted one
+        own.mul_(1e-3)  # as small as a fitted correction
     start = pendulum.sample(batch, device=device)
     solver = HybridSolver(pendulum, rk4, correction, DT)
     hybrid = CapturedStep(solver, start, steps=STEPS, compile=True)
@@ -41,11 +41,11 @@ def measure(batch: int, width: int, *, device: str = "cpu", rounds: int = 15) ->
         return v
 
     replayed = timing.graph_of(plain) if u.is_cuda else None
-    found = timing.measure({"plain": replayed or plain, "hybrid": hybrid.advance}, device, rounds)
-    micro = {name: 1e3 * found.median(name) / STEPS for name in ("plain", "hybrid")}
+    timings = timing.measure({"plain": replayed or plain, "hybrid": hybrid.advance}, device, rounds)
+    micro = {name: 1e3 * timings.median(name) / STEPS for name in ("plain", "hybrid")}
     return {
         "kind": "hybrid", "width": width, "batch": batch, "device": device, "plain_us": micro["plain"],
-        "hybrid_us": micro["hybrid"], "ratio": found.ratio("hybrid", "plain"),
+        "hybrid_us": micro["hybrid"], "ratio": timings.ratio("hybrid", "plain"),
     }  # fmt: skip
 
 

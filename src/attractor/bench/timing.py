@@ -1,4 +1,4 @@
-"""Clocks: rounds in turn, device events, graph replay; peak memory; what the machine can do at most."""
+"""Timing in rounds with device events and graph replay, peak memory, and ceilings of the machine."""
 
 import statistics
 import time
@@ -12,67 +12,72 @@ from attractor.train.capture import WARMUP, Captured
 
 Call = Callable[[], Any]
 
-WARM = 3  # calls that do not count
-LEAST = 2e-4  # seconds of work between two looks at a clock
-CACHE = 256 << 20  # bytes, several times what a GPU keeps close
+WARM = 3  # warm-up calls
+LEAST = 2e-4  # smallest duration of a measurement in seconds
+CACHE = 256 << 20  # bytes, several times the cache of a GPU
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """What a clock showed.
+    """Times of several calls.
 
     Attributes:
-        ms: of one call, for every round.
-        graph: whether replays of graphs were timed, of everybody.
+        ms: milliseconds of one call by name, for every round.
+        graph: whether replays of graphs were timed, for all calls.
     """
 
     ms: dict[str, list[float]]
     graph: bool = False
 
     def median(self, name: str) -> float:
-        """Milliseconds of a call."""
+        """Return the median milliseconds of a call."""
         return statistics.median(self.ms[name])
 
     def ratio(self, ours: str, theirs: str) -> float:
-        """The median of the rounds' ratios."""
+        """Return the median of the ratios of the rounds."""
         return statistics.median(a / b for a, b in zip(self.ms[ours], self.ms[theirs]))
 
 
 def measure(
     calls: Mapping[str, Call], device: str | torch.device, rounds: int = 15, graphs: bool = False
 ) -> Rounds:
-    """Time calls, which must be able to run again and again; in a round everybody has a turn.
+    """Time calls in rounds, each of which runs all calls in turn. Requires: calls can be repeated.
 
     Args:
-        graphs: on a GPU, replay calls that were captured, so that launches are not timed. If one cannot
-            be captured, which a warning tells, all run as they are.
+        calls: name -> call.
+        device: the device that the calls use.
+        rounds: number of rounds.
+        graphs: on a GPU, time replays of captured graphs, so that launches are not included. If a call
+            cannot be captured, there is a warning, and all calls run eagerly.
     """
     gpu = torch.device(device).type == "cuda"
-    play = {name: graph_of(call) if gpu and graphs else None for name, call in calls.items()}
-    graph = None not in play.values()
-    turns = {name: (graph and play[name]) or warmed(call) for name, call in calls.items()}
-    many = {name: max(1, round(LEAST / max(_seconds(run, 1, gpu), 1e-7))) for name, run in turns.items()}
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    replays = {name: graph_of(call) if gpu and graphs else None for name, call in calls.items()}
+    graph = None not in replays.values()
+    runs = {name: (graph and replays[name]) or warm_up(call) for name, call in calls.items()}
+    repeats = {
+        name: max(1, round(LEAST / max(_seconds(run, 1, gpu), 1e-7))) for name, run in runs.items()
+    }
+    ms: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
-        for name, run in turns.items():
-            run()  # whoever came before has left other data in the cache
-            found[name].append(1e3 * _seconds(run, many[name], gpu))
-    return Rounds(found, graph)
+        for name, run in runs.items():
+            run()  # fills the cache with the data of this call
+            ms[name].append(1e3 * _seconds(run, repeats[name], gpu))
+    return Rounds(ms, graph)
 
 
-def warmed(call: Call) -> Call:
-    """The call, after a few that compile and allocate what it needs."""
+def warm_up(call: Call) -> Call:
+    """Run a call a few times, so that it is compiled and its memory allocated; return it."""
     for _ in range(WARM):
         call()
     return call
 
 
 def graph_of(call: Call) -> Call | None:
-    """The replay of a call as a CUDA graph; None, and a warning, if it cannot be captured."""
+    """Return a replay of a call as a CUDA graph; warn and return None if it cannot be captured."""
     captured = Captured(lambda _: call())
-    given = torch.zeros(1, device="cuda")
+    dummy = torch.zeros(1, device="cuda")
     for _ in range(WARMUP + 1):
-        captured(given)
+        captured(dummy)
     if captured.graph is None:
         return None
     return lambda: captured.replay()
@@ -94,29 +99,29 @@ def _seconds(run: Call, times: int, gpu: bool) -> float:
 
 
 def peak_mb(call: Call, device: str | torch.device) -> float | None:
-    """Megabytes in use at the worst moment beyond those before, with what is returned; None on a CPU."""
+    """Return the peak memory of a call in megabytes, including its result; None on a CPU."""
     if torch.device(device).type != "cuda":
         return None
     call()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    kept = call()
+    result = call()
     torch.cuda.synchronize()
-    del kept
+    del result
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
 def ceilings(device: str | torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """The most that was seen here: GB/s of a copy, read and written, and TFLOP/s of a matrix product."""
+    """Measure the GB/s of a copy, counting reads and writes, and the TFLOP/s of a matrix product."""
     gpu = torch.device(device).type == "cuda"
     a = torch.randn((1 << 30 if gpu else CACHE) // 4, device=device)
     b = torch.empty_like(a)
-    # Some CPUs have no fast product of half precision, and one of 1,024 takes them half a minute.
+    # Without a fast product in half precision, a product of size 1,024 takes a CPU half a minute.
     n = 8192 if gpu else 1024 if dtype.itemsize > 2 else 128
     x, y = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    found = measure({"copy": lambda: b.copy_(a), "product": lambda: x @ y}, device, rounds=7)
+    timings = measure({"copy": lambda: b.copy_(a), "product": lambda: x @ y}, device, rounds=7)
     return {
-        "copy_gb_s": 2 * a.nbytes / found.median("copy") / 1e6,
-        "matrix_tflop_s": 2 * n**3 / found.median("product") / 1e9,
+        "copy_gb_s": 2 * a.nbytes / timings.median("copy") / 1e6,
+        "matrix_tflop_s": 2 * n**3 / timings.median("product") / 1e9,
     }

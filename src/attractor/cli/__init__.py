@@ -3,7 +3,7 @@
 General: ``attractor demo``, ``report`` and ``doctor``. Hybrid solvers: ``attractor trajectories``,
 ``fit``, ``solve`` and ``compare``. Residual networks: ``attractor probe``. Speed: ``attractor bench``.
 The papers: ``attractor reproduce``.
-One file a group; importing it adds its commands to the application.
+There is one file per group; importing it adds its commands to the application.
 """
 
 from attractor.cli import general, networks, pages, papers, solvers, speed, start

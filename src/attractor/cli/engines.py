@@ -1,4 +1,4 @@
-"""Options of the commands whose work can be done by several processes or machines."""
+"""Options of the commands that can use several processes or machines."""
 
 from typing import Annotated
 
@@ -6,18 +6,25 @@ import typer
 
 Engine = Annotated[
     str | None,
-    typer.Option(help="here, processes or ray; default: processes if there are several workers."),
+    typer.Option(
+        help="Engine: here, processes or ray; default: processes if there are several workers."
+    ),
 ]
 Workers = Annotated[
-    int | None, typer.Option(min=1, help="At a time; default 1, on Ray what the cluster has room for.")
+    int | None,
+    typer.Option(min=1, help="Number of workers; default: 1, on Ray what the cluster allows."),
 ]
 Address = Annotated[
     str | None,
-    typer.Option(help="Of a Ray cluster, as 10.0.0.1:6379; default: the one here, or a new one."),
+    typer.Option(
+        help="Address of a Ray cluster, such as 10.0.0.1:6379; default: the local one, or a new one."
+    ),
 ]
 Threads = Annotated[
-    int | None, typer.Option(min=1, help="Of the CPU for each; default 1, all where one runs alone.")
+    int | None,
+    typer.Option(min=1, help="CPU threads per worker; default: 1, or all if there is a single worker."),
 ]
 Part = Annotated[
-    str, typer.Option(metavar="I/N", help="Only a part, as 3/16, for an array of 16 batch jobs.")
+    str,
+    typer.Option(metavar="I/N", help="Compute only a part, such as 3/16 in an array of 16 batch jobs."),
 ]

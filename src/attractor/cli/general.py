@@ -1,4 +1,4 @@
-"""The demo."""
+"""General commands: demo."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,46 +19,51 @@ from attractor.cli.terminal import (
     need,
     print_json,
     progress_bar,
+    report_usage_errors,
     say,
-    told_as_usage,
 )
 
 
 @app.command(epilog=example("attractor demo", "attractor demo --out out/demo --seed 1"))
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the page.")] = Path("out/demo"),
-    small: Annotated[bool, typer.Option("--small", help="In seconds; its numbers mean little.")] = False,
+    small: Annotated[
+        bool, typer.Option("--small", help="Take seconds; the numbers then mean little.")
+    ] = False,
     seed: Seed = 0,
     device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """All three parts on one page, in a minute or two.
+    """Show all parts of the library on one page, in a minute or two.
 
-    Films, sliders and curves, computed on data that come along.
+    The page has films, sliders and curves, computed on data that come with
+    the library.
     """
     from attractor import demo as job
 
     check_device(device)
     need("matplotlib", "report")
     need("plotly", "report")
-    with told_as_usage():
+    with report_usage_errors():
         check_out(out)
     with progress_bar(quiet=as_json) as progress:
         task = progress.add_task("demo", total=100)
-        show = lambda what, done: progress.update(task, completed=int(100 * done), description=what)
-        results = job.run(seed, device, show, small)
+        report_progress = lambda what, fraction: progress.update(
+            task, completed=int(100 * fraction), description=what
+        )
+        results = job.run(seed, device, report_progress, small)
         page = job.write(results, out)
-    failed = [name for name, found in results["parts"].items() if "failed" in found]
+    failures = [name for name, part in results["parts"].items() if "failed" in part]
     if as_json:
         print_json(job.numbers(results))
-        raise typer.Exit(bool(failed))
+        raise typer.Exit(bool(failures))
     table = Table(show_header=False, box=None, pad_edge=False)
-    for name, found in results["parts"].items():
-        table.add_row(f"[bold]{name}[/]", f"[dim]{found['seconds']:.0f} s[/]")
-        for what, told in job.PARTS[name][0].told(found) if name not in failed else ():
-            table.add_row(f"  {what}", escape(told))
-        if name in failed:
-            table.add_row("  [red]failed[/]", escape(found["failed"]))
+    for name, part in results["parts"].items():
+        table.add_row(f"[bold]{name}[/]", f"[dim]{part['seconds']:.0f} s[/]")
+        for what, text in job.PARTS[name][0].summary(part) if name not in failures else ():
+            table.add_row(f"  {what}", escape(text))
+        if name in failures:
+            table.add_row("  [red]failed[/]", escape(part["failed"]))
     console.print(table)
     say(f"{results['seconds']:.0f} s. Open this in a browser: {page}")
-    raise typer.Exit(bool(failed))
+    raise typer.Exit(bool(failures))

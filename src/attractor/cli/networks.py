@@ -25,8 +25,8 @@ from attractor.cli.terminal import (
     origin,
     print_json,
     progress_bar,
+    report_usage_errors,
     say,
-    told_as_usage,
 )
 from attractor.core.files import write_json
 from attractor.residual.probing import probe as probe_network
@@ -48,82 +48,96 @@ def probe(
     name: Name,
     option: Annotated[
         list[str] | None,
-        typer.Option("--option", "-o", metavar="KEY=VALUE", help="Of the network: -o depth=29."),
+        typer.Option("--option", "-o", metavar="KEY=VALUE", help="Option of the network: -o depth=29."),
     ] = None,
     pretrained: Annotated[
         bool | None,
-        typer.Option("--pretrained/--random", help="Weights of its hub; by default if it has some."),
+        typer.Option(
+            "--pretrained/--random",
+            help="Use pretrained or random weights; default: pretrained if the hub has them.",
+        ),
     ] = None,
     weights: Annotated[
         Path | None,
         typer.Option(help="Trained weights: a .safetensors file, or a finished training's folder."),
     ] = None,
     initial: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The network before training, if it is your own.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Function that makes the network before training, for a network of your own.",
+        ),
     ] = None,
     images: Annotated[Path | None, typer.Option(help="A folder with image files.")] = None,
     data: Annotated[
         str | None, typer.Option(help="Test images of cifar10, cifar100, stl10, digits.")
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="Where the data set is; else ATTRACTOR_DATA.")
+        Path | None, typer.Option(help="Folder of the data set; default: ATTRACTOR_DATA.")
     ] = None,
-    texts: Annotated[Path | None, typer.Option(help="A file with a text a line.")] = None,
+    texts: Annotated[Path | None, typer.Option(help="A file with one text per line.")] = None,
     noise: Annotated[
-        int | None, typer.Option(min=1, help="So many random inputs; without a source, --inputs.")
+        int | None,
+        typer.Option(
+            min=1, help="Number of random inputs to use; default without another source: --inputs."
+        ),
     ] = None,
     size: Annotated[int | None, typer.Option(min=1, help="Height and width of images.")] = None,
-    inputs: Annotated[int, typer.Option(min=1, help="Inputs at most.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Inputs at once.")] = 32,
-    granularity: Annotated[str, typer.Option(help="block, or addition.")] = "block",
-    step: Annotated[str, typer.Option(help="one, or gate: gates as step sizes.")] = "one",
-    within: Annotated[str, typer.Option(help="Only additions in that module, as encoder.")] = "",
+    inputs: Annotated[int, typer.Option(min=1, help="Largest number of inputs.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Number of inputs per batch.")] = 32,
+    granularity: Annotated[str, typer.Option(help="Unit to probe: block, or addition.")] = "block",
+    step: Annotated[
+        str, typer.Option(help="Step size of a block: one, or gate for the values of its gate.")
+    ] = "one",
+    within: Annotated[
+        str, typer.Option(help="Probe only additions in this module, such as encoder.")
+    ] = "",
     seed: Seed = 0,
     device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for profile and pictures.")] = Path("out/probe"),
     as_json: AsJson = False,
 ) -> None:
-    """How stiff a residual network is, block by block.
+    """Measure how stiff a residual network is, block by block.
 
     A network with trained weights is shown beside its random initialisation,
-    on which NSI depends. Without a source of inputs a network of your own is
-    probed on what its file holds as inputs, a batch or a function
-    inputs(n, generator); else on noise.
+    because NSI depends on it. Without a source of inputs, a network of your
+    own is probed on the inputs in its file, which are a batch or a function
+    inputs(n, generator); other networks are probed on noise.
     """
     check_device(device)
     need("matplotlib", "report")
     from attractor.report import stiffness as pictures
 
-    started = time.perf_counter()
-    with told_as_usage():
+    start = time.perf_counter()
+    with report_usage_errors():
         check_out(out)
         torch.manual_seed(seed)
         with console.status(f"making {name}"):
-            found = networks.find(name, _options(option), pretrained, weights)
-            before = _before(found, initial, option, seed)
+            network = networks.find(name, _options(option), pretrained, weights)
+            before = _before(network, initial, option, seed)
         count = noise or inputs
-        side = size or found.size
+        side = size or network.size
         sources = {"--images": images, "--data": data, "--texts": texts, "--noise": noise}
-        given = [k for k, v in sources.items() if v is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} exclude each other; give one")
+        sources_passed = [k for k, v in sources.items() if v is not None]
+        if len(sources_passed) > 1:
+            raise ValueError(f"{' and '.join(sources_passed)} exclude each other; give one")
         batches: Iterator[Any]
         if images is not None:
-            batches = networks.folder_of_images(found, images, count, batch, side)
+            batches = networks.folder_of_images(network, images, count, batch, side)
         elif data is not None:
-            batches = networks.data_set(found, data, folder, count, batch, seed, size)
+            batches = networks.data_set(network, data, folder, count, batch, seed, size)
         elif texts is not None:
-            batches = networks.texts(found, texts, count, batch)
-        elif noise is None and found.inputs is not None:
-            batches = networks.own_inputs(found, count, batch, seed)
+            batches = networks.texts(network, texts, count, batch)
+        elif noise is None and network.inputs is not None:
+            batches = networks.own_inputs(network, count, batch, seed)
         else:
-            batches = networks.noise(found, count, batch, seed, side)
+            batches = networks.noise(network, count, batch, seed, side)
         with progress_bar() as progress:
             task = progress.add_task(f"probing {name}", total=count)
             try:
                 profile = probe_network(
-                    found.model, batches, step, granularity=granularity, device=device, initial=before,  # type: ignore[arg-type]
-                    limit=count, within=within, settle=not found.trained,
+                    network.model, batches, step, granularity=granularity, device=device, initial=before,  # type: ignore[arg-type]
+                    limit=count, within=within, settle=not network.trained,
                     progress=lambda n: progress.update(task, completed=n),
                 )  # fmt: skip
             except torch.OutOfMemoryError:
@@ -131,26 +145,26 @@ def probe(
             except Exception as error:
                 if not isinstance(error, RuntimeError) and not _in_a_module(error):
                     raise
-                told = (str(error).splitlines() or [type(error).__name__])[0]
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
                 raise ValueError(
-                    f"{name} cannot take what it was given ({told}); "
-                    f"{networks.advice(found, ''.join(given))}"
+                    f"{name} rejected its inputs ({reason}); "
+                    f"{networks.advice(network, ''.join(sources_passed))}"
                 ) from error
     _show(profile, name)
-    if found.trained and before is None:
+    if network.trained and before is None:
         say("initial: not known; give --initial NAME, a function that makes it", style="yellow")
-    if not found.trained:
+    if not network.trained:
         say("The weights are random: these are the values at initialisation.")
-    unasked = f"--noise {count}" if found.inputs is None else f"inputs of {found.place}"
-    source = next((f"{k} {sources[k]}" for k in given), unasked)
-    numbers = {**origin(), "network": name, "source": source, "trained": found.trained}
+    default_source = f"--noise {count}" if network.inputs is None else f"inputs of {network.place}"
+    source = next((f"{k} {sources[k]}" for k in sources_passed), default_source)
+    numbers = {**origin(), "network": name, "source": source, "trained": network.trained}
     write_json(out / "probe.json", {**numbers, **profile.numbers()})
     profile.save(out / "profile")
     for kind in pictures.KINDS:
-        (out / f"{kind}.png").unlink(missing_ok=True)  # which may be of another network
+        (out / f"{kind}.png").unlink(missing_ok=True)  # a picture may be left from another network
         if kind != "gates" or profile.gated:
             _draw(profile, kind, out)
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - start
     files = {"profile": out / "profile", "numbers": out / "probe.json", "picture": out / "all.png"}
     if as_json:
         places = {key: str(path) for key, path in files.items()}
@@ -159,17 +173,17 @@ def probe(
 
 
 def _before(
-    found: networks.Network, initial: str | None, option: list[str] | None, seed: int
+    network: networks.Network, initial: str | None, option: list[str] | None, seed: int
 ) -> torch.nn.Module | None:
-    """The network with random weights, if the one to be probed is trained."""
+    """Return the network with random weights if the network to probe is trained, else None."""
     torch.manual_seed(seed)
     if initial is not None:
         return networks.find(initial, _options(option), pretrained=False).model
-    return found.fresh() if found.trained and found.fresh is not None else None
+    return network.fresh() if network.trained and network.fresh is not None else None
 
 
 def _in_a_module(error: BaseException) -> bool:
-    """Whether an error was raised while a module was called."""
+    """Return whether an error was raised in the call of a module."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__") == nn.Module.__module__ for frame, _ in frames)
 
@@ -188,25 +202,25 @@ def _show(profile: StiffnessProfile, name: str) -> None:
         say(profile.note, style="yellow")
     if profile.note and len(profile.names) > len(profile.stages()):
         for step, pair in profile.totals(drop_first=False).items():
-            told = f"{_cell(pair['trained'])}, initial {_cell(pair['initial'])}"
-            say(f"TNS with first blocks, step {step}: {told}")
+            totals = f"{_cell(pair['trained'])}, initial {_cell(pair['initial'])}"
+            say(f"TNS with first blocks, step {step}: {totals}")
 
 
 def _draw(profile: StiffnessProfile, kind: str, out: Path) -> None:
     try:
         profile.plot(kind, out / f"{kind}.png")
-    except ValueError as error:  # one block a stage, or gates that do not vary
+    except ValueError as error:  # one block per stage, or gates that do not vary
         say(f"no picture of {kind}: {error}", style="yellow")
 
 
 def _options(texts: list[str] | None) -> dict[str, Any]:
-    found = {}
+    options = {}
     for text in texts or []:
         key, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"--option {text!r} must be KEY=VALUE, such as depth=29")
-        found[key] = networks.parse(value)
-    return found
+        options[key] = networks.parse(value)
+    return options
 
 
 def _cell(value: Any) -> str:

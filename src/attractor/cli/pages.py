@@ -1,4 +1,4 @@
-"""Pages about runs: report."""
+"""Commands that write pages about runs: report."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,12 +10,12 @@ from attractor.cli.terminal import (
     app,
     console,
     example,
-    given_command,
     make_table,
     need,
     print_json,
+    report_usage_errors,
     say,
-    told_as_usage,
+    typed_command,
 )
 
 
@@ -30,31 +30,33 @@ def report(
         list[Path],
         typer.Argument(metavar="RUN", help="Files and folders that other commands have written."),
     ],
-    title: Annotated[str, typer.Option(help="Of the page; default: what it shows.")] = "",
-    out: Annotated[Path, typer.Option(help="The page.")] = Path("out/report.html"),
+    title: Annotated[
+        str, typer.Option(help="Title of the page; default: a description of its runs.")
+    ] = "",
+    out: Annotated[Path, typer.Option(help="Path of the page.")] = Path("out/report.html"),
     as_json: AsJson = False,
 ) -> None:
-    """One page about runs, alone or side by side.
+    """Write one page about one or several runs.
 
-    A run is what fit, compare, probe, bench --out and reproduce write, or the
+    A run is a result of fit, compare, probe, bench --out or reproduce, or the
     folder of a training. The page is a single file with tables, pictures,
-    settings, versions and commands to repeat it; it asks the network nothing.
+    settings, versions and commands to repeat the runs; it opens offline.
     """
     need("matplotlib", "report")
     need("plotly", "report")
     from attractor.core.files import check_target
-    from attractor.report import runs as kept
+    from attractor.report import runs as run_files
 
-    with told_as_usage():
+    with report_usage_errors():
         check_target(out)
-        found = [run for path in runs for run in kept.find(path)]
+        results = [run for path in runs for run in run_files.find(path)]
         with console.status("writing"):
-            written = kept.page(found, title).write(out)
+            page = run_files.page(results, title).write(out)
     if as_json:
-        content = [run.to_json() for run in found]
-        print_json({"command": given_command(), "page": str(written), "runs": content})
+        content = [run.to_json() for run in results]
+        print_json({"command": typed_command(), "page": str(page), "runs": content})
     table = make_table("kind", "run", words=2)
-    for run in found:
+    for run in results:
         table.add_row(run.kind, run.name)
     console.print(table)
-    say(f"Report: {written}")
+    say(f"Report: {page}")

@@ -16,16 +16,16 @@ from attractor.cli.terminal import (
     example,
     make_table,
     print_json,
+    report_usage_errors,
     say,
-    told_as_usage,
 )
 
 Names = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[NAME]...",
-        help="Of --list; a paper's name stands for all of its experiments. A Python file that declares "
-        "an EXPERIMENT may be named by its path.",
+        help="An experiment of --list, or a paper, which means all of its experiments, or the path of a "
+        "Python file that declares an EXPERIMENT.",
     ),
 ]
 
@@ -40,88 +40,90 @@ WIDE = 200  # columns of a table that goes into a file or a pipe
 )
 def reproduce(
     names: Names = None,
-    list_: Annotated[
-        bool, typer.Option("--list", help="Show all experiments and how far they are.")
-    ] = False,
+    list_: Annotated[bool, typer.Option("--list", help="Show all experiments and their state.")] = False,
     scale: Annotated[
-        str, typer.Option(help="smoke (seconds), cpu (minutes), gpu (one large GPU).")
+        str, typer.Option(help="Scale: smoke (seconds), cpu (minutes) or gpu (one large GPU).")
     ] = "smoke",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
-    data: Annotated[Path | None, typer.Option(help="Folder of data sets; else ATTRACTOR_DATA.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of results; default out/reproduce.")] = None,
-    arm: Annotated[list[str] | None, typer.Option(help="Run only this arm; repeatable.")] = None,
-    seeds: Annotated[str, typer.Option(help="Such as 0,1,2; default: the scale's.")] = "",
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda, cuda:1 ...")] = "cpu",
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of data sets; default: ATTRACTOR_DATA.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of results; default: out/reproduce.")] = None,
+    arm: Annotated[
+        list[str] | None, typer.Option(help="Run only this arm. Repeat the option to run several.")
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="Seeds, such as 0,1,2; default: those of the scale.")] = "",
     engine: Engine = None,
     workers: Workers = None,
     address: Address = None,
     threads: Threads = None,
     part: Part = "1/1",
-    budget: Annotated[float, typer.Option(help="Begin no run after so many seconds.")] = float("inf"),
-    again: Annotated[bool, typer.Option(help="Run what is there already once more.")] = False,
+    budget: Annotated[float, typer.Option(help="Start no run after this many seconds.")] = float("inf"),
+    again: Annotated[bool, typer.Option(help="Repeat runs that have results already.")] = False,
     merge: Annotated[
         list[Path] | None,
-        typer.Option(help="Add the runs of this file; repeatable."),
+        typer.Option(help="Add the runs of this file. Repeat the option to add several."),
     ] = None,
     page: Annotated[
         Path | None,
-        typer.Option(help="Write the pages of results and claims here."),
+        typer.Option(help="Write the pages of results and claims to this path."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run the papers' tables and figures again, with a verdict.
+    """Repeat the papers' tables and figures, with a verdict.
 
-    Runs that are in the folder of results are not made again; what was
-    interrupted goes on.
+    Runs with results in the folder are not repeated; interrupted runs
+    continue.
     """
     from attractor.reproduce import catalogue
     from attractor.reproduce.page import write_page
     from attractor.reproduce.shelf import home
 
-    with told_as_usage():
+    with report_usage_errors():
         if list_:
             _list(out or home(), as_json)
             return
         if page is not None:
-            written = [str(path) for path in write_page(page, out or home())]
+            paths = [str(path) for path in write_page(page, out or home())]
             if as_json:
-                print_json(written)
-            say("\n".join(written))
+                print_json(paths)
+            say("\n".join(paths))
             return
         if not names:
             raise ValueError("give the NAME of an experiment; attractor reproduce --list shows all")
         check_out(out or Path("out/reproduce"))
-        chosen = _chosen(names, list(catalogue()))
-        if engine != "ray":  # whose machines may have others
+        experiments = _experiment_names(names, list(catalogue()))
+        if engine != "ray":  # its machines may have other devices
             check_device(device)
-        wanted = _seeds(seeds) if seeds else None
+        seed_list = _seeds(seeds) if seeds else None
         options: dict[str, Any] = {
-            "device": device, "data": data, "arms": arm or None, "seeds": wanted, "workers": workers,
+            "device": device, "data": data, "arms": arm or None, "seeds": seed_list, "workers": workers,
             "budget": budget, "again": again, "engine": engine, "address": address,
             "threads": threads, "part": part,
         }  # fmt: skip
-        found = [
+        results = [
             _one(name, scale, out or Path("out/reproduce"), merge or [], options, as_json)
-            for name in chosen
+            for name in experiments
         ]
     if as_json:
-        print_json(found)
+        print_json(results)
 
 
-def _chosen(names: list[str], known: list[str]) -> list[str]:
+def _experiment_names(names: list[str], every_name: list[str]) -> list[str]:
     from attractor.reproduce import find
 
-    papers = {n.split("-")[0] for n in known}
-    found: list[str] = []
+    papers = {n.split("-")[0] for n in every_name}
+    selection: list[str] = []
     for name in names:
         if name == "all" or name in papers:
-            found += [n for n in known if name == "all" or n.startswith(f"{name}-")]
+            selection += [n for n in every_name if name == "all" or n.startswith(f"{name}-")]
         else:
-            found.append(name if name.endswith(".py") else find(name).name)
-    return list(dict.fromkeys(found))
+            selection.append(name if name.endswith(".py") else find(name).name)
+    return list(dict.fromkeys(selection))
 
 
 def _one(
-    name: str, scale: str, out: Path, merged: list[Path], options: dict[str, Any], quiet: bool
+    name: str, scale: str, out: Path, merge_files: list[Path], options: dict[str, Any], quiet: bool
 ) -> dict[str, Any]:
     from attractor.core.files import json_bytes
     from attractor.reproduce import find, from_file, merge, run
@@ -130,8 +132,8 @@ def _one(
 
     experiment = from_file(name) if name.endswith(".py") else find(name)
     name = experiment.name
-    if merged:
-        results = merge(experiment, scale, out, merged)
+    if merge_files:
+        results = merge(experiment, scale, out, merge_files)
     else:
         results = run(experiment, scale, folder=out, tell=say, **options)
     verdict = experiment.verdict(results)
@@ -139,11 +141,11 @@ def _one(
     if not quiet:
         _show(experiment, results, verdict)
         say(f"Results: {path}")
-    found = {
+    summary = {
         "experiment": name, "scale": scale, "path": str(path), "rows": rows(experiment, results),
         "verdict": None if verdict is None else _plain(verdict),
     }  # fmt: skip
-    return json.loads(json_bytes(found))
+    return json.loads(json_bytes(summary))
 
 
 def _plain(verdict: Any) -> dict[str, Any]:
@@ -174,21 +176,21 @@ def _show(experiment: Any, results: Any, verdict: Any) -> None:
         table.add_row(*line[:fit])
     console.print(table)
     if columns[fit:]:
-        say(f"Too wide to show: {', '.join(columns[fit:])}; --json has them.")
+        say(f"Columns too wide to show: {', '.join(columns[fit:])}; --json prints them.")
     say(f"The paper: {experiment.claim}")
     if verdict is not None:
         for text in verdict_lines(experiment, results, verdict):
             say(text.replace("**", ""), style="bold")
     elif results.missing():
-        say(f"{len(results.missing())} runs are still to come.")
+        say(f"{len(results.missing())} runs are still missing.")
     else:
-        say("It runs; this scale is too small for a verdict.")
+        say("The experiment runs; this scale is too small for a verdict.")
 
 
-def _seeds(given: str) -> list[int]:
-    parts = [part.strip() for part in given.split(",")]
+def _seeds(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise typer.BadParameter(f"--seeds {given}: give whole numbers, such as 0,1,2")
+        raise typer.BadParameter(f"--seeds {text}: give whole numbers, such as 0,1,2")
     return [int(part) for part in parts]
 
 

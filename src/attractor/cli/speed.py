@@ -19,8 +19,8 @@ from attractor.cli.terminal import (
     origin,
     print_json,
     progress_bar,
+    report_usage_errors,
     say,
-    told_as_usage,
 )
 from attractor.core.checks import nearest
 
@@ -38,55 +38,56 @@ def bench(
     what: Annotated[
         list[str],
         typer.Option(
-            help="stepped, causal, reaction, split, window, documents, hybrid; default all. "
-            "model: a whole transformers model, trained and generating."
+            help="Case: stepped, causal, reaction, split, window, documents or hybrid; default: all. "
+            "model: training and generation of a whole transformers model."
         ),
     ] = [],  # noqa: B006
     model: Annotated[
         str,
         typer.Option(
             help="For --what model: llama (1B parameters), small, or a config.json of transformers, or "
-            "its folder; default llama on a GPU, else small."
+            "its folder; default: llama on a GPU, else small."
         ),
     ] = "",
     device: Device = "cpu",
-    dtype: Annotated[str, typer.Option(help="auto: bfloat16 on a GPU, else float32.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Dtype; auto: bfloat16 on a GPU, else float32.")] = "auto",
     tokens: Annotated[
-        list[int], typer.Option(min=1, help="Lengths, instead of those for the device.")
+        list[int],
+        typer.Option(min=1, help="Length of the sequences; default: several that suit the device."),
     ] = [],  # noqa: B006
-    steps: Annotated[int, typer.Option(min=1, help="Of the PDE.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the PDE.")] = 4,
     seed: Seed = 0,
-    out: Annotated[Path | None, typer.Option(help="Write the results here, as JSON.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """How quick PDE attention and hybrid steps are here.
+    """Measure the speed of PDE attention and hybrid steps.
 
-    SDPA and plain steps are beside it, in the same run; everything is compared
-    with float64 before it is timed. Shares are of the copy bandwidth and the
-    matrix rate measured in this run, by what attention without a PDE has to
-    move and to compute.
+    SDPA and plain steps are timed in the same run, and results are compared
+    with float64 first. Shares are relative to the copy bandwidth and the
+    matrix rate of this run, and count the bytes and operations of attention
+    without a PDE.
     """
     from attractor.bench import run
     from attractor.core.files import check_target, write_json
 
     check_device(device)
     if dtype not in TYPES:
-        known = f"{', '.join(TYPES)}{nearest(dtype, TYPES)}"
-        raise typer.BadParameter(f"{dtype!r} is not one of {known}", param_hint="--dtype")
+        choices = f"{', '.join(TYPES)}{nearest(dtype, TYPES)}"
+        raise typer.BadParameter(f"{dtype!r} is not one of {choices}", param_hint="--dtype")
     if dtype == "auto":
         dtype = "bfloat16" if torch.device(device).type == "cuda" else "float32"
     torch.manual_seed(seed)
-    with told_as_usage():
+    with report_usage_errors():
         if out is not None:
             check_out(out.parent)
             check_target(out)
-        wanted = run.cases(what or run.KINDS, device, tokens)
+        cases = run.cases(what or run.KINDS, device, tokens)
         config = _config(model, device) if run.WHOLE_MODEL in what else None
-    chosen = getattr(torch, dtype)
-    results: dict[str, Any] = {**origin(), **run.header(device, chosen), "rows": []}
+    torch_dtype = getattr(torch, dtype)
+    results: dict[str, Any] = {**origin(), **run.header(device, torch_dtype), "rows": []}
     with progress_bar(quiet=as_json) as progress:
-        task = progress.add_task("measuring", total=len(wanted))
-        for row in run.rows(wanted, device, chosen, results, config, steps=steps):
+        task = progress.add_task("measuring", total=len(cases))
+        for row in run.rows(cases, device, torch_dtype, results, config, steps=steps):
             results["rows"].append(row)
             progress.update(task, advance=1, description=f"{row['kind']}, {len(results['rows'])} done")
             if out is not None:
@@ -115,23 +116,24 @@ def _config(name: str, device: str) -> Any:
 def _show(results: dict[str, Any]) -> None:
     top = results["ceilings"]
     console.print(
-        f"{results['device']}, torch {results['torch']}, {results['dtype']}: a copy moves "
-        f"{top['copy_gb_s']:,.0f} GB/s, a product makes {top['matrix_tflop_s']:,.3g} TFLOP/s"
+        f"{results['device']}, torch {results['torch']}, {results['dtype']}: copies reach "
+        f"{top['copy_gb_s']:,.0f} GB/s, matrix products {top['matrix_tflop_s']:,.3g} TFLOP/s"
     )
     attention = [row for row in results["rows"] if "forward" in row]
     if attention:
         table = make_table(
             "attention", "tokens", "ms", "ratio", "ms", "ratio", "of rate", "of copy", "dense",
             caption="milliseconds and the ratio to SDPA (window, documents: to the same without a PDE), "
-            "forward, then with backward; shares of the ceilings, forward; how much slower the map is",
+            "forward, then forward and backward; shares of the ceilings, forward; how many times "
+            "slower the dense map is",
         )  # fmt: skip
         for row in attention:
-            ahead, both = row["forward"], row["both"]
-            times = f"{row['speedup_over_dense']:.0f}x" if "speedup_over_dense" in row else ""
+            forward, both = row["forward"], row["both"]
+            speedup = f"{row['speedup_over_dense']:.0f}x" if "speedup_over_dense" in row else ""
             table.add_row(
-                row["kind"], f"{row['tokens']:,}", f"{ahead['ms']:.3g}", f"{ahead['ratio']:.2f}",
-                f"{both['ms']:.3g}", f"{both['ratio']:.2f}", f"{100 * ahead['of_matrix_rate']:.0f} %",
-                f"{100 * ahead['of_bandwidth']:.0f} %", times,
+                row["kind"], f"{row['tokens']:,}", f"{forward['ms']:.3g}", f"{forward['ratio']:.2f}",
+                f"{both['ms']:.3g}", f"{both['ratio']:.2f}", f"{100 * forward['of_matrix_rate']:.0f} %",
+                f"{100 * forward['of_bandwidth']:.0f} %", speedup,
             )  # fmt: skip
         console.print(table)
     models = [row for row in results["rows"] if "peer_seconds" in row]

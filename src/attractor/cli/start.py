@@ -1,4 +1,4 @@
-"""What `attractor` alone shows, its version, and doctor."""
+"""The command `attractor` without arguments, its version, and doctor."""
 
 import time
 from typing import Annotated, Any
@@ -41,7 +41,7 @@ def root(
     context: typer.Context,
     show_version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show where errors come from; also ATTRACTOR_DEBUG=1.")
+        bool, typer.Option("--debug", help="Show tracebacks of errors; also ATTRACTOR_DEBUG=1.")
     ] = False,
 ) -> None:
     """Attention as time stepping. Start with: attractor demo"""
@@ -55,13 +55,13 @@ def root(
 @app.command(epilog=example("attractor doctor --device cuda"))
 def doctor(
     device: Device = "cpu",
-    compile: Annotated[bool, typer.Option(help="Also try torch.compile (some 20 s).")] = False,
+    compile: Annotated[bool, typer.Option(help="Also try torch.compile (about 20 s).")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Versions, devices, what is missing, and a self-check."""
+    """Show versions, devices and missing packages, and run a self-check."""
     check_device(device)
-    found: dict[str, Any] = {"versions": doctor_job.versions(), "devices": doctor_job.devices()}
-    outcome: list[dict[str, Any]] = []
+    environment: dict[str, Any] = {"versions": doctor_job.versions(), "devices": doctor_job.devices()}
+    results: list[dict[str, Any]] = []
     with progress_bar(quiet=as_json) as progress:
         checks = doctor_job.checks(device, compile)
         task = progress.add_task("self-check", total=len(checks))
@@ -69,19 +69,19 @@ def doctor(
             progress.update(task, description=name)
             start = time.perf_counter()
             try:
-                outcome.append({"check": name, "ok": True, "found": check()})
+                results.append({"check": name, "ok": True, "found": check()})
             except Exception as error:
-                outcome.append({"check": name, "ok": False, "found": f"{type(error).__name__}: {error}"})
-            outcome[-1]["seconds"] = round(time.perf_counter() - start, 2)
+                results.append({"check": name, "ok": False, "found": f"{type(error).__name__}: {error}"})
+            results[-1]["seconds"] = round(time.perf_counter() - start, 2)
             progress.update(task, advance=1)
-    failed = [row["check"] for row in outcome if not row["ok"]]
+    failures = [row["check"] for row in results if not row["ok"]]
     if as_json:
-        print_json({**found, "optional": doctor_job.optional(), "checks": outcome})
-        raise typer.Exit(bool(failed))
+        print_json({**environment, "optional": doctor_job.optional(), "checks": results})
+        raise typer.Exit(bool(failures))
 
-    told = ", ".join(f"{name} {value}" for name, value in found["versions"].items())
-    console.print(told, highlight=False)
-    for line in found["devices"]:
+    versions = ", ".join(f"{name} {value}" for name, value in environment["versions"].items())
+    console.print(versions, highlight=False)
+    for line in environment["devices"]:
         say(line)
     table = make_table("optional", "version", "what it is for", words=3)
     for row in doctor_job.optional():
@@ -90,12 +90,12 @@ def doctor(
     for extra, names in doctor_job.missing().items():
         say(f"{', '.join(names)}: pip install 'attractor[{extra}]'", style="yellow")
     table = make_table("self-check", "", "found", "s", words=3)
-    for row in outcome:
+    for row in results:
         mark = "[green]ok[/]" if row["ok"] else "[red]FAILED[/]"
         table.add_row(row["check"], mark, escape(row["found"]), f"{row['seconds']:.1f}")
     console.print("", table)
-    if failed:
-        say(f"{len(failed)} of {len(outcome)} checks failed: {', '.join(failed)}", style="red")
+    if failures:
+        say(f"{len(failures)} of {len(results)} checks failed: {', '.join(failures)}", style="red")
         raise typer.Exit(1)
-    untried = "" if compile else " (torch.compile was not tried: add --compile)"
-    console.print(f"[green]All is well.[/]{untried}")
+    note = "" if compile else " (torch.compile was not tried: add --compile)"
+    console.print(f"[green]All is well.[/]{note}")

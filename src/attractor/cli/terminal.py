@@ -1,7 +1,7 @@
-"""What all commands share: the application, the console, options, progress, errors, checks of input.
+"""Shared parts of all commands: application, console, options, progress, errors, checks of input.
 
-A command ends with 0 if all is well, 1 if a check or a comparison failed, 2 if it was given something
-wrong, 130 after Ctrl-C and 143 after SIGTERM. What it found goes to stdout, errors go to stderr.
+The exit status of a command is 0 on success, 1 if a check or a comparison failed, 2 if an argument was
+wrong, 130 after Ctrl-C and 143 after SIGTERM. Results go to stdout, errors to stderr.
 """
 
 import errno
@@ -32,29 +32,29 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errn
 
 
 class Commands(TyperGroup):
-    """The commands. ``--debug`` may stand anywhere; no error ends in a traceback without it."""
+    """The group of all commands. ``--debug`` is allowed anywhere, and enables tracebacks."""
 
     debug = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As typed, but for --debug."""
+        """Remove --debug from the arguments, and set `debug`."""
         end = args.index("--") if "--" in args else len(args)
         Commands.debug = "--debug" in args[:end] or os.environ.get(DEBUG, "0") not in ("", "0")
         console.quiet = False
         return super().parse_args(ctx, [a for a in args[:end] if a != "--debug"] + args[end:])
 
     def invoke(self, ctx: Any) -> Any:
-        """Run what was asked for."""
+        """Run the command, and print errors as one line."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
-            if not str(error):  # training has already said how far it came
+            if not str(error):  # otherwise training has printed where it stopped
                 errors.print("Interrupted.")
             raise typer.Exit(130) from None
         except (BrokenPipeError, typer.Abort):
             raise
         except Exception as error:
-            if hasattr(error, "exit_code"):  # Typer's own: exits and wrong use
+            if hasattr(error, "exit_code"):  # Typer's own errors: exits and wrong usage
                 raise
             if isinstance(error, OSError) and error.errno in DISK:
                 tell(error)
@@ -63,7 +63,7 @@ class Commands(TyperGroup):
             tell(error, f"{type(error).__name__}")
             if not Commands.debug:
                 say_error(
-                    "This was not foreseen. The same command with --debug shows where it happened."
+                    "This error was not expected. Run the command with --debug to see where it happened."
                 )
             raise typer.Exit(1) from None
 
@@ -78,7 +78,7 @@ app = typer.Typer(
 
 
 def example(command: str, *others: str) -> str:
-    """What stands below a command's help; each is a line of its own."""
+    """Return the examples below the help of a command, one per line."""
     return "\n\n".join(f"Example: {text}" for text in (command, *others))
 
 
@@ -88,19 +88,19 @@ def _hush(as_json: bool) -> bool:
 
 
 Seed = Annotated[int, typer.Option(help="Seed of all random numbers.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps ...")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.", callback=_hush)]
+Device = Annotated[str, typer.Option(help="Device: cpu, cuda, cuda:1, mps ...")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.", callback=_hush)]
 
 
-def print_json(found: Any) -> None:
-    """One JSON document on stdout, strict: what is not finite is null."""
+def print_json(content: Any) -> None:
+    """Print one strict JSON document on stdout; numbers that are not finite become null."""
     from attractor.core.files import json_bytes
 
-    sys.stdout.write(json_bytes(found).decode())
+    sys.stdout.write(json_bytes(content).decode())
 
 
 def make_table(*columns: str, title: str = "", words: int = 1, caption: str = "") -> Table:
-    """An empty table; the first `words` columns are text, the others numbers. Pipes get no lines."""
+    """Return an empty table, without rules in pipes; the first `words` columns are text."""
     table = Table(
         title=title or None, title_justify="left", caption=caption or None, caption_justify="left",
         box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False,
@@ -111,7 +111,7 @@ def make_table(*columns: str, title: str = "", words: int = 1, caption: str = ""
 
 
 def progress_bar(quiet: bool = False) -> Progress:
-    """A bar for jobs whose length is known; nothing where the output is not a terminal."""
+    """Return a progress bar, which is hidden if the output is not a terminal."""
     return Progress(
         TextColumn("{task.description:44.44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=console, transient=True, disable=quiet or console.quiet or not console.is_terminal,
@@ -119,7 +119,7 @@ def progress_bar(quiet: bool = False) -> Progress:
 
 
 def say(text: str, style: str = "") -> None:
-    """A line as it is: paths and sentences are not broken, and nothing in it is markup."""
+    """Print a line without markup or line breaks."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -129,20 +129,20 @@ def say_error(text: str) -> None:
 
 
 def tell(error: BaseException, name: str = "Error") -> None:
-    """An error as a line on stderr; with --debug, above it, where it came from."""
+    """Print an error as a line on stderr, with --debug after its traceback."""
     if Commands.debug:
         errors.print("".join(traceback.format_exception(error)), markup=False, highlight=False,
                      soft_wrap=True)  # fmt: skip
     errors.print(f"[red]{name}:[/] ", end="")
-    how: Any = {"markup": False, "highlight": False, "soft_wrap": not errors.is_terminal}
-    errors.print(str(error) or "no message", **how)
-    for note in getattr(error, "__notes__", ()):  # such as which shard it was
-        errors.print(note, **how)
+    options: Any = {"markup": False, "highlight": False, "soft_wrap": not errors.is_terminal}
+    errors.print(str(error) or "no message", **options)
+    for note in getattr(error, "__notes__", ()):  # such as the name of the shard
+        errors.print(note, **options)
 
 
 @contextmanager
-def told_as_usage() -> Iterator[None]:
-    """Errors about what was given end the command with their message, without a traceback."""
+def report_usage_errors() -> Iterator[None]:
+    """Exit with status 2 and a message, without a traceback, on errors in the arguments."""
     try:
         yield
     except BrokenPipeError:
@@ -158,7 +158,7 @@ def check_out(folder: Path) -> None:
 
 
 def check_device(device: str) -> None:
-    """Stop, with what there is, if a device cannot be used."""
+    """Exit with a list of the devices if a device cannot be used."""
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -170,7 +170,7 @@ def check_device(device: str) -> None:
 
 
 def need(package: str, extra: str) -> None:
-    """Stop, with the command that installs it, if an optional package is missing."""
+    """Exit with the command that installs an optional package if it is missing."""
     if next(row for row in doctor_job.optional() if row["package"] == package)["version"] is None:
         errors.print(f"[red]Error:[/] {package} is missing; install it with: "
                      f"pip install 'attractor\\[{extra}]'", soft_wrap=True, highlight=False)  # fmt: skip
@@ -178,10 +178,10 @@ def need(package: str, extra: str) -> None:
 
 
 def origin() -> dict[str, Any]:
-    """What is written beside results: the command that makes them again, and versions."""
-    return {"command": given_command(), "versions": doctor_job.versions()}
+    """Return what is written with results: the command that repeats them, and versions."""
+    return {"command": typed_command(), "versions": doctor_job.versions()}
 
 
-def given_command() -> str:
-    """The command as it was typed, for what is written beside results."""
+def typed_command() -> str:
+    """Return the command as it was typed."""
     return shlex.join(["attractor", *sys.argv[1:]])

@@ -1,6 +1,6 @@
-"""Data sets as tensors. Each loader reads files of a folder, or asks the hub it is usually found on.
+"""Data sets as tensors. Each loader reads files from a folder, or downloads them from their usual hub.
 
-The folder is an argument, or what the environment variable ``ATTRACTOR_DATA`` names. One set of images
+The folder is an argument, or the value of the environment variable ``ATTRACTOR_DATA``. One set of images
 needs neither:
 
 >>> from attractor.data import images, text

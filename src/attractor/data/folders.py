@@ -1,4 +1,4 @@
-"""Where data sets are looked for."""
+"""The folder of data sets."""
 
 import os
 from pathlib import Path
@@ -7,6 +7,6 @@ Folder = Path | str | None
 
 
 def folder_of(folder: Folder) -> Path | None:
-    """The folder given, or the one that the environment variable ``ATTRACTOR_DATA`` names, or None."""
-    named = folder if folder is not None else os.environ.get("ATTRACTOR_DATA") or None
-    return None if named is None else Path(named).expanduser()
+    """Return `folder`, or else the folder in the variable ``ATTRACTOR_DATA``, or None."""
+    path = folder if folder is not None else os.environ.get("ATTRACTOR_DATA") or None
+    return None if path is None else Path(path).expanduser()

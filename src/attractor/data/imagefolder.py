@@ -1,4 +1,4 @@
-"""Images too many for memory, such as ImageNet's: a folder a class, decoded when they are needed."""
+"""Images that do not fit into memory, such as ImageNet: one folder per class, decoded on demand."""
 
 import hashlib
 import math
@@ -18,19 +18,20 @@ ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".t
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
-    """A folder with a subfolder for each class; item i is a normalised image and its label.
+    """A folder with one subfolder per class; item i is a normalised image and its label.
+
+    An item is float32 ``[3, size, size]``. `loader` returns the batches that training needs.
 
     Args:
-        folder: its subfolders, sorted by name, are the classes; images may lie deeper. Names that begin
-            with a dot are left out.
-        train: in training a random part of 8 to 100 % of the image, of a ratio from 3:4 to 4:3, and a
-            flip half of the time; otherwise the centre, 7/8 of the shorter side.
+        folder: its subfolders, sorted by name, are the classes; images may be in deeper folders. Names
+            that begin with a dot are ignored.
+        train: if True, an item is a random crop of 8 to 100 % of the image, with an aspect ratio from
+            3:4 to 4:3, and is flipped with probability 1/2; otherwise the central square, 7/8 of the
+            shorter side.
         size: height and width of an item.
-        mean, std: of the channels; ImageNet's by default.
+        mean, std: mean and standard deviation of the channels; by default those of ImageNet.
         classes: names of the subfolders in the order of their labels, for a test set that must have the
-            training set's labels and may lack a class; None: all there are, each with an image.
-
-    An item is float32 ``[3, size, size]``. `loader` gives batches, which is what training takes.
+            labels of the training set and may lack a class; None: all subfolders, each with an image.
     """
 
     def __init__(
@@ -49,39 +50,39 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             )
         there = subfolders(self.folder)
         self.classes = there if classes is None else list(classes)
-        if unknown := sorted(set(there) - set(self.classes)):
+        if extra := sorted(set(there) - set(self.classes)):
             raise ValueError(
-                f"{folder} has subfolders that are no classes: {', '.join(unknown)}; there are "
+                f"{folder} has subfolders that are not in classes: {', '.join(extra)}; the classes are "
                 f"{', '.join(self.classes)}"
             )
-        found = [
+        files = [
             (path, label)
             for label, name in enumerate(self.classes)
             for path in sorted((self.folder / name).rglob("*"))
-            if path.suffix.lower() in ENDINGS and not _hidden(path, self.folder) and path.is_file()
+            if path.suffix.lower() in ENDINGS and not _is_hidden(path, self.folder) and path.is_file()
         ]
-        if not found:
+        if not files:
             raise FileNotFoundError(
                 f"no images in subfolders of {folder} ({', '.join(sorted(ENDINGS))})"
             )
-        full = {label for _, label in found}
-        empty = [name for label, name in enumerate(self.classes) if label not in full]
+        labels_present = {label for _, label in files}
+        empty = [name for label, name in enumerate(self.classes) if label not in labels_present]
         if empty and classes is None:
             raise FileNotFoundError(
                 f"no images of {', '.join(empty)} in {folder} ({', '.join(sorted(ENDINGS))}); remove "
-                "what is no class, or name the classes with classes="
+                "folders that are no class, or name the classes with classes="
             )
-        self.paths = [path for path, _ in found]
-        self.labels = torch.tensor([label for _, label in found])
+        self.paths = [path for path, _ in files]
+        self.labels = torch.tensor([label for _, label in files])
 
     @property
     def fingerprint(self) -> str:
-        """A digest of names, sizes and labels of the files and of how images are made of them.
+        """A digest of names, sizes and labels of the files, and of the preprocessing.
 
-        It does not depend on where the folder is, so that a training that was interrupted goes on after
+        It does not depend on the path of the folder, so that an interrupted training can continue after
         the folder has moved.
         """
-        how = (
+        settings = (
             self.train,
             self.size,
             list(self.mean),
@@ -89,10 +90,10 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             self.classes,
             self.labels.tolist(),
         )
-        digest = hashlib.sha256(repr(how).encode())
+        digest = hashlib.sha256(repr(settings).encode())
         for path in self.paths:
-            told = f"{path.relative_to(self.folder).as_posix()} {path.stat().st_size}\n"
-            digest.update(told.encode("utf8", "surrogateescape"))
+            entry = f"{path.relative_to(self.folder).as_posix()} {path.stat().st_size}\n"
+            digest.update(entry.encode("utf8", "surrogateescape"))
         return digest.hexdigest()
 
     def __len__(self) -> int:
@@ -114,11 +115,15 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return (image - mean) / std, int(self.labels[index])
 
     def loader(self, batch: int = 256, workers: int | None = None) -> DataLoader[tuple[Tensor, int]]:
-        """Batches ``[batch, 3, size, size]`` and labels; in training shuffled, the last one dropped.
+        """Return a loader of batches ``[batch, 3, size, size]`` and labels.
+
+        In training, images are shuffled and an incomplete last batch is dropped.
 
         Args:
-            workers: processes that decode; None: one a core, eight at most. They are made anew for every
-                epoch, so that its random parts depend on its seed alone, and training can be resumed.
+            batch: images per batch.
+            workers: number of processes that decode; None: one per core, at most eight. They are started
+                anew for every epoch, so that random crops depend on the epoch's seed only, and training
+                can be resumed.
         """
         if workers is None:
             workers = min(8, os.cpu_count() or 1)
@@ -128,18 +133,18 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         )  # fmt: skip
 
 
-def _hidden(path: Path, folder: Path) -> bool:
-    """Whether it, or a folder that it is in, begins with a dot."""
+def _is_hidden(path: Path, folder: Path) -> bool:
+    """Return whether a name in the path below `folder` begins with a dot."""
     return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def subfolders(folder: Path) -> list[str]:
-    """Names of the folders in a folder, sorted, without hidden ones."""
+    """Return the sorted names of the folders in a folder, without hidden ones."""
     return sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 
 def decoded(path: Path | str) -> Any:
-    """A picture in RGB as a viewer shows it: turned as EXIF says, what is transparent on white."""
+    """Return a picture in RGB, rotated according to EXIF, with transparent pixels on white."""
     from PIL import Image, ImageOps
 
     try:
@@ -147,21 +152,21 @@ def decoded(path: Path | str) -> Any:
         with Image.open(path) as file:
             ImageOps.exif_transpose(file, in_place=True)
             picture: Any = file
-            if picture.mode.startswith("I"):  # 16 bits, of which PIL would only keep the darkest values
+            if picture.mode.startswith("I"):  # 16 bits, which PIL would clip to 255
                 picture = Image.fromarray((np.asarray(picture) / 257).clip(0, 255).astype(np.uint8))
             if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
                 picture = picture.convert("RGBA")
                 white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
                 picture = Image.alpha_composite(white, picture)
             return picture.convert("RGB")
-    except Exception as error:  # PIL raises many kinds, few of which name the file
+    except Exception as error:  # PIL raises many types of errors, few of which name the file
         raise OSError(
-            f"{path} cannot be decoded ({type(error).__name__}: {error}); mend it or remove it"
+            f"{path} cannot be decoded ({type(error).__name__}: {error}); repair it or remove it"
         ) from error
 
 
 def random_box(width: int, height: int) -> tuple[float, float, float, float]:
-    """Left, top, right, bottom of a random part; the centre if ten draws did not fit in."""
+    """Return left, top, right and bottom of a random crop, or of the centre if ten draws fail."""
     for _ in range(10):
         area = width * height * torch.empty(()).uniform_(0.08, 1.0).item()
         ratio = math.exp(torch.empty(()).uniform_(math.log(3 / 4), math.log(4 / 3)).item())
@@ -174,7 +179,7 @@ def random_box(width: int, height: int) -> tuple[float, float, float, float]:
 
 
 def centre_box(width: int, height: int, part: float = 7 / 8) -> tuple[float, float, float, float]:
-    """Left, top, right, bottom of the square in the middle, `part` of the shorter side."""
+    """Return left, top, right and bottom of the central square, `part` of the shorter side."""
     side = part * min(width, height)
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side

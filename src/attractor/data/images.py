@@ -1,15 +1,15 @@
 """Images and their labels: CIFAR-10 and -100, STL-10, the digits that come with the library, any folder.
 
-`load` gives an `ImageSet`, all of it as bytes in memory, from the first of these that has it:
+`load` returns an `ImageSet`, with all images in memory as bytes, from the first available source:
 
 - sheets: ``cifar10_part_a.webp``, ``cifar10_part_b.webp`` and ``cifar10_labels.npz``; for CIFAR-100
   parts a, b and c. Images are tiled row by row in lossless WebP. Part b alone is a smaller CIFAR-10
   (20,000 training images), part a alone a smaller CIFAR-100; both hold the whole test set;
-- the binary files of the data sets' own pages: ``data_batch_1.bin`` and so on, ``train.bin``,
-  ``train_X.bin``, in the folder or in the one their archive makes;
-- torchvision, then the `datasets` library, where installed; both fetch what is missing.
+- the binary files of the official archives: ``data_batch_1.bin`` and so on, ``train.bin``,
+  ``train_X.bin``, in the folder or in the subfolder of the archive;
+- torchvision, then the `datasets` library, if installed; both download missing files.
 
-``load("imagefolder")`` gives an `ImageFolder` instead, whose images are decoded as they are needed.
+``load("imagefolder")`` returns an `ImageFolder` instead, whose images are decoded on demand.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ from attractor.data.imagefolder import ImageFolder, subfolders
 
 Raw = tuple[np.ndarray, np.ndarray, list[str]]  # uint8 [n, c, h, w], labels [n], names of the classes
 NAMES = ("digits", "cifar10", "cifar100", "stl10", "imagefolder")
-CACHE = Path("~/.cache/attractor")  # where torchvision fetches to if no folder is named
-# Mean and deviation of the official training set; others are computed when they are loaded.
+CACHE = Path("~/.cache/attractor")  # where torchvision stores files if no folder is passed
+# Mean and standard deviation of the official training sets; others are computed by `load`.
 STATISTICS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "cifar10": ((0.491400, 0.482158, 0.446531), (0.247032, 0.243485, 0.261588)),
     "cifar100": ((0.507075, 0.486549, 0.440918), (0.267334, 0.256438, 0.276150)),
@@ -46,20 +46,20 @@ HUB = {
     "cifar100": ("uoft-cs/cifar100", "img", "fine_label"),
     "stl10": ("tanganke/stl10", "image", "label"),
 }
-DIGITS_TRAIN = 1437  # of 1,797; the last 360, by other hands, are for testing
+DIGITS_TRAIN = 1437  # of 1,797; the last 360, by other writers, are for testing
 
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """Images as bytes, with what is needed to feed them to a network.
+    """Images as bytes, with labels and statistics.
 
     Attributes:
         images: uint8 ``[n, channels, height, width]``.
         labels: int64 ``[n]``, from 0.
-        classes: their names.
-        mean, std: of each channel over the training set, of values scaled to 0..1; the same for test
-            images, which have to be normalised as the training images were.
-        name: of the data set; a part of it says so.
+        classes: names of the classes.
+        mean, std: mean and standard deviation per channel over the training set, of values scaled to
+            0..1; test images have those of the training images, by which they must be normalised.
+        name: name of the data set; it shows if the set is incomplete.
     """
 
     images: Tensor
@@ -78,20 +78,24 @@ class ImageSet:
         check_tensor("images", self.images, "uint8 [n, channels, height, width]", floating=False)
         check_tensor("labels", self.labels, "int64 [n]", floating=False)
         if self.images.dtype != torch.uint8 or self.images.dim() != 4:
-            given = f"{self.images.dtype} {list(self.images.shape)}"
-            raise ValueError(f"images are {given}; they must be uint8 [n, channels, height, width]")
+            description = f"{self.images.dtype} {list(self.images.shape)}"
+            raise ValueError(
+                f"images are {description}; they must be uint8 [n, channels, height, width]"
+            )
         if self.labels.dtype != torch.int64 or self.labels.shape != self.images.shape[:1]:
-            given = f"{self.labels.dtype} {list(self.labels.shape)}"
-            raise ValueError(f"labels are {given}; they must be int64 [{len(self.images)}]")
+            description = f"{self.labels.dtype} {list(self.labels.shape)}"
+            raise ValueError(f"labels are {description}; they must be int64 [{len(self.images)}]")
         if not len(self.mean) == len(self.std) == self.images.shape[1]:
-            given = f"{len(self.mean)} means and {len(self.std)} deviations"
-            raise ValueError(f"{given} for {self.images.shape[1]} channels; there must be one for each")
+            description = f"{len(self.mean)} means and {len(self.std)} deviations"
+            raise ValueError(
+                f"{description} for {self.images.shape[1]} channels; there must be one for each"
+            )
 
     def __len__(self) -> int:
         return len(self.images)
 
     def take(self, index: Tensor) -> "ImageSet":
-        """Those images, in that order."""
+        """Return the images at these positions, in this order."""
         if not isinstance(index, Tensor):
             try:
                 index = torch.as_tensor(index)
@@ -101,29 +105,30 @@ class ImageSet:
         return replace(self, images=self.images[index], labels=self.labels[index])
 
     def subset(self, n: int, seed: int = 0) -> "ImageSet":
-        """n images drawn without replacement; the same for the same seed."""
+        """Return n random images without replacement; they depend on the seed only."""
         return self.hold_out(n, seed)[1]
 
     def hold_out(self, n: int, seed: int = 0) -> tuple["ImageSet", "ImageSet"]:
-        """The set without n images drawn at random, and those n: a training and a validation set."""
+        """Split off n random images; return the others, for training, and the n, for validation."""
         check_whole("seed", seed, 0)
         if not is_whole(n) or not 0 <= n <= len(self):
-            raise ValueError(f"{n!r} images of {self.name}, which has {len(self)}")
+            raise ValueError(f"cannot split off {n!r} images of {self.name}, which has {len(self)}")
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         return self.take(order[n:]), self.take(order[:n])
 
     def rgb(self) -> "ImageSet":
-        """Grey images as three equal channels; coloured ones as they are."""
+        """Return the set with grey images repeated to three channels; coloured ones are unchanged."""
         if self.images.shape[1] == 3:
             return self
         if self.images.shape[1] != 1:
             raise ValueError(
-                f"images have {self.images.shape[1]} channels; only grey ones can be coloured"
+                f"images have {self.images.shape[1]} channels; only images with 1 channel can be "
+                "converted to RGB"
             )
         return replace(self, images=self.images.repeat(1, 3, 1, 1), mean=self.mean * 3, std=self.std * 3)
 
     def normalised(self, index: Tensor | slice = slice(None)) -> Tensor:
-        """Images as a network sees them: float32 of mean 0 and deviation 1 ``[k, channels, h, w]``."""
+        """Return normalised images, float32 with mean 0 and deviation 1 ``[k, channels, h, w]``."""
         if not isinstance(index, slice):
             self._check_index(index)
         mean, std = (
@@ -132,16 +137,16 @@ class ImageSet:
         return (self.images[index] / 255 - mean) / std
 
     def _check_index(self, index: Any) -> None:
-        """Raise unless index is a tensor of positions, or of a bool for each image."""
+        """Raise unless index is a tensor of positions, or of one bool per image."""
         check_tensor("index", index, "of positions [k]", floating=False)
         check_beside("index", index, "the images", self.images)
         if index.dtype == torch.bool:
-            right = index.shape == self.labels.shape
+            valid = index.shape == self.labels.shape
         else:
-            right = index.dtype in (torch.int64, torch.int32) and index.dim() == 1
-            if right and index.device.type == "cpu":  # elsewhere a look would make everybody wait
-                right = bool(((index >= -len(self)) & (index < len(self))).all())
-        if not right:
+            valid = index.dtype in (torch.int64, torch.int32) and index.dim() == 1
+            if valid and index.device.type == "cpu":  # on a GPU this would wait for the device
+                valid = bool(((index >= -len(self)) & (index < len(self))).all())
+        if not valid:
             raise ValueError(
                 f"index {list(index.shape)} of {index.dtype} must be positions from 0 to {len(self) - 1}"
             )
@@ -154,17 +159,17 @@ def load(  # type: ignore[overload-overlap]
 @overload
 def load(name: str, split: str = ..., folder: Folder = ...) -> ImageSet: ...
 def load(name: str, split: str = "train", folder: Folder = None) -> ImageSet | ImageFolder:
-    """The training or test images of a data set.
+    """Return the training or test images of a data set.
 
     Args:
         name: ``"digits"`` (1,437 and 360 grey images of 8 x 8; comes with the library), ``"cifar10"``,
             ``"cifar100"``, ``"stl10"`` or ``"imagefolder"``.
-        split: ``"train"`` or ``"test"``; of an image folder the name of a subfolder, such as ``"val"``,
-            whose labels are those of ``"train"`` beside it.
-        folder: where the files are; None: the folder that ``ATTRACTOR_DATA`` names.
+        split: ``"train"`` or ``"test"``; for an image folder the name of a subfolder, such as ``"val"``,
+            which gets the labels of the subfolder ``"train"``.
+        folder: the folder of the files; None: the folder in ``ATTRACTOR_DATA``.
 
     Raises:
-        FileNotFoundError: the data set was not found; says what was looked for where.
+        FileNotFoundError: the data set was not found; the message lists all places that were searched.
     """
     if not isinstance(name, str) or name not in NAMES:
         hint = nearest(name, NAMES)
@@ -175,17 +180,20 @@ def load(name: str, split: str = "train", folder: Folder = None) -> ImageSet | I
             raise FileNotFoundError(
                 f"give the folder of {split}/<class>/<image> with folder= or in ATTRACTOR_DATA"
             )
-        known = subfolders(place / "train") if split != "train" and (place / "train").is_dir() else None
-        return ImageFolder(place / split, train=split == "train", classes=known)
+        train_classes = (
+            subfolders(place / "train") if split != "train" and (place / "train").is_dir() else None
+        )
+        return ImageFolder(place / split, train=split == "train", classes=train_classes)
     if split not in ("train", "test"):
         raise ValueError(
-            f"{name} has no split {split!r}, but train, test; ImageSet.hold_out divides one"
+            f"{name} has no split {split!r}; it has train and test, and ImageSet.hold_out splits one of "
+            "them"
         )
-    images, labels, classes = _found(name, split, place)
+    images, labels, classes = _read_split(name, split, place)
     if name in STATISTICS:
         mean, std = STATISTICS[name]
     else:
-        mean, std = _statistics(images if split == "train" else _found(name, "train", place)[0])
+        mean, std = _statistics(images if split == "train" else _read_split(name, "train", place)[0])
     official = {"cifar10": 50_000, "cifar100": 50_000}.get(name, 0)
     part = f" ({len(images):,} of {official:,})" if split == "train" and len(images) < official else ""
     return ImageSet(
@@ -194,14 +202,14 @@ def load(name: str, split: str = "train", folder: Folder = None) -> ImageSet | I
     )  # fmt: skip
 
 
-def _found(name: str, split: str, place: Path | None) -> Raw:
-    """From the first source that has it. A source gives what it found, or says why it found nothing."""
+def _read_split(name: str, split: str, place: Path | None) -> Raw:
+    """Read a split from the first available source. A source returns the data, or a reason."""
     reasons = []
     for source in SOURCES[name]:
-        found = source(name, split, place)
-        if not isinstance(found, str):
-            return found
-        reasons.append(found)
+        result = source(name, split, place)
+        if not isinstance(result, str):
+            return result
+        reasons.append(result)
     where = "no folder is named with folder= or in ATTRACTOR_DATA" if place is None else f"in {place}"
     raise FileNotFoundError(f"no {split} images of {name}: {where}; {'; '.join(reasons)}")
 
@@ -212,39 +220,39 @@ def _digits(name: str, split: str, place: Path | None) -> Raw:
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         images, labels = file["x"], file["y"]
     part = slice(DIGITS_TRAIN) if split == "train" else slice(DIGITS_TRAIN, None)
-    scaled = np.round(images[part, None] * (255 / 16)).astype(np.uint8)  # 17 levels of grey
-    return scaled, labels[part], [str(i) for i in range(10)]
+    pixels = np.round(images[part, None] * (255 / 16)).astype(np.uint8)  # 17 levels of grey
+    return pixels, labels[part], [str(i) for i in range(10)]
 
 
 def _sheets(name: str, split: str, place: Path | None) -> Raw | str:
-    """What the sheets of a folder hold of CIFAR, in the official order."""
+    """Read CIFAR from the sheets in a folder, in the official order."""
     parts = "ab" if name == "cifar10" else "abc"
-    least = "b" if name == "cifar10" else "a"  # the part with the test images
-    wanted = f"looked for {name}_part_{least}.webp and {name}_labels.npz"
+    test_part = "b" if name == "cifar10" else "a"  # the part with the test images
+    reason = f"looked for {name}_part_{test_part}.webp and {name}_labels.npz"
     if place is None or not (place / f"{name}_labels.npz").is_file():
-        return wanted
+        return reason
     files = {p: path for p in parts if (path := place / f"{name}_part_{p}.webp").is_file()}
-    if least not in files:
-        return wanted
+    if test_part not in files:
+        return reason
     with np.load(place / f"{name}_labels.npz") as file:
-        known = {key: file[key] for key in file}
+        labels = {key: file[key] for key in file}
     if name == "cifar10":
-        classes, last = known["names"].tolist(), _sheet(files["b"])
+        classes, last = labels["names"].tolist(), _sheet(files["b"])
         if split == "test":
-            return last[20_000:], known["test"], classes
+            return last[20_000:], labels["test"], classes
         if "a" not in files:
-            return last[:20_000], known["train"][30_000:], classes
-        return np.concatenate((_sheet(files["a"]), last[:20_000])), known["train"], classes
-    classes = known["fine_names"].tolist()
+            return last[:20_000], labels["train"][30_000:], classes
+        return np.concatenate((_sheet(files["a"]), last[:20_000])), labels["train"], classes
+    classes = labels["fine_names"].tolist()
     if split == "test":
-        return _sheet(files["a"])[:10_000], known["test"], classes
+        return _sheet(files["a"])[:10_000], labels["test"], classes
     images = np.concatenate([_sheet(path)[10_000 * (p == "a") :] for p, path in files.items()])
-    order = np.argsort(np.concatenate([known[f"index_{p}"] for p in files]))
-    return images[order], np.concatenate([known[f"train_{p}"] for p in files])[order], classes
+    order = np.argsort(np.concatenate([labels[f"index_{p}"] for p in files]))
+    return images[order], np.concatenate([labels[f"train_{p}"] for p in files])[order], classes
 
 
 def _sheet(path: Path) -> np.ndarray:
-    """The images ``[n, 3, 32, 32]`` of a sheet."""
+    """Return the images ``[n, 3, 32, 32]`` of a sheet."""
     try:
         from PIL import Image
     except ImportError:
@@ -256,32 +264,32 @@ def _sheet(path: Path) -> np.ndarray:
 
 
 def _binary(name: str, split: str, place: Path | None) -> Raw | str:
-    """What the files of the data set's own page hold."""
+    """Read the binary files of the official archive."""
     inner, files, names = BINARY[name]
-    wanted = f"looked for {files[split][0]}, also in {inner}"
+    reason = f"looked for {files[split][0]}, also in {inner}"
     if place is None:
-        return wanted
+        return reason
     for folder in (place, place / inner):
         paths = [folder / file for file in files[split]]
         if all(path.is_file() for path in paths):
             break
     else:
-        return wanted
+        return reason
     classes = (folder / names).read_text().split() if (folder / names).is_file() else []
     blocks = [np.fromfile(path, np.uint8) for path in paths]
-    whole = {"cifar10": 3073, "cifar100": 3074, "stl10": 3 * 96 * 96}[name]  # bytes an image
+    image_size = {"cifar10": 3073, "cifar100": 3074, "stl10": 3 * 96 * 96}[name]  # bytes per image
     for path, block in zip(paths, blocks[:1] if name == "stl10" else blocks):
-        if not len(block) or len(block) % whole:
+        if not len(block) or len(block) % image_size:
             raise ValueError(
-                f"{path} has {len(block):,} bytes, no whole images of {whole:,}; fetch it again"
+                f"{path} has {len(block):,} bytes, no whole images of {image_size:,}; fetch it again"
             )
     if name == "stl10":  # columns first; labels from 1
         images = blocks[0].reshape(-1, 3, 96, 96).transpose(0, 1, 3, 2)
         labels = blocks[1] - 1
     else:
-        marks = 1 if name == "cifar10" else 2  # CIFAR-100: coarse, then fine label
-        rows = np.concatenate(blocks).reshape(-1, marks + 3 * 32 * 32)
-        images, labels = rows[:, marks:].reshape(-1, 3, 32, 32), rows[:, marks - 1]
+        label_bytes = 1 if name == "cifar10" else 2  # CIFAR-100: coarse, then fine label
+        rows = np.concatenate(blocks).reshape(-1, label_bytes + 3 * 32 * 32)
+        images, labels = rows[:, label_bytes:].reshape(-1, 3, 32, 32), rows[:, label_bytes - 1]
     return images, labels, classes or [str(i) for i in range(int(labels.max()) + 1)]
 
 
@@ -325,7 +333,7 @@ SOURCES: dict[str, tuple[Callable[[str, str, Path | None], Raw | str], ...]] = {
 
 
 def _statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation of each channel of uint8 images, of values scaled to 0..1."""
+    """Return mean and standard deviation per channel of uint8 images, scaled to 0..1."""
     values = np.arange(256) / 255
     mean, std = [], []
     for channel in range(images.shape[1]):

@@ -1,8 +1,8 @@
 """Texts and their tokens: WikiText for language models; IMDb, SST-2 and AG News for classifiers.
 
-`lines` and `labelled` read them. `WordPiece` (BERT's vocabulary; needs ``pip install
-'attractor[text]'``), `Words` and `Bytes` (which need nothing) turn them into ids: `stream` for language
-models, `padded` for classifiers.
+`lines` and `labelled` read texts. The tokenizers are `WordPiece` (BERT's vocabulary; needs ``pip install
+'attractor[text]'``), `Words` and `Bytes`. `stream` returns ids for language models, `padded` for
+classifiers.
 """
 
 import csv
@@ -25,7 +25,7 @@ from attractor.data.folders import Folder, folder_of
 
 SPLITS = ("train", "valid", "test")
 
-# name -> split -> names a file may have, without .xz; and the same data on the Hugging Face hub.
+# name -> split -> possible names of the file, without .xz. `HUB` has the same data on Hugging Face.
 FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "wikitext2": {s: (f"wikitext2_{s}.txt", f"wikitext-2/wiki.{s}.tokens") for s in SPLITS},
     "wikitext103": {s: (f"wikitext103_{s}.txt", f"wikitext-103/wiki.{s}.tokens") for s in SPLITS},
@@ -47,16 +47,16 @@ HUB = {
 }
 CLASSES = {"imdb": 2, "ag_news": 4, "sst2": 2, "sst2_glue": 2}
 VOCABULARY = "bert_base_uncased_vocab.txt"
-PORTION = 1000  # texts that are turned into ids at a time
+CHUNK = 1000  # texts that are tokenized at a time
 
 
 def lines(name: str, split: str, folder: Folder = None) -> list[str]:
-    """The lines of ``"wikitext2"`` or ``"wikitext103"``, empty ones included, without their ends.
+    """Return the lines of ``"wikitext2"`` or ``"wikitext103"``, with empty ones, without line ends.
 
     Args:
-        name: of the data set.
+        name: name of the data set.
         split: ``"train"``, ``"valid"`` or ``"test"``.
-        folder: where its files are; None: the folder that ``ATTRACTOR_DATA`` names.
+        folder: the folder of its files; None: the folder in ``ATTRACTOR_DATA``.
     """
     if not isinstance(name, str) or name not in FILES:
         raise ValueError(
@@ -71,15 +71,15 @@ def lines(name: str, split: str, folder: Folder = None) -> list[str]:
 
 
 def labelled(name: str, split: str, folder: Folder = None) -> tuple[list[str], list[int]]:
-    """The texts of ``"imdb"``, ``"ag_news"``, ``"sst2"`` or ``"sst2_glue"``, and their labels from 0.
+    """Return texts of ``"imdb"``, ``"ag_news"``, ``"sst2"`` or ``"sst2_glue"`` and labels from 0.
 
-    In the order of their file, which may be sorted by label: shuffle. In sentiments 1 is positive; AG
-    News has World, Sports, Business, Sci/Tech. ``"sst2"`` is whole sentences, ``"sst2_glue"`` phrases in
-    training.
+    The order is that of the file, which may be sorted by label, so shuffle before training. Label 1 of a
+    sentiment is positive; the labels of AG News are World, Sports, Business and Sci/Tech. ``"sst2"``
+    consists of whole sentences, the training split of ``"sst2_glue"`` of phrases.
     """
     if name not in CLASSES:
-        known = ", ".join(CLASSES)
-        raise ValueError(f"{name!r} has no labels, or is unknown; with labels there are {known}")
+        names = ", ".join(CLASSES)
+        raise ValueError(f"{name!r} has no labels, or is unknown; the data sets with labels are {names}")
     path = _find(name, split, folder)
     if path is None:
         rows = list(_from_hub(name, split, folder))
@@ -98,39 +98,39 @@ def labelled(name: str, split: str, folder: Folder = None) -> tuple[list[str], l
 
 
 class Tokenizer(Protocol):
-    """What turns texts into ids from 0 to size - 1 and back."""
+    """An object that converts texts into ids from 0 to size - 1 and back."""
 
     size: int
-    padding: int  # fills up what is too short
-    end: int  # ends a line
-    first: int | None  # begins a text to be classified
+    padding: int  # id of padding
+    end: int  # id at the end of a line
+    first: int | None  # id at the beginning of a text to classify
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without special ones."""
+        """Return the ids of each text, without special ones."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """A text that has these ids."""
+        """Return a text that has these ids."""
         ...
 
 
 class Bytes:
-    """A text's bytes in UTF-8; 256 is padding, a line's end its own byte. Knows every text."""
+    """A tokenizer of UTF-8 bytes, for every text; 256 is padding, and a newline ends a line."""
 
     size, padding, end, first = 257, 256, 10, None
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """A byte, an id."""
+        """Return one id per byte."""
         _check_texts(texts)
         return [list(text.encode(errors="replace")) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text, padding left out."""
-        return bytes(i for i in _checked_ids(ids, self.size) if i < 256).decode(errors="replace")
+        """Return the text without padding."""
+        return bytes(i for i in _check_ids(ids, self.size) if i < 256).decode(errors="replace")
 
 
 class Words:
-    """Words between spaces, as WikiText has them; those not in the vocabulary are ``<unk>``.
+    """A tokenizer of words between spaces, as in WikiText; unknown words become ``<unk>``.
 
     Args:
         vocabulary: the words, of which the first three are ``<pad>``, ``<unk>`` and ``<eos>``.
@@ -149,7 +149,7 @@ class Words:
 
     @classmethod
     def of(cls, texts: Iterable[str], size: int | None = None) -> "Words":
-        """The most frequent words of these texts, all or `size` of them with the special ones."""
+        """Return a tokenizer of the most frequent words in texts; `size` counts the special ones."""
         texts = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else texts
         _check_texts(texts)
         if size is not None:
@@ -160,21 +160,21 @@ class Words:
         return cls((special + common)[:size])
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """A word, an id."""
+        """Return one id per word."""
         _check_texts(texts)
         return [[self.ids.get(word, self.unknown) for word in text.split()] for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The words with spaces between them, padding left out."""
-        return " ".join(self.words[i] for i in _checked_ids(ids, self.size) if i != self.padding)
+        """Return the words, separated by spaces, without padding."""
+        return " ".join(self.words[i] for i in _check_ids(ids, self.size) if i != self.padding)
 
 
 class WordPiece:
-    """BERT's pieces of words, in lower case, by the `tokenizers` library.
+    """The lower-case WordPiece tokenizer of BERT, from the `tokenizers` library.
 
     Args:
-        vocabulary: a file with one piece a line, such as ``bert_base_uncased_vocab.txt``; or the folder
-            it is in; None: the folder that ``ATTRACTOR_DATA`` names, else the hub.
+        vocabulary: a file with one piece per line, such as ``bert_base_uncased_vocab.txt``, or its
+            folder; None: the folder in ``ATTRACTOR_DATA``, or else the hub.
     """
 
     def __init__(self, vocabulary: Folder = None) -> None:
@@ -183,7 +183,7 @@ class WordPiece:
         except ImportError:
             raise ImportError(
                 "WordPiece needs the tokenizers library: pip install 'attractor[text]'; text.Words and "
-                "text.Bytes need nothing"
+                "text.Bytes need no library"
             ) from None
         place = folder_of(vocabulary)
         if place is not None and place.is_dir():
@@ -195,7 +195,7 @@ class WordPiece:
                 raise ValueError(f"{place} is no BERT vocabulary: {error}") from None
         elif vocabulary is not None:
             raise FileNotFoundError(
-                f"no WordPiece vocabulary at {place}; it is a file with a piece a line"
+                f"no WordPiece vocabulary at {place}; give a file with one piece per line, or its folder"
             )
         else:
             try:
@@ -203,7 +203,7 @@ class WordPiece:
             except Exception as error:
                 raise FileNotFoundError(
                     f"no {VOCABULARY}: name its folder with ATTRACTOR_DATA, or its path as "
-                    f"vocabulary=; the hub gave none either ({type(error).__name__})"
+                    f"vocabulary=; it could not be downloaded either ({type(error).__name__})"
                 ) from None
         special = {
             name: self.tokenizer.token_to_id(f"[{name}]") for name in ("PAD", "SEP", "CLS", "UNK")
@@ -214,17 +214,17 @@ class WordPiece:
         self.size = self.tokenizer.get_vocab_size()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of the pieces; WikiText's ``<unk>`` is BERT's ``[UNK]``."""
-        known = [text.replace("<unk>", "[UNK]") for text in texts]
-        return [e.ids for e in self.tokenizer.encode_batch(known, add_special_tokens=False)]
+        """Return ids of the pieces; ``<unk>`` of WikiText becomes ``[UNK]`` of BERT."""
+        bert_texts = [text.replace("<unk>", "[UNK]") for text in texts]
+        return [e.ids for e in self.tokenizer.encode_batch(bert_texts, add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The pieces put together, as far as possible."""
+        """Return the pieces, joined to words."""
         return self.tokenizer.decode(list(ids))
 
 
 def _check_texts(texts: Any) -> None:
-    """Raise unless it is a list of texts."""
+    """Raise unless `texts` is a list of texts."""
     if isinstance(texts, str) or not (hasattr(texts, "__getitem__") and hasattr(texts, "__len__")):
         raise TypeError(
             f"texts is a {type(texts).__name__}; give a list of texts, [text] for a single one"
@@ -234,19 +234,19 @@ def _check_texts(texts: Any) -> None:
             raise TypeError(f"texts holds a {type(text).__name__}; all of them must be str")
 
 
-def _checked_ids(ids: Any, size: int) -> list[int]:
-    """A list of ids below size."""
+def _check_ids(ids: Any, size: int) -> list[int]:
+    """Return a list of ids; raise unless all of them are below `size`."""
     if not isinstance(ids, Iterable):
         raise TypeError(f"ids is a {type(ids).__name__}; give numbers from 0 to {size - 1}")
-    given = list(ids)
-    for i in given:
+    values = list(ids)
+    for i in values:
         if not hasattr(i, "__index__") or not 0 <= i < size:
             raise ValueError(f"{i!r} is no id of this tokenizer; they go from 0 to {size - 1}")
-    return [int(i) for i in given]
+    return [int(i) for i in values]
 
 
 def _check_tokenizer(tokenizer: Any) -> None:
-    """Raise unless it is something like a `Tokenizer`."""
+    """Raise unless `tokenizer` has the attributes of a `Tokenizer`."""
     if not (
         hasattr(tokenizer, "encode") and hasattr(tokenizer, "padding") and hasattr(tokenizer, "end")
     ):
@@ -256,13 +256,13 @@ def _check_tokenizer(tokenizer: Any) -> None:
 
 
 def stream(texts: Sequence[str], tokenizer: Tokenizer, cache: Folder = None) -> Tensor:
-    """All texts as one row of ids ``[n]``, int64, each followed by the tokenizer's `end`.
+    """Return all texts as one row of ids ``[n]``, int64, each followed by the tokenizer's `end`.
 
     Args:
-        texts: in their order.
-        tokenizer: of them.
-        cache: a folder in which the ids are kept under a name made from texts and tokenizer; the next
-            time they are mapped from there into memory.
+        texts: the texts, in order.
+        tokenizer: the tokenizer.
+        cache: a folder in which the ids are stored under a name that depends on texts and tokenizer;
+            later calls map the file into memory.
     """
     _check_texts(texts)
     _check_tokenizer(tokenizer)
@@ -270,25 +270,24 @@ def stream(texts: Sequence[str], tokenizer: Tokenizer, cache: Folder = None) -> 
         return torch.from_numpy(_flat(texts, tokenizer))
     path = Path(cache) / f"{_key(texts, tokenizer)}.npy"
     if not path.exists():
-        _keep(path, _flat(texts, tokenizer))
+        _save(path, _flat(texts, tokenizer))
     return torch.from_numpy(np.load(path, mmap_mode="c"))
 
 
 def padded(
     texts: Sequence[str], tokenizer: Tokenizer, max_tokens: int, cache: Folder = None
 ) -> tuple[Tensor, Tensor]:
-    """Texts side by side: ids ``[texts, tokens]``, int64, and which are real tokens, bool.
+    """Return padded ids ``[texts, tokens]``, int64, and a mask of real tokens ``[texts, tokens]``, bool.
 
-    Each begins with the tokenizer's `first`, if it has one, and is cut after max_tokens; shorter ones
-    are filled up on the right.
+    Each text begins with the tokenizer's `first`, if it has one, and is truncated to max_tokens; shorter
+    texts are padded on the right.
 
     Args:
-        texts: in their order.
-        tokenizer: of them.
-        max_tokens: the longest that stays whole.
-        cache: a folder in which the ids are kept, as `stream` does; the next time they are mapped from
-            there into memory. They then have the narrowest type that holds them, int16 or int32: call
-            ``.long()`` on what goes into a model.
+        texts: the texts, in order.
+        tokenizer: the tokenizer.
+        max_tokens: the largest number of tokens per text.
+        cache: a folder in which the ids are stored, as in `stream`. Ids from a cache have the narrowest
+            sufficient dtype, int16 or int32: call ``.long()`` before passing them to a model.
     """
     _check_texts(texts)
     _check_tokenizer(tokenizer)
@@ -296,31 +295,33 @@ def padded(
     if not isinstance(max_tokens, int) or max_tokens < 1:
         raise ValueError(f"max_tokens = {max_tokens!r} must be at least 1")
     if cache is None:
-        ids, lengths = _side_by_side(texts, tokenizer, max_tokens, np.int64)
+        ids, lengths = _pad(texts, tokenizer, max_tokens, np.int64)
     else:
         key = _key(texts, tokenizer, f"{max_tokens} tokens")
         paths = [Path(cache) / f"{key}{end}.npy" for end in ("", ".lengths")]
         if not all(path.exists() for path in paths):
             narrow = np.int16 if tokenizer.size <= np.iinfo(np.int16).max else np.int32
-            for path, made in zip(paths, _side_by_side(texts, tokenizer, max_tokens, narrow)):
-                _keep(path, made)
+            for path, array in zip(paths, _pad(texts, tokenizer, max_tokens, narrow)):
+                _save(path, array)
         ids, lengths = (np.load(path, mmap_mode="c") for path in paths)
     real = torch.arange(ids.shape[1]) < torch.from_numpy(lengths)[:, None]
     return torch.from_numpy(ids), real
 
 
 def windows(ids: Tensor, tokens: int) -> Tensor:
-    """Pieces ``[n, tokens + 1]`` of a stream ``[m]``, one token shared with the next piece.
+    """Return pieces ``[n, tokens + 1]`` of a stream ``[m]`` that overlap by one token.
 
-    So that each piece's tokens but the last are inputs, all but the first are targets, and every token
-    of the stream but the first is a target once. What does not fill a piece is left out.
+    All tokens of a piece but the last are inputs, and all but the first are targets, so that every token
+    of the stream but the first is a target once. An incomplete last piece is left out.
     """
     check_tensor("ids", ids, "[m]", floating=False)
     check_whole("tokens", tokens, 1)
     if ids.dim() != 1:
         raise ValueError(f"ids have shape {list(ids.shape)}; give one stream [m]")
     if len(ids) < tokens + 1:
-        raise ValueError(f"a stream of {len(ids)} tokens has no piece of {tokens} + 1")
+        raise ValueError(
+            f"a stream of {len(ids)} tokens has no piece of {tokens} + 1; use fewer tokens per piece"
+        )
     return ids.unfold(0, tokens + 1, tokens)
 
 
@@ -329,15 +330,15 @@ def _flat(texts: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
     return np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
 
 
-def _side_by_side(
+def _pad(
     texts: Sequence[str], tokenizer: Tokenizer, max_tokens: int, kind: type
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids ``[texts, tokens]``, padded on the right, and how many of each are real ``[texts]``."""
+    """Return ids ``[texts, tokens]``, padded on the right, and the lengths ``[texts]``."""
     begin = [] if tokenizer.first is None else [tokenizer.first]
     rows: list[np.ndarray] = []
-    for start in range(0, len(texts), PORTION):  # lists of Python's numbers are large
-        encoded = tokenizer.encode(texts[start : start + PORTION])
-        rows += [np.array((begin + ids)[:max_tokens], dtype=kind) for ids in encoded]
+    for start in range(0, len(texts), CHUNK):  # lists of Python integers are large
+        chunk = tokenizer.encode(texts[start : start + CHUNK])
+        rows += [np.array((begin + ids)[:max_tokens], dtype=kind) for ids in chunk]
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     ids = np.full((len(rows), lengths.max(initial=0)), tokenizer.padding, dtype=kind)
     for own, row in zip(ids, rows):
@@ -346,10 +347,10 @@ def _side_by_side(
 
 
 def _key(texts: Sequence[str], tokenizer: Tokenizer, *more: str) -> str:
-    """A name for what a tokenizer makes of texts; another tokenizer of the same name has another."""
+    """Return a file name for the ids of texts, which differs between tokenizers."""
     special = [getattr(tokenizer, name, None) for name in ("first", "end", "padding")]
-    given = (fingerprint(tokenizer), tokenizer.size, *special, *more)
-    digest = hashlib.sha256(repr(given).encode())
+    settings = (fingerprint(tokenizer), tokenizer.size, *special, *more)
+    digest = hashlib.sha256(repr(settings).encode())
     digest.update(repr(_vocabulary(tokenizer)).encode())
     digest.update(repr(tokenizer.encode(texts[:100])).encode())
     for text in texts:
@@ -359,32 +360,33 @@ def _key(texts: Sequence[str], tokenizer: Tokenizer, *more: str) -> str:
 
 
 def _vocabulary(tokenizer: Tokenizer) -> Any:
-    """All that an id may stand for, where a tokenizer has it in a known place."""
+    """Return the vocabulary of a tokenizer if it has one of the usual attributes, else None."""
     own = getattr(tokenizer, "tokenizer", None)
     if own is not None and hasattr(own, "to_str"):
         return own.to_str()
     return getattr(tokenizer, "words", None)
 
 
-def _keep(path: Path, array: np.ndarray) -> None:
+def _save(path: Path, array: np.ndarray) -> None:
     buffer = io.BytesIO()
     np.save(buffer, array)
     write_bytes(path, buffer.getvalue())
 
 
 def _find(name: str, split: str, folder: Folder) -> Path | None:
-    """The file of a split, compressed or not; None if it is not there."""
+    """Return the file of a split, compressed or not; None if there is none."""
     if name not in FILES:
         raise ValueError(f"no data set is called {name!r}; there are {', '.join(FILES)}")
     if split not in FILES[name]:
         raise ValueError(
-            f"{name} has no split {split!r}, but {', '.join(FILES[name])}; hold out a part of another"
+            f"{name} has no split {split!r}; it has {', '.join(FILES[name])}: hold out a part of one of "
+            "them"
         )
     place = folder_of(folder)
     if place is None:
         return None
-    found = (place / f"{file}{end}" for file in FILES[name][split] for end in ("", ".xz"))
-    return next((path for path in found if path.is_file()), None)
+    paths = (place / f"{file}{end}" for file in FILES[name][split] for end in ("", ".xz"))
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _read(path: Path) -> str:
@@ -395,21 +397,21 @@ def _read(path: Path) -> str:
 
 
 def _from_hub(name: str, split: str, folder: Folder) -> Any:
-    """The rows of a split, by the `datasets` library."""
+    """Return the rows of a split from the `datasets` library."""
     file = f"{FILES[name][split][0]}.xz"
     place = folder_of(folder)
-    missing = (
+    reason = (
         f"{file} is not in {place}" if place is not None
         else f"give the folder of {file} with folder= or in ATTRACTOR_DATA"
     )  # fmt: skip
     try:
         from datasets import load_dataset
     except ImportError:
-        raise FileNotFoundError(f"{missing}; or pip install datasets, to fetch it") from None
+        raise FileNotFoundError(f"{reason}; or pip install datasets, to fetch it") from None
     path, configuration = HUB[name]
     try:
         return load_dataset(path, configuration, split="validation" if split == "valid" else split)
     except Exception as error:
         raise FileNotFoundError(
-            f"{missing}; and {path} could not be fetched ({type(error).__name__}: {error})"
+            f"{reason}; and {path} could not be fetched ({type(error).__name__}: {error})"
         ) from error

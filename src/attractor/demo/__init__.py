@@ -1,10 +1,10 @@
-"""The demo: all three wings on data that come with the library, in one page; a minute or two.
+"""The demo: all parts of the library on one page, in a minute or two, on data of the library.
 
-`run` computes, part after part, `write` makes the page of what was found; the command line calls both.
+`run` computes the parts, and `write` makes a page of the results; the command line calls both.
 
 >>> from attractor import demo
->>> found = demo.run(small=True)      # doctest: +SKIP
->>> demo.write(found, "out/demo")      # doctest: +SKIP
+>>> results = demo.run(small=True)      # doctest: +SKIP
+>>> demo.write(results, "out/demo")      # doctest: +SKIP
 PosixPath('out/demo/report.html')
 """
 
@@ -23,8 +23,8 @@ import attractor
 from attractor.core.files import write_json
 from attractor.demo import attention, networks, solvers, text
 
-# Name -> module, and what part of the time it takes. A module's `run` returns a dictionary, in which
-# "drawn" holds what only pictures need; `show` puts it on a page; `told` is a line for the terminal.
+# Name -> module, and its share of the time. A module's `run` returns a dictionary, in which "drawn"
+# holds data for pictures; `show` adds it to a page; `summary` returns lines for the terminal.
 PARTS: dict[str, tuple[Any, float]] = {
     "solvers": (solvers, 0.30),
     "networks": (networks, 0.31),
@@ -42,27 +42,27 @@ TITLES = {
 def run(
     seed: int = 0,
     device: str | None = None,
-    tell: Callable[[str, float], None] = lambda what, done: None,
+    tell: Callable[[str, float], None] = lambda what, fraction: None,
     small: bool = False,
 ) -> dict[str, Any]:
-    """All parts; one that fails is told of, and does not take the others with it.
+    """Compute all parts. If one fails, the results contain its error, and the others still run.
 
     Args:
-        seed: of all random numbers: the same seed gives the same numbers, times excepted.
-        device: where to compute; None: the CPU.
-        tell: called with what is being done, and how much of everything is done, from 0 to 1.
-        small: seconds instead of minutes, and numbers that mean little: for tests.
+        seed: seed of all random numbers: the same seed gives the same numbers, except for times.
+        device: the device; None: the CPU.
+        tell: a function that is called with the current task and the finished fraction, from 0 to 1.
+        small: whether to take seconds instead of minutes, for tests; the numbers then mean little.
     """
     began, before, parts = time.perf_counter(), 0.0, {}
     for name, (module, share) in PARTS.items():
         start = time.perf_counter()
 
-        def inside(what: str, done: float, before: float = before, share: float = share) -> None:
-            tell(what, before + share * min(1.0, done))
+        def report(what: str, fraction: float, before: float = before, share: float = share) -> None:
+            tell(what, before + share * min(1.0, fraction))
 
         try:
             with torch.random.fork_rng(devices=[]), _one_thread():
-                parts[name] = module.run(seed, device or "cpu", inside, small)
+                parts[name] = module.run(seed, device or "cpu", report, small)
         except Exception as error:
             parts[name] = {
                 "failed": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc(),
@@ -78,7 +78,7 @@ def run(
 
 
 def write(results: dict[str, Any], folder: Path | str) -> Path:
-    """report.html, results.json and picture.png in folder; returns the page's path."""
+    """Write report.html, results.json and picture.png to a folder; return the path of the page."""
     from attractor.demo import picture
     from attractor.report import Page
 
@@ -86,22 +86,22 @@ def write(results: dict[str, Any], folder: Path | str) -> Path:
     write_json(folder / "results.json", numbers(results))
     page = Page("Attention as time stepping: the demo")
     page.text(
-        "Three papers say one thing in three places: attention is a way to take a step. In a numerical "
-        "solver it corrects the step, in a residual network it is the step's size, and in a transformer "
-        "the attention map itself takes steps. All you see was computed by this run, in "
+        "Three papers use attention to take a step. In a numerical solver it corrects the step, in a "
+        "residual network it is the size of the step, and in a transformer the attention map itself "
+        "takes steps. Everything on this page was computed by this run, in "
         f"{results['seconds']:.0f} seconds (device {results['device']}, seed {results['seed']})."
     )
-    for name, found in results["parts"].items():
+    for name, part in results["parts"].items():
         page.section(TITLES[name])
-        if "failed" in found:
-            page.text(f"This part failed: {found['failed']}. The others are whole.")
+        if "failed" in part:
+            page.text(f"This part failed: {part['failed']}. The others are complete.")
         else:
-            PARTS[name][0].show(page, found)
-    page.section("Again")
+            PARTS[name][0].show(page, part)
+    page.section("Repeat this run")
     page.text(
         f"attractor {results['attractor']}, torch {results['torch']}, Python {results['python']}, one "
-        "thread. The same seed gives the same numbers, times excepted; they are in results.json beside "
-        "this page."
+        "thread. The same seed gives the same numbers, except for times; they are in results.json "
+        "beside this page."
     )
     again = ["attractor", "demo", "--seed", str(results["seed"]), "--out", str(folder)]
     again += ["--device", results["device"]] if results["device"] != "cpu" else []
@@ -112,7 +112,7 @@ def write(results: dict[str, Any], folder: Path | str) -> Path:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from more, and on a busy machine threads wait for each other."""
+    """Use one thread: small tensors gain nothing from more, and threads of busy machines wait."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -122,7 +122,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def numbers(value: Any) -> Any:
-    """Results without what only pictures need."""
+    """Return results without the data of pictures."""
     if isinstance(value, dict):
-        return {key: numbers(inside) for key, inside in value.items() if key != "drawn"}
+        return {key: numbers(entry) for key, entry in value.items() if key != "drawn"}
     return value

@@ -1,4 +1,4 @@
-"""Small networks on the digits that come with the library: how accurate, and how stiff."""
+"""Accuracy and stiffness of small networks on the digits that come with the library."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +12,13 @@ from attractor.train import Recipe, train
 GATES = ("none", "se", "stepnet")
 NAMES = {"none": "no gate", "se": "SE", "stepnet": "StepNet"}
 COLORS = {"none": "#8a949e", "se": "#2f9e6e", "stepnet": "#3d85c6"}
-PROBED = 128  # test images
-CELLS = 40  # of the surface, in each direction
+PROBED = 128  # test images to probe
+CELLS = 40  # cells of the surface per axis
 Tell = Callable[[str, float], None]
 
 
 def run(seed: int, device: str, tell: Tell, small: bool) -> dict[str, Any]:
-    """A network for each gate, trained by one recipe and probed before and after."""
+    """Train one network per gate by one recipe, and probe each before and after."""
     depth, width, epochs = (29, 4, 1) if small else (29, 8, 6)
     recipe = Recipe(
         epochs=epochs, batch=64, learning_rate=0.1, warmup=0.25 * epochs, crop=1, flip=False, seed=seed
@@ -32,12 +32,12 @@ def run(seed: int, device: str, tell: Tell, small: bool) -> dict[str, Any]:
         model = resnet_cifar(depth, width=width, num_classes=10, in_channels=1, gate=gate).to(device)
         initial = probe(model, batches, settle=True)
 
-        def told(progress: Any, i: int = i, gate: str = gate) -> None:
-            done = (progress.epoch - 1 + progress.step / progress.steps) / progress.epochs
-            tell(f"digits, {NAMES[gate]}: epoch {progress.epoch}", (i + done) / len(GATES))
+        def report(progress: Any, i: int = i, gate: str = gate) -> None:
+            fraction = (progress.epoch - 1 + progress.step / progress.steps) / progress.epochs
+            tell(f"digits, {NAMES[gate]}: epoch {progress.epoch}", (i + fraction) / len(GATES))
 
         tell(f"digits, {NAMES[gate]}", i / len(GATES))
-        history = train(model, *data, recipe, device=device, tell=told)
+        history = train(model, *data, recipe, device=device, tell=report)
         profile = profiles[gate] = probe(model, batches).beside(initial)
         arms[gate] = {
             "accuracy": history.accuracy,
@@ -48,8 +48,10 @@ def run(seed: int, device: str, tell: Tell, small: bool) -> dict[str, Any]:
             "nsi_initial": initial.nsi.mean(0).tolist(),
             "stage": profile.stage.tolist(),
         }
-    shown = [p for profile in profiles.values() for p in (profile, profile.initial) if p is not None]
-    m1, m2 = _thresholds(shown)
+    all_profiles = [
+        p for profile in profiles.values() for p in (profile, profile.initial) if p is not None
+    ]
+    m1, m2 = _thresholds(all_profiles)
     share = lambda p: (100 * p.surface(m1, m2).T).round().int().tolist()
     surfaces = {gate: [share(p), share(p.initial)] for gate, p in profiles.items()}
     return {
@@ -60,37 +62,37 @@ def run(seed: int, device: str, tell: Tell, small: bool) -> dict[str, Any]:
 
 
 def _thresholds(profiles: list[StiffnessProfile]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both axes of the surface, up to where no network has one stiff input in a hundred."""
+    """Return both axes of the surface, up to where all networks have less than 1 % stiff inputs."""
     zero = torch.zeros(1, dtype=torch.float64)
     wide = torch.linspace(0, 3, 300, dtype=torch.float64)
     high = torch.linspace(0, max(p.nsi.max().item() for p in profiles), 300, dtype=torch.float64)
-    most = lambda lines: torch.stack(lines).amax(0)
-    m1 = wide[most([p.surface(wide, zero)[:, 0] for p in profiles]) >= 0.01]
-    m2 = high[most([p.surface(zero, high)[0] for p in profiles]) >= 0.01]
-    end = lambda kept, all: kept[-1].item() if len(kept) else all[-1].item()
+    largest = lambda lines: torch.stack(lines).amax(0)
+    m1 = wide[largest([p.surface(wide, zero)[:, 0] for p in profiles]) >= 0.01]
+    m2 = high[largest([p.surface(zero, high)[0] for p in profiles]) >= 0.01]
+    end = lambda values, all: values[-1].item() if len(values) else all[-1].item()
     return tuple(  # type: ignore[return-value]
         torch.linspace(0, top, CELLS, dtype=torch.float64) for top in (end(m1, wide), end(m2, high))
     )
 
 
-def show(page: Any, found: dict[str, Any]) -> None:
-    """Adds this part to a page."""
+def show(page: Any, results: dict[str, Any]) -> None:
+    """Add this part to a page."""
     from attractor.report import live
     from attractor.report.page import script_json
 
-    arms = found["gates"]
+    arms = results["gates"]
     best = max(arms, key=lambda gate: arms[gate]["accuracy"])
-    page.heading("What gates do to a small network")
+    page.heading("Gates in a small network")
     rows = [
         [NAMES[g], f"{100 * a['accuracy']:.1f}\u00a0%", a["tns_initial"], a["tns"]]
         for g, a in arms.items()
     ]
     page.table(["gate", "test accuracy", "TNS before", "TNS trained"], rows)
     page.text(
-        f"Networks of {found['depth']} layers, trained alike for {found['epochs']} epochs on "
-        f"{found['training_images']:,} pictures of digits; here {NAMES[best]} is the most accurate on "
-        f"{found['test_images']} others. One seed and so few pictures decide nothing; the documentation "
-        "has the same on CIFAR-10 with several seeds."
+        f"Networks of {results['depth']} layers, trained by one recipe for {results['epochs']} epochs "
+        f"on {results['training_images']:,} images of digits; here {NAMES[best]} is the most accurate "
+        f"on {results['test_images']} test images. One seed and so few images are not enough to rank "
+        "gates; the documentation has results on CIFAR-10 with several seeds."
     )
     page.heading("Stiffness, block by block")
     lines: dict[str, Any] = {}
@@ -114,18 +116,18 @@ def show(page: Any, found: dict[str, Any]) -> None:
     ]  # fmt: skip
     page.plot("Neural stiffness index of each block", figure, 420)
     page.text(
-        "A residual network is a time stepper, and NSI is its speed: how far a block moves its "
-        f"feature, relative to the feature's size (mean of {found['probed']} test pictures; dashed "
-        "lines separate stages, whose first block StepNet leaves as it is). A gate multiplies what a "
-        "block adds, so it slows blocks down before any training: compare each line with its dotted one."
+        "A residual network is a time stepper, and NSI is the length of its steps: how much a block "
+        f"changes its feature, relative to the feature's norm (mean of {results['probed']} test images; "
+        "dashed lines separate stages, whose first block has no StepNet gate). A gate multiplies the "
+        "output of a block, so that steps are shorter even before training (dotted lines)."
     )
     page.heading("The TNS surface")
-    drawn = found["drawn"]
+    data = results["drawn"]
     axes: dict[str, Any] = dict(
         x="m1: NSI above the stage's mean", y="m2: NSI", of="stiff inputs (%)", top=100
     )
     first = next(iter(arms))
-    figure = live.heatmap(drawn["surfaces"][first][0], drawn["m1"], drawn["m2"], **axes)
+    figure = live.heatmap(data["surfaces"][first][0], data["m1"], data["m2"], **axes)
     controls = live.choice("surface-gate", "network", {g: NAMES[g] for g in arms}) + live.tick(
         "surface-before", "before training"
     )
@@ -133,12 +135,12 @@ def show(page: Any, found: dict[str, Any]) -> None:
     page.plot(
         "Share of inputs with a block beyond both thresholds", figure, 420,
         controls=f'<div class="controls">{controls}<span id="surface-tns" class="numbers"></span></div>',
-        script=_SURFACE.replace("SURFACES", script_json(drawn["surfaces"])).replace(
+        script=_SURFACE.replace("SURFACES", script_json(data["surfaces"])).replace(
             "NUMBERS", script_json(numbers)
         ),
     )  # fmt: skip
     page.text(
-        "A point is the share of test pictures for which some block is stiffer than both thresholds; "
+        "A point is the share of test images for which some block is stiffer than both thresholds; "
         "the volume under this surface is the total neural stiffness, TNS. It is "
         f"{arms['none']['tns']:.2g} without a gate and {arms['stepnet']['tns']:.2g} with StepNet, and "
         f"before training it was {arms['none']['tns_initial']:.2g} and "
@@ -159,9 +161,9 @@ draw();
 """
 
 
-def told(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Lines for the terminal: what, and what was found."""
-    arms = found["gates"]
+def summary(results: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return (label, value) lines for the terminal."""
+    arms = results["gates"]
     accuracy = ", ".join(f"{NAMES[g]} {100 * a['accuracy']:.1f} %" for g, a in arms.items())
     total = ", ".join(f"{NAMES[g]} {a['tns']:.2g}" for g, a in arms.items())
     return [("digits, accuracy", accuracy), ("digits, TNS", total)]

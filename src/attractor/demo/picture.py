@@ -1,4 +1,4 @@
-"""The demo in one wide picture, a panel a wing. Matplotlib is imported here: import it only to draw."""
+"""One picture of the demo, with one panel per part. This module imports Matplotlib."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ RED, BLUE = "#e0533d", "#3d85c6"
 
 
 def write(parts: dict[str, Any], path: Path | str) -> Path:
-    """Draw what there is of the parts, and write it as a PNG file."""
+    """Draw the parts that did not fail, and write a PNG file."""
     figure, axes = plt.subplots(1, 3, figsize=(12, 4.6), layout="constrained")
     panels = (("solvers", _solvers), ("networks", _networks), ("attention", _attention))
     for axis, (name, draw) in zip(axes, panels):
@@ -26,13 +26,15 @@ def write(parts: dict[str, Any], path: Path | str) -> Path:
     return figures.write(figure, path)
 
 
-def _solvers(axis: Any, found: dict[str, Any]) -> None:
-    """How far the pendulum's solutions are from the exact one."""
-    one = found["pendulum"]
+def _solvers(axis: Any, results: dict[str, Any]) -> None:
+    """Draw the distance of the pendulum's solutions from the exact one."""
+    one = results["pendulum"]
     for name, color in (("RK4", RED), ("AttNS", BLUE)):
-        off = np.array(one["drawn"]["median_off"][name])[1:]
+        distance = np.array(one["drawn"]["median_off"][name])[1:]
         label = f"{name}, same step" if name == "AttNS" else f"plain RK4, dt = {one['dt']:g}"
-        axis.semilogy(one["dt"] * np.arange(1, len(off) + 1), off, color=color, lw=1.8, label=label)
+        axis.semilogy(
+            one["dt"] * np.arange(1, len(distance) + 1), distance, color=color, lw=1.8, label=label
+        )
     figures.frame(
         axis, "In a solver, attention corrects a step", "time", "distance from the exact motion"
     )
@@ -40,9 +42,9 @@ def _solvers(axis: Any, found: dict[str, Any]) -> None:
     axis.legend(frameon=False, fontsize=9, loc="upper left", title="elastic pendulum", title_fontsize=9)
 
 
-def _networks(axis: Any, found: dict[str, Any]) -> None:
-    """Stiffness block by block."""
-    for gate, arm in found["gates"].items():
+def _networks(axis: Any, results: dict[str, Any]) -> None:
+    """Draw stiffness block by block."""
+    for gate, arm in results["gates"].items():
         stage, blocks = np.array(arm["stage"]), np.arange(1, len(arm["nsi"]) + 1)
         label = f"{networks.NAMES[gate]}, accuracy {100 * arm['accuracy']:.1f} %"
         for s in np.unique(stage):
@@ -59,17 +61,17 @@ def _networks(axis: Any, found: dict[str, Any]) -> None:
     axis.legend(frameon=False, fontsize=9, loc="upper left")
 
 
-def _attention(axis: Any, found: dict[str, Any]) -> None:
-    """The map that leaks."""
-    n = found["tokens"]
-    last = torch.tensor(found["drawn"]["diffusion"]["no walls"][-1]).view(n, n) / attention.SCALE
-    allowed = torch.ones(n, n, dtype=torch.bool).tril()
-    axis.imshow(maps._shades(last, allowed, 0.4), interpolation="nearest", aspect="auto")
-    axis.add_collection(LineCollection(maps.edge(allowed), colors=figures.INK, lw=1.2))
-    leak = found["pdes"]["diffusion"]["no walls"]["future"][-1]
+def _attention(axis: Any, results: dict[str, Any]) -> None:
+    """Draw the map that leaks."""
+    n = results["tokens"]
+    last = torch.tensor(results["drawn"]["diffusion"]["no walls"][-1]).view(n, n) / attention.SCALE
+    mask = torch.ones(n, n, dtype=torch.bool).tril()
+    axis.imshow(maps._shades(last, mask, 0.4), interpolation="nearest", aspect="auto")
+    axis.add_collection(LineCollection(maps.edge(mask), colors=figures.INK, lw=1.2))
+    leak = results["pdes"]["diffusion"]["no walls"]["future"][-1]
     figures.frame(axis, "In a transformer, the map takes steps", "key", "query")
     axis.grid(visible=False)
-    told = (
+    text = (
         f"without walls {100 * leak:.0f} % of\nthe weight leaks into\nthe future (red);\nwith walls none"
     )
-    axis.text(0.97, 0.96, told, transform=axis.transAxes, ha="right", va="top", fontsize=9.5)
+    axis.text(0.97, 0.96, text, transform=axis.transAxes, ha="right", va="top", fontsize=9.5)

@@ -1,4 +1,4 @@
-"""What a job is, and one shard of it: the same code for all engines."""
+"""Jobs, and how one shard is computed, for all engines."""
 
 import builtins
 import json
@@ -16,22 +16,24 @@ from attractor.core.files import json_bytes
 from attractor.jobs.naming import named
 
 Shard = int | str | tuple[Any, ...]
-# What torchrun and accelerate launch tell a process about its rank.
+# Variables by which torchrun and accelerate launch pass a process its rank.
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A pure function and what it is called with.
+    """A pure function and its configuration.
 
     Attributes:
-        function: ``module:function``, called with the configuration and a shard. It is attractor's; a
-            module of your own is named in `also`.
-        config: what JSON can hold. (In this process anything; in processes what can be sent to them.)
-        also: modules outside attractor that the function may be from.
-        threads: of torch, for a shard; None: one, or in this process as many as there are. Sums of a
-            matrix product may depend on them.
-        gpus: for a shard, on Ray.
+        function: ``module:function``, which is called with the configuration and a shard. The module
+            must belong to attractor or be listed in `also`.
+        config: values that JSON can represent. (Engine "here" accepts any value, and engine "processes"
+            any that can be pickled.)
+        also: modules outside attractor that may contain the function.
+        threads: number of torch threads per shard; None: one, or in this process the current number.
+            Sums in a matrix product may depend on it.
+        gpus: number of GPUs per shard, on Ray.
+        version: the version of attractor; a worker with another version raises.
     """
 
     function: str
@@ -45,23 +47,25 @@ class Job:
         self.check()
 
     def check(self) -> None:
-        """Raise if this is nothing to run here; a worker asks again."""
+        """Raise if this job must not run here; the caller and the worker call this method."""
         module = self.function.partition(":")[0]
         if module.split(".")[0] != "attractor" and module not in self.also:
             raise ValueError(
-                f"{self.function!r} is not of attractor; if it is yours, say so: also=({module!r},)"
+                f"{self.function!r} is not a function of attractor; if it is yours, pass "
+                f"also=({module!r},)"
             )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads = {self.threads} must be at least 1")
         if self.version != __version__:
             raise ValueError(
-                f"a job of attractor {self.version} came to a worker that has {__version__}"
+                f"a job of attractor {self.version} was sent to a worker with attractor {__version__}; "
+                "install one version on all machines"
             )
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """What came of a shard: bytes, or JSON as bytes, and their hash."""
+    """The result of a shard: bytes, or JSON as bytes, and their hash."""
 
     shard: Any
     content: bytes
@@ -69,54 +73,61 @@ class Artifact:
     is_json: bool
 
     def json(self) -> Any:
-        """The value, if it is JSON; the same whatever engine it went through."""
+        """Return the value of a JSON artifact, which does not depend on the engine."""
         return json.loads(self.content)
 
     def checked(self) -> "Artifact":
-        """Itself, if the hash is right."""
+        """Return the artifact if its hash is right.
+
+        Raises:
+            OSError: the content was damaged in transfer.
+        """
         if sha256(self.content).hexdigest() != self.sha256:
-            raise OSError(f"shard {label(self.shard)}: its artifact was damaged on the way; begin again")
+            raise OSError(
+                f"shard {label(self.shard)}: its artifact was damaged in transfer; run the job again"
+            )
         return self
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception as text, because a class need not exist where it is read.
+    """An exception as text, because its class may not exist in the process of the caller.
 
     Attributes:
-        kind: the nearest of its classes that is built in.
-        told: its message, after its own class where that is another.
-        trace: where it came from.
+        shard: the shard.
+        kind: the nearest built-in class of the exception.
+        told: its message, after the name of its class if that is not `kind`.
+        trace: its traceback.
     """
 
     shard: Shard
     kind: str
-    told: str
+    message: str
     trace: str
 
     def error(self) -> Exception:
-        """As it is raised at the caller's."""
+        """Return the exception that the caller raises."""
         try:
-            found = getattr(builtins, self.kind)(f"shard {label(self.shard)}: {self.told}")
-        except TypeError:  # those of Unicode want five arguments
-            found = RuntimeError(f"shard {label(self.shard)}: {self.kind}: {self.told}")
-        found.add_note(f"In the worker:\n{self.trace}")
-        return found
+            error = getattr(builtins, self.kind)(f"shard {label(self.shard)}: {self.message}")
+        except TypeError:  # Unicode errors take five arguments
+            error = RuntimeError(f"shard {label(self.shard)}: {self.kind}: {self.message}")
+        error.add_note(f"In the worker:\n{self.trace}")
+        return error
 
 
 def make(job: Job, shard: Shard) -> Artifact:
-    """Call the function."""
+    """Call the function with a shard, and return the artifact."""
     job.check()
-    found = named(job.function)(job.config, shard)
-    is_json = not isinstance(found, bytes)
-    content = json_bytes(found) if is_json else found
+    result = named(job.function)(job.config, shard)
+    is_json = not isinstance(result, bytes)
+    content = json_bytes(result) if is_json else result
     return Artifact(shard, content, sha256(content).hexdigest(), is_json)
 
 
 def attempt(job: Job, shard: Shard) -> Artifact | Failure:
-    """`make` in a worker, with the threads it is allowed; exceptions come back as data.
+    """Do what `make` does in a worker, with its number of threads, and return exceptions as data.
 
-    A worker is no rank of the launcher that may have started its caller, whatever it has inherited.
+    Variables of a launcher are removed, because a worker is not a rank of the launcher of its caller.
     """
     for name in LAUNCHER:
         os.environ.pop(name, None)
@@ -126,30 +137,30 @@ def attempt(job: Job, shard: Shard) -> Artifact | Failure:
     except Exception as error:
         kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
         own = type(error).__name__
-        told = str(error) if own == kind else f"{own}: {error}"
-        return Failure(shard, kind, told, traceback.format_exc())
+        message = str(error) if own == kind else f"{own}: {error}"
+        return Failure(shard, kind, message, traceback.format_exc())
 
 
 def here(job: Job, shards: Iterable[Shard]) -> Iterator[Artifact]:
-    """One shard after the other in this process; exceptions are the function's own, with a note."""
+    """Compute the shards in this process; exceptions of the function get a note with the shard."""
     before = torch.get_num_threads()
     for shard in shards:
         try:
             torch.set_num_threads(job.threads or before)
-            made = make(job, shard)
+            artifact = make(job, shard)
         except Exception as error:
             error.add_note(f"In shard {label(shard)}")
             raise
         finally:
             torch.set_num_threads(before)
-        yield made
+        yield artifact
 
 
 def label(shard: Shard) -> str:
-    """A shard's name."""
+    """Return the name of a shard for messages."""
     return ", ".join(map(str, shard)) if isinstance(shard, tuple) else str(shard)
 
 
 def power(config: Mapping[str, Any], shard: Any) -> float:
-    """A number to the configured power; for examples and tests."""
+    """Return a number to the configured power; for examples and tests."""
     return shard ** config["exponent"]

@@ -1,4 +1,4 @@
-"""What workers have still to do, and what came back from them."""
+"""Bookkeeping of shards that wait for a worker and of the workers' replies."""
 
 import logging
 from collections import Counter
@@ -10,47 +10,47 @@ LOG = logging.getLogger(__name__)
 
 
 class WorkerDiedError(ChildProcessError):
-    """A shard whose worker died again and again."""
+    """Raised if the worker of a shard died more often than allowed."""
 
 
 class Ledger:
-    """What workers have still to do, and what came back and is not handed on yet.
+    """The shards that wait for a worker, and the replies that the caller has not received yet.
 
     Args:
-        shards: to do.
-        retries: of a shard whose worker dies.
+        shards: the shards to compute.
+        retries: how often a shard is started again after its worker has died.
     """
 
     def __init__(self, shards: Iterable[Shard], retries: int) -> None:
         self.shards, self.retries = iter(shards), retries
         self.again = list[Shard]()
         self.deaths = Counter[Shard]()
-        self.ended = list[Artifact | Failure | WorkerDiedError]()
+        self.replies = list[Artifact | Failure | WorkerDiedError]()
 
     def next_shard(self) -> Shard | None:
-        """The next to begin; None if there is none."""
+        """Return the next shard to start; None if there is none."""
         return self.again.pop() if self.again else next(self.shards, None)
 
     def died(self, shard: Shard, why: str) -> None:
-        """A shard's worker did: it is begun again, and a warning says so, or was once too often."""
+        """Start a shard again after its worker has died, with a warning, or record an error."""
         self.deaths[shard] += 1
         if self.deaths[shard] <= self.retries:
             LOG.warning("shard %s is begun again: its worker died: %s", label(shard), why)
             self.again.append(shard)
             return
         times = f"{self.deaths[shard]} times, the last time: {why}"
-        self.ended.append(WorkerDiedError(f"shard {label(shard)}: its worker died {times}"))
+        self.replies.append(WorkerDiedError(f"shard {label(shard)}: its worker died {times}"))
 
     def take(self, receive: Callable[[], None]) -> Artifact:
-        """An artifact of those that have ended; if there is none, the first failure is raised.
+        """Return an artifact that has arrived; if there is none, raise the first failure.
 
         Args:
-            receive: takes in what others have done meanwhile, which would be lost with the failure.
+            receive: a function that receives further replies, which would be lost by raising.
         """
-        if not any(isinstance(reply, Artifact) for reply in self.ended):
+        if not any(isinstance(reply, Artifact) for reply in self.replies):
             receive()
-        good = (i for i, reply in enumerate(self.ended) if isinstance(reply, Artifact))
-        reply = self.ended.pop(next(good, 0))
+        good = (i for i, reply in enumerate(self.replies) if isinstance(reply, Artifact))
+        reply = self.replies.pop(next(good, 0))
         if isinstance(reply, Artifact):
             return reply.checked()
         raise reply.error() if isinstance(reply, Failure) else reply

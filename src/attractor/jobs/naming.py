@@ -1,4 +1,4 @@
-"""Functions by the names under which other processes find them: ``module:name`` or ``file.py:name``."""
+"""Names by which other processes import functions: ``module:name`` or ``file.py:name``."""
 
 import importlib.util
 import sys
@@ -14,7 +14,7 @@ from attractor.core.files import check_source
 
 @cache
 def named(name: str) -> Any:
-    """What ``module:function`` or ``file.py:function`` names; the code of the module or file is run."""
+    """Return the function ``module:function`` or ``file.py:function``; this runs the module's code."""
     place, _, inside = name.rpartition(":")
     if not place.endswith(".py"):
         return getattr(import_module(place), inside)
@@ -22,10 +22,11 @@ def named(name: str) -> Any:
 
 
 def module_of_file(path: Path, known: bool = False) -> Any:
-    """A Python file as a module; while its code is run it finds its neighbours, as by ``python FILE``.
+    """Import a Python file as a module. It can import files of its folder, as with ``python FILE``.
 
     Args:
-        known: by its name in `sys.modules`, unless there is another of that name.
+        path: the file.
+        known: whether the module is added to `sys.modules`, unless its name is taken.
     """
     check_source(path, link=True)
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -39,15 +40,15 @@ def module_of_file(path: Path, known: bool = False) -> Any:
     try:
         spec.loader.exec_module(module)
     finally:
-        with suppress(ValueError):  # the file's code has changed it
+        with suppress(ValueError):  # the code of the file has changed `sys.path`
             sys.path.remove(folder)
     return module
 
 
 def name_of(function: Any) -> str | None:
-    """The name by which `named` finds a function in another process.
+    """Return the name by which `named` finds a function in another process.
 
-    None if there is none: of a lambda, an object that can be called, a function inside another.
+    The result is None for lambdas, callable objects and functions inside other functions.
     """
     inside, code = getattr(function, "__qualname__", ""), getattr(function, "__code__", None)
     if code is None or getattr(function, "__globals__", {}).get(inside) is not function:

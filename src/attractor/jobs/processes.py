@@ -12,21 +12,21 @@ from typing import Any
 from attractor.jobs.job import Artifact, Job, Shard, attempt
 from attractor.jobs.ledger import Ledger
 
-GRACE = 5.0  # seconds
+GRACE = 5.0  # seconds that an idle worker has to exit
 
 
 def processes(job: Job, shards: Iterable[Shard], workers: int, retries: int) -> Iterator[Artifact]:
-    """Every artifact as it ends; as many processes as there are shards to begin, `workers` at most."""
+    """Yield every artifact when it is finished, with one process per shard, and `workers` at most."""
     ledger = Ledger(shards, retries)
-    everybody, idle, busy = list[_Worker](), list[_Worker](), dict[Connection, _Worker]()
+    pool, idle, busy = list[_Worker](), list[_Worker](), dict[Connection, _Worker]()
 
     def receive(seconds: float | None = 0.0) -> None:
         for pipe in wait(list(busy), seconds):
             worker = busy.pop(pipe)  # type: ignore[call-overload]
             try:
-                ledger.ended.append(worker.pipe.recv())
+                ledger.replies.append(worker.pipe.recv())
             except (EOFError, OSError):
-                everybody.remove(worker)
+                pool.remove(worker)
                 why = f"exit code {worker.end()} (-9: killed, often for want of memory)"
                 ledger.died(worker.shard, why)
             else:
@@ -34,11 +34,11 @@ def processes(job: Job, shards: Iterable[Shard], workers: int, retries: int) -> 
 
     def end() -> None:
         for worker in idle:
-            worker.pipe.close()  # which they see, and go
-        for worker in everybody:
+            worker.pipe.close()  # idle workers then exit
+        for worker in pool:
             worker.end(GRACE if worker in idle else 0.0)
 
-    atexit.register(end)  # Python waits for processes, and these wait for work
+    atexit.register(end)  # otherwise Python would wait for processes that wait for work
     try:
         while True:
             while len(busy) < workers:
@@ -46,13 +46,13 @@ def processes(job: Job, shards: Iterable[Shard], workers: int, retries: int) -> 
                 if shard is None:
                     break
                 if not idle:
-                    everybody.append(_Worker(job))
-                    idle.append(everybody[-1])
+                    pool.append(_Worker(job))
+                    idle.append(pool[-1])
                     idle[-1].start()
                 worker = idle.pop()
                 worker.begin(shard)
                 busy[worker.pipe] = worker
-            while ledger.ended:  # now, while everybody has something to do
+            while ledger.replies:  # yield now, while all workers are busy
                 yield ledger.take(receive)
             if not busy:
                 return
@@ -63,12 +63,12 @@ def processes(job: Job, shards: Iterable[Shard], workers: int, retries: int) -> 
 
 
 class _Worker:
-    """A process and the shard it has."""
+    """A process and its current shard."""
 
     def __init__(self, job: Job) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self.pipe, self.theirs = spawn.Pipe()
-        self.process = spawn.Process(target=_serve, args=(job, self.theirs))
+        self.pipe, self.remote_pipe = spawn.Pipe()
+        self.process = spawn.Process(target=_serve, args=(job, self.remote_pipe))
 
     def start(self) -> None:
         try:
@@ -79,15 +79,15 @@ class _Worker:
                 f"the configuration cannot be sent to a process ({error}); give functions of a module "
                 "or a file instead of lambdas, or use engine here"
             ) from error
-        self.theirs.close()  # so that the end of the process ends the pipe
+        self.remote_pipe.close()  # so that the pipe closes when the process ends
 
     def begin(self, shard: Shard) -> None:
         self.shard = shard
-        with suppress(OSError):  # it has died: what is read from the pipe says so
+        with suppress(OSError):  # the worker has died, which reading from the pipe will show
             self.pipe.send(shard)
 
     def end(self, grace: float = 0.0) -> int | None:
-        """Its exit code; killed unless it goes by itself within so many seconds, and cleans up."""
+        """End the process, after `grace` seconds to exit by itself; return its exit code."""
         self.pipe.close()
         if self.process.pid is not None:
             if grace:
@@ -99,11 +99,11 @@ class _Worker:
 
 @contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Ctrl-C waits, and a process begun here never sees it: it reaches all, and the caller decides."""
+    """Block Ctrl-C, also in processes that are started here, so that only the caller handles it."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # which would let the signal through
+    resource_tracker.ensure_running()  # starting it later would unblock the signal
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -112,7 +112,7 @@ def _without_ctrl_c() -> Iterator[None]:
 
 
 def _serve(job: Job, pipe: Any) -> None:
-    """What a worker does, until the caller has gone."""
+    """Compute shards from the pipe until the caller closes it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -1,6 +1,6 @@
-"""Pictures, and a single HTML file that holds them: it opens from disk and asks the network nothing.
+"""Pictures, and self-contained HTML pages that open offline.
 
-Needs the `report` extra (Matplotlib and Plotly), which is imported when a picture is drawn.
+This needs the `report` extra (Matplotlib and Plotly), which is imported when a picture is drawn.
 
 >>> from attractor.report import Page
 >>> page = Page("Two springs").text("One drifts.").table(["scheme", "error"], [["rk4", 1.5e-6]])

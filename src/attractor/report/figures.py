@@ -1,4 +1,4 @@
-"""Pictures of solves. Matplotlib is imported here, so import this module only to draw."""
+"""Pictures of solutions and errors. This module imports Matplotlib."""
 
 import math
 import sys
@@ -12,27 +12,29 @@ import numpy as np
 
 from attractor.core.files import write_bytes
 
-if not {"IPython", "matplotlib.pyplot"} & sys.modules.keys():  # else somebody has chosen where to draw
+# If these modules are loaded, the caller has chosen a backend.
+if not {"IPython", "matplotlib.pyplot"} & sys.modules.keys():
     matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-DRAWN = 1e100  # Matplotlib cannot place much larger numbers on an axis
+LARGEST = 1e100  # Matplotlib cannot place much larger numbers on an axis
 INK, GRID = "#1b1f24", "#d8dde3"
 
 
 def convergence(errors: Mapping[str, Sequence[tuple[float, float]]], title: str = "") -> Any:
-    """Error against step size: a line a scheme.
+    """Draw error against step size, one line per scheme.
 
     Args:
-        errors: scheme -> (step, error) pairs; errors that are no longer numbers are left out.
+        errors: scheme -> (step, error) pairs; errors that are not finite are left out.
+        title: the title.
     """
     figure, axis = plt.subplots(figsize=(4.4, 4.2))
     steps = sorted({dt for pairs in errors.values() for dt, _ in pairs})
     for i, (name, pairs) in enumerate(errors.items()):
-        kept = [(dt, e) for dt, e in pairs if e is not None and math.isfinite(e) and e < 1e6]
-        if kept:
-            look = dict(color=plt.get_cmap("tab10")(i % 10), marker="os^vDPX<>*"[i % 10])
-            axis.loglog(*zip(*kept), ms=5, lw=1.4, label=literal(name), **look)
+        finite = [(dt, e) for dt, e in pairs if e is not None and math.isfinite(e) and e < 1e6]
+        if finite:
+            style = dict(color=plt.get_cmap("tab10")(i % 10), marker="os^vDPX<>*"[i % 10])
+            axis.loglog(*zip(*finite), ms=5, lw=1.4, label=literal(name), **style)
     frame(axis, title, "step dt", "root mean square error")
     axis.set_xticks(steps, [f"{dt:g}" for dt in steps])
     axis.minorticks_off()
@@ -42,7 +44,7 @@ def convergence(errors: Mapping[str, Sequence[tuple[float, float]]], title: str 
 
 
 def drift(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], title: str = "") -> Any:
-    """Energy error over time: a line a scheme, from (times, errors)."""
+    """Draw energy error over time, one line per scheme, from (times, errors)."""
     figure, axis = plt.subplots(figsize=(8, 3.6))
     for i, (name, (times, errors)) in enumerate(lines.items()):
         axis.semilogy(times, errors, lw=1.1, label=literal(name), color=plt.get_cmap("tab10")(i))
@@ -53,7 +55,7 @@ def drift(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], title: s
 
 
 def history(rows: Sequence[Mapping[str, Any]], plain: float | None, title: str = "") -> Any:
-    """What a fit tried: the held-out error of each candidate, or the loss of each epoch."""
+    """Draw the history of a fit: the held-out error of each candidate, or the loss of each epoch."""
     figure, axis = plt.subplots(figsize=(9, 3.4))
     if "loss" in rows[0]:
         axis.semilogy([r["epoch"] + 1 for r in rows], [r["loss"] for r in rows], color="C0", lw=1.3)
@@ -81,48 +83,51 @@ def history(rows: Sequence[Mapping[str, Any]], plain: float | None, title: str =
 def errors_over_time(
     times: Sequence[float], lines: Mapping[str, Sequence[float]], title: str = ""
 ) -> Any:
-    """Root mean square error over time, a line a method; every second one dashed, as some coincide."""
+    """Draw root mean square error over time, one line per method; every second line is dashed."""
     figure, axis = plt.subplots(figsize=(9, 3.4))
     for i, (name, errors) in enumerate(lines.items()):
-        look = dict(color=plt.get_cmap("tab10")(i), ls="--" if i % 2 else "-", lw=1.4)
-        axis.semilogy(times[1:], errors[1:], label=literal(name), **look)
+        style = dict(color=plt.get_cmap("tab10")(i), ls="--" if i % 2 else "-", lw=1.4)
+        axis.semilogy(times[1:], errors[1:], label=literal(name), **style)
     frame(axis, title, "time", "root mean square error")
     axis.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     return figure
 
 
-def trajectories(times: Sequence[float], states: Any, title: str = "", shown: int = 6) -> Any:
-    """States ``[times, n, d]`` over time, a panel a component, up to six of each; where there are two
-    components or more, the first two against each other as well. Numbers beyond `DRAWN` are left out."""
-    states = np.where(np.abs(states) <= DRAWN, states, np.nan)
-    count = min(states.shape[-1], shown)
+def trajectories(times: Sequence[float], states: Any, title: str = "", limit: int = 6) -> Any:
+    """Draw states ``[times, n, d]`` over time, one panel per component, and the phase plane.
+
+    At most `limit` components and trajectories are drawn. The phase plane shows the first two components
+    if there are two or more. Numbers beyond `LARGEST` are left out.
+    """
+    states = np.where(np.abs(states) <= LARGEST, states, np.nan)
+    count = min(states.shape[-1], limit)
     figure = plt.figure(figsize=(11, max(3.6, 1.25 * count)), layout="constrained")
-    left, right = figure, None
+    time_part, phase_part = figure, None
     if count > 1:
-        left, right = figure.subfigures(1, 2, width_ratios=(1.7, 1))  # type: ignore[misc]
-    axes = left.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
+        time_part, phase_part = figure.subfigures(1, 2, width_ratios=(1.7, 1))  # type: ignore[misc]
+    axes = time_part.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
     for i, axis in enumerate(axes):
-        for k in range(min(states.shape[1], shown)):
+        for k in range(min(states.shape[1], limit)):
             axis.plot(times, states[:, k, i], lw=1.0, color=plt.get_cmap("tab10")(k))
         frame(axis, title if i == 0 else "", "time" if i == count - 1 else "", f"u{i}")
-    if right is not None:
-        axis = right.subplots()
-        for k in range(min(states.shape[1], shown)):
+    if phase_part is not None:
+        axis = phase_part.subplots()
+        for k in range(min(states.shape[1], limit)):
             axis.plot(states[:, k, 0], states[:, k, 1], lw=0.9, color=plt.get_cmap("tab10")(k))
             axis.plot(*states[0, k, :2], "o", ms=4, color=plt.get_cmap("tab10")(k))
         frame(axis, "", "u0", "u1")
     return figure
 
 
-def work_precision(found: Any, title: str = "") -> Any:
-    """A `Comparison`: error against wall time and against rate calls, the hybrid a star."""
+def work_precision(comparison: Any, title: str = "") -> Any:
+    """Draw a `Comparison`: error against wall time and rate calls, with a star for the hybrid."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True)
-    methods = list(dict.fromkeys(p.method for p in found.points))
+    methods = list(dict.fromkeys(p.method for p in comparison.points))
     for axis, work in zip(axes, ("seconds", "rate_calls")):
         for i, method in enumerate(methods):
             points = [
-                p for p in found.points if p.method == method and math.isfinite(p.error) and p.error
+                p for p in comparison.points if p.method == method and math.isfinite(p.error) and p.error
             ]
             style = "--" if points and points[0].adaptive else "-"
             line = [(getattr(p, work), p.error) for p in points]
@@ -131,13 +136,13 @@ def work_precision(found: Any, title: str = "") -> Any:
                     *zip(*line), style, marker="os^vDPX"[i % 7], ms=5, lw=1.2, label=literal(method)
                 )
         star = dict(marker="*", ms=17, color="#c0392b", ls="", label="hybrid", zorder=5)
-        axis.loglog([getattr(found.hybrid, work)], [found.hybrid.error], **star)
-        axis.axhline(found.hybrid.error, color="#c0392b", lw=0.8, ls=":")
-    frame(axes[0], title, "seconds (the network counted)", "mean square error")
+        axis.loglog([getattr(comparison.hybrid, work)], [comparison.hybrid.error], **star)
+        axis.axhline(comparison.hybrid.error, color="#c0392b", lw=0.8, ls=":")
+    frame(axes[0], title, "seconds (including the network)", "mean square error")
     frame(
         axes[1],
-        f"m = {found.m:.3g}, m* = {found.m_star:.3g}",
-        "rate calls (the network not counted)",
+        f"m = {comparison.m:.3g}, m* = {comparison.m_star:.3g}",
+        "rate calls (without the network)",
         "",
     )
     axes[1].legend(frameon=False, fontsize=9)
@@ -146,12 +151,12 @@ def work_precision(found: Any, title: str = "") -> Any:
 
 
 def literal(text: str) -> str:
-    """Return text, such as the name of a file, in which Matplotlib sees no mathematics."""
+    """Escape text, such as the name of a file, so that Matplotlib reads no mathematics in it."""
     return text.replace("$", r"\$")
 
 
 def write(figure: Any, path: Path | str) -> Path:
-    """The picture as a PNG file, whole or not at all."""
+    """Write the picture as a PNG file, atomically."""
     buffer = BytesIO()
     figure.savefig(buffer, dpi=120, bbox_inches="tight")
     plt.close(figure)
@@ -159,7 +164,7 @@ def write(figure: Any, path: Path | str) -> Path:
 
 
 def frame(axis: Any, title: str, x: str, y: str) -> None:
-    """Give an axis its title, labels and grid, as all pictures of the library have them."""
+    """Set title, labels and grid of an axis in the style of the library."""
     axis.set_title(title, color=INK, fontsize=11)
     axis.set_xlabel(x)
     axis.set_ylabel(y)

@@ -66,7 +66,7 @@ attractorDark.addEventListener("change", () => document.querySelectorAll(".js-pl
 
 
 class Page:
-    """Sections of text, tables and pictures. Each call adds one and returns the page."""
+    """A page of text, tables and pictures. Each method adds one element and returns the page."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -78,27 +78,27 @@ class Page:
         return f"Page({self.title!r}, {len(self._parts) - 1} parts, {self._plots} plots)"
 
     def section(self, title: str) -> Self:
-        """The title of a section."""
+        """Add the title of a section."""
         self._parts.append(f"<h2>{escape(title)}</h2>")
         return self
 
     def heading(self, title: str) -> Self:
-        """The title of something within a section."""
+        """Add a heading within a section."""
         self._parts.append(f"<h3>{escape(title)}</h3>")
         return self
 
     def text(self, text: str) -> Self:
-        """A paragraph."""
+        """Add a paragraph."""
         self._parts.append(f"<p>{escape(text)}</p>")
         return self
 
     def command(self, text: str) -> Self:
-        """Something to type."""
+        """Add a command."""
         self._parts.append(f"<pre>{escape(text)}</pre>")
         return self
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Self:
-        """A table; numbers are printed with three digits, None as a dash."""
+        """Add a table; numbers are printed with three digits, None as a dash."""
         line = lambda tag, cells: "".join(f"<{tag}>{escape(cell_text(c))}</{tag}>" for c in cells)
         body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
         self._parts.append(
@@ -108,7 +108,7 @@ class Page:
         return self
 
     def figure(self, label: str, *figures: Any) -> Self:
-        """Matplotlib figures side by side where there is room; label says what a reader sees."""
+        """Add Matplotlib figures side by side; the label describes them to screen readers."""
         pictures = "".join(f"<div>{_svg(figure)}</div>" for figure in figures)
         self._parts.append(f'<figure role="img" aria-label="{escape(label)}">{pictures}</figure>')
         return self
@@ -122,9 +122,10 @@ class Page:
         controls: str = "",
         script: str = "",
     ) -> Self:
-        """A Plotly figure (or its dictionary) that the reader can touch; Plotly itself is put in once.
+        """Add an interactive Plotly figure, or its dictionary; the page includes Plotly once.
 
-        Controls are HTML above it, the script is run after it is drawn and knows its id as `plot`.
+        `controls` is HTML above the figure. `script` runs after the figure is drawn, and can refer to
+        its id as `plot`.
         """
         content = figure if isinstance(figure, dict) else json.loads(figure.to_json())
         content.get("layout", {}).pop("template", None)  # the page has its own colours
@@ -138,24 +139,24 @@ class Page:
         )
 
     def live(self, label: str, html: str, script: str = "", caption: str = "") -> Self:
-        """HTML and a script of one's own: a canvas, sliders. Both are put in as they are."""
-        told = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+        """Add HTML, such as a canvas and sliders, and a script. Both are included unchanged."""
+        figcaption = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
         run = f"<script>{{\n{script}\n}}</script>" if script else ""
         self._parts.append(
-            f'<figure class="live" aria-label="{escape(label)}">{html}{told}</figure>{run}'
+            f'<figure class="live" aria-label="{escape(label)}">{html}{figcaption}</figure>{run}'
         )
         return self
 
     def script(self, code: str) -> Self:
-        """JavaScript that live parts share; the same code is put in once."""
+        """Add JavaScript that several elements use; equal code is included once."""
         if code not in self._scripts:
             self._scripts.append(code)
         return self
 
     def html(self) -> str:
-        """The whole page."""
-        shared = [f"<script>\n{code}</script>" for code in self._scripts]
-        body = "\n".join([*shared, *self._parts])
+        """Return the page as HTML."""
+        scripts = [f"<script>\n{code}</script>" for code in self._scripts]
+        body = "\n".join([*scripts, *self._parts])
         if self._plots:
             from plotly.offline import get_plotlyjs
 
@@ -168,12 +169,12 @@ class Page:
         )
 
     def write(self, path: Path | str) -> Path:
-        """Write the page, whole or not at all."""
+        """Write the page atomically."""
         return write_text(path, self.html())
 
 
 def script_json(value: Any) -> str:
-    """JSON that may stand inside a script: nothing in it ends the script."""
+    """Return JSON that is safe inside a script element."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -184,7 +185,7 @@ def _svg(figure: Any) -> str:
 
 
 def cell_text(value: Any) -> str:
-    """How a value reads in a table: three digits for floats, a dash for nothing."""
+    """Format a value for a table: floats with three digits, None as a dash."""
     if value is None:
         return "–"
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -112,11 +112,11 @@ def proportions(
     figure = plt.figure(figsize=(3.4 * len(m1) + 0.6, 2.7 * len(steps) + 0.5), layout="constrained")
     axes = figure.subplots(len(steps), len(m1), squeeze=False, sharex="row", sharey=True)
     for row, step in zip(axes, steps):
-        converted = {name: p.with_step(step) for name, p in profiles.items()}
-        every = [q for p in converted.values() for q in (p, p.initial) if q is not None]
+        profiles_of_step = {name: p.with_step(step) for name, p in profiles.items()}
+        every = [q for p in profiles_of_step.values() for q in (p, p.initial) if q is not None]
         heights = torch.linspace(0, thresholds(every)[1], 200)
         for axis, first in zip(row, m1):
-            for i, (name, profile) in enumerate(converted.items()):
+            for i, (name, profile) in enumerate(profiles_of_step.items()):
                 for p, look in ((profile, "-"), (profile.initial, "--")):
                     if p is not None:
                         line = 100 * _grid(p.proportion, first, heights)
@@ -168,13 +168,13 @@ def overview(profile: StiffnessProfile) -> Any:
         _nsi(axis, profile.with_step(step), f"{profile.model}, {STEP_LABELS[step]}")
         axis.set_ylim(bottom=0)
         _stage_legend(axis)
-    left, right = parts[1].subfigures(1, 2, width_ratios=(1.5, 1))
+    surface_part, proportion_part = parts[1].subfigures(1, 2, width_ratios=(1.5, 1))
     pair = [p for p in (profile, profile.initial) if p is not None]
-    axes = left.subplots(1, len(pair), squeeze=False, sharey=True)
+    axes = surface_part.subplots(1, len(pair), squeeze=False, sharey=True)
     try:
         limits = thresholds(pair)
     except ValueError as error:  # one block per stage, so there are no thresholds
-        left.suptitle(str(error).partition(";")[0], fontsize=9, y=0.5)
+        surface_part.suptitle(str(error).partition(";")[0], fontsize=9, y=0.5)
         for axis in axes.flat:
             axis.set_visible(False)
         return figure
@@ -182,8 +182,8 @@ def overview(profile: StiffnessProfile) -> Any:
         image = _surface(axis, p, limits, title)
     for axis in axes[0, 1:]:
         axis.set_ylabel("")
-    _bar(left, image, axes)
-    axis = right.subplots()
+    _bar(surface_part, image, axes)
+    axis = proportion_part.subplots()
     heights = torch.linspace(0, limits[1], 200)
     for i, first in enumerate((0.0, 0.25, 0.5)):
         for p, look in zip(pair, ("-", "--")):

@@ -1,6 +1,6 @@
-"""What all wings train and keep with: one training loop, one checkpoint format.
+"""One training loop and one checkpoint format for the whole library.
 
-A `Recipe` says how, `train` does it, `train_seeds` from several seeds:
+`train` trains a model by a `Recipe`, and `train_seeds` repeats it with several seeds:
 
 >>> import torch
 >>> from types import SimpleNamespace
@@ -13,7 +13,7 @@ A `Recipe` says how, `train` does it, `train_seeds` from several seeds:
 >>> train(model, data, data, recipe, device="cpu").accuracy
 1.0
 
-`checkpoint` is the format everything is kept in:
+`checkpoint` reads and writes the format of all saved objects:
 
 >>> import tempfile
 >>> from attractor.train import checkpoint

@@ -1,4 +1,4 @@
-"""Where a loss that is not finite comes from: data, weights, a layer, or the loss function."""
+"""Find the cause of a loss that is not finite: data, weights, a layer, or the loss function."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,12 @@ from torch.utils._pytree import tree_leaves
 
 
 def blame(model: nn.Module, again: Callable[[], Any], inputs: Any) -> tuple[str | None, str]:
-    """The name of the first module whose output is not finite, if there is one, and a sentence.
+    """Return the name of the first module whose output is not finite, or None, and an explanation.
 
     Args:
-        model: as it was before the step, or later.
-        again: computes the loss of that step once more.
-        inputs: what it is computed from.
+        model: the model, as it was before the step or later.
+        again: a function that computes the loss of the step once more.
+        inputs: the batch of the step.
     """
     for i, leaf in enumerate(tree_leaves(inputs)):
         if not finite(leaf):
@@ -23,34 +23,34 @@ def blame(model: nn.Module, again: Callable[[], Any], inputs: Any) -> tuple[str 
     for name, value in model.named_parameters():
         if not finite(value):
             layer = name.rpartition(".")[0]
-            return layer, f"{advice}; weights are not finite either by now, such as {name!r}"
-    found: list[tuple[str, str]] = []
-    hooks = [module.register_forward_hook(_look(name, found)) for name, module in model.named_modules()]
+            return layer, f"{advice}; some weights are not finite either, such as {name!r}"
+    causes: list[tuple[str, str]] = []
+    hooks = [module.register_forward_hook(_hook(name, causes)) for name, module in model.named_modules()]
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             again()
     except (ArithmeticError, RuntimeError, ValueError):
-        pass  # numbers that are not finite may be refused later on
+        pass  # later layers may reject numbers that are not finite
     finally:
         for hook in hooks:
             hook.remove()
-    if not found:
+    if not causes:
         return None, f"{advice}; every layer's output is finite, so look at the loss function, too"
-    layer, kind = found[0]
+    layer, kind = causes[0]
     return layer, f"{advice}; the first layer whose output is not finite is {layer!r} ({kind})"
 
 
 def finite(value: Any) -> bool:
-    """Whether all numbers of a tensor are; other things are."""
+    """Return whether all numbers of a tensor are finite; True for other values."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return True
     return bool(torch.isfinite(value.detach()).all())
 
 
-def _look(name: str, found: list[tuple[str, str]]) -> Callable[..., None]:
-    def hook(module: nn.Module, given: Any, output: Any) -> None:
-        # Of layers within layers the innermost is done first.
-        if not found and not all(map(finite, tree_leaves(output))):
-            found.append((name, type(module).__name__))
+def _hook(name: str, causes: list[tuple[str, str]]) -> Callable[..., None]:
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        # Of nested modules the innermost calls its hook first.
+        if not causes and not all(map(finite, tree_leaves(output))):
+            causes.append((name, type(module).__name__))
 
     return hook

@@ -1,4 +1,4 @@
-"""Steps that cost the host one launch: CUDA graphs, and compiled blocks."""
+"""CUDA graphs, which need one launch per step, and compiled blocks."""
 
 import random
 import warnings
@@ -15,17 +15,18 @@ Blocks = Callable[[nn.Module], Iterable[nn.Module]]
 
 
 class Captured:
-    """A function of tensors, recorded as a CUDA graph and then replayed.
+    """A function of tensors that is captured as a CUDA graph and then replayed.
 
-    The first calls run as they are, on a side stream; they count like any other. The last of them also
-    looks for what no graph can hold: operations that wait for the GPU, and random numbers of the CPU,
-    which a replay would not draw again. What cannot be captured, and inputs of another shape than the
-    first, run as they are.
+    The first calls run eagerly on a side stream; they have their normal effect. The last of them also
+    detects operations that a graph cannot contain: those that wait for the GPU, and random numbers of
+    the CPU, which a replay would not draw again. Functions that cannot be captured, and inputs of other
+    shapes than the first, run eagerly.
 
     Args:
-        run: whatever it does to tensors, parameters included, it must do in place; what it returns is
+        run: the function. It must change tensors, parameters included, in place; its result is
             overwritten by the next call.
-        snapshot: takes down all that `run` changes, and returns what puts it back.
+        snapshot: a function that copies everything that `run` changes, and returns a function that
+            restores it.
     """
 
     def __init__(
@@ -41,29 +42,29 @@ class Captured:
         self.result: Any = None
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """What `run` returns for these inputs."""
+        """Return the result of `run` for these inputs."""
         if not self.calls:
-            self.inputs = [x.clone() for x in inputs]  # what the graph reads, and the shapes it is for
+            self.inputs = [x.clone() for x in inputs]  # the buffers that the graph reads
         if self.failed or not _alike(inputs, self.inputs):
             return self.run(*inputs)
         self.calls += 1
         if self.calls < WARMUP:
-            return self._aside(inputs)
+            return self._on_side_stream(inputs)
         if self.calls == WARMUP:
-            return self._watched(inputs)
+            return self._checked_call(inputs)
         if self.graph is None and not self._capture():
             return self.run(*inputs)
-        for own, given in zip(self.inputs, inputs):
-            own.copy_(given, non_blocking=True)
+        for own, new in zip(self.inputs, inputs):
+            own.copy_(new, non_blocking=True)
         return self.replay()
 
     def replay(self) -> Any:
-        """What the graph did last, once more: the same inputs."""
+        """Replay the graph with the inputs of the last call."""
         assert self.graph is not None
         self.graph.replay()
         return self.result
 
-    def _aside(self, inputs: tuple[Tensor, ...]) -> Any:
+    def _on_side_stream(self, inputs: tuple[Tensor, ...]) -> Any:
         main = torch.cuda.current_stream()
         self.stream.wait_stream(main)
         with torch.cuda.stream(self.stream):
@@ -71,19 +72,19 @@ class Captured:
         main.wait_stream(self.stream)
         return result
 
-    def _watched(self, inputs: tuple[Tensor, ...]) -> Any:
-        """A call in which an operation that waits for the GPU is an error; then it is done again."""
-        drawn = _host_random()
+    def _checked_call(self, inputs: tuple[Tensor, ...]) -> Any:
+        """Call `run` with an error for operations that wait for the GPU; if it fails, call it again."""
+        random_states = _host_random()
         restore, mode = self.snapshot(), torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings():  # torch says that it does not find all of them
+        with warnings.catch_warnings():  # torch warns that it does not detect all of them
             warnings.simplefilter("ignore")
             torch.cuda.set_sync_debug_mode("error")
         try:
-            result = self._aside(inputs)
+            result = self._on_side_stream(inputs)
         except RuntimeError as error:
             self._give_up(error)
         else:
-            if _host_random() != drawn:
+            if _host_random() != random_states:
                 self._give_up(RuntimeError("random numbers are drawn on the CPU; draw them on the GPU"))
             return result
         finally:
@@ -92,14 +93,14 @@ class Captured:
         return self.run(*inputs)
 
     def _capture(self) -> bool:
-        """Record a call, without its being done; whether that was possible."""
+        """Capture a call without executing it; return whether that was possible."""
         graph, main = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        try:  # other threads may go on allocating, such as those that load data
+        try:  # other threads, such as those that load data, may allocate
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.result = self.run(*self.inputs)
         except RuntimeError as error:
-            # Torch stays on the capture's stream, and its generator takes itself to be captured and will
-            # not draw, until another capture succeeds.
+            # Torch stays on the stream of the capture, and its generator is in capture mode and cannot
+            # draw, until another capture succeeds.
             again, mode = torch.cuda.CUDAGraph(), "thread_local"
             with (
                 suppress(RuntimeError),
@@ -119,7 +120,7 @@ class Captured:
 
 
 def _host_random() -> list[Any]:
-    """The state of torch's, Python's and NumPy's random numbers on the CPU."""
+    """Return the states of the random generators of torch, Python and NumPy on the CPU."""
     numpys = np.random.get_state(legacy=False)["state"]
     return [torch.get_rng_state().tolist(), random.getstate(), numpys["key"].tolist(), numpys["pos"]]
 
@@ -131,52 +132,52 @@ def _alike(inputs: tuple[Tensor, ...], others: list[Tensor]) -> bool:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks a network is made of: members of one class that follow each other in a list.
+    """Return the repeated blocks of a network: members of one class in a list of modules.
 
-    A list is an `nn.Sequential` or `nn.ModuleList` with two or more members of a class that has modules
-    of its own; where such blocks hold further ones, those are taken.
+    A list is an `nn.Sequential` or `nn.ModuleList` with two or more members of a class that has
+    submodules. If such blocks contain repeated blocks, the inner ones are returned.
     """
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     for child in model.children():
-        found += repeated_blocks(child)
+        blocks += repeated_blocks(child)
     if isinstance(model, nn.Sequential | nn.ModuleList):
         kinds = [type(child) for child in model]
         for child in model:
             simple = isinstance(child, nn.Sequential | nn.ModuleList) or not any(
                 True for _ in child.children()
             )
-            inner = any(block is part for part in child.modules() for block in found)
+            inner = any(block is part for part in child.modules() for block in blocks)
             if not simple and not inner and kinds.count(type(child)) > 1:
-                found.append(child)
-    return found
+                blocks.append(child)
+    return blocks
 
 
 @contextmanager
 def compiled_blocks(
     model: nn.Module, blocks: Blocks | None = None, **options: Any
 ) -> Iterator[list[nn.Module]]:
-    """Compile a network's blocks while inside; equal blocks share their code, so that it takes seconds.
+    """Compile the blocks of a network within a context. Equal blocks share code, so it takes seconds.
 
     Args:
-        model: changed in place, and left as it was.
-        blocks: ``model -> modules`` to be compiled; None: its `repeated_blocks`.
-        options: further ones of `torch.compile`.
+        model: the network; it is changed in place and restored at the end.
+        blocks: ``model -> modules`` returns the blocks to compile; None: `repeated_blocks`.
+        options: further options of `torch.compile`.
     """
-    found = list(repeated_blocks(model) if blocks is None else blocks(model))
-    if not found:
+    compiled = list(repeated_blocks(model) if blocks is None else blocks(model))
+    if not compiled:
         raise ValueError(
             f"no repeated blocks found in {type(model).__name__}; name what to compile with blocks="
         )
     from torch._dynamo import config
 
-    before = [block._compiled_call_impl for block in found]
+    before = [block._compiled_call_impl for block in compiled]
     try:
-        for block in found:
+        for block in compiled:
             block.compile(dynamic=False, **options)
-        # Stages, first blocks, training and evaluation, one network after another: more kinds of block
-        # than the eight that torch allows.
+        # Stages, first blocks, training and evaluation, and several networks need more compilations than
+        # the eight that torch allows.
         with config.patch(recompile_limit=1024, accumulated_recompile_limit=1024):
-            yield found
+            yield compiled
     finally:
-        for block, own in zip(found, before):
+        for block, own in zip(compiled, before):
             block._compiled_call_impl = own

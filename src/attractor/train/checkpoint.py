@@ -1,14 +1,13 @@
-"""One checkpoint format for all of the library: safetensors, JSON, SHA-256; no pickle.
+"""The checkpoint format of the whole library: safetensors, JSON and SHA-256, without pickle.
 
 A checkpoint is a folder of three files: `tensors.safetensors`, `config.json`, and `manifest.json`,
-which holds the format's version, the kind of thing saved, size and hash of the two others and a hash of
-itself. Whatever is wrong with a folder raises `CheckpointError`; its sizes are checked before memory is
-taken.
+which holds the format's version, the kind of the saved object, size and hash of the two others and a
+hash of itself. Any damage raises `CheckpointError`; sizes are checked before memory is allocated.
 
-`save` writes the new files to a folder of a unique name, ``.next-`` and 32 digits. Renaming this folder
-to ``.next`` is the atomic switch: from then on the new checkpoint is the one that is read. Its files
-then replace the old ones, the manifest last. A lock on the folder lets one process do so at a time;
-reading takes no lock. Whatever is interrupted, the folder holds the old checkpoint or the new one.
+`save` writes the new files to a folder with a unique name, ``.next-`` and 32 digits. Renaming this
+folder to ``.next`` is the atomic switch: from then on the new checkpoint is read. Its files then replace
+the old ones, the manifest last. A lock on the folder admits one writer at a time; reading takes no lock.
+If saving is interrupted at any point, the folder holds the old checkpoint or the new one.
 """
 
 import hashlib
@@ -54,8 +53,8 @@ from attractor.train.tensors import (
 __all__ = ["FORMAT", "CheckpointError", "check", "fill", "load", "save", "settle"]
 
 FORMAT = 2
-READ = (1, 2)  # 1 has no sizes
-DEPTHS = ("depth", "depths", "layers")  # options that count modules
+READ = (1, 2)  # format 1 has no sizes
+DEPTHS = ("depth", "depths", "layers")  # options that are numbers of modules
 FILES = ("tensors.safetensors", "config.json")
 MANIFEST, NEXT = "manifest.json", ".next"
 STAGING = re.compile(r"\.next-[0-9a-f]{32}")  # a checkpoint that is being written
@@ -67,16 +66,22 @@ HASHED: dict[str, Schema] = {
     "own": schema.text(64),
 }
 SIZED = HASHED | {"bytes": schema.record(dict.fromkeys(FILES, schema.number(0, whole=True)))}
-SCHEMAS = {1: schema.record(HASHED), FORMAT: schema.record(SIZED)}  # of a manifest, by its format
+SCHEMAS = {1: schema.record(HASHED), FORMAT: schema.record(SIZED)}  # schemas of a manifest by its format
 
 
 def save(folder: Path | str, kind: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> Path:
-    """Write a checkpoint; an older one in the same folder is replaced, when this one is whole.
+    """Write a checkpoint. It replaces an older one in the same folder once it is complete.
 
-    Of several processes that save to one folder, one writes at a time and the others wait.
+    If several processes save to one folder, one writes at a time and the others wait.
+
+    Args:
+        folder: the folder of the checkpoint.
+        kind: the kind of the saved object, such as "hybrid solver".
+        tensors: the tensors by name.
+        config: everything else, in values that JSON can represent.
 
     Raises:
-        ValueError: the folder holds other things, or a checkpoint of another kind, or the configuration
+        ValueError: the folder holds other files, or a checkpoint of another kind, or the configuration
             is too long to be read again.
         FileTypeError: a file to be replaced is a link, a pipe or a device.
         FolderLockedError: another process has been writing to the folder for `LOCK_SECONDS`.
@@ -90,7 +95,7 @@ def save(folder: Path | str, kind: str, tensors: dict[str, Tensor], config: dict
             _settle(folder, locked)
         except BaseException:
             if not existed:
-                with suppress(OSError):  # it is not empty
+                with suppress(OSError):  # the folder is not empty
                     folder.rmdir()
             raise
     return folder
@@ -104,15 +109,15 @@ def _check_contents(folder: Path, kind: str, locked: bool) -> None:
     for name in (*FILES, MANIFEST):
         check_target(folder / name)
     _settle(folder, locked)
-    known = _kind_in(folder)
-    if known not in (None, kind):
+    present = _kind_in(folder)
+    if present not in (None, kind):
         raise ValueError(
-            f"{folder} holds a {known!s:.60}, which a {kind} is not to replace; give another folder"
+            f"{folder} holds a {present!s:.60}, and a {kind} must not replace it; give another folder"
         )
 
 
 def _write(folder: Path, kind: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Write a whole checkpoint beside the one in a folder, and switch to it."""
+    """Write a complete checkpoint beside the one in a folder, and switch to it."""
     new, text = folder / f"{NEXT}-{uuid4().hex}", json_bytes(config)
     try:
         make_folder(new)
@@ -120,7 +125,7 @@ def _write(folder: Path, kind: str, tensors: dict[str, Tensor], config: dict[str
         if len(text) > json_limit(size):
             raise ValueError(
                 f"the configuration takes {len(text):,} bytes, and {json_limit(size):,} can be read; "
-                "put what is long into tensors"
+                "store long values as tensors"
             )
         write_bytes(new / FILES[1], text)
         manifest = {
@@ -141,30 +146,33 @@ def _write(folder: Path, kind: str, tensors: dict[str, Tensor], config: dict[str
 
 
 def load(folder: Path | str, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and configuration of a checkpoint of that kind, after checking every byte.
+    """Return tensors and configuration of a checkpoint after checking the hashes of all files.
 
     While another process saves to the folder, this is the old checkpoint or the new one.
+
+    Raises:
+        CheckpointError: the folder holds no checkpoint, one of another kind, or a damaged one.
     """
     folder = Path(folder)
-    with _opened(folder) as files:
+    with _open(folder) as files:
         return _read(folder, kind, files)
 
 
 def read_files(folder: Path | str) -> dict[str, bytes]:
     """Return the content of the three files of one checkpoint by name, unchecked."""
-    with _opened(Path(folder)) as files:
+    with _open(Path(folder)) as files:
         return {name: file.readall() for name, file in files.items()}
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[dict[str, FileIO]]:
+def _open(folder: Path) -> Iterator[dict[str, FileIO]]:
     """Open the three files of one checkpoint, also while another process replaces them.
 
-    They are of one checkpoint if nothing in the folder was renamed from before the first was opened
-    until after the last was; otherwise they are opened again.
+    The files belong to one checkpoint if no file of the folder was replaced while they were opened;
+    otherwise they are opened again.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; a checkpoint is one")
+        raise CheckpointError(f"{folder} is not a folder; give the folder of a checkpoint")
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         with ExitStack() as stack:
@@ -172,7 +180,7 @@ def _opened(folder: Path) -> Iterator[dict[str, FileIO]]:
             try:
                 _check_present(folder)
                 for name in (MANIFEST, *FILES):
-                    files[name] = stack.enter_context(open_file(_place(folder, name), link=False))
+                    files[name] = stack.enter_context(open_file(_path_of(folder, name), link=False))
             except CheckpointError as error:
                 problem = error
             except OSError as error:
@@ -184,36 +192,36 @@ def _opened(folder: Path) -> Iterator[dict[str, FileIO]]:
                 return
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"{folder} was replaced again and again for {LOCK_SECONDS:g} s while it was read; load "
-                "it when the processes that save to it have ended"
+                f"{folder} was replaced repeatedly for {LOCK_SECONDS:g} s while it was read; load it "
+                "when the processes that save to it have ended"
             )
         time.sleep(0.001)
 
 
 def _state(folder: Path) -> list[tuple[int, ...] | None]:
-    """What identifies the files of a checkpoint: the same before and after if none was replaced."""
-    found: list[tuple[int, ...] | None] = []
+    """Return what identifies the files of a checkpoint; it changes if any file is replaced."""
+    entries: list[tuple[int, ...] | None] = []
     for path in (
         folder,
         *(folder / place / name for place in (NEXT, ".") for name in (*FILES, MANIFEST)),
     ):
         try:
-            about = os.lstat(path)
+            info = os.lstat(path)
         except OSError:
-            found.append(None)
+            entries.append(None)
         else:
-            found.append((about.st_dev, about.st_ino, *((about.st_ctime_ns,) if path != folder else ())))
-    return found
+            entries.append((info.st_dev, info.st_ino, *((info.st_ctime_ns,) if path != folder else ())))
+    return entries
 
 
 def _check_present(folder: Path) -> None:
-    """Raise unless a folder holds the names of a checkpoint, and no others."""
-    if not os.path.lexists(_place(folder, MANIFEST)):
+    """Raise unless a folder holds the files of a checkpoint, and no others."""
+    if not os.path.lexists(_path_of(folder, MANIFEST)):
         raise CheckpointError(
-            f"{folder} has no manifest.json: no checkpoint, or one whose writing was interrupted"
+            f"{folder} has no manifest.json: it is no checkpoint, or writing it was interrupted"
         )
     names = _names(folder)
-    names |= {name for name in FILES if os.path.lexists(_place(folder, name))}
+    names |= {name for name in FILES if os.path.lexists(_path_of(folder, name))}
     if _foreign(names) or not set(FILES) <= names:
         raise CheckpointError(
             f"{folder} holds {sorted(_foreign(names) | (names & set(FILES)))}; a checkpoint holds "
@@ -222,25 +230,26 @@ def _check_present(folder: Path) -> None:
 
 
 def _read(folder: Path, kind: str, files: dict[str, FileIO]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Check and return what three open files hold."""
+    """Check and return the tensors and the configuration in three open files."""
     manifest, raw = json_of(files[MANIFEST], LARGEST_MANIFEST, folder / MANIFEST)
     version = manifest.get("format") if isinstance(manifest, dict) else FORMAT
     if version not in READ:
         raise CheckpointError(
-            f"{folder} has format {version!r:.40}; this version of attractor reads {FORMAT} and before"
+            f"{folder} has format {version!r:.40}; this version of attractor reads formats up to "
+            f"{FORMAT}"
         )
     schema.check(manifest, SCHEMAS[version], folder / MANIFEST, CheckpointError)
     own = manifest.pop("own")
     if own != _own_hash(manifest) or raw != json_bytes({**manifest, "own": own}):
         raise CheckpointError(f"{folder}/{MANIFEST} is damaged: it does not match its own hash")
     if manifest["kind"] != kind:
-        raise CheckpointError(f"{folder} holds a {manifest['kind']}, not a {kind}")
+        raise CheckpointError(f"{folder} holds a {manifest['kind']}, not a {kind}; give another folder")
     hashes, sizes = manifest["sha256"], manifest.get("bytes", {})
     actual = {name: os.fstat(files[name].fileno()).st_size for name in FILES}
     for name in FILES:
         if sizes and actual[name] != sizes[name]:
-            told = f"it has {actual[name]:,} bytes, not {sizes[name]:,}"
-            raise CheckpointError(f"{folder}/{name} is damaged: {told}")
+            reason = f"it has {actual[name]:,} bytes, not {sizes[name]:,}"
+            raise CheckpointError(f"{folder}/{name} is damaged: {reason}")
     config, raw = json_of(files[FILES[1]], json_limit(actual[FILES[0]]), folder / FILES[1])
     if hashlib.sha256(raw).hexdigest() != hashes[FILES[1]]:
         raise CheckpointError(f"{folder}/{FILES[1]} is damaged: it does not match its hash")
@@ -253,65 +262,73 @@ def _read(folder: Path, kind: str, files: dict[str, FileIO]) -> tuple[dict[str, 
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: Any, advice: str = "") -> None:
-    """Load tensors into a module whose names, shapes and dtypes they must have, all of them.
+    """Load tensors into a module. Requires: all names, shapes and dtypes are those of the module.
 
     Args:
-        source: where they come from, for the message; advice: what to do about it.
+        module: the module.
+        tensors: the tensors by name.
+        source: the origin of the tensors, for error messages.
+        advice: what to do about an error, for error messages.
 
     Raises:
-        CheckpointError: they are not this module's, which is then as it was.
+        CheckpointError: the tensors do not fit the module, which is unchanged.
     """
     check(module, tensors, source, advice)
     module.load_state_dict(dict(tensors))
 
 
 def completed(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors, and the module's own of what states of older versions lack: what its parts name in
-    `may_lack`."""
-    found = dict(tensors)
+    """Return tensors, completed by values of the module that states of older versions lack.
+
+    Modules list the names of such values in `may_lack`.
+    """
+    result = dict(tensors)
     for name, part in module.named_modules():
         for key in getattr(part, "may_lack", ()):
-            found.setdefault(f"{name}.{key}".lstrip("."), getattr(part, key).clone())
-    return found
+            result.setdefault(f"{name}.{key}".lstrip("."), getattr(part, key).clone())
+    return result
 
 
 def check_sizes(
     options: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Any, allowed: int = 0
 ) -> None:
-    """Raise if a configuration has a size that is beyond what is saved with it, and beyond `allowed`.
+    """Raise if a size in a configuration exceeds both the saved numbers and `allowed`.
 
-    Before a module is made of it, even on the meta device, where a depth of a million takes its time.
+    Call this before a module is made from the configuration: a depth of a million takes long even on the
+    meta device.
     """
     numbers = max(allowed, sum(value.numel() for value in tensors.values()))
     for name, value in options.items():
-        most = len(tensors) if name in DEPTHS else numbers
+        limit = len(tensors) if name in DEPTHS else numbers
         for size in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(size, int) and size > most:
-                raise CheckpointError(f"{source}: {name} = {size!r:.20} is more than was saved with it")
+            if isinstance(size, int) and size > limit:
+                raise CheckpointError(
+                    f"{source}: {name} = {size!r:.20} is more than the saved tensors allow"
+                )
 
 
 def check(module: nn.Module, tensors: Mapping[str, Tensor], source: Any, advice: str = "") -> None:
-    """What `fill` checks; the module may be on the meta device, where it takes no memory."""
-    told = f"{source} is of another model than this {type(module).__name__}"
+    """Run the checks of `fill`; the module may be on the meta device, where it takes no memory."""
+    description = f"{source} is of another model than this {type(module).__name__}"
     advice = f"{advice[0].upper()}{advice[1:]}." if advice else ADVICE
     specs = specs_of(module)
     shapes = {name: replace(spec, values=ANY) for name, spec in specs.items()}
-    check_tensors(tensors, shapes, told, CheckpointError, advice=advice)
+    check_tensors(tensors, shapes, description, CheckpointError, advice=advice)
     check_tensors(tensors, specs, source, CheckpointError, advice=advice)
 
 
-def _place(folder: Path, name: str) -> Path:
-    """Where a file of the checkpoint is: in `.next` if it was interrupted on its way to its place."""
+def _path_of(folder: Path, name: str) -> Path:
+    """Return the path of a file of the checkpoint: in `.next` if the switch was interrupted."""
     new = folder / NEXT
     there = _has_next(folder) and os.path.lexists(new / MANIFEST) and os.path.lexists(new / name)
     return new / name if there else folder / name
 
 
 def _has_next(folder: Path) -> bool:
-    """Whether there is a folder `.next`.
+    """Return whether there is a folder `.next`.
 
     Raises:
-        CheckpointError: It is a link to a folder, or no folder.
+        CheckpointError: `.next` is a link to a folder, or no folder.
     """
     try:
         mode = os.lstat(folder / NEXT).st_mode
@@ -319,14 +336,14 @@ def _has_next(folder: Path) -> bool:
         return False
     if not stat.S_ISDIR(mode):
         raise CheckpointError(
-            f"{folder / NEXT} is a link or a file, which no checkpoint has; remove it if you trust the "
-            "rest of the folder"
+            f"{folder / NEXT} is a link or a file, which a checkpoint never contains; remove it if you "
+            "trust the rest of the folder"
         )
     return True
 
 
 def settle(folder: Path) -> None:
-    """Let a checkpoint that lies whole in `.next` take its place, and remove what is not whole.
+    """Move a complete checkpoint from `.next` to its place, and remove incomplete ones.
 
     Raises:
         FolderLockedError: Another process is writing to the folder.
@@ -337,7 +354,7 @@ def settle(folder: Path) -> None:
 
 
 def _settle(folder: Path, locked: bool) -> None:
-    """`settle` for the owner of the lock; without one, nothing of other writers is removed."""
+    """Do what `settle` does; files of other writers are removed only if the folder is locked."""
     new = folder / NEXT
     if _has_next(folder):
         if os.path.lexists(new / MANIFEST):
@@ -354,7 +371,7 @@ def _settle(folder: Path, locked: bool) -> None:
 
 
 def _kind_in(folder: Path) -> Any:
-    """The kind of checkpoint that a folder holds; None if there is none, or none that can be read."""
+    """Return the kind of checkpoint in a folder; None if there is none that can be read."""
     try:
         return read_json(folder / MANIFEST, LARGEST_MANIFEST, link=False)[0]["kind"]
     except (CheckpointError, KeyError, TypeError):
@@ -367,7 +384,7 @@ def _names(folder: Path) -> set[str]:
 
 
 def _foreign(names: set[str]) -> set[str]:
-    """The names that no checkpoint has."""
+    """Return the names that are not those of a checkpoint's files."""
     return {n for n in names - {*FILES, MANIFEST, NEXT, LOCK} if not STAGING.fullmatch(n)}
 
 

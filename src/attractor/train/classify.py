@@ -1,4 +1,4 @@
-"""The loss of whoever names none: cross-entropy, with accuracy beside it."""
+"""The default loss: cross-entropy and accuracy."""
 
 from typing import Any
 
@@ -6,22 +6,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-IGNORED = -100  # a label that `cross_entropy` leaves out
+IGNORED = -100  # the label that `cross_entropy` ignores
 
 
 class Classify:
-    """Cross-entropy and accuracy, an entry a sample, of batches (inputs, labels).
+    """Cross-entropy and accuracy of batches (inputs, labels), one entry per sample.
 
-    Labels are classes, of which -100 is left out, or probabilities of them. The model gives a number a
-    class: ``[batch, classes, ...]`` for labels ``[batch, ...]``, as torch has it, or with classes last.
-    With mixup a batch has two more, the labels of what is mixed in and the first ones' weights: both
-    numbers are then weighted means over the two labels.
+    Labels are classes, of which -100 is ignored, or class probabilities. The model returns one logit per
+    class: ``[batch, classes, ...]`` for labels ``[batch, ...]``, as in torch, or with classes last. With
+    mixup a batch has two more tensors, the labels of the second images and the weights of the first
+    ones; both numbers are then weighted means over the two labels.
 
     Args:
-        label_smoothing: of the loss in training.
-        wary: look at the labels of the first batch, for which a GPU has to be waited for.
-        exact: there are no entries of labels that are left out, for which it has to be waited too;
-            False: they are 0 and the others larger, so that the batch's mean is the same.
+        label_smoothing: label smoothing of the training loss.
+        wary: check the labels of the first batch, which waits for a GPU.
+        exact: return no entries for ignored labels, which waits for a GPU. If False, their entries are 0
+            and the others are scaled, so that the mean over the batch is the same.
     """
 
     def __init__(self, label_smoothing: float = 0.0, wary: bool = False, exact: bool = False) -> None:
@@ -29,45 +29,55 @@ class Classify:
         self.wary, self.exact = wary, exact
 
     def __call__(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """`label_smoothing` is for training alone."""
+        """Return "loss" and "accuracy"; labels are smoothed in training mode only."""
         if not isinstance(batch, tuple | list) or len(batch) not in (2, 4):
-            given = f"{type(batch).__name__} of {len(batch)}"
-            raise ValueError(f"a batch is a {given}; give (inputs, labels), or a loss= of your own")
+            description = f"{type(batch).__name__} of length {len(batch)}"
+            raise ValueError(
+                f"a batch is a {description}, but the default loss needs (inputs, labels); pass loss= "
+                "for other batches"
+            )
         logits = model(batch[0])
         labels = batch[1] if batch[1].is_floating_point() else batch[1].long()
         if labels.shape == logits.shape[:-1] != logits.shape[:1] + logits.shape[2:]:
             logits = logits.movedim(-1, 1)
         if self.wary:
             self.look_at(labels, logits)
-        found = self.against(logits, labels, model.training)
+        numbers = self.against(logits, labels, model.training)
         if len(batch) == 2:
-            return found if labels.is_floating_point() else self.without(labels == IGNORED, found, model)
+            return (
+                numbers
+                if labels.is_floating_point()
+                else self.without(labels == IGNORED, numbers, model)
+            )
         _, _, others, weight = batch
-        mixed = self.against(logits, others.long(), model.training)
-        return {k: torch.lerp(mixed[k].to(weight), found[k].to(weight), weight) for k in found}
+        second = self.against(logits, others.long(), model.training)
+        return {k: torch.lerp(second[k].to(weight), numbers[k].to(weight), weight) for k in numbers}
 
-    def without(self, left_out: Tensor, found: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        """What is found of the other labels. A training step needs some entry to take the mean of."""
-        if self.exact and not (model.training and bool(left_out.all())):
-            return {name: entries[~left_out] for name, entries in found.items()}
-        size = left_out.numel() / (~left_out).sum().clamp(min=1)
-        return {name: torch.where(left_out, 0, entries * size) for name, entries in found.items()}
+    def without(
+        self, ignored: Tensor, numbers: dict[str, Tensor], model: nn.Module
+    ) -> dict[str, Tensor]:
+        """Remove ignored labels. A training step keeps at least one entry, so that it has a mean."""
+        if self.exact and not (model.training and bool(ignored.all())):
+            return {name: entries[~ignored] for name, entries in numbers.items()}
+        size = ignored.numel() / (~ignored).sum().clamp(min=1)
+        return {name: torch.where(ignored, 0, entries * size) for name, entries in numbers.items()}
 
     def look_at(self, labels: Tensor, logits: Tensor) -> None:
-        """Once: whether labels are classes that the model knows; a GPU would stop without naming any."""
+        """Check once that all labels are classes of the model; a CUDA assertion would not name them."""
         self.wary = False
         if labels.is_floating_point() or not labels.numel() or logits.dim() < 2:
             return
         classes, low, high = logits.shape[1], *map(int, labels.aminmax())
         if high >= classes or (low < 0 and low != IGNORED):
             raise ValueError(
-                f"labels go from {low} to {high}, but the model gives {classes} numbers an input and "
-                f"knows labels from 0 to {classes - 1}; make it with more classes, or number yours so"
+                f"labels go from {low} to {high}, but the model gives {classes} numbers per input and "
+                f"accepts labels from 0 to {classes - 1}; make a model with more classes, or renumber "
+                "the labels"
             )
 
     def against(self, logits: Tensor, labels: Tensor, training: bool) -> dict[str, Tensor]:
-        """Both numbers of logits ``[batch, classes, ...]``."""
+        """Return loss and accuracy of logits ``[batch, classes, ...]``, one entry per label."""
         smoothing = self.label_smoothing if training else 0.0
-        found = cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+        losses = cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
         classes = labels.argmax(1) if labels.is_floating_point() else labels
-        return {"loss": found, "accuracy": logits.detach().argmax(1) == classes}
+        return {"loss": losses, "accuracy": logits.detach().argmax(1) == classes}

@@ -1,7 +1,7 @@
-"""What a step reads: images that lie on the device, or batches from anywhere.
+"""Feeds provide the batches of a training: images on the device, or batches from an iterable.
 
-A feed hands out the *inputs* of each step of an epoch, tensors of the same shapes every time, and makes
-the batch of them: ``feed.batch(*inputs)`` runs inside the step, on the device, and never waits for it.
+A feed yields the *inputs* of each step of an epoch, tensors whose shapes do not change, and makes the
+batch from them: ``feed.batch(*inputs)`` runs inside the step, on the device, without synchronisation.
 """
 
 import warnings
@@ -19,36 +19,38 @@ from torch.utils.data import Dataset, DistributedSampler
 from attractor.train import generators
 from attractor.train.recipe import Recipe
 
-Share = tuple[int, int]  # which of how many processes
+Share = tuple[int, int]  # the rank of this process, and the number of processes
 
 
 class Feed(Protocol):
-    """Steps of an epoch, as this process sees them."""
+    """The steps of an epoch in this process."""
 
     steps: int
     unit: str
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[tuple[Tensor, ...]]:
-        """The inputs of every step, from one on; the steps before leave no trace in random numbers."""
+        """Yield the inputs of every step from `first` on, without drawing for the steps before."""
         ...
 
     def batch(self, *inputs: Tensor) -> Any:
-        """What the loss is called with."""
+        """Return the batch that the loss is called with."""
         ...
 
     def size(self, *inputs: Tensor) -> int:
-        """How many samples these inputs are."""
+        """Return the number of samples in these inputs."""
         ...
 
 
 def feed_of(data: Any, recipe: Recipe, *, train: bool, like: Tensor, share: Share = (0, 1)) -> Feed:
-    """The feed for images (whatever has `images`, `labels`, `mean` and `std`) or for batches.
+    """Return the feed for images (any object with `images`, `labels`, `mean` and `std`) or for batches.
 
     Args:
-        train: shuffled, cropped and flipped, without an incomplete last batch; otherwise all samples
-            once, as they are.
+        data: images, or an iterable of batches.
+        recipe: the recipe of the training.
+        train: if True, images are shuffled, cropped and flipped, and an incomplete last batch is left
+            out; otherwise every sample is used once, unchanged.
         like: a parameter of the model, for device and dtype.
-        share: this process and the number of processes.
+        share: the rank of this process and the number of processes.
     """
     if hasattr(data, "images") and hasattr(data, "labels"):
         return ImageFeed(data, recipe, train=train, like=like, share=share)
@@ -61,12 +63,13 @@ def feed_of(data: Any, recipe: Recipe, *, train: bool, like: Tensor, share: Shar
 
 
 class ImageFeed:
-    """Images as bytes on the device; random crops, flips and normalisation are done there.
+    """Images as bytes on the device, where they are cropped, flipped and normalised.
 
-    The input of a step is a draw ``[batch, 4]``: for each sample which image, top and left of what is
-    cut out, and whether it is flipped. Draws of an epoch are made on the CPU, so that a seed means the
-    same batches on every device, and moved at once. With mixup there are two inputs more: the draws of
-    the images mixed in, each one's neighbour in the batch, and the weights ``[batch]`` of the first.
+    The input of a step is a draw ``[batch, 4]``: per sample the index of the image, top and left of the
+    crop, and whether it is flipped. The draws of an epoch are made on the CPU, so that a seed gives the
+    same batches on every device, and copied to the device at once. With mixup there are two more inputs:
+    the draws of the second images, which are the neighbours in the batch, and the weights ``[batch]`` of
+    the first images.
     """
 
     unit = "images"
@@ -78,11 +81,13 @@ class ImageFeed:
             kinds = " and ".join(type(x).__name__ for x in (images, data.labels))
             raise TypeError(f"images and labels are {kinds}; give tensors (torch.as_tensor makes them)")
         if len(images) != len(data.labels):
-            raise ValueError(f"{len(images)} images have {len(data.labels)} labels; give each one")
+            raise ValueError(
+                f"{len(images)} images have {len(data.labels)} labels; give one label per image"
+            )
         if images.dtype != torch.uint8 or images.dim() != 4:
             raise ValueError(
                 f"images are {images.dtype} {list(images.shape)}; they must be uint8 [n, channels, "
-                "height, width], values from 0 to 255; others come as batches"
+                "height, width], values from 0 to 255; give other images as batches"
             )
         self.count, channels, self.height, self.width = images.shape
         self.crop, self.flip = (recipe.crop, recipe.flip) if train else (0, False)
@@ -90,7 +95,7 @@ class ImageFeed:
         device = self.device = like.device
         # [n, height, width, channels], so that batches come out as channels_last
         self.images = (
-            padded(images.to(device), self.crop, recipe.padding).permute(0, 2, 3, 1).contiguous()
+            pad_images(images.to(device), self.crop, recipe.padding).permute(0, 2, 3, 1).contiguous()
         )
         self.labels = data.labels.to(device)
         self.dtype = like.dtype
@@ -100,17 +105,26 @@ class ImageFeed:
         )
         rank, world = share
         if train and recipe.batch % world:
-            raise ValueError(f"batch = {recipe.batch} cannot be shared by {world} processes")
+            raise ValueError(
+                f"batch = {recipe.batch} cannot be shared by {world} processes; "
+                "use a multiple of the number of processes"
+            )
         if train and self.count < recipe.batch:
-            raise ValueError(f"batch = {recipe.batch} is more than the {self.count} training images")
+            raise ValueError(
+                f"batch = {recipe.batch} is more than the {self.count} training images; "
+                "use a smaller batch"
+            )
         if self.count < world:
-            raise ValueError(f"{self.count} images for {world} process{'es' * (world > 1)}: too few")
+            raise ValueError(
+                f"{self.count} images for {world} process{'es' * (world > 1)}: too few; each process "
+                "needs at least one"
+            )
         self.part = recipe.batch // world if train else recipe.batch
         own = len(range(rank, self.count, world))
         self.steps = self.count // recipe.batch if train else -(-own // self.part)
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[tuple[Tensor, ...]]:
-        """A draw for every step; with mixup also the neighbours' and the weights."""
+        """Yield the draw of every step; with mixup also the draws of the neighbours and the weights."""
         rank, world = self.share
         if self.train:
             draws = self.draws(epoch).view(self.steps, -1, 4)
@@ -120,13 +134,13 @@ class ImageFeed:
             mine = [x[first:].unflatten(1, (world, -1))[:, rank].to(self.device) for x in inputs]
             yield from zip(*mine)
         else:
-            still = torch.zeros(self.count, 4, dtype=torch.int64)
-            still[:, 0] = torch.arange(self.count)
-            parts = still[rank::world].to(self.device).split(self.part)
+            draws = torch.zeros(self.count, 4, dtype=torch.int64)
+            draws[:, 0] = torch.arange(self.count)
+            parts = draws[rank::world].to(self.device).split(self.part)
             yield from ((draw,) for draw in parts[first:])
 
     def draws(self, epoch: int) -> Tensor:
-        """All draws of an epoch of training ``[steps * batch, 4]``."""
+        """Return all draws of an epoch of training ``[steps * batch, 4]``."""
         generator = torch.Generator().manual_seed(self.recipe.stream("batches", epoch))
         n = self.steps * self.recipe.batch
         order = torch.randperm(self.count, generator=generator)[:n]
@@ -135,40 +149,43 @@ class ImageFeed:
         return torch.stack((order, top, left, flipped), 1)
 
     def weights(self, epoch: int) -> Tensor:
-        """What mixup weighs the images of an epoch with ``[steps * batch]``."""
+        """Return the weights of mixup for an epoch ``[steps * batch]``."""
         random = np.random.default_rng(self.recipe.stream("mixup", epoch))
-        drawn = random.beta(self.mixup, self.mixup, self.steps * self.recipe.batch)
-        return torch.from_numpy(drawn).to(self.dtype)
+        weights = random.beta(self.mixup, self.mixup, self.steps * self.recipe.batch)
+        return torch.from_numpy(weights).to(self.dtype)
 
     def batch(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Normalised images ``[batch, channels, height, width]`` and labels ``[batch]``; with mixup also
-        the labels of the images mixed in, and the weights of the first ones."""
-        x, labels = self.drawn(inputs[0])
+        """Return normalised images ``[batch, channels, height, width]`` and labels ``[batch]``.
+
+        With mixup, the labels of the second images and the weights of the first ones follow.
+        """
+        x, labels = self.gather(inputs[0])
         if not self.mixup:
             return x, labels
-        (other, others), weight = self.drawn(inputs[1]), inputs[2]
+        (other, others), weight = self.gather(inputs[1]), inputs[2]
         return torch.lerp(other, x, weight[:, None, None, None]), labels, others, weight
 
-    def drawn(self, draw: Tensor) -> tuple[Tensor, Tensor]:
-        """Images and labels of a draw."""
+    def gather(self, draw: Tensor) -> tuple[Tensor, Tensor]:
+        """Return images and labels of a draw."""
         x = cut_out(self.images, draw, self.height, self.width).permute(0, 3, 1, 2)
         x = (x.to(self.dtype) - self.shift) * self.scale
         return x if self.recipe.channels_last else x.contiguous(), self.labels[draw[:, 0]]
 
     def size(self, *inputs: Tensor) -> int:
-        """Images of a step."""
+        """Return the number of images of a step."""
         return len(inputs[0])
 
 
-def padded(images: Tensor, pixels: int, how: str) -> Tensor:
-    """Images ``[n, c, h, w]`` with so many pixels more on each side, black or mirrored."""
+def pad_images(images: Tensor, pixels: int, how: str) -> Tensor:
+    """Return images ``[n, c, h, w]`` with `pixels` more on each side, black or mirrored."""
     if not pixels:
         return images
     if how == "zero":
         return pad(images, (pixels,) * 4)
     if pixels >= min(images.shape[2:]):
         raise ValueError(
-            f"crop = {pixels} pixels cannot be reflected in {tuple(images.shape[2:])} images"
+            f"crop = {pixels} pixels cannot be reflected in {tuple(images.shape[2:])} images; use a "
+            "smaller crop, or padding='zero'"
         )
 
     def mirrored(size: int) -> Tensor:
@@ -179,7 +196,8 @@ def padded(images: Tensor, pixels: int, how: str) -> Tensor:
 
 
 def cut_out(images: Tensor, draw: Tensor, height: int, width: int) -> Tensor:
-    """Parts ``[batch, height, width, c]`` of images ``[n, H, W, c]``, as a draw ``[batch, 4]`` says."""
+    """Return the crops ``[batch, height, width, c]`` that a draw ``[batch, 4]`` selects from images
+    ``[n, H, W, c]``."""
     image, top, left, flipped = draw.unbind(1)
     across = torch.arange(width, device=draw.device)
     rows = top[:, None] + torch.arange(height, device=draw.device)
@@ -188,11 +206,11 @@ def cut_out(images: Tensor, draw: Tensor, height: int, width: int) -> Tensor:
 
 
 class BatchFeed:
-    """Batches of an iterable that can be gone through again and has a length; moved to the device.
+    """Batches of an iterable with a length that can be iterated repeatedly, copied to the device.
 
     A batch is a tensor, or tuples, lists and mappings of tensors. If the iterable has `set_epoch`, it is
-    called first. Of several processes each takes every n-th batch: torch's random numbers are the same
-    in all of them while the first one is made, so that a loader which shuffles has one order.
+    called before each epoch. Each of n processes takes every n-th batch. torch's random numbers are the
+    same in all processes while the first batch is made, so that a loader shuffles in the same order.
     """
 
     unit = "samples"
@@ -209,91 +227,94 @@ class BatchFeed:
             ) from None
         if train and recipe.mixup:
             raise ValueError(
-                f"mixup = {recipe.mixup} is for images with labels, mean and std, which training draws "
-                "itself; batches have to be mixed where they are made"
+                f"mixup = {recipe.mixup} needs images with labels, mean and std; for other data mix "
+                "the batches where they are made"
             )
         rank, world = share
-        divided = isinstance(getattr(batches, "sampler", None), DistributedSampler)
-        if world > 1 and (divided or type(batches).__module__.startswith("accelerate.")):
+        is_distributed = isinstance(getattr(batches, "sampler", None), DistributedSampler)
+        if world > 1 and (is_distributed or type(batches).__module__.startswith("accelerate.")):
             raise ValueError(
                 "this loader gives each process a share already (DistributedSampler, prepare); give a "
-                "plain one, of which every process takes its own batches"
+                "plain loader, of which every process takes its own batches"
             )
         self.batches, self.train, self.device, self.share = batches, train, device, share
         self.recipe = recipe
-        self.total, self.begun = total, False
+        self.total, self.iterated = total, False
         self.steps = total // world if train else len(range(rank, total, world))
         self.channels_last = recipe.channels_last
         self.form: TreeSpec | None = None
-        if total < max(1, world):  # in all processes alike, or the others would wait for ever
-            raise ValueError(f"{total} batches for {world} process{'es' * (world > 1)}: too few")
+        if total < max(1, world):  # raised in all processes, or the others would wait for ever
+            raise ValueError(
+                f"{total} batches for {world} process{'es' * (world > 1)}: too few; each process needs "
+                "at least one"
+            )
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[tuple[Tensor, ...]]:
-        """The tensors of every batch. Those before the first that is asked for are made and left."""
+        """Yield the tensors of every batch from `first` on; batches before it are read and discarded."""
         if hasattr(self.batches, "set_epoch"):
             self.batches.set_epoch(epoch)
         rank, world = self.share
-        batches = self.ordered(epoch)
-        done = (first - 1) * world + rank + 1 if first else 0  # up to this process's last one
-        next(islice(batches, done, done), None)
-        return self.own(batches, done)
+        batches = self.in_order(epoch)
+        skip = (first - 1) * world + rank + 1 if first else 0  # up to the last batch of this process
+        next(islice(batches, skip, skip), None)
+        return self.own(batches, skip)
 
-    def own(self, batches: Iterator[Any], done: int) -> Iterator[tuple[Tensor, ...]]:
-        """This process's share of the batches of an epoch, of which so many are gone."""
+    def own(self, batches: Iterator[Any], first: int) -> Iterator[tuple[Tensor, ...]]:
+        """Yield this process's share of the batches of an epoch after the first `first` batches."""
         rank, world = self.share
-        for i, batch in enumerate(batches, done):
+        for i, batch in enumerate(batches, first):
             if self.train and i // world >= self.steps:
                 if i >= self.total:
                     warnings.warn(
                         f"the data gave more batches than the {self.total} that its length says; an "
-                        "epoch of training has as many as that, and the rest is left",
+                        "epoch of training uses that many and ignores the rest",
                         stacklevel=2,
                     )
                 break
             if i % world == rank:
-                yield self.apart(batch)
+                yield self.flatten(batch)
 
-    def ordered(self, epoch: int) -> Iterator[Any]:
-        """The batches, in an order that depends on the recipe's seed and the epoch alone."""
+    def in_order(self, epoch: int) -> Iterator[Any]:
+        """Iterate over the batches in an order that depends on the recipe's seed and the epoch only."""
         if type(self.batches) in (list, tuple):
             return iter(self.batches)
         with generators.turn():
-            return self._drawn(epoch)
+            return self._shuffle(epoch)
 
-    def _drawn(self, epoch: int) -> Iterator[Any]:
-        """`ordered` for a loader, which draws from the global generator."""
+    def _shuffle(self, epoch: int) -> Iterator[Any]:
+        """Do what `in_order` does for a loader, which draws from the global generator."""
         state = torch.get_rng_state()
         seed = self.recipe.stream("batches", epoch)
         if (
             self.train
             and epoch
-            and not self.begun
+            and not self.iterated
             and getattr(self.batches, "persistent_workers", False)
         ):
             warnings.warn(
-                "the random numbers of persistent workers run on from epoch to epoch, so this resumed "
-                "training draws others than one without a break; persistent_workers=False would not",
+                "persistent workers keep their random state from epoch to epoch, so this resumed "
+                "training draws other numbers than an uninterrupted one; use persistent_workers=False",
                 stacklevel=2,
             )
-        self.begun = True
+        self.iterated = True
         sampler = getattr(self.batches, "sampler", None)
         for own in (getattr(self.batches, "generator", None), getattr(sampler, "generator", None)):
             if self.train and isinstance(own, torch.Generator):
                 own.manual_seed(seed)
         torch.default_generator.manual_seed(seed)
-        try:  # samplers draw their order when they are asked for the first time
+        try:  # samplers draw their order when the first batch is requested
             batches = iter(self.batches)
             first = list(islice(batches, 1))
         finally:
             torch.set_rng_state(state)
         return chain(first, batches)
 
-    def apart(self, batch: Any) -> tuple[Tensor, ...]:
-        """A batch's tensors, on the device; its form is kept."""
+    def flatten(self, batch: Any) -> tuple[Tensor, ...]:
+        """Flatten a batch into tensors on the device, and store its structure."""
         leaves, form = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
         if self.form not in (None, form):
             raise ValueError(
-                f"batches must have one form; the first was {self.form}, this one is {form}"
+                f"batches must have one structure; the first had {self.form}, this one has {form}"
             )
         self.form = form
         if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
@@ -301,18 +322,18 @@ class BatchFeed:
             raise TypeError(
                 f"a batch must consist of tensors; this one has {', '.join(kinds) or 'nothing'}"
             )
-        moved = (leaf.to(self.device, non_blocking=True) for leaf in leaves)
+        tensors = (leaf.to(self.device, non_blocking=True) for leaf in leaves)
         if not self.channels_last:
-            return tuple(moved)
+            return tuple(tensors)
         return tuple(
-            x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x for x in moved
+            x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x for x in tensors
         )
 
     def batch(self, *inputs: Tensor) -> Any:
-        """The batch as it was."""
+        """Rebuild the batch from its tensors."""
         assert self.form is not None
         return tree_unflatten(list(inputs), self.form)
 
     def size(self, *inputs: Tensor) -> int:
-        """The first dimension of the first tensor."""
+        """Return the first dimension of the first tensor."""
         return len(inputs[0]) if inputs[0].dim() else 1

@@ -1,13 +1,13 @@
-"""Random numbers that belong to a call, so that calls in several threads do not change each other's.
+"""Random numbers of one call, which do not depend on calls in other threads.
 
-Most calls draw from a `torch.Generator` of their own. Modules draw their first weights, dropout its
-masks and data loaders their order from global generators instead, one per process and GPU. There are
-two ways to deal with them:
+Most calls draw from a `torch.Generator` of their own. Initial weights of modules, masks of dropout and
+the order of data loaders come from global generators instead, one per process and GPU. There are two
+ways to isolate them:
 
-- `own` gives a block generators of its own, in this thread alone. It costs some microseconds per
-  operation, so it is for modules that are made, not for training.
-- `forked` gives a block the global generators, which are afterwards where they were before. Blocks in
-  other threads wait.
+- `own` gives a block generators of its own, in this thread only. It costs some microseconds per
+  operation, so it is meant for making modules, not for training.
+- `forked` gives a block the global generators, and restores their states afterwards. Blocks in other
+  threads wait.
 """
 
 import os
@@ -38,51 +38,51 @@ if hasattr(os, "register_at_fork"):
 
 
 def seed(number: int) -> None:
-    """Seed them all."""
+    """Seed the global generators of torch, Python and NumPy."""
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number % 2**32)
 
 
 def state(device: torch.device) -> dict[str, Tensor]:
-    """Where they all are, as tensors of integers."""
+    """Return the states of the global generators, as tensors of integers."""
     _, words, gauss = random.getstate()
     numpys: Any = np.random.get_state()
-    kind, key, place, has_gauss, cached = numpys
-    found = {
+    kind, key, position, has_gauss, cached = numpys
+    states = {
         "torch": torch.get_rng_state(),
         "python": torch.tensor([*words, gauss is not None, _bits(gauss or 0.0)]),
     }
     if kind == "MT19937":
-        found["numpy"] = torch.tensor([*key.tolist(), place, has_gauss, _bits(cached)])
+        states["numpy"] = torch.tensor([*key.tolist(), position, has_gauss, _bits(cached)])
     if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
-    return found
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
 
 
-def restore(found: dict[str, Tensor], device: torch.device) -> None:
-    """Put them back where they were; those that are not there, or not here, stay as they are."""
-    # Clones: torch reads beside a state that is a part of another tensor, and may crash.
-    torch.set_rng_state(found["torch"].clone())
-    *words, has_gauss, bits = found["python"].tolist()
+def restore(states: dict[str, Tensor], device: torch.device) -> None:
+    """Restore states; generators without a saved state, or of a missing device, are unchanged."""
+    # Clone, because torch reads out of bounds if a state is a view of another tensor, and may crash.
+    torch.set_rng_state(states["torch"].clone())
+    *words, has_gauss, bits = states["python"].tolist()
     random.setstate((3, tuple(words), _number(bits) if has_gauss else None))
-    if "numpy" in found:
-        *key, place, has_gauss, bits = found["numpy"].tolist()
-        np.random.set_state(("MT19937", np.array(key, np.uint32), place, has_gauss, _number(bits)))
-    if "cuda" in found and device.type == "cuda":
-        torch.cuda.set_rng_state(found["cuda"].clone(), device)
+    if "numpy" in states:
+        *key, position, has_gauss, bits = states["numpy"].tolist()
+        np.random.set_state(("MT19937", np.array(key, np.uint32), position, has_gauss, _number(bits)))
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"].clone(), device)
 
 
 def turn() -> AbstractContextManager[Any]:
-    """Use the global generators, or wait until the other thread that does so has ended."""
+    """Return a lock: a context in which no other thread uses the global generators."""
     return _turns
 
 
 @contextmanager
 def forked(device: torch.device) -> Iterator[None]:
-    """Use the global generators, which are after it where they were before.
+    """Use the global generators in a context that restores their states at the end.
 
-    Of several threads one does so at a time, and the others wait. A thread may do so again within it.
+    One thread at a time may enter, and the others wait. The context is reentrant.
     """
     devices = [torch.cuda.current_device()] if device.type == "cuda" else []
     with _turns, torch.random.fork_rng(devices):
@@ -95,15 +95,15 @@ def forked(device: torch.device) -> Iterator[None]:
 
 
 def own(number: int = 0) -> AbstractContextManager[Any]:
-    """Let torch draw from generators of this block, in this thread; global ones are left alone.
+    """Let torch draw from generators of this context, in this thread; global ones are unchanged.
 
-    The numbers are those that follow ``torch.manual_seed(number)``.
+    The numbers are the same as after ``torch.manual_seed(number)``.
     """
-    return _Own(number)
+    return _OwnGenerators(number)
 
 
-class _Own(TorchDispatchMode):
-    """Passes a generator to each operation that draws and has none."""
+class _OwnGenerators(TorchDispatchMode):
+    """A mode that passes a generator to each random operation without one."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -113,8 +113,8 @@ class _Own(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        drawing = _drawing(func)
-        if drawing is None or kwargs.get("generator") is not None:
+        overload = _random_overload(func)
+        if overload is None or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         like = next((x.device for x in args if isinstance(x, Tensor)), None)
         device = torch.device(kwargs.get("device") or like or "cpu")
@@ -122,18 +122,18 @@ class _Own(TorchDispatchMode):
             return func(*args, **kwargs)
         if device not in self.generators:
             self.generators[device] = torch.Generator(device).manual_seed(self.number)
-        return drawing(*args, **kwargs, generator=self.generators[device])
+        return overload(*args, **kwargs, generator=self.generators[device])
 
 
 @cache
-def _drawing(func: Any) -> Any:
-    """The overload of an operation that takes a generator; None if it draws no numbers."""
+def _random_overload(func: Any) -> Any:
+    """Return the overload of an operation that takes a generator; None if it is not random."""
     if any(argument.name == "generator" for argument in func._schema.arguments):
         return func
     name = func._overloadname
-    known = ("generator" if name == "default" else f"{name}_generator",)
+    overloads = ("generator" if name == "default" else f"{name}_generator",)
     packet = func.overloadpacket
-    return next((getattr(packet, one) for one in known if one in packet.overloads()), None)
+    return next((getattr(packet, one) for one in overloads if one in packet.overloads()), None)
 
 
 def _bits(number: float) -> int:

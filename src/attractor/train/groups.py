@@ -1,8 +1,8 @@
-"""Which parameters of a model an optimiser decays, and at which rate it trains them.
+"""Parameter groups of an optimiser: which parameters are decayed, and with which learning rate.
 
-Weight decay pulls a parameter toward zero. For a weight that is a prior; for a coefficient of a PDE it
-is a force toward no PDE, whatever the data say. A module whose own parameters are of that kind says so
-by an attribute ``no_weight_decay = True``; `Recipe.make_optimiser` and `parameter_groups` look for it.
+Weight decay pulls a parameter toward zero. For a weight this is a prior; for a coefficient of a PDE it
+is a bias toward no PDE, whatever the data say. A module whose own parameters must not be decayed has
+the attribute ``no_weight_decay = True``; `Recipe.make_optimiser` and `parameter_groups` respect it.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from attractor.core.checks import check_number
 
 
 def undecayed(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of those modules of a model that declare ``no_weight_decay = True``."""
+    """Return the parameters of all modules that declare ``no_weight_decay = True``."""
     modules = [m for m in model.modules() if getattr(m, "no_weight_decay", False) is True]
     return [parameter for module in modules for parameter in module.parameters(recurse=False)]
 
@@ -26,11 +26,11 @@ def parameter_groups(
     coefficient_lr: float | None = None,
     decay_vectors: bool = False,
 ) -> list[dict[str, Any]]:
-    """Optimiser groups of a model's trainable parameters, with learnt coefficients apart.
+    """Return optimiser groups of a model's trainable parameters, with learnt coefficients in their own.
 
-    The groups are, in this order and as far as they are not empty: parameters that are decayed; vectors
-    (biases, norms), which are not; and the parameters of modules that declare ``no_weight_decay``, such
-    as the coefficients of a `LearnedPDE`, which are not decayed either and may have their own rate.
+    The groups are, in this order and without empty ones: parameters that are decayed; vectors (biases,
+    norms), which are not; and the parameters of modules that declare ``no_weight_decay``, such as the
+    coefficients of a `LearnedPDE`, which are not decayed either and may have their own learning rate.
 
     >>> import torch
     >>> from attractor.attention import PDEAttention
@@ -56,14 +56,14 @@ def parameter_groups(
     coefficient_lr = lr if coefficient_lr is None else coefficient_lr
     for name, number in (("lr", lr), ("weight_decay", weight_decay), ("coefficient_lr", coefficient_lr)):
         check_number(name, number, 0.0)
-    apart = {id(parameter) for parameter in undecayed(model)}
+    excluded_ids = {id(parameter) for parameter in undecayed(model)}
     decayed: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
     coefficients: list[nn.Parameter] = []
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
-        if id(parameter) in apart:
+        if id(parameter) in excluded_ids:
             coefficients.append(parameter)
         else:
             (decayed if decay_vectors or parameter.dim() > 1 else vectors).append(parameter)

@@ -1,4 +1,4 @@
-"""What training tells: progress on the way, rows of numbers, and what several seeds give."""
+"""Results of training: progress, one row of numbers per epoch, and summaries over several seeds."""
 
 import math
 from collections.abc import Iterator
@@ -7,29 +7,30 @@ from statistics import mean, stdev
 from typing import Any
 
 Row = dict[str, Any]
-# Of a row, what differs from run to run; log.jsonl is without, times.jsonl has it.
+# Entries of a row that differ between equal runs; times.jsonl has them, log.jsonl does not.
 TIMES = ("seconds", "images_per_second", "samples_per_second")
 
 
 @dataclass
 class History:
-    """A row of numbers for each epoch, the final one included.
+    """One row of numbers per epoch.
 
     A row has `epoch` (from 1), `lr` (of the last step), `train_loss`, `train_accuracy` (over the epoch,
-    while weights change), `valid_loss`, `valid_accuracy`, `seconds` of training and `images_per_second`;
-    of a loss of one's own, what it names. What is not finite is None.
+    while weights change), `valid_loss`, `valid_accuracy`, `seconds` of training and `images_per_second`.
+    With a loss of your own, the names are those that the loss returns. Values that are not finite are
+    None.
     """
 
     rows: list[Row] = field(default_factory=list)
 
     def __repr__(self) -> str:
         last = self.rows[-1] if self.rows else {}
-        told = [
+        values = [
             f"{k} {v:.4g}"
             for k, v in last.items()
             if k.startswith(("train_", "valid_")) and v is not None
         ]
-        return f"History({', '.join([f'{len(self)} epochs', *told])})"
+        return f"History({', '.join([f'{len(self)} epochs', *values])})"
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -41,7 +42,7 @@ class History:
     def final(self) -> Row:
         """The last epoch's row."""
         if not self.rows:
-            raise ValueError("no epoch is finished")
+            raise ValueError("the history has no finished epoch")
         return self.rows[-1]
 
     @property
@@ -50,14 +51,14 @@ class History:
         return self.last("valid_accuracy")
 
     def last(self, name: str) -> float:
-        """One number of the last epoch."""
+        """Return one number of the last epoch by its name."""
         if self.final.get(name) is None:
-            had = ", ".join(k for k, v in self.final.items() if v is not None)
-            raise ValueError(f"no {name} in the last row, which has {had}")
+            names = ", ".join(k for k, v in self.final.items() if v is not None)
+            raise ValueError(f"no {name} in the last row, which has {names}")
         return self.final[name]
 
     def column(self, name: str) -> list[Any]:
-        """One number, epoch by epoch."""
+        """Return one number by its name, for every epoch."""
         return [row.get(name) for row in self.rows]
 
 
@@ -79,12 +80,12 @@ class Seeds:
 
     @property
     def mean(self) -> float:
-        """Over seeds."""
+        """The mean over seeds."""
         return mean(self.values)
 
     @property
     def spread(self) -> float:
-        """Standard deviation over seeds (of a sample: divided by n - 1); NaN for a single one."""
+        """The sample standard deviation over seeds (divided by n - 1); NaN for a single seed."""
         return stdev(self.values) if len(self.values) > 1 else math.nan
 
     def __str__(self) -> str:
@@ -95,15 +96,15 @@ class Seeds:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training is; given to `tell` about once a second, and with a row at the end of every epoch.
+    """The progress of training; `tell` receives it about once a second, and with a row per epoch.
 
-    ``str`` makes a line of it, so ``tell=print`` will do.
+    ``str`` formats it as one line, so that ``tell=print`` works.
     """
 
     seed: int
     epoch: int  # from 1
     epochs: int
-    step: int  # of this epoch, done
+    step: int  # finished steps of this epoch
     steps: int
     per_second: float  # images or samples
     unit: str
@@ -113,25 +114,25 @@ class Progress:
 
     def __str__(self) -> str:
         where = f"seed {self.seed}, epoch {self.epoch}/{self.epochs}"
-        left = f"{self.per_second:,.0f} {self.unit}/s, {_clock(self.seconds_left)} left"
+        rate_and_time = f"{self.per_second:,.0f} {self.unit}/s, {_clock(self.seconds_left)} left"
         if self.row is None:
-            return f"{where}, step {self.step}/{self.steps}: loss {self.loss:.4f}, {left}"
-        told = [
+            return f"{where}, step {self.step}/{self.steps}: loss {self.loss:.4f}, {rate_and_time}"
+        values = [
             f"{k} {v:.4f}"
             for k, v in self.row.items()
             if k.startswith(("train_", "valid_")) and v is not None
         ]
-        return f"{where}: {', '.join(told)}, {left}"
+        return f"{where}: {', '.join(values)}, {rate_and_time}"
 
 
 class DivergedError(FloatingPointError):
-    """The training loss is no longer a finite number.
+    """Raised if the training loss is no longer a finite number.
 
     Attributes:
-        history: of the epochs before.
-        epoch, step: of the first such loss, from 1.
-        layer: the name of the first module whose output is not finite; None if there is none, because
-            data or the loss function are to blame.
+        history: the history of the epochs before.
+        epoch, step: the epoch and step of the first loss that is not finite, from 1.
+        layer: the name of the first module whose output is not finite; None if all outputs are finite,
+            so that the data or the loss function are the cause.
     """
 
     def __init__(
@@ -141,12 +142,12 @@ class DivergedError(FloatingPointError):
         self.history, self.epoch, self.step, self.layer = history, epoch, step, layer
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # So that it can come from another process.
+        # Needed to send the error from one process to another.
         return type(self), (str(self), self.history, self.epoch, self.step, self.layer)
 
 
 class TerminatedError(SystemExit):
-    """SIGTERM came while training; its checkpoint is written. Not caught, it exits with status 143."""
+    """Raised after SIGTERM, once a checkpoint is written; if not caught, it exits with status 143."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)

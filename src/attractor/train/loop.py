@@ -1,8 +1,8 @@
-"""The training loop: one for images and text, for one process and several, on CPU and GPU.
+"""The training loop for images and text, for one or several processes, on CPU and GPU.
 
-An epoch of training is a run of steps (forward, loss, backward, clipping, update) that the host only
-starts: batches are made on the device, losses stay there until the epoch ends or somebody wants to see
-them, and on a GPU the whole step is one CUDA graph. Then all of the validation data, once.
+An epoch of training is a sequence of steps (forward, loss, backward, clipping, update) that the host
+only launches: batches are made on the device, losses stay there until the epoch ends or progress is
+reported, and on a GPU the whole step is one CUDA graph. Validation follows, once over all of its data.
 """
 
 import math
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from attractor.core.files import lock_folder, write_json
 from attractor.train import generators
 from attractor.train.blame import blame, finite
-from attractor.train.bookkeeping import Counted, Sums, Tell, Watch
+from attractor.train.bookkeeping import StepSums, Sums, Tell, Timer
 from attractor.train.capture import Blocks, Captured, compiled_blocks
 from attractor.train.checkpoint import CheckpointError
 from attractor.train.classify import Classify
@@ -30,11 +30,11 @@ from attractor.train.history import DivergedError, History, Progress, Row, Seeds
 from attractor.train.join import join
 from attractor.train.place import HALVES, Place
 from attractor.train.recipe import SHORT, Recipe
-from attractor.train.runs import Begun, RunFolder
+from attractor.train.runs import EpochState, RunFolder
 from attractor.train.stopping import Stop
 
-# (model, batch) -> the loss, or numbers by name with "loss" among them: a tensor with one entry an item,
-# of which the mean is taken, or a scalar, which counts as one item.
+# (model, batch) -> the loss, or numbers by name, one of which is "loss". Each is a tensor with one entry
+# per item, of which the mean is taken, or a scalar, which counts as one item.
 Loss = Callable[[nn.Module, Any], Tensor | dict[str, Tensor]]
 
 
@@ -56,55 +56,57 @@ def train(
 ) -> History:
     """Train a model in place by a recipe; the same model, data and recipe give the same result.
 
-    On a CPU to the last bit, on a GPU up to the rounding of algorithms that cuDNN may choose anew; also
-    if it was killed in between, at any moment, and called again. Torch's, Python's and NumPy's random
-    numbers are seeded for every epoch, and are the caller's again afterwards; what data sets draw from
-    others is theirs to seed.
+    The result is the same to the last bit on a CPU, and up to the rounding of algorithms that cuDNN may
+    choose anew on a GPU; this also holds if training was killed at any moment and called again. The
+    random numbers of torch, Python and NumPy are seeded for every epoch and restored afterwards; data
+    sets that draw from other generators must seed them.
 
     **Threads.** Dropout and data loaders draw from generators that all threads share. Trainings in
-    several threads of one process therefore take turns, and give the weights that they give one after
-    the other. Meanwhile other threads must not draw from the global generators, and `tell` must not
-    wait for the training of another thread. Trainings that are to run at the same time need processes.
+    several threads of one process therefore take turns, with the same results as one after the other.
+    Meanwhile other threads must not draw from the global generators, and `tell` must not wait for the
+    training of another thread. Trainings run at the same time only in separate processes.
 
     **The run in a folder.** With `out`, a folder holds one run. What defines it is written to
     ``run.json`` before the first step: the recipe (without `capture`; `precision` as in use), the model
     (class and attributes of every module, such as dropout's), its weights at the call, the loss (its
     code, closure and global variables) and the data (tensors in memory; of other objects their class
     and state, as pickling would keep it, without drawing a batch). The device, the number of processes,
-    `tell`, `save_every` and the workers of a loader do not define a run. The same run called again goes
-    on from its last checkpoint or, if it is finished, returns the same history and weights; any other
-    run raises `CheckpointError`, which names what differs.
+    `tell`, `save_every` and the workers of a loader do not define a run. If the same run is called
+    again, it continues from its last checkpoint or, if it is finished, returns the same history and
+    weights; any other run raises `CheckpointError`, which names the differences.
 
     Args:
         model: any network; it is moved to the device and left there, in evaluation mode.
-        train_data: images, that is, whatever has `images` uint8 ``[n, c, h, w]``, `labels` ``[n]``,
-            `mean` and `std` (such as `attractor.data.images.load` gives), or batches: a list, a
-            DataLoader, anything with a length that can be gone through again.
-        valid_data: likewise; None: no validation.
-        loss: ``(model, batch) -> Tensor`` or a dictionary with "loss" and further numbers to report: one
-            entry an item, or a scalar. None: cross-entropy and accuracy of batches (inputs, labels).
-        device: None: a GPU if there is one.
-        out: a folder for run.json, log.jsonl, times.jsonl and the last two checkpoints: after every
-            `save_every` epochs (0: none), and within an epoch every `save_minutes`. After Ctrl-C or
-            SIGTERM the step is finished and one more is written. A finished run leaves its weights in
-            model.safetensors, for ``model.load_state_dict(safetensors.torch.load_file(path))``.
-        resume: True, the default: go on with the run in `out`, as if there had been no break, because a
-            job that is killed is submitted again with the same call, and a call that defines another
-            run raises. Of an epoch that was interrupted, a loader's batches are gone through again up
-            to there. False: remove the run in `out` and start anew.
-        tell: called with `Progress`; ``print`` will do.
-        blocks: what capture="compile" compiles; None: the blocks that repeat.
-        distributed: True: processes that torchrun or ``accelerate launch`` has started (``WORLD_SIZE``
-            above 1) train one run together, whose batches they share and whose gradients are averaged.
-            All of them must call `train`, with the same run: they compare its definition first. A
-            process group that is merely initialised has no part in it. False: this process trains
-            alone, without a word to the others, as it must where one rank trains, or each another model.
+        train_data: images, that is, any object with `images` uint8 ``[n, c, h, w]``, `labels` ``[n]``,
+            `mean` and `std` (as `attractor.data.images.load` returns), or batches: a list, a DataLoader,
+            or any iterable that has a length and can be iterated repeatedly.
+        valid_data: the validation data, of the same kinds; None: no validation.
+        loss: ``(model, batch) -> Tensor``, or a dictionary with "loss" and further numbers to report:
+            one entry per item, or a scalar. None: cross-entropy and accuracy of (inputs, labels).
+        device: the device of training; None: a GPU if there is one.
+        out: a folder for run.json, log.jsonl, times.jsonl and the last two checkpoints, which are
+            written after every `save_every` epochs (0: never), and within an epoch every `save_minutes`.
+            After Ctrl-C or SIGTERM the step is finished and one more is written. A finished run leaves
+            its weights in model.safetensors, for
+            ``model.load_state_dict(safetensors.torch.load_file(path))``.
+        resume: if True, the default, continue the run in `out` as if it had not been interrupted,
+            because a job that is killed is submitted again with the same call, and a call that defines
+            another run raises. In an interrupted epoch, a loader's batches are read again up to the
+            interrupted step. If False, remove the run in `out` and start anew.
+        tell: a function that is called with `Progress`, such as ``print``.
+        blocks: the blocks that capture="compile" compiles; None: the blocks that repeat.
+        distributed: if True, processes that torchrun or ``accelerate launch`` has started
+            (``WORLD_SIZE`` above 1) train one run together: they share its batches, and gradients are
+            averaged. All of them must call `train` with the same run; they compare its definition
+            first. A process group that is only initialised is not used. If False, this process trains
+            alone, without communication. Use False if only one rank trains, or each rank another model.
 
     Raises:
         DivergedError: the training loss is not finite; names epoch, step and layer.
-        CheckpointError: `out` holds another run, or one of a version of attractor that did not record
-            what defines it, or is damaged.
-        ValueError: processes that were launched together train different runs; says in what they differ.
+        CheckpointError: `out` holds another run, or a run of a version of attractor that did not record
+            its definition, or is damaged.
+        ValueError: processes that were launched together train different runs; the message names the
+            differences.
         RuntimeError: another process has not called `train` within
             `attractor.train.join.JOIN_SECONDS`, 120.
         OSError: the log or a checkpoint cannot be written, because the disk is full, say.
@@ -114,7 +116,7 @@ def train(
     """
     place = Place.find(device, recipe.precision, distributed)
     with ExitStack() as stack:
-        stack.enter_context(_own_surroundings(place.device))
+        stack.enter_context(_isolated(place.device))
         training = _Training(model, train_data, valid_data, recipe, loss, place)
         folder: RunFolder | None = None
         if out is not None or place.share[1] > 1:
@@ -127,22 +129,24 @@ def train(
         stack.callback(training.finish)
         if recipe.capture == "compile":
             stack.enter_context(compiled_blocks(model, blocks))
-        history, begun = History(), None
+        history, epoch_state = History(), None
         if folder:
             problem: Exception | None = None
             try:
                 if place.is_main:
                     stack.enter_context(lock_folder(folder.folder))
                 if resume:
-                    history, begun = folder.resume(model, training.optimiser, training.scaler)
+                    history, epoch_state = folder.resume(model, training.optimiser, training.scaler)
                 elif place.is_main:
                     folder.clear()
             except (CheckpointError, OSError) as error:
                 problem = error
             place.raise_together(problem)
             stack.callback(folder.close)
-            done = len(history) * (training.feed.steps + 1) + (begun.step if begun else 0)
-            if int(place.total(torch.tensor([done]))) != place.share[1] * done:
+            steps_done = len(history) * (training.feed.steps + 1) + (
+                epoch_state.step if epoch_state else 0
+            )
+            if int(place.total(torch.tensor([steps_done]))) != place.share[1] * steps_done:
                 raise ValueError(f"processes found other checkpoints in {out}; all must see one folder")
             try:
                 if place.is_main:
@@ -151,28 +155,32 @@ def train(
                 problem = error
             place.raise_together(problem)
         place.wait()
-        keeper = _Keeper(training, folder if save_every else None, history, 60 * save_minutes)
-        if keeper.folder:
-            stack.enter_context(keeper.stop.watched())
+        checkpointer = _Checkpointer(
+            training, folder if save_every else None, history, 60 * save_minutes
+        )
+        if checkpointer.folder:
+            stack.enter_context(checkpointer.stop.handle_signals())
         for epoch in range(len(history), recipe.epochs):
             generators.seed(recipe.stream("epoch", epoch, place.share[0]))  # dropout, DataLoaders
             try:
-                row, progress = training.epoch(epoch, tell if place.is_main else None, keeper, begun)
+                row, progress = training.epoch(
+                    epoch, tell if place.is_main else None, checkpointer, epoch_state
+                )
                 history.rows.append(row)
                 if folder and place.is_main:
                     folder.log(history.rows)
-                whole = save_every and ((epoch + 1) % save_every == 0 or epoch + 1 == recipe.epochs)
-                keeper.after_epoch(bool(whole))
+                due = save_every and ((epoch + 1) % save_every == 0 or epoch + 1 == recipe.epochs)
+                checkpointer.after_epoch(bool(due))
             except DivergedError as error:
                 del history.rows[epoch:]
                 error.history = history
                 if folder and place.is_main:
                     last = {"epoch": epoch + 1, "train_loss": None, "step": error.step}
                     folder.log([*history, last | {"layer": error.layer} if error.layer else last])
-                    if folder.kept.last:
-                        error.args = (f"{error}; the last good checkpoint is {folder.kept.last}",)
+                    if folder.checkpoints.last:
+                        error.args = (f"{error}; the last good checkpoint is {folder.checkpoints.last}",)
                 raise
-            begun = None
+            epoch_state = None
             place.wait()
             if tell and place.is_main:
                 tell(progress)
@@ -191,27 +199,27 @@ def restored(
     loss: Loss | None = None,
     device: torch.device | str | None = None,
 ) -> History:
-    """Give a model the weights of the last checkpoint of its run, and train no further.
+    """Load the weights of the last checkpoint of a run into a model, without training.
 
-    In this process alone. All arguments are those that `train` was called with; the model has the
-    weights it started from, and is left in evaluation mode.
+    Only this process takes part. The arguments must be those of the call of `train`, and the model must
+    have its initial weights; it is left in evaluation mode.
 
     Returns:
-        The rows of the epochs that are done; none if there is no checkpoint, or if the last one was
-        written within an epoch.
+        The rows of the finished epochs; none if there is no checkpoint, or if the last one was written
+        within an epoch.
 
     Raises:
         CheckpointError: the folder holds another run.
     """
     place = Place.find(device, recipe.precision, distributed=False)
-    with _own_surroundings(place.device):
+    with _isolated(place.device):
         training = _Training(model, train_data, valid_data, recipe, loss, place)
         definition = training.definition(train_data, valid_data, loss)
-        history, begun = RunFolder(out, recipe, definition).resume(
+        history, epoch_state = RunFolder(out, recipe, definition).resume(
             model, training.optimiser, training.scaler
         )
     model.eval()
-    return History() if begun else history
+    return History() if epoch_state else history
 
 
 def train_seeds(
@@ -226,16 +234,18 @@ def train_seeds(
     name: str = "valid_accuracy",
     **options: Any,
 ) -> Seeds:
-    """Train from several seeds, one after the other: mean and spread of the final epoch.
+    """Train with several seeds, one after the other, and return mean and spread of the final epoch.
 
     Args:
-        make_model: called after ``torch.manual_seed(seed)``: weights differ like everything else. The
-            global generators are the caller's again afterwards.
-        out: each seed has a folder in it, ``seed-0``, for one run as in `train`; summary.json holds what
-            they give.
-        after: called with each trained model, its history and its seed.
-        name: of the number that `Seeds` is about.
-        options: of `train`.
+        make_model: a function that is called after ``torch.manual_seed(seed)``, so that initial weights
+            depend on the seed. The global generators are restored afterwards.
+        train_data, valid_data, recipe: as for `train`.
+        seeds: the seeds, all different.
+        out: a folder with one subfolder per seed, such as ``seed-0``, for one run as in `train`;
+            summary.json holds the results.
+        after: a function that is called with each trained model, its history and its seed.
+        name: name of the number that `Seeds` summarises.
+        options: further arguments of `train`.
     """
     seeds = tuple(operator.index(seed) for seed in seeds)
     if not seeds or len(set(seeds)) != len(seeds):
@@ -255,24 +265,24 @@ def train_seeds(
         own = replace(recipe, seed=seed)
         history = train(model, train_data, valid_data, own, out=inner, **options)
         histories.append(history)
-        history.last(name)  # raises now if there is no such number, not after the last seed
+        history.last(name)  # raises before the next seed if there is no such number
         if after:
             after(model, history, seed)
-    found = Seeds(seeds, tuple(histories), name)
+    results = Seeds(seeds, tuple(histories), name)
     if out is not None:
-        summary = {"name": name, "seeds": seeds, "values": found.values, "mean": found.mean,
-                   "spread": found.spread, "final": [h.final for h in histories]}  # fmt: skip
+        summary = {"name": name, "seeds": seeds, "values": results.values, "mean": results.mean,
+                   "spread": results.spread, "final": [h.final for h in histories]}  # fmt: skip
         write_json(Path(out) / "summary.json", summary)
-    return found
+    return results
 
 
 def evaluate(
     model: nn.Module, data: Any, *, loss: Loss | None = None, batch: int = 500, precision: str = "fp32"
 ) -> dict[str, float]:
-    """Means over all of the data, every sample once: "loss" and "accuracy", or what `loss` names.
+    """Return means over all of the data: "loss" and "accuracy", or the names that `loss` returns.
 
-    On the model's device, in evaluation mode; the model is left in the mode it was in. In this process
-    alone, whatever other processes there are: each sees all of the data.
+    Every sample is used once, on the model's device and in evaluation mode; the mode of the model is
+    restored. Processes do not share the work: each evaluates all of the data.
     """
     if precision not in ("fp32", *HALVES):
         raise ValueError(f"precision = {precision!r} is not one of {', '.join(('fp32', *HALVES))}")
@@ -294,7 +304,7 @@ def evaluate(
 
 
 class _Training:
-    """All that takes part in training a model: feeds, optimiser, steps."""
+    """The parts of a training: feeds, optimiser, training step and evaluation step."""
 
     def __init__(
         self, model: nn.Module, train_data: Any, valid_data: Any, recipe: Recipe, loss: Loss | None,
@@ -302,7 +312,9 @@ class _Training:
     ) -> None:  # fmt: skip
         for name in ("label_smoothing", "mixup"):
             if loss is not None and getattr(recipe, name):
-                raise ValueError(f"{name} belongs to the default loss; yours has to do it itself")
+                raise ValueError(
+                    f"{name} belongs to the default loss; a loss of your own must apply it itself"
+                )
         on_cpu = place.device.type == "cpu"
         loss = loss or Classify(recipe.label_smoothing, wary=True, exact=on_cpu)
         graph = _captures(recipe, place)
@@ -316,122 +328,132 @@ class _Training:
         self.optimiser = recipe.make_optimiser(model, self.rate)
         self.scaler = torch.amp.GradScaler(place.device.type, enabled=place.precision == "fp16")
         self.loss, self.graph = loss, graph
-        # Where waiting for a step costs nothing, its loss is looked at before weights are changed.
+        # If synchronisation is free, the loss of a step is checked before weights are changed.
         self.careful = on_cpu and place.share[1] == 1
         self.valid: Feed | None = None
         if valid_data is not None:
             self.valid = feed_of(valid_data, recipe, train=False, like=like, share=place.share)
 
     def definition(self, train_data: Any, valid_data: Any, loss: Loss | None) -> Definition:
-        """What defines the run; before the model is shared, and while it has its first weights."""
+        """Return the definition of the run. Requires: the model has its initial weights."""
         place = self.place
-        found = Definition.of(
+        definition = Definition.of(
             self.model, train_data, valid_data, self.recipe, loss, precision=place.precision,
             processes=place.share[1],
         )  # fmt: skip
-        return replace(found, steps=self.feed.steps)
+        return replace(definition, steps=self.feed.steps)
 
     def begin(self) -> None:
-        """Share the model with the other processes, and make the steps."""
+        """Share the model with the other processes, and make the training and evaluation steps."""
         model, place, loss, graph = self.model, self.place, self.loss, self.graph
-        shared, self.finish_sharing = place.shared(model)
+        shared_model, self.finish_sharing = place.share_model(model)
         step = _Step(
-            shared, model, self.optimiser, self.scaler, loss, self.feed, self.recipe, place, graph
+            shared_model, model, self.optimiser, self.scaler, loss, self.feed, self.recipe, place, graph
         )
         step.careful = self.careful
-        self.step: Callable[..., Counted] = Captured(step, step.snapshot) if graph else step
+        self.step: Callable[..., StepSums] = Captured(step, step.snapshot) if graph else step
         if self.valid is not None:
             look = _Evaluation(model, loss, self.valid, place, graph)
-            self.look: Callable[..., Counted] = Captured(look) if graph else look
+            self.look: Callable[..., StepSums] = Captured(look) if graph else look
 
     def epoch(
-        self, epoch: int, tell: Tell | None, keeper: "_Keeper", begun: Begun | None = None
+        self,
+        epoch: int,
+        tell: Tell | None,
+        checkpointer: "_Checkpointer",
+        resume_state: EpochState | None = None,
     ) -> tuple[Row, Progress]:
-        """One pass over the training data, or the rest of it, and one over the validation data."""
+        """Run one epoch, or the rest of an interrupted one: training, then validation."""
         feed, recipe = self.feed, self.recipe
         self.model.train()
-        sums, watch = Sums(feed.steps, self.place), Watch(recipe, epoch, feed, tell)
+        sums, timer = Sums(feed.steps, self.place), Timer(recipe, epoch, feed, tell)
         rate, first = 0.0, 0
         inputs: tuple[Tensor, ...] = ()
-        if begun is None:
-            steps = self.inputs(feed, epoch, keeper)
+        if resume_state is None:
+            steps = self.inputs(feed, epoch, checkpointer)
         else:
-            rate, first = begun.rate, begun.step
-            steps = self.inputs(feed, epoch, keeper, first) if first < feed.steps else iter(())
-            self.go_on(begun, sums, watch)
+            rate, first = resume_state.rate, resume_state.step
+            steps = self.inputs(feed, epoch, checkpointer, first) if first < feed.steps else iter(())
+            self.restore(resume_state, sums, timer)
         for i, inputs in enumerate(steps, first):
             rate = recipe.rate(epoch + (i + 0.5) / feed.steps)
             self.set_rate(rate)
             sums.add(self.step(*inputs))
             if self.careful and not sums.last_is_finite():
                 self.check(sums, epoch, inputs)
-            if watch.wants_to_look(feed.size(*inputs)) and self.place.share[1] == 1:
+            if timer.is_due(feed.size(*inputs)) and self.place.share[1] == 1:
                 self.check(sums, epoch, inputs)
-                watch.look(i + 1, sums.means()["loss"])
-            if keeper.wanted(i + 1):
+                timer.report(i + 1, sums.means()["loss"])
+            if checkpointer.is_due(i + 1):
                 self.check(sums, epoch, inputs)
-                keeper.within_epoch(self.begun(rate, sums, watch))
-        if keeper.stop.signal is not None and sums.done < feed.steps and self.place.share[1] == 1:
-            keeper.cut_short(self.begun(rate, sums, watch) if sums.done else None)
-        if not sums.done:
-            raise ValueError(f"no batches in epoch {epoch + 1}: the data can only be gone through once")
+                checkpointer.within_epoch(self.epoch_state(rate, sums, timer))
+        if checkpointer.stop.signal is not None and sums.count < feed.steps and self.place.share[1] == 1:
+            checkpointer.cut_short(self.epoch_state(rate, sums, timer) if sums.count else None)
+        if not sums.count:
+            raise ValueError(
+                f"no batches in epoch {epoch + 1}: the data can be iterated only once; give a list, a "
+                "DataLoader or a class whose __iter__ starts again"
+            )
         self.check(sums, epoch, inputs)
-        found = sums.means()  # waits for the device
-        seconds = watch.seconds
+        means = sums.means()  # waits for the device
+        seconds = timer.seconds
         row: Row = {"epoch": epoch + 1, "lr": rate}
-        row |= {f"train_{name}": value for name, value in found.items()}
+        row |= {f"train_{name}": value for name, value in means.items()}
         self.place.agree(self.model)
         if self.valid is not None:
-            trained = self.begun(rate, sums, watch) if keeper.folder else None
+            trained_state = self.epoch_state(rate, sums, timer) if checkpointer.folder else None
             self.model.eval()
             sums = Sums(self.valid.steps, self.place)
-            # Evaluation is short: code of its own for it would take longer to compile than it saves.
+            # Evaluation is short: compiling it would take longer than it saves.
             own = recipe.capture == "compile"
             with torch.compiler.set_stance("force_eager") if own else nullcontext():
-                for inputs in self.inputs(self.valid, epoch, keeper):
+                for inputs in self.inputs(self.valid, epoch, checkpointer):
                     sums.add(self.look(*inputs))
-                    if trained and self.place.share[1] == 1 and keeper.wanted(sums.done):
-                        keeper.within_epoch(trained)
-            early = sums.done < self.valid.steps and self.place.share[1] == 1
-            if trained and early and keeper.stop.signal is not None:
-                keeper.cut_short(trained)
-            if not sums.done:
+                    if trained_state and self.place.share[1] == 1 and checkpointer.is_due(sums.count):
+                        checkpointer.within_epoch(trained_state)
+            early = sums.count < self.valid.steps and self.place.share[1] == 1
+            if trained_state and early and checkpointer.stop.signal is not None:
+                checkpointer.cut_short(trained_state)
+            if not sums.count:
                 raise ValueError(
-                    f"no validation batches in epoch {epoch + 1}: they can only be gone through once"
+                    f"no validation batches in epoch {epoch + 1}: the data can be iterated only once; "
+                    "give a list, a DataLoader or a class whose __iter__ starts again"
                 )
             row |= {f"valid_{name}": value for name, value in sums.means().items()}
-        per_second = watch.samples * self.place.share[1] / max(seconds, 1e-9)
+        per_second = timer.samples * self.place.share[1] / max(seconds, 1e-9)
         row |= {"seconds": seconds, f"{feed.unit}_per_second": per_second}
         row = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
-        return row, watch.progress(feed.steps, found["loss"], row)
+        return row, timer.progress(feed.steps, means["loss"], row)
 
     def inputs(
-        self, feed: Feed, epoch: int, keeper: "_Keeper", first: int = 0
+        self, feed: Feed, epoch: int, checkpointer: "_Checkpointer", first: int = 0
     ) -> Iterator[tuple[Tensor, ...]]:
-        """What a feed has for an epoch, up to where a loader has lost its workers because the signal to
-        stop reached them too."""
+        """Yield the inputs of an epoch.
 
-        def stopped() -> bool:
-            time.sleep(0.05)  # the signal may be here in a moment
-            return keeper.stop.signal is not None and self.place.share[1] == 1
+        It ends early if a loader loses its workers because the signal to stop reached them too.
+        """
 
-        def up_to_there() -> Iterator[tuple[Tensor, ...]]:
+        def has_stopped() -> bool:
+            time.sleep(0.05)  # the signal may arrive a moment later
+            return checkpointer.stop.signal is not None and self.place.share[1] == 1
+
+        def until_stopped() -> Iterator[tuple[Tensor, ...]]:
             try:
                 yield from steps
-            except RuntimeError:  # as a DataLoader has it
-                if not stopped():
+            except RuntimeError:  # raised by a DataLoader whose workers have died
+                if not has_stopped():
                     raise
 
         try:
             steps = feed.epoch(epoch, first)
         except RuntimeError:
-            if not stopped():
+            if not has_stopped():
                 raise
             return iter(())
-        return up_to_there()
+        return until_stopped()
 
-    def begun(self, rate: float, sums: Sums, watch: Watch) -> Begun:
-        """What has to be kept of an epoch that is not over."""
+    def epoch_state(self, rate: float, sums: Sums, timer: Timer) -> EpochState:
+        """Return the state of an unfinished epoch for a checkpoint."""
         rank, world = self.place.share
         random = {}
         for name, own in generators.state(self.place.device).items():
@@ -439,24 +461,25 @@ class _Training:
             rows[rank] = own
             random[name] = self.place.total(rows).to(own.dtype)
         rows, counts = sums.totals()
-        return Begun(sums.done, rate, rows, counts, random, watch.seconds, watch.samples)
+        return EpochState(sums.count, rate, rows, counts, random, timer.seconds, timer.samples)
 
-    def go_on(self, begun: Begun, sums: Sums, watch: Watch) -> None:
-        """Put sums, times and random numbers back where they were."""
+    def restore(self, state: EpochState, sums: Sums, timer: Timer) -> None:
+        """Restore sums, times and random numbers from a checkpoint."""
         rank, world = self.place.share
-        sums.restore(begun)
-        watch.began -= begun.seconds
-        watch.samples = begun.samples
-        if all(len(rows) == world for rows in begun.random.values()):  # else the epoch's seed will do
+        sums.restore(state)
+        timer.began -= state.seconds
+        timer.samples = state.samples
+        # With another number of processes, the generators keep the seed of the epoch.
+        if all(len(rows) == world for rows in state.random.values()):
             try:
-                generators.restore({k: v[rank] for k, v in begun.random.items()}, self.place.device)
+                generators.restore({k: v[rank] for k, v in state.random.items()}, self.place.device)
             except (OverflowError, RuntimeError, TypeError, ValueError) as error:
                 raise CheckpointError(
                     f"the checkpoint's random numbers cannot be used: {error}"
                 ) from None
 
     def set_rate(self, rate: float) -> None:
-        """The learning rate of the next step."""
+        """Set the learning rate of the next step."""
         if self.rate is not None:
             self.rate.fill_(rate)
         else:
@@ -464,9 +487,12 @@ class _Training:
                 group["lr"] = rate
 
     def check(self, sums: Sums, epoch: int, inputs: tuple[Tensor, ...]) -> None:
-        """Raise if a loss of this epoch is not finite, in whichever process.
+        """Raise if a loss of this epoch is not finite in any process.
 
-        Inputs are those of the last step: on a CPU the one whose loss it is, before weights change.
+        Args:
+            sums: the losses of this epoch.
+            epoch: the epoch, from 0.
+            inputs: inputs of the last step; on a CPU that is the step with the bad loss.
         """
         step = sums.first_bad()
         if step is None:
@@ -485,7 +511,7 @@ class _Training:
         )  # fmt: skip
 
     def check_weights(self, epoch: int, step: int) -> None:
-        """Raise if a weight is not finite: such a state is not worth keeping."""
+        """Raise if a weight is not finite, because such a state must not be saved."""
         for name, value in self.model.named_parameters():
             if value.requires_grad and not finite(value):
                 raise DivergedError(
@@ -495,39 +521,40 @@ class _Training:
                 )  # fmt: skip
 
     def finish(self) -> None:
-        """Leave the model as a plain one."""
+        """Undo all changes to the model except its weights, and set evaluation mode."""
         self.finish_sharing()
-        self.optimiser.zero_grad(set_to_none=True)  # gradients lie in the graph's memory
+        self.optimiser.zero_grad(set_to_none=True)  # gradients share the memory of the graph
         self.model.eval()
 
 
 class _Step:
-    """Forward, loss, backward, clipping, update; nothing in it waits for the device."""
+    """Forward, loss, backward, clipping and update, without synchronisation with the device."""
 
     def __init__(
-        self, shared: nn.Module, model: nn.Module, optimiser: torch.optim.Optimizer, scaler: Any,
+        self, shared_model: nn.Module, model: nn.Module, optimiser: torch.optim.Optimizer, scaler: Any,
         loss: Loss, feed: Feed, recipe: Recipe, place: Place, captured: bool,
     ) -> None:  # fmt: skip
-        self.shared, self.model, self.optimiser, self.scaler = shared, model, optimiser, scaler
+        self.shared_model, self.model = shared_model, model
+        self.optimiser, self.scaler = optimiser, scaler
         self.loss, self.feed, self.clip = loss, feed, recipe.clip
         self.place, self.captured, self.careful = place, captured, False
 
-    def __call__(self, *inputs: Tensor) -> Counted:
+    def __call__(self, *inputs: Tensor) -> StepSums:
         self.optimiser.zero_grad(set_to_none=True)
         with self.place.half(cache=not self.captured):
-            numbers = _numbers(self.loss(self.shared, self.feed.batch(*inputs)))
+            numbers = _numbers(self.loss(self.shared_model, self.feed.batch(*inputs)))
         if self.careful and not finite(numbers["loss"]):
-            return _counted(numbers, self.place)
+            return _step_sums(numbers, self.place)
         self.scaler.scale(numbers["loss"].mean()).backward()
         if self.clip is not None:
             self.scaler.unscale_(self.optimiser)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.scaler.step(self.optimiser)
         self.scaler.update()
-        return _counted(numbers, self.place)
+        return _step_sums(numbers, self.place)
 
     def snapshot(self) -> Callable[[], None]:
-        """Copies of all that a step changes, and what puts them back."""
+        """Copy everything that a step changes, and return a function that restores it."""
         states = [s for state in self.optimiser.state.values() for s in state.values()]
         tensors = [*self.model.parameters(), *self.model.buffers(), *filter(torch.is_tensor, states)]
         copies = [x.detach().clone() for x in tensors]
@@ -543,26 +570,30 @@ class _Step:
 
 
 class _Evaluation:
-    """Forward and the loss's numbers."""
+    """Forward pass and the numbers of the loss, without gradients."""
 
     def __init__(self, model: nn.Module, loss: Loss, feed: Feed, place: Place, captured: bool) -> None:
         self.model, self.loss, self.feed, self.place, self.captured = model, loss, feed, place, captured
 
-    def __call__(self, *inputs: Tensor) -> Counted:
+    def __call__(self, *inputs: Tensor) -> StepSums:
         with torch.no_grad(), self.place.half(cache=not self.captured):
-            return _counted(_numbers(self.loss(self.model, self.feed.batch(*inputs))), self.place)
+            return _step_sums(_numbers(self.loss(self.model, self.feed.batch(*inputs))), self.place)
 
 
 @dataclass
-class _Keeper:
-    """When a checkpoint is written, and whether to stop after it.
+class _Checkpointer:
+    """Writes checkpoints when they are due, and stops training after a signal.
 
     Attributes:
-        folder: where to; None: nowhere, and signals stop training as they do elsewhere.
-        seconds: between checkpoints within an epoch.
+        training: the training to save.
+        folder: the folder of the checkpoints; None: write none, and leave signals alone.
+        history: the rows of the finished epochs.
+        seconds: the time between checkpoints within an epoch.
+        stop: whether a signal has arrived.
+        last: the time of the last checkpoint.
     """
 
-    AGREE = 32  # steps after which several processes ask each other
+    AGREE = 32  # steps between two agreements of several processes
 
     training: _Training
     folder: RunFolder | None
@@ -571,8 +602,8 @@ class _Keeper:
     stop: Stop = field(default_factory=Stop)
     last: float = field(default_factory=time.monotonic)
 
-    def wanted(self, step: int, agree: bool = False) -> bool:
-        """Whether a checkpoint is due after a step; several processes agree on it."""
+    def is_due(self, step: int, agree: bool = False) -> bool:
+        """Return whether a checkpoint is due after a step; several processes agree on the answer."""
         if self.folder is None:
             return False
         due = self.stop.signal is not None or time.monotonic() - self.last >= self.seconds
@@ -581,101 +612,106 @@ class _Keeper:
             return due
         return (agree or step % self.AGREE == 0) and self.anywhere(due)
 
-    def anywhere(self, it: bool) -> bool:
-        """Whether it is so in any process."""
-        return bool(self.training.place.total(torch.tensor([int(it)])))
+    def anywhere(self, condition: bool) -> bool:
+        """Return whether the condition holds in any process."""
+        return bool(self.training.place.total(torch.tensor([int(condition)])))
 
-    def within_epoch(self, begun: Begun) -> None:
-        """Write one, and stop if asked to."""
-        self.write(begun)
+    def within_epoch(self, state: EpochState) -> None:
+        """Write a checkpoint within an epoch, and stop if a signal has arrived."""
+        self.write(state)
         epochs, steps = self.training.recipe.epochs, self.training.feed.steps
-        where = f"after step {begun.step} of {steps} of epoch {len(self.history) + 1} of {epochs}"
-        self.stop_if_asked(where)
+        where = f"after step {state.step} of {steps} of epoch {len(self.history) + 1} of {epochs}"
+        self.stop_if_signalled(where)
 
-    def cut_short(self, begun: Begun | None) -> None:
-        """Write one where the data ended too early, because it is asked to stop; and stop."""
-        if begun is not None:
-            self.within_epoch(begun)
+    def cut_short(self, state: EpochState | None) -> None:
+        """Write a checkpoint after a signal has ended the data of an epoch early, and stop."""
+        if state is not None:
+            self.within_epoch(state)
         if len(self.history):
             self.write(None)
-        self.stop_if_asked(f"before the first step of epoch {len(self.history) + 1}")
+        self.stop_if_signalled(f"before the first step of epoch {len(self.history) + 1}")
 
     def after_epoch(self, whole: bool) -> None:
-        """Write one if it is time, and stop if asked to."""
-        if self.folder and (self.wanted(0, agree=True) or whole):
+        """Write a checkpoint after an epoch if it is due, and stop if a signal has arrived."""
+        if self.folder and (self.is_due(0, agree=True) or whole):
             self.write(None)
-            self.stop_if_asked(f"after epoch {len(self.history)} of {self.training.recipe.epochs}")
+            self.stop_if_signalled(f"after epoch {len(self.history)} of {self.training.recipe.epochs}")
 
-    def write(self, begun: Begun | None) -> None:
-        """In the process that writes; all know whether weights are finite."""
+    def write(self, state: EpochState | None) -> None:
+        """Check weights in all processes, and write a checkpoint in the main one."""
         training = self.training
         training.check_weights(
-            len(self.history) + bool(begun), begun.step if begun else training.feed.steps
+            len(self.history) + bool(state), state.step if state else training.feed.steps
         )
         if self.folder and training.place.is_main:
-            self.folder.save(training.model, training.optimiser, training.scaler, self.history, begun)
+            self.folder.save(training.model, training.optimiser, training.scaler, self.history, state)
         self.last = time.monotonic()
 
-    def stop_if_asked(self, where: str) -> None:
-        """With a line that says where it is, and how to go on."""
+    def stop_if_signalled(self, where: str) -> None:
+        """Stop if a signal has arrived, with a message that says where, and how to continue."""
         if self.anywhere(self.stop.signal is not None):
             assert self.folder is not None
             main = self.training.place.is_main
-            last = self.folder.kept.last if main else self.folder.folder
-            told = (
-                f"{last} is written, and the same call goes on from there" if last else "nothing is lost"
+            last = self.folder.checkpoints.last if main else self.folder.folder
+            outcome = (
+                f"{last} is written, and the same call continues from it" if last else "nothing is lost"
             )
-            self.stop.now(f"{where}: {told}", main)
+            self.stop.now(f"{where}: {outcome}", main)
 
 
-def _numbers(found: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
-    numbers = found if isinstance(found, dict) else {"loss": found}
+def _numbers(output: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
+    numbers = output if isinstance(output, dict) else {"loss": output}
     if "loss" not in numbers:
-        raise ValueError(f"the loss function named {', '.join(numbers)}; one must be called 'loss'")
+        raise ValueError(
+            f"the loss function returned the names {', '.join(numbers)}; one of them must be 'loss'"
+        )
     for name, value in numbers.items():
         if not isinstance(value, Tensor):
-            raise TypeError(f"the loss function gave {name} as {type(value).__name__}; give tensors")
+            raise TypeError(
+                f"the loss function returned {name} as {type(value).__name__}; it must return tensors"
+            )
     return numbers
 
 
-def _counted(numbers: dict[str, Tensor], place: Place) -> Counted:
-    sums = torch.stack([value.detach().to(place.wide).sum() for value in numbers.values()])
+def _step_sums(numbers: dict[str, Tensor], place: Place) -> StepSums:
+    sums = torch.stack([value.detach().to(place.accumulate_dtype).sum() for value in numbers.values()])
     return sums, {name: value.numel() for name, value in numbers.items()}
 
 
 def _first_device() -> str:
-    """A GPU if there is one."""
+    """Return a GPU if there is one, else the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _example(model: nn.Module) -> Tensor:
-    """A parameter, for device and dtype."""
-    found = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if found is None:
-        raise ValueError(f"{type(model).__name__} has no parameters")
-    return found
+    """Return a parameter of a floating-point dtype, which determines device and dtype."""
+    parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if parameter is None:
+        raise ValueError(f"{type(model).__name__} has no parameters of a floating-point dtype")
+    return parameter
 
 
 def _lay_out(model: nn.Module) -> None:
-    """All that has four dimensions as channels_last (`Module.to` fails on five, a Conv3d's)."""
+    """Set channels_last for four dimensions (`Module.to` fails on the five of a Conv3d)."""
     for x in (*model.parameters(), *model.buffers()):
         if x.dim() == 4:
             x.data = x.data.to(memory_format=torch.channels_last)
 
 
 def _captures(recipe: Recipe, place: Place) -> bool:
-    """Whether steps go into a CUDA graph."""
+    """Return whether steps are captured in a CUDA graph."""
     if recipe.capture == "graph" and place.device.type != "cuda":
         raise ValueError(
-            f"capture = 'graph' on {place.device}; it needs a GPU, 'auto' takes one if there is"
+            f"capture = 'graph' on {place.device}; it needs a GPU: choose one with device=, or use "
+            "capture='auto'"
         )
     possible = place.device.type == "cuda" and place.share[1] == 1 and place.precision != "fp16"
     return possible and recipe.capture != "none"
 
 
 @contextmanager
-def _own_surroundings(device: torch.device) -> Iterator[None]:
-    """Random numbers and cuDNN's choice of algorithms as training needs them, and as they were after."""
+def _isolated(device: torch.device) -> Iterator[None]:
+    """Set random numbers and cuDNN benchmarking for training, and restore them afterwards."""
     with ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))

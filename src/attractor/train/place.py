@@ -1,4 +1,4 @@
-"""Where training happens: device, processes and precision, by Accelerate."""
+"""Device, processes and precision of training, from Accelerate."""
 
 import os
 from collections.abc import Callable
@@ -19,12 +19,12 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Place:
-    """A device and this process's share; of several processes all call the same methods.
+    """The device, precision and processes of a training. All processes must call the same methods.
 
     Attributes:
-        device: of model and data.
+        device: the device of model and data.
         precision: "fp32", "bf16" or "fp16".
-        share: this process and how many there are.
+        share: the rank of this process and the number of processes.
     """
 
     device: torch.device
@@ -38,29 +38,30 @@ class Place:
         precision: str = "auto",
         distributed: bool = True,
     ) -> "Place":
-        """The device given, else the best there is; processes as torchrun or accelerate made them.
+        """Return the place of a training, with the processes that torchrun or accelerate launched.
 
         Args:
-            distributed: False: this process alone, whoever has launched it.
+            device: the device; None: an accelerator if there is one.
+            precision: a precision, or "auto" as in `Recipe`.
+            distributed: whether launched processes train together; False: this process trains alone.
         """
         try:
             from accelerate import Accelerator
         except ImportError:
             raise ImportError("training needs Accelerate: pip install 'attractor[train]'") from None
-        # On CPUs Accelerate has to be told, or each process would train alone, over the others' files.
-        wanted = "cpu" if device is None and not torch.accelerator.is_available() else device
+        # On CPUs Accelerate needs an argument, or each process would train alone and overwrite files.
+        requested = "cpu" if device is None and not torch.accelerator.is_available() else device
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world > 1 and not distributed:
-            told = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").replace("no", "fp32")
-            place = _own_device() if wanted is None else torch.device(wanted)
-            return cls(place, _precision(precision, place, told))
-        several_cpus = world > 1 and wanted is not None and torch.device(wanted).type == "cpu"
+            launch_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").replace("no", "fp32")
+            place = _own_device() if requested is None else torch.device(requested)
+            return cls(place, _precision(precision, place, launch_precision))
+        several_cpus = world > 1 and requested is not None and torch.device(requested).type == "cpu"
         accelerator = launched(several_cpus) if world > 1 else Accelerator()
         if accelerator.num_processes != world and world > 1:
             raise ValueError(
-                f"this is one of {world} processes, but Accelerate knows of "
-                f"{accelerator.num_processes}: an Accelerator was made before, of another kind; make it "
-                "with cpu=True, or none"
+                f"{world} processes were launched, but Accelerate has {accelerator.num_processes}: an "
+                "Accelerator of another kind was made before; make it with cpu=True, or do not make it"
             )
         if accelerator.num_processes > 1:
             if device is not None and torch.device(device).type != accelerator.device.type:
@@ -71,57 +72,58 @@ class Place:
             place = accelerator.device
         else:
             place = torch.device(accelerator.device if device is None else device)
-        told = accelerator.mixed_precision.replace("no", "fp32")
-        precision = _precision(precision, place, told)
-        if accelerator.num_processes > 1 and told not in ("fp32", precision):
+        launch_precision = accelerator.mixed_precision.replace("no", "fp32")
+        precision = _precision(precision, place, launch_precision)
+        if accelerator.num_processes > 1 and launch_precision not in ("fp32", precision):
             raise ValueError(
-                f"precision = {precision!r}, but accelerate launch was told {told!r}; choose one"
+                f"precision = {precision!r}, but accelerate launch was called with "
+                f"{launch_precision!r}; choose one"
             )
         return cls(place, precision, accelerator)
 
     @property
     def share(self) -> tuple[int, int]:
-        """Index of this process, and how many there are."""
+        """The rank of this process, and the number of processes."""
         if self.accelerator is None:
             return 0, 1
         return self.accelerator.process_index, self.accelerator.num_processes
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and tells of progress."""
+        """Whether this process writes files and reports progress."""
         return self.share[0] == 0
 
     @property
-    def wide(self) -> torch.dtype:
-        """What sums are kept in."""
+    def accumulate_dtype(self) -> torch.dtype:
+        """The dtype of sums of losses."""
         return torch.float32 if self.device.type == "mps" else torch.float64
 
     def half(self, cache: bool = True) -> AbstractContextManager[Any]:
-        """Mixed precision; without a cache of cast weights where operations are captured."""
+        """Return a context of mixed precision; captured operations need `cache` False."""
         if self.precision == "fp32":
             return nullcontext()
         return torch.autocast(self.device.type, HALVES[self.precision], cache_enabled=cache)
 
-    def shared(self, model: nn.Module) -> tuple[nn.Module, Callable[[], None]]:
-        """The model whose gradients are means over all processes, and what undoes it.
+    def share_model(self, model: nn.Module) -> tuple[nn.Module, Callable[[], None]]:
+        """Wrap a model so that gradients are averaged over all processes; return an undo function too.
 
-        Its batch normalisations see one batch, that of all processes together.
+        Its batch normalisations use the statistics of the batches of all processes together.
         """
         if self.share[1] == 1:
             return model, lambda: None
-        wrapped = self.accelerator.prepare_model(model)
+        parallel = self.accelerator.prepare_model(model)
         if any(isinstance(module, _BatchNorm) for module in model.modules()):
-            forward = wrapped.forward
+            forward = parallel.forward
 
             def as_one_batch(*inputs: Any, **options: Any) -> Any:
                 with _OneBatch():
                     return forward(*inputs, **options)
 
-            wrapped.forward = as_one_batch
-        return wrapped, lambda: self.accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
+            parallel.forward = as_one_batch
+        return parallel, lambda: self.accelerator.unwrap_model(parallel, keep_fp32_wrapper=False)
 
     def agree(self, model: nn.Module) -> None:
-        """Give all processes the first one's buffers, such as running means: all have one model."""
+        """Copy buffers, such as running means, from the first process to all others."""
         if self.share[1] > 1:
             for buffer in model.buffers():
                 first = buffer.clone(memory_format=torch.contiguous_format)
@@ -129,54 +131,60 @@ class Place:
                 buffer.copy_(first)
 
     def total(self, numbers: Tensor) -> Tensor:
-        """The sum over all processes, on the CPU."""
+        """Return the sum over all processes, on the CPU."""
         if self.share[1] > 1:
             numbers = self.accelerator.reduce(numbers.to(self.device), "sum")
         return numbers.cpu()
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Wait until all processes have called this method."""
         if self.share[1] > 1:
             self.accelerator.wait_for_everyone()
 
     def raise_together(self, error: Exception | None) -> None:
-        """Raise an error in all processes if there is one in any of them: no process waits in vain."""
+        """Raise in all processes if there is an error in any of them, so that none waits for ever."""
         rank, world = self.share
         if world > 1:
             flags = torch.zeros(world, dtype=torch.int64)
             flags[rank] = error is not None
             ranks = self.total(flags).nonzero().flatten().tolist()
             if ranks and error is None:
-                raise RuntimeError(f"ranks {ranks} cannot begin to train; see the error of each of them")
+                raise RuntimeError(f"ranks {ranks} cannot begin to train; see the error on each of them")
         if error is not None:
             raise error
 
 
 def _own_device() -> torch.device:
-    """The accelerator of this process, of those on the machine."""
-    found = torch.accelerator.current_accelerator()
-    assert found is not None
+    """Return the accelerator of this machine that belongs to this process."""
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
     index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
-    return torch.device(found.type, index)
+    return torch.device(accelerator.type, index)
 
 
-def _precision(wanted: str, place: torch.device, told: str) -> str:
-    """The precision in use on a device; `told` is what Accelerate was told."""
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device = {str(place)!r}, but torch finds no GPU here; say 'cpu'")
-    if wanted == "auto":
-        bf16 = place.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        wanted = told if told != "fp32" else "bf16" if bf16 else "fp32"
-    if wanted not in ("fp32", *HALVES) or (wanted == "fp16" and place.type == "cpu"):
-        raise ValueError(f"precision {wanted!r} on {place}; use 'fp32' or 'bf16'")
-    return wanted
+def _precision(precision: str, device: torch.device, launch_precision: str) -> str:
+    """Return the precision on a device.
+
+    Args:
+        wanted: the precision of the recipe.
+        place: the device.
+        told: the precision with which Accelerate was launched.
+    """
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device = {str(device)!r}, but torch finds no GPU here; use device='cpu'")
+    if precision == "auto":
+        bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        precision = launch_precision if launch_precision != "fp32" else "bf16" if bf16 else "fp32"
+    if precision not in ("fp32", *HALVES) or (precision == "fp16" and device.type == "cpu"):
+        raise ValueError(f"precision {precision!r} on {device}; use 'fp32' or 'bf16'")
+    return precision
 
 
 class _OneBatch(TorchFunctionMode):
-    """While inside, batch normalisation in training is over the batches of all processes.
+    """A mode in which batch normalisation uses the batches of all processes in training.
 
-    As a mode it reaches all of them, those inside gates too. (`nn.SyncBatchNorm` is for GPUs alone, and
-    is not what a class of one's own derives from.)
+    As a mode it applies to all of them, also inside gates. (`nn.SyncBatchNorm` needs GPUs, and would not
+    replace subclasses that users define.)
     """
 
     def __torch_function__(
@@ -197,7 +205,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`torch.nn.functional.batch_norm`, with mean and variance over all processes in training."""
+    """Compute `torch.nn.functional.batch_norm`, in training with statistics over all processes."""
     if not training:
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     x = input.to(torch.promote_types(input.dtype, torch.float32))
@@ -206,15 +214,15 @@ def _batch_norm(
     count = x.new_full((1,), x.numel() / x.shape[1])
     *_, n = sums = _Sum.apply(torch.cat((x.sum(others), count)))
     mean = sums[:-1] / n
-    centred = x - mean.view(shape)
-    variance = _Sum.apply(centred.square().sum(others)) / n
+    deviation = x - mean.view(shape)
+    variance = _Sum.apply(deviation.square().sum(others)) / n
     with torch.no_grad():
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         if running_var is not None:
             unbiased = variance * (n / (n - 1).clamp(min=1))
             running_var.lerp_(unbiased.to(running_var.dtype), momentum)
-    out = centred * (variance + eps).rsqrt().view(shape)
+    out = deviation * (variance + eps).rsqrt().view(shape)
     if weight is not None:
         out = out * weight.view(shape)
     if bias is not None:
@@ -223,7 +231,7 @@ def _batch_norm(
 
 
 class _Sum(torch.autograd.Function):
-    """Over all processes; so is its gradient's, for what each of them does with it."""
+    """Sum a tensor over all processes; the backward pass sums the gradients over all processes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How to train: everything that is the same for all networks of a comparison."""
+"""Training recipes: all settings that the networks of a comparison share."""
 
 import hashlib
 import math
@@ -23,37 +23,39 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training recipe; `dataclasses.replace` makes another of it. The defaults are `SHORT`.
+    """A training recipe. `dataclasses.replace` returns a modified one. The defaults are `SHORT`.
 
     Attributes:
         epochs: passes over the training set.
-        batch: images a step, over all processes together; an incomplete last batch is left out. (Data
-            that come as batches keep their own.)
-        learning_rate: the highest.
-        warmup: epochs, or a part of one, in which the rate grows linearly from 0.
-        schedule: after that: "cosine" falls to `floor`, "steps" is multiplied by `decay` at every one of
-            the `milestones` (epochs from 0), "constant".
-        floor: where the cosine ends, as a part of learning_rate.
+        batch: images per step, over all processes together; an incomplete last batch is left out. (Data
+            that come as batches keep their own batch size.)
+        learning_rate: the highest learning rate.
+        warmup: number of epochs (may be fractional) in which the rate grows linearly from 0.
+        schedule: the rate after warmup: "cosine" falls to `floor`, "steps" is multiplied by `decay` at
+            each of the `milestones` (epochs from 0), "constant" does not change.
+        floor: final rate of the cosine schedule, as a fraction of learning_rate.
         optimiser: "sgd" with `momentum` and `nesterov`, or "adamw" with `betas`.
-        weight_decay: of all parameters with SGD, of those with two or more dimensions with AdamW;
-            `decay_vectors` True or False decides it for both. Parameters of modules that declare
-            ``no_weight_decay = True``, such as the coefficients of a `LearnedPDE`, are never decayed.
-        label_smoothing: of the training loss; validation is without.
+        weight_decay: applied to all parameters with SGD, and to those with two or more dimensions with
+            AdamW; `decay_vectors`, True or False, overrides this for both. Parameters of modules that
+            declare ``no_weight_decay = True``, such as the coefficients of a `LearnedPDE`, are
+            never decayed.
+        label_smoothing: label smoothing of the training loss; validation does without.
         mixup: alpha of mixup (Zhang et al., 2018): a training image is a mean of two, with weights w and
-            1 - w, and so is its loss; w of every image from Beta(alpha, alpha). 0: none. For images that
-            lie on the device, and the default loss.
-        clip: largest norm of the gradient; None: as it comes.
-        crop: pixels added on each side, with `padding` "zero" (black) or "reflect", before a random part
-            of the old size is cut out. flip: left to right, half of the time.
-        precision: "bf16" and "fp16" are mixed (torch.autocast); "auto": what `accelerate launch` says,
-            else "bf16" on a GPU that has it, else "fp32".
+            1 - w, and so is its loss; w is drawn per image from Beta(alpha, alpha). 0: no mixup. It
+            needs images on the device and the default loss.
+        clip: largest norm of the gradient; None: no clipping.
+        crop: pixels added on each side, with `padding` "zero" (black) or "reflect", before a random crop
+            of the original size. flip: whether half of the images are mirrored left to right.
+        precision: "bf16" and "fp16" are mixed (torch.autocast); "auto": the precision of `accelerate
+            launch` if it is set, else "bf16" on a GPU that supports it, else "fp32".
         channels_last: memory format of images and weights.
         capture: "graph": the whole step, optimiser included, as one CUDA graph; "compile": the same with
             the model's repeated blocks compiled; "none": operation by operation; "auto": "graph" on a
-            GPU, else "none". Steps in fp16 and of several processes are never put into a graph. What
-            model and loss do in Python alone (count, print, choose by a flag) a graph does not do again:
-            "none" is for those that must.
-        seed: of batches, crops and dropout. Weights are the caller's: seed before making the model.
+            GPU, else "none". Steps in fp16 and of several processes are never captured. A graph does not
+            repeat what model and loss do in Python (count, print, branch on a flag); use "none" if they
+            must.
+        seed: seed of batches, crops and dropout. It does not seed the initial weights: call
+            ``torch.manual_seed`` before making the model.
     """
 
     epochs: int = 30
@@ -82,18 +84,18 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} = {getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} = {getattr(self, name)!r} is not one of {', '.join(choices)}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed = {self.seed!r} must be an integer")
         for name, least in (("epochs", 0), ("batch", 1), ("crop", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} = {value!r} must be an integer from {least} on")
+                raise ValueError(f"{name} = {value!r} must be an integer of at least {least}")
         for name in ("learning_rate", "warmup", "weight_decay", "decay", "floor", "mixup"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} = {getattr(self, name)} must be a number from 0 on")
+                raise ValueError(f"{name} = {getattr(self, name)} must be a finite number of at least 0")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing = {self.label_smoothing} must be in [0, 1)")
         if self.clip is not None and not self.clip > 0:
@@ -105,31 +107,36 @@ class Recipe:
             )
 
     def rate(self, time: float) -> float:
-        """The learning rate at a time in epochs since the start; a step's is that in its middle."""
+        """Return the learning rate at a time in epochs since the start.
+
+        Training evaluates it at the middle of each step.
+        """
         if time < self.warmup:
             return self.learning_rate * time / self.warmup
         if self.schedule == "steps":
             return self.learning_rate * self.decay ** sum(time >= m for m in self.milestones)
         if self.schedule == "constant":
             return self.learning_rate
-        done = min(1.0, (time - self.warmup) / max(self.epochs - self.warmup, 1e-9))
-        return self.learning_rate * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2)
+        progress = min(1.0, (time - self.warmup) / max(self.epochs - self.warmup, 1e-9))
+        return self.learning_rate * (
+            self.floor + (1 - self.floor) * (1 + math.cos(math.pi * progress)) / 2
+        )
 
     def stream(self, *what: Any) -> int:
-        """A seed for one purpose, such as ``("batches", epoch)``: a pure function of the recipe's seed.
+        """Return a seed for one purpose, such as ``("batches", epoch)``, that depends on `seed` only.
 
-        Nothing random is carried from one epoch to the next, so there is no generator's state to keep.
+        No random state is carried from one epoch to the next, so none has to be saved.
         """
         digest = hashlib.sha256(repr((self.seed, *what)).encode()).digest()
         return int.from_bytes(digest[:8], "big") >> 1
 
     def make_optimiser(self, model: nn.Module, rate: Tensor | None = None) -> torch.optim.Optimizer:
-        """The optimiser of a model's parameters that are to be trained.
+        """Return the optimiser of the parameters of a model that require gradients.
 
         Args:
-            model: already where it will be trained.
-            rate: the learning rate as a tensor ``[]`` on the same GPU, for steps in a CUDA graph: what
-                is written there later is the rate of the next step.
+            model: the model, already on the device of training.
+            rate: the learning rate as a tensor ``[]`` on the same GPU, for steps in a CUDA graph: its
+                value at the time of a step is the rate of the step.
         """
         parameters = [p for p in model.parameters() if p.requires_grad]
         if not parameters:
@@ -142,7 +149,7 @@ class Recipe:
             nesterov = self.nesterov and self.momentum > 0
             return torch.optim.SGD(groups, lr, momentum=self.momentum, nesterov=nesterov, fused=fused)
         adamw = torch.optim.AdamW(groups, lr, self.betas, fused=fused, capturable=rate is not None)
-        adamw._warned_capturable_if_run_uncaptured = True  # the steps before the capture are no mistake
+        adamw._warned_capturable_if_run_uncaptured = True  # the steps before the capture are intended
         return adamw
 
 
@@ -150,15 +157,15 @@ def _groups(
     parameters: Iterable[nn.Parameter], decay: float, vectors: bool, never: Iterable[nn.Parameter]
 ) -> list[dict[str, Any]]:
     decayed: list[nn.Parameter] = []
-    spared: list[nn.Parameter] = []
-    apart = {id(p) for p in never}
+    without_decay: list[nn.Parameter] = []
+    excluded_ids = {id(p) for p in never}
     for p in parameters:
-        (decayed if (vectors or p.dim() > 1) and id(p) not in apart else spared).append(p)
-    groups = [{"params": decayed, "weight_decay": decay}, {"params": spared, "weight_decay": 0.0}]
+        (decayed if (vectors or p.dim() > 1) and id(p) not in excluded_ids else without_decay).append(p)
+    groups = [{"params": decayed, "weight_decay": decay}, {"params": without_decay, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
-# Schema of a recipe in files; infinite numbers are null or text there.
+# The schema of a recipe in files, where infinite numbers are null or text.
 OPTION = any_of(number(), text(), flag, null, listing(number(), most=1000))
 SCHEMA = record({}, {own.name: OPTION for own in fields(Recipe)})
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while training: the step is finished and its state written, then it stops."""
+"""Ctrl-C and SIGTERM while training: finish the step, write a checkpoint, and stop."""
 
 import signal
 import sys
@@ -10,20 +10,25 @@ from typing import NoReturn
 
 from attractor.train.history import TerminatedError
 
-# What can be waited with; a program's own handlers, and signals that are ignored, are left as they are.
+# Handlers that are replaced; a program's own handlers, and ignored signals, are left unchanged.
 DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class Stop:
-    """Whether a signal has come that asks to stop."""
+    """Records whether Ctrl-C or SIGTERM has arrived."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self.obeyed = False
+        self.handled = False
 
     def now(self, message: str, aloud: bool = True) -> NoReturn:
-        """KeyboardInterrupt after Ctrl-C, `TerminatedError` after SIGTERM; before, a line on stderr."""
-        self.obeyed = True
+        """Raise KeyboardInterrupt after Ctrl-C or `TerminatedError` after SIGTERM.
+
+        Args:
+            message: where training stops.
+            aloud: whether to print the message on stderr first.
+        """
+        self.handled = True
         name = "Ctrl-C" if self.signal == signal.SIGINT else "SIGTERM"
         message = f"stopped by {name} {message}"
         if aloud:
@@ -33,25 +38,28 @@ class Stop:
         raise TerminatedError(message)
 
     @contextmanager
-    def watched(self) -> Iterator["Stop"]:
-        """Take down signals instead of stopping at once; a second one does stop at once.
+    def handle_signals(self) -> Iterator["Stop"]:
+        """Record signals instead of stopping at once; a second signal stops at once.
 
-        In the main thread only, elsewhere Python knows no signals; handlers are put back at the end.
+        This has an effect in the main thread only, because Python handles signals there. Handlers are
+        restored at the end.
         """
         former = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(number) in DEFAULTS:
-                    former[number] = signal.signal(number, self._came)
+                    former[number] = signal.signal(number, self._record)
         try:
             yield self
         finally:
             for number, handler in former.items():
                 signal.signal(number, handler)
-            if self.signal is not None and not self.obeyed:  # too late to be seen by training
+            if (
+                self.signal is not None and not self.handled
+            ):  # it arrived too late for training to respond
                 signal.raise_signal(self.signal)
 
-    def _came(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
-            self.now("at once; what came after the last checkpoint is lost")
+            self.now("at once; steps after the last checkpoint are lost")
         self.signal = number

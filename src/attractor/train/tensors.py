@@ -1,8 +1,8 @@
-"""Safetensors files, read with care: no size that a header claims is believed before it is checked.
+"""Read and write safetensors files. Sizes in a header are checked before memory is allocated.
 
-The format (8 bytes of length, a JSON header, the numbers) is that of the safetensors library, which
-reads these files, and whose files are read here. Written here, equal tensors give equal bytes. Reading
-takes the memory of the tensors and no more.
+The format (8 bytes for the header's length, a JSON header, the numbers) is that of the safetensors
+library: each can read the files of the other. Equal tensors are written as equal bytes. Reading takes
+the memory of the tensors and no more.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from attractor.core.files import FileTypeError, open_plain, write_parts
 from attractor.core.limits import parse_json
 from attractor.core.schema import ADVICE
 
-# JSON may grow twenty-five times when it is read; so much of it keeps below 64 MB beside a file's size.
+# Bytes. Parsed JSON may take twenty-five times as much memory; this limit keeps it below 64 MB.
 JSON = 2_000_000
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -45,7 +45,7 @@ HEADER = schema.record({}, {"__metadata__": schema.mapping(schema.text(JSON))}, 
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be trusted or understood, and why."""
+    """Raised if a checkpoint is damaged, of another kind, or does not match its description."""
 
 
 @contextmanager
@@ -70,29 +70,32 @@ def described(source: Any, what: str) -> Iterator[None]:
 
 
 def json_limit(size: int) -> int:
-    """Bytes of JSON that are read beside numbers of that size, in bytes."""
+    """Return how many bytes of JSON are accepted beside tensors of `size` bytes."""
     return JSON + size // 32
 
 
 def write_tensors(path: Path | str, tensors: dict[str, Tensor]) -> tuple[str, int]:
-    """Write a safetensors file; its SHA-256 and its size."""
+    """Write a safetensors file, and return its SHA-256 and its size in bytes."""
     check_dtypes(tensors)
-    # Widest numbers first, so that all lie where their width allows.
+    # The widest dtypes come first, so that every tensor is aligned to its item size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header, place = {}, 0
+    header, offset = {}, 0
     for name in order:
-        end = place + tensors[name].numel() * tensors[name].element_size()
+        end = offset + tensors[name].numel() * tensors[name].element_size()
         shape = list(tensors[name].shape)
         header[name] = {
             "dtype": NAMES[tensors[name].dtype],
             "shape": shape,
-            "data_offsets": [place, end],
+            "data_offsets": [offset, end],
         }
-        place = end
+        offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > json_limit(8 + len(text) + place):
-        raise ValueError(f"the names of {len(order)} tensors take {len(text):,} bytes: too many tensors")
+    if len(text) > json_limit(8 + len(text) + offset):
+        raise ValueError(
+            f"the names of {len(order)} tensors take {len(text):,} bytes, more than can be read "
+            "again; save fewer tensors, or give them shorter names"
+        )
     digest = hashlib.sha256()
 
     def parts() -> Iterator[bytes | memoryview]:
@@ -105,11 +108,11 @@ def write_tensors(path: Path | str, tensors: dict[str, Tensor]) -> tuple[str, in
             yield view
 
     write_parts(path, parts())
-    return digest.hexdigest(), 8 + len(text) + place
+    return digest.hexdigest(), 8 + len(text) + offset
 
 
 def check_dtypes(tensors: Mapping[str, Any]) -> None:
-    """Raise if something cannot be written to a safetensors file."""
+    """Raise a TypeError unless all values are tensors of a dtype that safetensors files can hold."""
     for name, value in tensors.items():
         if not isinstance(value, Tensor) or value.dtype not in NAMES:
             kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
@@ -117,72 +120,70 @@ def check_dtypes(tensors: Mapping[str, Any]) -> None:
 
 
 def read_tensors(path: Path | str, *, link: bool = True) -> dict[str, Tensor]:
-    """All tensors of a safetensors file.
+    """Return all tensors of a safetensors file.
 
     Args:
+        path: the file.
         link: whether the path may be a symbolic link.
 
     Raises:
-        CheckpointError: it is not a safetensors file, it is damaged or its header lies.
+        CheckpointError: the file is not a safetensors file, is damaged, or has a wrong header.
     """
-    return read_hashed(path, link=link)[0]
-
-
-def read_hashed(path: Path | str, *, link: bool = True) -> tuple[dict[str, Tensor], str]:
-    """All tensors of a safetensors file, and the SHA-256 of the bytes that were read."""
-    with open_file(path, link=link) as file:
-        return tensors_of(file, path)
+    return read_annotated(path, link=link)[0]
 
 
 def tensors_of(file: FileIO, path: Path | str) -> tuple[dict[str, Tensor], str]:
-    """`read_hashed` for a file that is open; `path` names it in errors."""
-    found, digest, _ = _all_of(file, path)
-    return found, digest
+    """Return the tensors in an open safetensors file, and the SHA-256 of its bytes.
+
+    `path` names the file in errors.
+    """
+    tensors, digest, _ = _all_of(file, path)
+    return tensors, digest
 
 
 def read_annotated(path: Path | str, *, link: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """All tensors of a safetensors file, and its metadata; see `read_tensors`."""
+    """Return all tensors of a safetensors file, and its metadata; see `read_tensors`."""
     with open_file(path, link=link) as file:
-        found, _, metadata = _all_of(file, path)
-        return found, metadata
+        tensors, _, metadata = _all_of(file, path)
+        return tensors, metadata
 
 
 def _all_of(file: FileIO, path: Path | str) -> tuple[dict[str, Tensor], str, dict[str, str]]:
-    """Tensors, the SHA-256 of the bytes that were read, and metadata."""
+    """Return tensors, the SHA-256 of the bytes that were read, and metadata."""
     digest = hashlib.sha256()
     size = os.fstat(file.fileno()).st_size
     start = _read(file, min(8, size), path)
     length = int.from_bytes(start, "little")
     if size < 8 or length > size - 8:
         raise CheckpointError(
-            f"{path} is no whole safetensors file: of its {size:,} bytes it claims {length:,} for "
+            f"{path} is not a complete safetensors file: of its {size:,} bytes it claims {length:,} for "
             "its header"
         )
     if length > json_limit(size):
         raise CheckpointError(f"{path} has a header of {length:,} bytes, which is too long to read")
     text = _read(file, length, path)
     digest.update(start + text)
-    found = {}
+    tensors = {}
     layout, metadata = _layout(text, size - 8 - length, path)
     for name, dtype, shape in layout:
         try:
-            found[name] = torch.empty(shape, dtype=dtype)
+            tensors[name] = torch.empty(shape, dtype=dtype)
         except (RuntimeError, OverflowError, TypeError):
             raise CheckpointError(f"{path} has a tensor {name!r} of shape {shape}: too large") from None
-        view = _bytes(found[name])
+        view = _bytes(tensors[name])
         _fill(file, view, path)
         digest.update(view)
-    return found, digest.hexdigest(), metadata
+    return tensors, digest.hexdigest(), metadata
 
 
 def read_json(path: Path | str, limit: int, *, link: bool = True) -> tuple[Any, bytes]:
-    """What a JSON file says, and its bytes; one that is longer than the limit is not read."""
+    """Return the value in a JSON file, and its bytes; raise if it has more bytes than `limit`."""
     with open_file(path, link=link) as file:
         return json_of(file, limit, path)
 
 
 def json_of(file: FileIO, limit: int, path: Path | str) -> tuple[Any, bytes]:
-    """`read_json` for a file that is open; `path` names it in errors."""
+    """Do what `read_json` does for an open file; `path` names it in errors."""
     size = os.fstat(file.fileno()).st_size
     if size > limit:
         raise CheckpointError(f"{path} has {size:,} bytes, more than the {limit:,} it may have")
@@ -191,7 +192,7 @@ def json_of(file: FileIO, limit: int, path: Path | str) -> tuple[Any, bytes]:
 
 
 def parse(raw: bytes, path: Path | str) -> Any:
-    """What bytes of JSON say."""
+    """Return the value that bytes of JSON describe."""
     try:
         return parse_json(raw, path)
     except ValueError as error:
@@ -199,7 +200,7 @@ def parse(raw: bytes, path: Path | str) -> Any:
 
 
 def open_file(path: Path | str, *, link: bool) -> FileIO:
-    """`attractor.core.files.open_plain`, whose errors are raised as `CheckpointError`."""
+    """Open a file with `attractor.core.files.open_plain`, and raise its errors as `CheckpointError`."""
     try:
         return open_plain(path, link=link)
     except FileNotFoundError:
@@ -213,22 +214,25 @@ def open_file(path: Path | str, *, link: bool) -> FileIO:
 def _layout(
     text: bytes, size: int, path: Path | str
 ) -> tuple[list[tuple[str, torch.dtype, list[int]]], dict[str, str]]:
-    """Name, dtype and shape of all tensors, as they lie in so many bytes, without a gap; metadata."""
+    """Return name, dtype and shape of all tensors in the order of the file, and metadata.
+
+    The tensors must fill the `size` bytes after the header without a gap.
+    """
     header = parse(text, path)
     schema.check(header, HEADER, f"{path}: the header", CheckpointError)
     metadata = header.pop("__metadata__", {})
-    found, place = [], 0
+    entries, offset = [], 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-        if begin != place or end - begin != math.prod(shape) * dtype.itemsize:
-            raise CheckpointError(f"{path} has a header that lies about the size of {name[:80]!r}")
-        found.append((name, dtype, shape))
-        place = end
-    if place != size:
+        if begin != offset or end - begin != math.prod(shape) * dtype.itemsize:
+            raise CheckpointError(f"{path} has a header with a wrong size or offset of {name[:80]!r}")
+        entries.append((name, dtype, shape))
+        offset = end
+    if offset != size:
         raise CheckpointError(
-            f"{path} is not whole: its header describes {place:,} bytes, and there are {size:,}"
+            f"{path} is not complete: its header describes {offset:,} bytes, and there are {size:,}"
         )
-    return found, metadata
+    return entries, metadata
 
 
 def _bytes(value: Tensor) -> memoryview:
@@ -243,12 +247,12 @@ def _read(file: FileIO, size: int, path: Path | str) -> bytes:
 
 
 def _fill(file: FileIO, view: memoryview, path: Path | str) -> None:
-    done = 0
-    while done < len(view):
+    position = 0
+    while position < len(view):
         try:
-            count = file.readinto(view[done : done + 2**30])
+            count = file.readinto(view[position : position + 2**30])
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
         if not count:
             raise CheckpointError(f"{path} became shorter while it was read")
-        done += count
+        position += count

@@ -1,12 +1,12 @@
-"""Runs that other commands have made, and one page about them, alone or side by side.
+"""Runs of other commands, and pages about one or several of them.
 
-A run is found by the files it has left: a fit, a training, a probe, a comparison, a benchmark, or a
-table of a paper. Each kind is a file here with two functions: `read` makes a `Run` of a path, `show`
-puts the pictures and tables of several on a page.
+The kind of a run is recognised by its files: a fit, a training, a probe, a comparison, a benchmark, or a
+table of a paper. Each kind has a module here with two functions: `read` returns the `Run` at a path, and
+`show` adds pictures and tables of several runs to a page.
 
 >>> from attractor.report import runs
->>> found = runs.find("out/fit")                    # doctest: +SKIP
->>> runs.page(found).write("out/report.html")       # doctest: +SKIP
+>>> results = runs.find("out/fit")                  # doctest: +SKIP
+>>> runs.page(results).write("out/report.html")     # doctest: +SKIP
 """
 
 import shlex
@@ -42,10 +42,10 @@ WHAT = (
 
 
 def find(path: Path | str) -> list[Run]:
-    """The runs that a file or folder holds, at least one.
+    """Return the runs in a file or folder, at least one.
 
     Raises:
-        ValueError: it holds none; says which folders in it do.
+        ValueError: there is no run; the message lists subfolders with runs.
         FileTypeError: the path is a link, a pipe or a device.
     """
     path = Path(path)
@@ -53,10 +53,10 @@ def find(path: Path | str) -> list[Run]:
         raise ValueError(f"there is no {path}; give a file or folder of a run: {WHAT}")
     if not path.is_dir():
         check_source(path)
-    with _whole(path):
-        found = _of_file(path) if path.is_file() else _of_folder(path)
-    if found:
-        return found
+    with _damage_as_error(path):
+        results = _of_file(path) if path.is_file() else _of_folder(path)
+    if results:
+        return results
     if path.is_file():
         raise ValueError(f"{path} is no file of a run; {WHAT}")
     inside = [str(p) for p in sorted(path.iterdir()) if p.is_dir() and _safe(p)]
@@ -66,44 +66,44 @@ def find(path: Path | str) -> list[Run]:
 
 
 def page(runs: Sequence[Run], title: str = "") -> Page:
-    """One page about all of them, those of a kind side by side."""
+    """Return one page about all runs, with runs of one kind side by side."""
     alone = f"{runs[0].kind.capitalize()}: {runs[0].name}" if len(runs) == 1 else ""
-    runs = _named(runs)
-    made = Page(title or alone or f"{len(runs)} runs")
+    runs = _with_short_names(runs)
+    document = Page(title or alone or f"{len(runs)} runs")
     for kind, (heading, module) in KINDS.items():
         own = [run for run in runs if run.kind == kind]
         if not own:
             continue
         if len(runs) > 1:
-            made.section(heading)
-        made.text(module.ABOUT)
-        side_by_side(made, own, "numbers")
-        with _whole(" or ".join(run.name for run in own)):
-            module.show(made, own)
-        made.section("Configuration" if len(own) == len(runs) else f"{heading}: configuration")
-        side_by_side(made, own, "settings")
-        known = [run for run in own if run.versions]
-        if known:
-            made.section("Versions" if len(own) == len(runs) else f"{heading}: versions")
-            side_by_side(made, known, "versions")
+            document.section(heading)
+        document.text(module.ABOUT)
+        side_by_side(document, own, "numbers")
+        with _damage_as_error(" or ".join(run.name for run in own)):
+            module.show(document, own)
+        document.section("Configuration" if len(own) == len(runs) else f"{heading}: configuration")
+        side_by_side(document, own, "settings")
+        with_versions = [run for run in own if run.versions]
+        if with_versions:
+            document.section("Versions" if len(own) == len(runs) else f"{heading}: versions")
+            side_by_side(document, with_versions, "versions")
         commands = dict.fromkeys(run.command for run in own if run.command)
-        made.section("Again" if len(own) == len(runs) else f"{heading}: again")
+        document.section("Repeat this run" if len(own) == len(runs) else f"{heading}: repeat")
         if commands:
-            made.command("\n".join(commands))
+            document.command("\n".join(commands))
         else:
-            made.text("Made by a call in Python: its settings are above.")
-    made.section("This page")
-    made.command(shlex.join(["attractor", "report", *dict.fromkeys(str(run.path) for run in runs)]))
-    return made
+            document.text("This run was started from Python; its settings are above.")
+    document.section("This page")
+    document.command(shlex.join(["attractor", "report", *dict.fromkeys(str(run.path) for run in runs)]))
+    return document
 
 
 @contextmanager
-def _whole(what: Path | str) -> Iterator[None]:
-    """Files that are not as they were written are told from mistakes of ours."""
+def _damage_as_error(what: Path | str) -> Iterator[None]:
+    """Raise errors that damaged or edited files cause as ValueError."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-        raise ValueError(f"{what} is no whole run: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{what} is not a complete run: {type(error).__name__}: {error}") from error
 
 
 def _of_file(path: Path) -> list[Run]:
@@ -130,28 +130,28 @@ def _of_file(path: Path) -> list[Run]:
 
 def _of_folder(path: Path) -> list[Run]:
     name = str(path)
-    found = []
-    kind = _saved(path)
+    results = []
+    kind = _checkpoint_kind(path)
     if (path / "fit.json").exists() or kind == "hybrid solver":
-        found.append(fits.read(path, name))
+        results.append(fits.read(path, name))
     if (path / "probe.json").exists() or kind == "stiffness profile":
-        found.append(probes.read(path, name))
+        results.append(probes.read(path, name))
     if kind == "training":
-        found.append(trainings.read(path.parent, str(path.parent)))
+        results.append(trainings.read(path.parent, str(path.parent)))
     if (path / "log.jsonl").exists():
-        found.append(trainings.read(path, name))
-    found += [trainings.read(p.parent, str(p.parent)) for p in sorted(path.glob("seed-*/log.jsonl"))]
+        results.append(trainings.read(path, name))
+    results += [trainings.read(p.parent, str(p.parent)) for p in sorted(path.glob("seed-*/log.jsonl"))]
     if (path / "compare.json").exists():
-        found.append(comparisons.read(path / "compare.json", name))
+        results.append(comparisons.read(path / "compare.json", name))
     if (path / "job.json").exists():
-        found += [run for p in sorted(path.glob("*.*.json")) for run in _of_file(p)]
-    results = [p for s in SCALES for p in (path / f"{s}.json", *sorted(path.glob(f"*/{s}.json")))]
-    found += [run for p in results if p.exists() for run in _of_file(p)]
-    return found
+        results += [run for p in sorted(path.glob("*.*.json")) for run in _of_file(p)]
+    result_files = [p for s in SCALES for p in (path / f"{s}.json", *sorted(path.glob(f"*/{s}.json")))]
+    results += [run for p in result_files if p.exists() for run in _of_file(p)]
+    return results
 
 
-def _saved(folder: Path) -> str | None:
-    """The kind of checkpoint in a folder, if it is one."""
+def _checkpoint_kind(folder: Path) -> str | None:
+    """Return the kind of checkpoint in a folder, or None."""
     try:
         return read_json(folder / "manifest.json", ANY)["kind"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -165,8 +165,8 @@ def _safe(folder: Path) -> bool:
         return False
 
 
-def _named(runs: Sequence[Run]) -> list[Run]:
-    """With the shortest ends of their names that still differ."""
+def _with_short_names(runs: Sequence[Run]) -> list[Run]:
+    """Shorten names to their last parts, as far as they still differ."""
     from dataclasses import replace
 
     parts = [Path(run.name).parts for run in runs]

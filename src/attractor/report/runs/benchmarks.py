@@ -1,4 +1,4 @@
-"""Benchmarks: what `attractor bench --out` and the programs in benchmarks/ write."""
+"""Benchmarks: results of `attractor bench --out` and of the programs in benchmarks/."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from attractor.report import live
 from attractor.report.page import Page
 from attractor.report.runs.run import ORIGIN, Run, flat, look, read_json
 
-ABOUT = "Times and errors as measured, each beside a peer in the same run."
+ABOUT = "Times and errors, each compared with a peer in the same run."
 BENCHMARK = record({}, {**ORIGIN, "torch": text(), "rows": listing(plain)}, plain)
 PLAIN = (str, int, float, bool, type(None))
 WIDEST = 10  # columns of a table
@@ -17,59 +17,59 @@ DULL = (".graph", "peak_mb", ".ours", ".dense")
 
 
 def read(path: Path, name: str) -> Run:
-    """The run in a JSON file with lists of rows."""
-    told = read_json(path, BENCHMARK)
+    """Read the run in a JSON file with lists of rows."""
+    content = read_json(path, BENCHMARK)
     tables = {
         k: v
-        for k, v in told.items()
+        for k, v in content.items()
         if isinstance(v, list) and v and all(isinstance(r, dict) for r in v)
     }
-    rest = {k: v for k, v in told.items() if k not in (*tables, "command", "versions")}
-    failed = sum("failed" in row for rows in tables.values() for row in rows)
-    versions = told.get("versions") or ({"torch": told["torch"]} if "torch" in told else {})
+    rest = {k: v for k, v in content.items() if k not in (*tables, "command", "versions")}
+    failures = sum("failed" in row for rows in tables.values() for row in rows)
+    versions = content.get("versions") or ({"torch": content["torch"]} if "torch" in content else {})
     settings = {k: v for k, v in rest.items() if isinstance(v, PLAIN) or k in ("machine", "ceilings")}
     return Run(
         "benchmark",
         name,
         path,
-        numbers={"rows": sum(map(len, tables.values())), "failed": failed or None},
+        numbers={"rows": sum(map(len, tables.values())), "failed": failures or None},
         settings=settings,
         versions=versions,
-        command=told.get("command", ""),
+        command=content.get("command", ""),
         content={"tables": tables, "rest": {k: v for k, v in rest.items() if k not in settings}},
     )
 
 
 def show(page: Page, runs: Sequence[Run]) -> None:
-    """Ratios of attention to its peer where there are some; then all tables."""
+    """Show ratios of attention to its peer if there are any, then all tables."""
     for passes, title in (("forward", "forward"), ("both", "forward and backward")):
-        named: dict[str, live.Line] = {}
+        curves: dict[str, live.Line] = {}
         looks: dict[str, Any] = {}
         for i, run in enumerate(runs):
             rows = [r for r in run.content["tables"].get("rows", ()) if isinstance(r.get(passes), dict)]
             for j, kind in enumerate(dict.fromkeys(r["kind"] for r in rows if "ratio" in r[passes])):
                 own = sorted((r["tokens"], r[passes]["ratio"]) for r in rows if r["kind"] == kind)
                 label = f"{run.name}: {kind}" if len(runs) > 1 else kind
-                named[label] = [x for x, _ in own], [y for _, y in own]
+                curves[label] = [x for x, _ in own], [y for _, y in own]
                 looks[label] = look(j, i)
-        if named:
+        if curves:
             figure = live.lines(
-                named, x="tokens", y=f"times the peer, {title}", log="x", looks=looks, marks=True
+                curves, x="tokens", y=f"times the peer, {title}", log="x", looks=looks, marks=True
             )
-            figure["layout"]["xaxis"] |= {"tickvals": sorted({t for x, _ in named.values() for t in x})}
-            told = (
-                "How many times as long PDE attention takes as attention without a PDE in the same run; "
-                "1 is as quick."
+            figure["layout"]["xaxis"] |= {"tickvals": sorted({t for x, _ in curves.values() for t in x})}
+            caption = (
+                "Time of PDE attention divided by the time of attention without a PDE in the same run; "
+                "1 means equal times."
             )
-            page.plot(f"Ratio to the peer, {title}", figure, 360, told)
+            page.plot(f"Ratio to the peer, {title}", figure, 360, caption)
     for run in runs:
         for key, rows in run.content["tables"].items():
             page.text(f"{run.name}: {key}")
             kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-            for row in rows:  # those that have the same columns
+            for row in rows:  # group rows with the same columns
                 kinds.setdefault(tuple(row), []).append(row)
-            for alike in kinds.values():
-                _table(page, alike)
+            for group in kinds.values():
+                _table(page, group)
         for key, value in run.content["rest"].items():
             lines = flat(value) if isinstance(value, dict) else {key: str(value)[:200]}
             if lines:
@@ -78,9 +78,9 @@ def show(page: Page, runs: Sequence[Run]) -> None:
 
 
 def _table(page: Page, rows: Sequence[dict[str, Any]]) -> None:
-    """As many columns as can be read, those that vary first."""
+    """Show a table with at most `WIDEST` columns, preferably those that vary."""
     lines = [{k: v for k, v in flat(row).items() if isinstance(v, PLAIN)} for row in rows]
     keys = [k for k in dict.fromkeys(k for line in lines for k in line) if not k.endswith(DULL)]
     varying = [k for k in keys if len({str(line.get(k)) for line in lines}) > 1]
-    chosen = sorted((varying or keys)[:WIDEST], key=lambda k: not isinstance(lines[0].get(k), str))
-    page.table(chosen, [[line.get(k) for k in chosen] for line in lines])
+    columns = sorted((varying or keys)[:WIDEST], key=lambda k: not isinstance(lines[0].get(k), str))
+    page.table(columns, [[line.get(k) for k in columns] for line in lines])

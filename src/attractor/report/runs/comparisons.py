@@ -1,4 +1,4 @@
-"""Comparisons of solvers: what `attractor compare` writes."""
+"""Comparisons of solvers: results of `attractor compare`."""
 
 import math
 from collections.abc import Sequence
@@ -10,49 +10,50 @@ from attractor.report.page import Page
 from attractor.report.runs.run import Run, read_json
 
 ABOUT = (
-    "Error against work, everybody in one run on one machine. m is how many plain steps reach the error "
-    "of a hybrid step, m* is what a hybrid step costs in plain ones: it pays if m > m*."
+    "Error against work of all methods, in one run on one machine. m is the number of plain steps that "
+    "reach the error of a hybrid step, and m* is the cost of a hybrid step in plain steps: the hybrid "
+    "pays if m > m*."
 )
 
 
 def read(path: Path, name: str) -> Run:
-    """The run in a file such as compare.json."""
-    told = read_json(path, COMPARISON)
-    found = Comparison.from_json(told)
+    """Read the run in a file such as compare.json."""
+    content = read_json(path, COMPARISON)
+    comparison = Comparison.from_json(content)
     finite = lambda x: x if math.isfinite(x) else None
     return Run(
         "comparison",
         name,
         path,
         numbers={
-            "verdict": found.verdict,
-            "mean square error": found.hybrid.error,
-            "milliseconds": 1e3 * found.hybrid.seconds,
-            "m": finite(found.m),
-            "m*": found.m_star,
-            "gain": finite(found.gain),
+            "verdict": comparison.verdict,
+            "mean square error": comparison.hybrid.error,
+            "milliseconds": 1e3 * comparison.hybrid.seconds,
+            "m": finite(comparison.m),
+            "m*": comparison.m_star,
+            "gain": finite(comparison.gain),
         },
-        settings=found.about,
-        versions=told.get("versions", {}),
-        command=told.get("command", ""),
-        content=found,
+        settings=comparison.about,
+        versions=content.get("versions", {}),
+        command=content.get("command", ""),
+        content=comparison,
     )
 
 
 def show(page: Page, runs: Sequence[Run]) -> None:
-    """The verdict, a work-precision picture and a table, of each."""
-    told = {
-        "seconds": "Lower and further left is better: the star is the hybrid solver. Dotted lines are "
+    """Show the verdict, work-precision pictures and a table of each run."""
+    captions = {
+        "seconds": "Lower and further left is better. The star is the hybrid solver; dotted lines are "
         "solvers with error control.",
-        "rate_calls": "The same against the calls of the rate; the network is not counted.",
+        "rate_calls": "Error against calls of the rate; calls of the network are not counted.",
     }
     for run in runs:
-        found: Comparison = run.content
-        page.text(f"{run.name}: {found.verdict}.")
-        for work, caption in told.items():
-            page.plot(f"Error against {work}", live.work_precision(found, work), caption=caption)
+        comparison: Comparison = run.content
+        page.text(f"{run.name}: {comparison.verdict}.")
+        for work, caption in captions.items():
+            page.plot(f"Error against {work}", live.work_precision(comparison, work), caption=caption)
         rows = []
-        for p in (found.hybrid, *found.points):
+        for p in (comparison.hybrid, *comparison.points):
             setting = f"{'rtol' if p.adaptive else 'dt'} {p.setting:.2g}"
             rows.append([p.method, setting, p.error, 1e3 * p.seconds, p.rate_calls])
         page.table(["method", "setting", "mean square error", "milliseconds", "rate calls"], rows)

@@ -1,4 +1,4 @@
-"""Probes of residual networks: the folder that `attractor probe` writes, or a saved profile."""
+"""Probes of residual networks: the folder of `attractor probe`, or a saved profile."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,21 +9,22 @@ import torch
 from attractor.core.schema import flag, listing, number, record, text
 from attractor.report import live
 from attractor.report.page import Page
-from attractor.report.runs.run import ORIGIN, UNKNOWN, Run, look, read_json
+from attractor.report.runs.run import OPTIONAL_NUMBER, ORIGIN, Run, look, read_json
 from attractor.residual.profile import STEPS, StiffnessProfile
 from attractor.train.checkpoint import CheckpointError
 
 ABOUT = (
-    "NSI says how fast a feature turns in a block, TNS sums up how much stiffer some blocks are than "
-    "others. Both depend on the initial weights, so a trained network is shown beside those."
+    "NSI measures how fast a feature changes in a block, and TNS how much stiffer some blocks are than "
+    "others. Both depend on the initial weights, so a trained network is shown beside its "
+    "initialisation."
 )
 CELLS = 40
 COUNT = number(0, whole=True)
-PAIRS = record(dict.fromkeys(STEPS, record({"trained": UNKNOWN, "initial": UNKNOWN})))
+PAIRS = record(dict.fromkeys(STEPS, record({"trained": OPTIONAL_NUMBER, "initial": OPTIONAL_NUMBER})))
 STAGE = {"stage": COUNT, "first": text(), "blocks": COUNT}
-STAGE |= dict.fromkeys(("mean", "largest", "initial", "gate"), UNKNOWN)
+STAGE |= dict.fromkeys(("mean", "largest", "initial", "gate"), OPTIONAL_NUMBER)
 BLOCK = {"name": text(), "stage": COUNT, "one": number()}
-BLOCK |= dict.fromkeys(("gate", "gate_value", "initial"), UNKNOWN)
+BLOCK |= dict.fromkeys(("gate", "gate_value", "initial"), OPTIONAL_NUMBER)
 PROBE = record(
     {
         "model": text(), "granularity": text(), "inputs": COUNT, "mean": text(), "tns": PAIRS,
@@ -37,18 +38,18 @@ PROBE = record(
 
 
 def read(path: Path, name: str) -> Run:
-    """The run in a folder with probe.json, or with a profile."""
+    """Read the run in a folder with probe.json, or with a profile."""
     inner = path / "profile" if (path / "profile").is_dir() else path
     try:
         profile = StiffnessProfile.load(inner)
     except CheckpointError:
         if not (path / "probe.json").exists():
             raise
-        profile = None  # the numbers are there all the same
-    told: dict[str, Any] = (
+        profile = None  # probe.json has the numbers
+    numbers: dict[str, Any] = (
         read_json(path / "probe.json", PROBE) if (path / "probe.json").exists() else profile.numbers()  # type: ignore[union-attr]
     )
-    tns = told["tns"]
+    tns = numbers["tns"]
     return Run(
         "probe",
         name,
@@ -58,40 +59,40 @@ def read(path: Path, name: str) -> Run:
             "TNS, step one, initial": tns["one"]["initial"],
             "TNS, step gate": tns["gate"]["trained"],
             "TNS, step gate, initial": tns["gate"]["initial"],
-            "blocks": len(told["blocks"]),
-            "inputs": told["inputs"],
+            "blocks": len(numbers["blocks"]),
+            "inputs": numbers["inputs"],
         },
         settings={
-            "network": told.get("network") or told["model"],
-            "inputs": told.get("source"),
-            "trained": told.get("trained"),
-            "granularity": told["granularity"],
-            "mean": told["mean"],
+            "network": numbers.get("network") or numbers["model"],
+            "inputs": numbers.get("source"),
+            "trained": numbers.get("trained"),
+            "granularity": numbers["granularity"],
+            "mean": numbers["mean"],
         },
-        versions=told.get("versions", {}),
-        command=told.get("command", ""),
-        content={"told": told, "profile": profile},
+        versions=numbers.get("versions", {}),
+        command=numbers.get("command", ""),
+        content={"numbers": numbers, "profile": profile},
     )
 
 
 def show(page: Page, runs: Sequence[Run]) -> None:
-    """NSI by block, the stages, and the surface whose integral is TNS."""
-    named: dict[str, live.Line] = {}
+    """Show NSI by block, the stages, and the surface whose integral is TNS."""
+    curves: dict[str, live.Line] = {}
     looks: dict[str, Any] = {}
     for i, run in enumerate(runs):
-        blocks = run.content["told"]["blocks"]
+        blocks = run.content["numbers"]["blocks"]
         own = f"{run.name}: " if len(runs) > 1 else ""
         places = list(range(1, len(blocks) + 1))
         names = [f"{block['name']}: {block['one']:.3g}" for block in blocks]
-        named[f"{own}NSI"] = places, [block["one"] for block in blocks]
+        curves[f"{own}NSI"] = places, [block["one"] for block in blocks]
         looks[f"{own}NSI"] = look(i, text=names, hoverinfo="text")
         if any(block["initial"] is not None for block in blocks):
-            named[f"{own}initial"] = places, [block["initial"] for block in blocks]
+            curves[f"{own}initial"] = places, [block["initial"] for block in blocks]
             looks[f"{own}initial"] = look(i, 1, mode="lines")
-    figure = live.lines(named, x="block", y="NSI, mean over inputs", looks=looks, marks=True)
+    figure = live.lines(curves, x="block", y="NSI, mean over inputs", looks=looks, marks=True)
     figure["layout"]["yaxis"]["rangemode"] = "tozero"
-    told = "How stiff each block is on average. A dashed line is the same network before training."
-    page.plot("NSI by block", figure, caption=told)
+    caption = "Mean stiffness of each block. A dashed line is the same network before training."
+    page.plot("NSI by block", figure, caption=caption)
     columns = ("first", "stage", "blocks", "mean", "largest", "initial", "gate")
     rows = [
         [
@@ -99,7 +100,7 @@ def show(page: Page, runs: Sequence[Run]) -> None:
             *(row[c] + 1 if c == "stage" else row[c] for c in columns),
         ]
         for run in runs
-        for row in run.content["told"]["stages"]
+        for row in run.content["numbers"]["stages"]
     ]
     page.table([*(["run"] if len(runs) > 1 else []), *columns], rows)
     for run in runs:
@@ -110,9 +111,9 @@ def show(page: Page, runs: Sequence[Run]) -> None:
 
 
 def _note(run: Run) -> str:
-    """What TNS is silent of; probe.json of older versions does not say it, but their profile does."""
+    """Return the note about what TNS omits, which older versions of probe.json lack."""
     profile = run.content["profile"]
-    return profile.note if profile is not None else run.content["told"].get("note", "")
+    return profile.note if profile is not None else run.content["numbers"].get("note", "")
 
 
 def _surface(page: Page, run: Run) -> None:
@@ -121,22 +122,22 @@ def _surface(page: Page, run: Run) -> None:
     m1, m2 = (torch.linspace(0, top, CELLS, dtype=profile.nsi.dtype) for top in (_widest(profile), high))
     try:
         share = 100 * profile.surface(m1, m2).T
-    except ValueError:  # one block a stage: nothing to compare with
+    except ValueError:  # one block per stage, so there are no thresholds
         return
     figure = live.heatmap(
         share.tolist(), m1.tolist(), m2.tolist(), x="m1, times the mean of its stage", y="m2, NSI",
         of="stiff inputs, %", top=100.0,
     )  # fmt: skip
-    told = (
-        f"{run.name}: the part of the inputs that have a block stiffer than both thresholds. "
+    caption = (
+        f"{run.name}: the share of inputs with a block that is stiffer than both thresholds. "
         "Its integral is TNS."
     )
-    page.plot(f"Surface of TNS of {run.name}", figure, 340, told)
+    page.plot(f"Surface of TNS of {run.name}", figure, 340, caption)
 
 
 def _widest(profile: StiffnessProfile) -> float:
-    """The largest m1 at which anything is left."""
+    """Return the largest m1 that one in a hundred inputs exceeds."""
     grid = torch.linspace(0, float(torch.bincount(profile.stage).max()), 200, dtype=profile.nsi.dtype)
     line = profile.surface(grid, torch.zeros(1, dtype=profile.nsi.dtype))[:, 0]
-    left = (line >= 0.01).nonzero()
-    return float(grid[left[-1]]) if len(left) else 1.0
+    exceeding = (line >= 0.01).nonzero()
+    return float(grid[exceeding[-1]]) if len(exceeding) else 1.0

@@ -1,4 +1,4 @@
-"""Tables and figures of the papers: what `attractor reproduce` writes."""
+"""Tables and figures of the papers: results of `attractor reproduce`."""
 
 import math
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from attractor.reproduce.results import FILE, Results, fault
 from attractor.reproduce.results import read as read_runs
 
 ABOUT = (
-    "A table or figure of a paper, run again: the paper's numbers beside ours, and a verdict. "
-    "The spread is the standard deviation over seeds."
+    "A reproduction of a table or figure of a paper: the numbers of the paper, our numbers, and a "
+    "verdict. The spread is the standard deviation over seeds."
 )
 
 
 def read(path: Path, name: str) -> Run:
-    """The run in a file such as stepnet_table1/smoke.json."""
+    """Read the run in a file such as stepnet_table1/smoke.json."""
     there = read_json(path, FILE)
     experiment = find(there["experiment"])
     scale = there["scale"]
@@ -64,14 +64,14 @@ def read(path: Path, name: str) -> Run:
 
 
 def show(page: Page, runs: Sequence[Run]) -> None:
-    """Ours beside the paper's, of each; the experiment's own picture where it has one."""
+    """Show our numbers and those of the paper, and the picture of the experiment if it has one."""
     for run in runs:
         experiment, results = run.content
         page.text(f"{experiment.name}, scale {results.scale}. The paper: {experiment.claim}")
         why = f": {run.numbers['why']}" if run.numbers["why"] else ""
         size = f" (size {run.numbers['size']})" if run.numbers["size"] else ""
         page.text(f"Verdict: {run.numbers['verdict']}{size}{why}.")
-        found = rows(experiment, results)
+        table = rows(experiment, results)
         unit = f", {experiment.unit}" if experiment.unit else ""
         head = ["", "paper", f"ours ({experiment.metric}{unit})", "seeds", *experiment.others]
         page.table(
@@ -84,27 +84,27 @@ def show(page: Page, runs: Sequence[Run]) -> None:
                     row["seeds"],
                     *row["others"].values(),
                 ]
-                for row in found
+                for row in table
             ],
         )
-        _bars(page, experiment, found)
+        _bars(page, experiment, table)
         if experiment.picture is not None and results.complete:
             page.figure(chart_title(experiment, results), experiment.picture(results))
         if experiment.note:
             page.text(experiment.note)
 
 
-def _bars(page: Page, experiment: Any, found: list[dict[str, Any]]) -> None:
+def _bars(page: Page, experiment: Any, table: list[dict[str, Any]]) -> None:
     number = lambda x: x if x is not None and math.isfinite(x) else None
-    names = [row["arm"] for row in found]
-    bars = {"ours": [number(row["mean"]) for row in found], "paper": [row["paper"] for row in found]}
+    names = [row["arm"] for row in table]
+    bars = {"ours": [number(row["mean"]) for row in table], "paper": [row["paper"] for row in table]}
     bars = {name: values for name, values in bars.items() if any(v is not None for v in values)}
     data: list[dict[str, Any]] = [
         {"type": "bar", "name": name, "x": names, "y": values, "marker": {"color": live.COLORS[3 * i]}}
         for i, (name, values) in enumerate(bars.items())
     ]
     if "ours" in bars:
-        data[0]["error_y"] = {"type": "data", "array": [number(row["spread"]) or 0.0 for row in found]}
+        data[0]["error_y"] = {"type": "data", "array": [number(row["spread"]) or 0.0 for row in table]}
     sizes = [abs(v) for values in bars.values() for v in values if v]
     wide = bool(sizes) and max(sizes) > 100 * min(sizes)
     layout = {**live.layout("", experiment.metric, "y" if wide else ""), "barmode": "group"}

@@ -1,4 +1,4 @@
-"""What every kind of run is read into, and what their pages have in common."""
+"""The common form of all kinds of runs, and shared elements of their pages."""
 
 import json
 from collections.abc import Sequence
@@ -11,24 +11,24 @@ from attractor.core.schema import Schema, any_of, check, mapping, null, number, 
 from attractor.report.live import COLORS
 from attractor.report.page import Page, cell_text
 
-ORIGIN = {"versions": mapping(text()), "command": text(100_000)}  # of every file of numbers
-UNKNOWN = any_of(number(), null)  # null is what is not finite, or not known
+ORIGIN = {"versions": mapping(text()), "command": text(100_000)}  # fields of every file of numbers
+OPTIONAL_NUMBER = any_of(number(), null)  # null: not finite, or not known
 DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 @dataclass(frozen=True)
 class Run:
-    """Something that was run and has left files.
+    """A run of a command, read from its files.
 
     Attributes:
         kind: a key of `attractor.report.runs.KINDS`.
-        name: for titles and legends: the path as it was given.
-        path: the file or folder that was read.
-        numbers: what it found, in a few numbers or words.
-        settings: what it was run with.
-        versions: of the packages that made it; empty where nobody wrote them down.
-        command: that repeats it; empty if it was a call in Python.
-        content: all that was read, for the pictures.
+        name: the name in titles and legends: the path as it was passed.
+        path: the file or folder of the run.
+        numbers: the main results, as numbers or short texts.
+        settings: the settings of the run.
+        versions: versions of the packages; empty if they were not recorded.
+        command: the command that repeats the run; empty if it was started from Python.
+        content: all data of the run, for pictures.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class Run:
     content: Any = None
 
     def to_json(self) -> dict[str, Any]:
-        """All but the content."""
+        """Return all fields but the content."""
         return {
             "kind": self.kind,
             "name": self.name,
@@ -54,30 +54,30 @@ class Run:
 
 
 def look(color: int, dash: int = 0, **more: Any) -> dict[str, Any]:
-    """Of a line of `live.lines`, where several runs share a picture: a colour a run, a dash a kind."""
+    """Return the style of a line of `live.lines`: one colour per run, one dash per kind of line."""
     own = COLORS[color % len(COLORS)]
     line = {"color": own, "dash": DASHES[dash % len(DASHES)]}
     return {"line": line, "marker": {"color": own}, **more}
 
 
 def read_json(path: Path, content: Schema) -> Any:
-    """A JSON file's content if it matches a schema; an error that names the file."""
+    """Return the content of a JSON file; raise an error with its name unless it matches a schema."""
     try:
-        found = limits.read_json(path)
+        value = limits.read_json(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    check(found, content, path)
-    return found
+    check(value, content, path)
+    return value
 
 
 def side_by_side(page: Page, runs: Sequence[Run], part: str) -> None:
-    """A table of the runs' numbers, settings or versions, a column a run.
+    """Add a table of numbers, settings or versions, with one column per run.
 
-    Settings that differ come first. Lines without a value are left out, and sentences: they are text.
+    Settings that differ come first. Lines without values, and lines with sentences, are left out.
     """
-    found = [flat(getattr(run, part)) for run in runs]
-    keys = dict.fromkeys(key for one in found for key in one)
-    lines = [[key, *(one.get(key) for one in found)] for key in keys]
+    columns = [flat(getattr(run, part)) for run in runs]
+    keys = dict.fromkeys(key for one in columns for key in one)
+    lines = [[key, *(one.get(key) for one in columns)] for key in keys]
     lines = [x for x in lines if set(x[1:]) != {None} and max(len(cell_text(c)) for c in x[1:]) < 60]
     if part != "numbers":
         lines.sort(key=lambda line: len({cell_text(cell) for cell in line[1:]}) == 1)
@@ -86,11 +86,11 @@ def side_by_side(page: Page, runs: Sequence[Run], part: str) -> None:
 
 
 def flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one, with dots in the names; lists as they are written."""
-    found: dict[str, Any] = {}
+    """Flatten nested dictionaries, with dots in the names; lists become JSON."""
+    entries: dict[str, Any] = {}
     for key, value in content.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{key}.")
+            entries |= flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = json.dumps(value) if isinstance(value, list) else value
-    return found
+            entries[f"{prefix}{key}"] = json.dumps(value) if isinstance(value, list) else value
+    return entries
