@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from attractor.core.files import write_json
+from attractor.storage.files import write_json
 from benchmarks.results import machine
 
 Measure = Callable[[], dict[str, Any]]

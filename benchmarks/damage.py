@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from attractor import CheckpointError, HybridSolver, corrections, systems
-from attractor.core.files import json_bytes
+from attractor.storage.files import json_bytes
 from attractor.train import checkpoint
 from benchmarks.results import save
 

@@ -110,7 +110,7 @@ def main() -> None:
     options = parser.parse_args()
 
     import tests.fuzz.targets  # noqa: F401
-    from attractor.core.files import write_json
+    from attractor.storage.files import write_json
     from benchmarks.results import FOLDER, save
     from tests.fuzz.judging import TARGETS
     from tests.fuzz.surface import missing_package

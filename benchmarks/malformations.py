@@ -30,10 +30,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from attractor import CheckpointError, HybridSolver, corrections, fit, jobs, networks, pdes, systems
-from attractor.core.files import write_json
-from attractor.core.limits import read_json
-from attractor.core.versions import versions
+from attractor import CheckpointError, HybridSolver, corrections, fit, jobs, pdes, systems
+from attractor.cli import network_names as networks
+from attractor.common.versions import versions
 from attractor.integrations import hub
 from attractor.integrations.transformers_refinement import from_config
 from attractor.ode import Paper, make_trajectories
@@ -50,6 +49,8 @@ from attractor.reproduce import results
 from attractor.reproduce.experiment import Experiment, Scale
 from attractor.reproduce.verdict import best
 from attractor.residual.profile import StiffnessProfile
+from attractor.storage.files import write_json
+from attractor.storage.limits import read_json
 from attractor.train import Recipe, checkpoint, train
 from attractor.train.loop import restored
 from attractor.train.runs import Kept
@@ -638,7 +639,7 @@ def malform(folder: Path, draw: random.Random) -> str:
 
 def seal_manifest(path: Path) -> None:
     """Make the manifest's hash of itself anew."""
-    from attractor.core.files import json_bytes
+    from attractor.storage.files import json_bytes
 
     manifest = json.loads(path.read_bytes())
     manifest.pop("own")

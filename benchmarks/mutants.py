@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from attractor.core.files import write_json
+from attractor.storage.files import write_json
 
 ROOT = Path(__file__).parents[1]
 SOURCES = "src/attractor"

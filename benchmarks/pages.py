@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from attractor.core.files import write_text
 from attractor.ode.tuning import TuningReport
 from attractor.reproduce import Results, find
 from attractor.reproduce import results as kept
 from attractor.reproduce.page import anchor, largest, told
 from attractor.reproduce.page import command as command_line
 from attractor.reproduce.verdict import number
+from attractor.storage.files import write_text
 from benchmarks.cases import number as real
 from benchmarks.untuned import held
 from experiments.pde_artefact import PAIRS, path_shares

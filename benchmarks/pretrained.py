@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from attractor import evolve, fit, residual, systems
-from attractor.core.files import write_json
 from attractor.data import images
 from attractor.ode import pretrained
 from attractor.ode.trajectories import fine_trajectories
 from attractor.residual import pretrained as networks
+from attractor.storage.files import write_json
 from attractor.train import Recipe, train
 from benchmarks.pages import load
 from benchmarks.results import save

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attractor.core.files import write_json
+from attractor.storage.files import write_json
 
 FOLDER = Path(__file__).parent / "results"
 

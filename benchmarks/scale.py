@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from attractor import evolve, pde_attention, systems
 from attractor.attention import LanguageModel, Parts, context_parallel_attention
-from attractor.core.files import write_text
+from attractor.storage.files import write_text
 from attractor.train import Recipe, train
 from benchmarks.results import FOLDER, save
 

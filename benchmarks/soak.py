@@ -33,7 +33,7 @@ import torch
 import attractor as at
 from attractor.attention import PDEAttention, PDECache, performer_attention, window_attention
 from attractor.attention.performer import RandomFeatures
-from attractor.core.files import write_json
+from attractor.storage.files import write_json
 from benchmarks.results import FOLDER, save
 
 CALLS, WARM_UP, ALLOWED = 10_000, 500, 2**20

@@ -27,8 +27,8 @@ from types import SimpleNamespace
 import torch
 from torch.nn.functional import cross_entropy
 
-from attractor.core.files import write_json
 from attractor.residual.resnet import resnet_cifar
+from attractor.storage.files import write_json
 from attractor.train import SHORT, Recipe, train
 from attractor.train.feeds import feed_of
 from benchmarks.results import save

@@ -5,8 +5,8 @@ import torch
 from typer.testing import CliRunner
 
 import attractor
-from attractor import equations
 from attractor.cli import app
+from attractor.cli import equation_names as equations
 from attractor.doctor import checks
 
 runner = CliRunner()

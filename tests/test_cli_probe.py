@@ -5,8 +5,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from attractor import networks
 from attractor.cli import app
+from attractor.cli import network_names as networks
 from attractor.data import images
 from attractor.residual import StiffnessProfile, probe, resnet_cifar
 from attractor.train import Recipe, train

@@ -10,8 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 from attractor.cli import app
-from attractor.core.files import write_json
 from attractor.residual import resnet_cifar
+from attractor.storage.files import write_json
 from attractor.train import Recipe, train_seeds
 from tests.browser import Browser, chromium
 

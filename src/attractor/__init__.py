@@ -17,6 +17,8 @@ torch.Size([101, 5, 4])
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from attractor.common.lazy import submodule
+from attractor.common.views import register_pictures
 from attractor.core import (
     Rosenbrock,
     Scheme,
@@ -32,8 +34,6 @@ from attractor.core import (
     stiffness,
 )
 from attractor.core import tableaus as schemes
-from attractor.core.lazy import submodule
-from attractor.core.views import register_pictures
 
 if TYPE_CHECKING:  # what `__getattr__` below brings, for type checkers and editors
     from attractor import attention, data, integrations, jobs, ode, report, reproduce, residual, train

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from attractor.core import files
+from attractor.storage import files
 
 
 def test_content_is_replaced_whole(tmp_path):

@@ -23,9 +23,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from attractor.core import fingerprint as module
-from attractor.core.fingerprint import differences, fingerprint, outline
 from attractor.residual.gates import SE as OURS
+from attractor.storage import fingerprint as module
+from attractor.storage.fingerprint import differences, fingerprint, outline
 
 SMOOTHING = 0.1
 OPTIONS = SimpleNamespace(alpha=0.5, folder="a")
@@ -272,7 +272,7 @@ def test_differences_are_readable():
 
 SCRIPT = """
 import sys, torch
-from attractor.core.fingerprint import fingerprint
+from attractor.storage.fingerprint import fingerprint
 from tests.core import test_fingerprint as t
 print(*(fingerprint(x) for pair in t.DIFFERENT.values() for x in pair))
 """

@@ -15,7 +15,8 @@ import torch
 from hypothesis import strategies as st
 
 import attractor as at
-from attractor import equations, jobs
+from attractor import jobs
+from attractor.cli import equation_names as equations
 from attractor.jobs.job import Artifact, Failure
 from attractor.jobs.naming import name_of, named
 from tests.jobs import functions

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import attractor as at
-from attractor import equations
-from attractor.core import files
+from attractor.cli import equation_names as equations
 from attractor.ode import FineData, make_trajectories, shards
 from attractor.ode.manifest import WITNESS
 from attractor.ode.trajectories import fine_trajectories
+from attractor.storage import files
 
 LORENZ = dict(trajectories=50, dt=0.1, horizon=1.0, fine_dt=0.005, shard_size=8)
 

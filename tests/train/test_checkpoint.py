@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import attractor as at
-from attractor.core.files import write_json
+from attractor.storage.files import write_json
 from attractor.train import checkpoint
 
 TENSORS = {"a": torch.rand(3, 2), "b": torch.arange(4)}

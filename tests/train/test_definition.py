@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from attractor.core.files import json_bytes
 from attractor.data import images
+from attractor.storage.files import json_bytes
 from attractor.train import CheckpointError, Classify, Recipe, checkpoint, train, train_seeds
 from attractor.train.definition import Definition
 from attractor.train.runs import Kept

@@ -601,7 +601,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path, one_thread):
 
 
 def test_a_full_disk_loses_one_epoch(tmp_path, monkeypatch):
-    from attractor.core import files
+    from attractor.storage import files
     from attractor.train import checkpoint
 
     def full(path, content):

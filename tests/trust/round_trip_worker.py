@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import attractor as at
-from attractor.core.fingerprint import fingerprint
 from attractor.integrations import hub
 from attractor.ode.compare import Comparison
 from attractor.ode.fine_data import FineData
 from attractor.reproduce import Experiment, Scale, best, load, run
 from attractor.residual import StiffnessProfile, gates, resnet_cifar
+from attractor.storage.fingerprint import fingerprint
 from attractor.train import CheckpointError, Recipe, train
 
 RECIPE = Recipe(epochs=2, batch=4, learning_rate=0.05, warmup=0, precision="fp32", crop=0)

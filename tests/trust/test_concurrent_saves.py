@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import attractor as at
-from attractor.core import files
 from attractor.ode import Ridge
 from attractor.reproduce import Experiment, Scale, results, run
+from attractor.storage import files
 from attractor.train import Recipe, checkpoint, train
 from attractor.train.runs import Kept
 

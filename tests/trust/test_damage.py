@@ -88,7 +88,7 @@ def test_what_cannot_be_kept_is_refused_before_it_is_too_late(tmp_path):
 
 def test_an_interrupted_replacement_leaves_the_old_one_or_the_new(folder, monkeypatch):
     """Stopped at any operation of the disk, as by a kill: nothing is cleaned up."""
-    from attractor.core import files
+    from attractor.storage import files
 
     class Killed(BaseException):
         pass

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 import attractor as at
 from attractor.cli import app
-from attractor.core import limits
 from attractor.ode import HybridSolver, compare, pretrained
 from attractor.ode.compare_saved import compare_all
 from attractor.report import figures
+from attractor.storage import limits
 
 SOLVE = ("solve", "pretrained:elastic-pendulum", "--batch", 2, "--t-end", 0.2)
 PROBE = ("probe", "attractor:resnet_cifar", "-o", "depth=11", "--inputs", 2)

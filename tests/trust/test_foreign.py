@@ -8,8 +8,8 @@ import zipfile
 import pytest
 from typer.testing import CliRunner
 
-from attractor import networks
 from attractor.cli import app
+from attractor.cli import network_names as networks
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import attractor as at
-from attractor.core import schema
-from attractor.core.limits import parse_json
-from attractor.core.tensor_specs import NO_NAN, TensorSpec, check_tensors
 from attractor.ode import make_trajectories
 from attractor.ode.fine_data import FineData, tensor_hash
+from attractor.storage import schema
+from attractor.storage.limits import parse_json
+from attractor.storage.tensor_specs import NO_NAN, TensorSpec, check_tensors
 from attractor.train import checkpoint
 from benchmarks.damage import sealed
 

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 import attractor as at
 from attractor import jobs
 from attractor.cli import app
-from attractor.core.files import FileTypeError
 from attractor.data.imagefolder import decoded
 from attractor.ode.fine_data import FineData
 from attractor.report import runs
+from attractor.storage.files import FileTypeError
 from attractor.train import Recipe, checkpoint, train
 
 NAMES = (*checkpoint.FILES, checkpoint.MANIFEST)

@@ -10,10 +10,11 @@ from typer.testing import CliRunner
 import attractor as at
 from attractor.bench import attention
 from attractor.cli import app
-from attractor.core import Scheme, Splitting, limits
-from attractor.networks import parse
+from attractor.cli.network_names import parse
+from attractor.core import Scheme, Splitting
 from attractor.ode import FineData, HybridSolver, make_trajectories, pretrained, serialization
 from attractor.report import runs
+from attractor.storage import limits
 from attractor.train.tensors import read_json
 from benchmarks.damage import sealed
 

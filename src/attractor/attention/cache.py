@@ -26,7 +26,7 @@ from attractor.attention.pdes.evolution import Evolution
 from attractor.attention.pdes.pde import check_heads, with_coefficients
 from attractor.attention.precision import accumulate_dtype, for_scores
 from attractor.attention.validation import check_masks, check_tensors, for_every_text
-from attractor.core.checks import (
+from attractor.common.checks import (
     as_int,
     check_beside,
     check_number,

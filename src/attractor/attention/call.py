@@ -27,7 +27,7 @@ from attractor.attention.validation import (
     check_tensors,
     for_every_text,
 )
-from attractor.core.checks import as_int, check_choice, check_number, is_number
+from attractor.common.checks import as_int, check_choice, check_number, is_number
 
 _warned: set[str] = set()
 

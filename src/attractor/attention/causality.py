@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attractor.core.checks import check_number, check_tensor, check_values
-from attractor.core.modes import evaluation_mode
+from attractor.common.checks import check_number, check_tensor, check_values
+from attractor.common.modes import evaluation_mode
 
 ALL_POSITIONS = 64  # Inputs with up to this many tokens are tested at every position.
 SAMPLED_POSITIONS = 16  # Longer inputs are tested at this many positions.

@@ -19,7 +19,7 @@ from attractor.attention.call import Call, autocast_as_sdpa
 from attractor.attention.engines.dense import dense, space
 from attractor.attention.pdes import PDE, LearnedPDE, Neighbourhood
 from attractor.attention.pdes.pde import as_equation
-from attractor.core.checks import check_beside, check_number, check_tensor, check_whole
+from attractor.common.checks import check_beside, check_number, check_tensor, check_whole
 
 LIMIT = 2**27  # Entries of all maps of a trace: half a gigabyte in float32.
 

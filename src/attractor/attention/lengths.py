@@ -8,7 +8,7 @@ condition on its inputs, which an exported program cannot have. Questions that o
 import torch
 from torch import Tensor
 
-from attractor.core.versions import exporting
+from attractor.common.versions import exporting
 
 
 def surely(condition: bool) -> bool:

@@ -27,7 +27,7 @@ from attractor.attention.engines.boundary import bands_of
 from attractor.attention.engines.selection import choose, choose_square_causal
 from attractor.attention.lengths import free, surely
 from attractor.attention.masks import Scope
-from attractor.core.versions import exporting
+from attractor.common.versions import exporting
 
 SMALL = 1 << 20  # entries of a map, over all heads, up to which tiles cost more than they save
 METHODS = ("fused", "stepped", "tiled", "dense")

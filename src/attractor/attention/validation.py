@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.core.checks import check_beside, check_tensor
+from attractor.common.checks import check_beside, check_tensor
 
 WALLS = ("mask", "sequence", "periodic")
 METHODS = ("auto", "dense", "stepped", "tiled", "fused")

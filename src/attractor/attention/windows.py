@@ -28,7 +28,7 @@ from attractor.attention.pdes import PDE, Diffusion
 from attractor.attention.pdes.evolution import Evolution
 from attractor.attention.plan import refuse_transforms
 from attractor.attention.precision import accumulate_dtype, first_derivatives_only
-from attractor.core.checks import as_int, is_whole
+from attractor.common.checks import as_int, is_whole
 
 ROWS = 8192  # separate rows per call of an engine, which limits its temporary memory
 

@@ -25,7 +25,7 @@ from attractor.attention.engines import softmax
 from attractor.attention.masks import Scope
 from attractor.attention.precision import accumulate_dtype, first_derivatives_only
 from attractor.bench import timing
-from attractor.core.limits import check_memory
+from attractor.storage.limits import check_memory
 
 KINDS = ("stepped", "causal", "reaction", "split", "window", "documents")
 TOKENS = {"cuda": (1_024, 4_096, 16_384, 65_536), "cpu": (512, 2_048)}

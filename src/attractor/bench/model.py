@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.core.limits import read_json
+from attractor.storage.limits import read_json
 
 KINDS = (
     "train", "checkpointed", "padded", "packed", "compiled", "dropout", "generate", "left_padded",

@@ -10,7 +10,7 @@ import torch
 import typer
 from torch import nn
 
-from attractor import networks
+from attractor.cli import network_names as networks
 from attractor.cli.terminal import (
     AsJson,
     Device,
@@ -28,9 +28,9 @@ from attractor.cli.terminal import (
     report_usage_errors,
     say,
 )
-from attractor.core.files import write_json
 from attractor.residual.probing import probe as probe_network
 from attractor.residual.profile import StiffnessProfile
+from attractor.storage.files import write_json
 
 WHAT = (
     "timm:NAME, torchvision:NAME, transformers:NAME, attractor:NAME, FILE.py:FUNCTION, MODULE:FUNCTION."

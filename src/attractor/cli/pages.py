@@ -44,8 +44,8 @@ def report(
     """
     need("matplotlib", "report")
     need("plotly", "report")
-    from attractor.core.files import check_target
     from attractor.report import runs as run_files
+    from attractor.storage.files import check_target
 
     with report_usage_errors():
         check_target(out)

@@ -125,10 +125,10 @@ def _experiment_names(names: list[str], every_name: list[str]) -> list[str]:
 def _one(
     name: str, scale: str, out: Path, merge_files: list[Path], options: dict[str, Any], quiet: bool
 ) -> dict[str, Any]:
-    from attractor.core.files import json_bytes
     from attractor.reproduce import find, from_file, merge, run
     from attractor.reproduce.page import rows
     from attractor.reproduce.results import path_of
+    from attractor.storage.files import json_bytes
 
     experiment = from_file(name) if name.endswith(".py") else find(name)
     name = experiment.name
@@ -195,9 +195,9 @@ def _seeds(text: str) -> list[int]:
 
 
 def _list(folder: Path, as_json: bool) -> None:
-    from attractor.core.files import json_bytes
     from attractor.reproduce import catalogue
     from attractor.reproduce.page import claims, largest, sizes_of, state, worded
+    from attractor.storage.files import json_bytes
 
     everything = catalogue().values()
     if as_json:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from attractor import equations
+from attractor.cli import equation_names as equations
 from attractor.cli.engines import Address, Engine, Part, Threads, Workers
 from attractor.cli.terminal import (
     AsJson,
@@ -34,9 +34,6 @@ from attractor.cli.terminal import (
     typed_command,
 )
 from attractor.core import Status
-from attractor.core.files import write_json, write_parts
-from attractor.core.limits import read_json
-from attractor.core.schema import check, number, plain, record
 from attractor.ode import HybridSolver, Paper, make_trajectories, pretrained
 from attractor.ode import fit as fit_solver
 from attractor.ode.compare import SCHEMES
@@ -46,6 +43,9 @@ from attractor.ode.comparison import Comparison
 from attractor.ode.processes import Crew
 from attractor.ode.samples import initial_states, sampled_parameters
 from attractor.ode.tuning import tune as tune_solver
+from attractor.storage.files import write_json, write_parts
+from attractor.storage.limits import read_json
+from attractor.storage.schema import check, number, plain, record
 
 EQUATION_HELP = "A built-in system, such as elastic-pendulum, or FILE.py:FUNCTION, or MODULE:FUNCTION."
 Equation = Annotated[str, typer.Argument(metavar="EQUATION", help=EQUATION_HELP)]

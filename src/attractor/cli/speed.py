@@ -22,7 +22,7 @@ from attractor.cli.terminal import (
     report_usage_errors,
     say,
 )
-from attractor.core.checks import nearest
+from attractor.common.checks import nearest
 
 TYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 
@@ -68,7 +68,7 @@ def bench(
     without a PDE.
     """
     from attractor.bench import run
-    from attractor.core.files import check_target, write_json
+    from attractor.storage.files import check_target, write_json
 
     check_device(device)
     if dtype not in TYPES:

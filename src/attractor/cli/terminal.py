@@ -23,7 +23,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from attractor import doctor as doctor_job
-from attractor.core.limits import check_folder
+from attractor.storage.limits import check_folder
 
 console = Console()
 errors = Console(stderr=True)
@@ -94,7 +94,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing els
 
 def print_json(content: Any) -> None:
     """Print one strict JSON document on stdout; numbers that are not finite become null."""
-    from attractor.core.files import json_bytes
+    from attractor.storage.files import json_bytes
 
     sys.stdout.write(json_bytes(content).decode())
 

@@ -10,14 +10,14 @@ rate into a slope ``S``, so that a plain step is ``u + dt * S``; a *correction* 
 >>> trajectory.u.shape, trajectory.ok.all().item(), trajectory.stats.rate_calls
 (torch.Size([11, 3, 1]), True, 40)
 
-This folder knows torch and nothing else of the library.
+This folder knows torch and `attractor.common`, and nothing else of the library.
 """
 
 from types import ModuleType
 
+from attractor.common.lazy import submodule
 from attractor.core import stiffness, tableaus
 from attractor.core.evolve import evolve
-from attractor.core.lazy import submodule
 from attractor.core.odeint import odeint, odeint_adjoint, odeint_event
 from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.scheme import Scheme

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint as recompute_later
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from attractor.common.checks import all_finite
 from attractor.core.callbacks import (
     NO_CALLBACKS,
     NO_STOPS,
@@ -25,7 +26,6 @@ from attractor.core.callbacks import (
     Solution,
     Stops,
 )
-from attractor.core.checks import all_finite
 from attractor.core.events import bracketed_root, differentiated_root
 from attractor.core.interpolant import coefficients, evaluate
 from attractor.core.rates import (

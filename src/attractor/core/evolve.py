@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attractor.core.checks import is_whole
+from attractor.common.checks import is_whole
 from attractor.core.control import controlled
 from attractor.core.dense import GridOutput
 from attractor.core.events import Event

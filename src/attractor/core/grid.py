@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute_later
 
-from attractor.core.checks import all_finite
+from attractor.common.checks import all_finite
 from attractor.core.compiling import NotCompiledError, compiled, operations
 from attractor.core.identity import Identity
 from attractor.core.march import LOOP, Loop, March, Survivors, everybody

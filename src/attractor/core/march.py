@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from attractor.core.checks import all_finite
+from attractor.common.checks import all_finite
 from attractor.core.compiling import compiled, components_first
 from attractor.core.rates import Rate
 from attractor.core.runs import Guard, Looped, guarded_step, run

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attractor.common.checks import check_values, is_number
 from attractor.core.adaptive import solve_adaptive
 from attractor.core.callbacks import Solution
-from attractor.core.checks import check_values, is_number
 from attractor.core.fixed import solve_fixed, solve_fixed_until
 from attractor.core.flat_states import State, Tolerance, flat_tolerance, flatten, map_parts, parts_of
 from attractor.core.grid import on_grid

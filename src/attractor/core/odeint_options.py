@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attractor.common.checks import MOST_STEPS, is_number
 from attractor.core.callbacks import Callbacks, Stops
-from attractor.core.checks import MOST_STEPS, is_number
 from attractor.core.fixed import StepRule, explicit_rule
 from attractor.core.flat_states import parts_of
 from attractor.core.implicit import TABLEAUS, implicit_rule

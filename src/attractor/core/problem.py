@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attractor.core.checks import check_values
+from attractor.common.checks import check_values
 from attractor.core.rates import broadcasts
 from attractor.core.transforms import is_vmapped
 

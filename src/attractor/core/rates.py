@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from attractor.core.checks import check_tensor, is_number
+from attractor.common.checks import check_tensor, is_number
 
 Rate: TypeAlias = Callable[[Any, Tensor], Tensor]
 

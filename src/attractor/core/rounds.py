@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attractor.core.checks import is_number
+from attractor.common.checks import is_number
 from attractor.core.rates import Rate, call_rate, masked, weighted_sum
 from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.scheme import Scheme

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from attractor.core.checks import check_values
+from attractor.common.checks import check_values
 from attractor.core.rates import Rate, call_rate, check_state, moved
 from attractor.core.step import Step, with_parameters
 from attractor.core.tableau_checks import Coefficient, as_fractions, check_stages, checked_order

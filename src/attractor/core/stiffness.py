@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from attractor.core.checks import check_beside, check_tensor, check_time, check_values, is_number
+from attractor.common.checks import check_beside, check_tensor, check_time, check_values, is_number
 from attractor.core.rates import Rate, call_rate
 from attractor.core.trajectory import Trajectory
 

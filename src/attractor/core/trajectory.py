@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attractor.common.views import html_table, pandas, pictures
 from attractor.core.dense import SteppedOutput
-from attractor.core.views import html_table, pandas, pictures
 
 
 class Status(IntEnum):

@@ -15,7 +15,7 @@ needs neither:
 
 from types import ModuleType
 
-from attractor.core.lazy import submodule
+from attractor.common.lazy import submodule
 from attractor.data import images, text
 
 __all__ = ["images", "text"]

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attractor.core.checks import check_beside, check_tensor, check_whole, is_whole, nearest
+from attractor.common.checks import check_beside, check_tensor, check_whole, is_whole, nearest
 from attractor.data.folders import Folder, folder_of
 from attractor.data.imagefolder import ImageFolder, subfolders
 

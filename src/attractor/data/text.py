@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attractor.core.checks import as_int, check_tensor, check_whole, nearest
-from attractor.core.files import write_bytes
-from attractor.core.fingerprint import fingerprint
+from attractor.common.checks import as_int, check_tensor, check_whole, nearest
 from attractor.data.folders import Folder, folder_of
+from attractor.storage.files import write_bytes
+from attractor.storage.fingerprint import fingerprint
 
 SPLITS = ("train", "valid", "test")
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 import attractor
-from attractor.core.files import write_json
 from attractor.demo import attention, networks, solvers, text
+from attractor.storage.files import write_json
 
 # Name -> module, and its share of the time. A module's `run` returns a dictionary, in which "drawn"
 # holds data for pictures; `show` adds it to a page; `summary` returns lines for the terminal.

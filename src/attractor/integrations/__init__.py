@@ -11,7 +11,7 @@ array([0.283662, 0.958924])
 
 from types import ModuleType
 
-from attractor.core.lazy import submodule
+from attractor.common.lazy import submodule
 
 _ADAPTERS = ("hub", "onnx", "onnx_networks", "scipy", "timm", "transformers")
 

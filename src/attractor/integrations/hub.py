@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 from attractor import attention, residual
 from attractor.attention import pdes
-from attractor.core import schema
-from attractor.core.checks import check_choice
-from attractor.core.files import check_source
-from attractor.core.limits import read_json
+from attractor.common.checks import check_choice
+from attractor.storage import schema
+from attractor.storage.files import check_source
+from attractor.storage.limits import read_json
 from attractor.train import checkpoint, generators
 from attractor.train.tensors import CheckpointError, read_tensors, write_tensors
 
@@ -50,7 +50,7 @@ ELSEWHERE = ("weights", "device", "dtype")  # options that are no part of a conf
 
 
 def _options(value: Any, path: str) -> None:
-    """Match the options of a network; see `attractor.core.schema`."""
+    """Match the options of a network; see `attractor.storage.schema`."""
     schema.mapping(schema.plain)(value, path)
     for name in set(ELSEWHERE) & set(value):
         allowed = f"{', '.join(ELSEWHERE)} are no options of a saved network"

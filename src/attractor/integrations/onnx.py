@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from attractor.core.checks import as_int
-from attractor.core.files import write_bytes
+from attractor.common.checks import as_int
 from attractor.core.step import with_parameters
 from attractor.ode import HybridSolver
+from attractor.storage.files import write_bytes
 
 LONGEST = 32  # steps in a model: each is a copy of the graph, and takes the exporter seconds
 ROUNDING = 300  # what a step may differ by, in units of rounding; fewer than ten are usual

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from attractor.core.files import write_bytes
 from attractor.integrations.onnx import Exported, _from_onnx, _quiet
+from attractor.storage.files import write_bytes
 
 ROUNDING = 1000  # what outputs may differ by, in units of rounding of the largest
 

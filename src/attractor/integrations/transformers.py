@@ -41,7 +41,7 @@ from attractor.attention import kernels, masks, pde_attention
 from attractor.attention.pde_attention import attention_and_map
 from attractor.attention.pdes import BY_NAME, PDE, get_pde
 from attractor.attention.precision import accumulate_dtype, for_scores
-from attractor.core.checks import check_choice
+from attractor.common.checks import check_choice
 from attractor.integrations.transformers_loading import default_setting, install
 from attractor.integrations.transformers_masks import (
     BypassError,

@@ -16,7 +16,7 @@ from attractor.attention import kernels, pde_attention
 from attractor.attention.pdes import BY_NAME, PDE, LearnedPDE, get_pde
 from attractor.attention.pdes.evolution import Evolution
 from attractor.attention.validation import WALLS
-from attractor.core import schema
+from attractor.storage import schema
 from attractor.train.tensors import CheckpointError, described
 
 SETTING = "pde_attention"  # the entry of a model's config that says what add_pde added

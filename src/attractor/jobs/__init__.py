@@ -31,12 +31,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from attractor.core.files import json_bytes, read_bytes, write_bytes, write_new
-from attractor.core.fingerprint import fingerprint
-from attractor.core.limits import read_json
 from attractor.jobs.job import Artifact, Job, Shard, here, label
 from attractor.jobs.ledger import WorkerDiedError
 from attractor.jobs.naming import named
+from attractor.storage.files import json_bytes, read_bytes, write_bytes, write_new
+from attractor.storage.fingerprint import fingerprint
+from attractor.storage.limits import read_json
 
 ENGINES = ("here", "processes", "ray")
 __all__ = [

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from attractor import __version__
-from attractor.core.files import json_bytes
 from attractor.jobs.naming import named
+from attractor.storage.files import json_bytes
 
 Shard = int | str | tuple[Any, ...]
 # Variables by which torchrun and accelerate launch pass a process its rank.

@@ -9,7 +9,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from attractor.core.files import check_source
+from attractor.storage.files import check_source
 
 
 @cache

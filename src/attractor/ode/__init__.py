@@ -20,7 +20,7 @@ True
 
 from types import ModuleType
 
-from attractor.core.lazy import submodule
+from attractor.common.lazy import submodule
 from attractor.ode import corrections, pretrained, systems
 from attractor.ode.fine_data import FineData
 from attractor.ode.fitting import fit

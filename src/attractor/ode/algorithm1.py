@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from attractor.core.tensor_specs import TensorSpec, check_tensors, specs_of
 from attractor.ode.pairs import Pairs
 from attractor.ode.processes import Crew
 from attractor.ode.unfinished import Unfinished
+from attractor.storage.tensor_specs import TensorSpec, check_tensors, specs_of
 from attractor.train.capture import Captured
 from attractor.train.checkpoint import CheckpointError
 from attractor.train.tensors import described

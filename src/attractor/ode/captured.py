@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.core.checks import as_int, check_tensor
+from attractor.common.checks import as_int, check_tensor
 from attractor.core.compiling import compiled, components_first, count_operations
 from attractor.core.grid import COMPILED_OPERATIONS
 from attractor.core.rates import Rate

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attractor.common.checks import check_seed, check_tensor
 from attractor.core import get_scheme
-from attractor.core.checks import check_seed, check_tensor
 from attractor.ode.comparison import Comparison, Point, methods_of, reach
 from attractor.ode.race import Race
 from attractor.ode.samples import Sampler, initial_states, sampled_parameters

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from attractor import jobs
 from attractor.core import get_scheme
-from attractor.core.files import json_bytes, write_bytes
-from attractor.core.fingerprint import fingerprint
 from attractor.jobs.naming import name_of, named
 from attractor.ode.compare import compare
 from attractor.ode.comparison import Comparison
 from attractor.ode.samples import Sampler
 from attractor.ode.solver import HybridSolver
+from attractor.storage.files import json_bytes, write_bytes
+from attractor.storage.fingerprint import fingerprint
 from attractor.train import checkpoint
 
 

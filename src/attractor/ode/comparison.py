@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from attractor.core.files import write_json
-from attractor.core.schema import (
+from attractor.common.views import html_table, pandas, pictures
+from attractor.storage.files import write_json
+from attractor.storage.schema import (
     any_of,
     check,
     flag,
@@ -19,7 +20,6 @@ from attractor.core.schema import (
     record,
     text,
 )
-from attractor.core.views import html_table, pandas, pictures
 
 AMOUNT, UNKNOWN = number(0), any_of(number(0), null)  # null is what is infinite, or not known
 POINT = record(

@@ -8,13 +8,13 @@ from typing import Any, Self
 
 import torch
 
-from attractor.core.files import open_plain
 from attractor.core.rates import Rate, call_rate
-from attractor.core.schema import any_of, check, listing, null, number, record, text, text_number
 from attractor.core.step import with_parameters
-from attractor.core.tensor_specs import TensorSpec, check_tensors
 from attractor.ode.serialization import RATE
 from attractor.ode.trajectories import Plan, Run, with_noise
+from attractor.storage.files import open_plain
+from attractor.storage.schema import any_of, check, listing, null, number, record, text, text_number
+from attractor.storage.tensor_specs import TensorSpec, check_tensors
 from attractor.train.checkpoint import CheckpointError
 from attractor.train.tensors import parse, read_annotated, read_json
 

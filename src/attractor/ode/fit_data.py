@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attractor.core.checks import check_whole
+from attractor.common.checks import check_whole
 from attractor.core.rates import Rate
 from attractor.ode.fine_data import FineData
 from attractor.ode.pairs import Pairs

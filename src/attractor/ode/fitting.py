@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from attractor.common.checks import check_number, is_whole
+from attractor.common.deprecation import moved_into
 from attractor.core import Splitting, get_scheme
-from attractor.core.checks import check_number, is_whole
-from attractor.core.deprecation import moved_into
 from attractor.core.identity import Identity
-from attractor.core.limits import check_folder, check_memory
 from attractor.core.rates import Rate
 from attractor.core.tableaus import AnyScheme
 from attractor.ode.algorithm1 import train_on_pairs
@@ -34,6 +33,7 @@ from attractor.ode.solver import HybridSolver
 from attractor.ode.trajectories import Run
 from attractor.ode.trust import TrustRegion
 from attractor.ode.unfinished import Unfinished
+from attractor.storage.limits import check_folder, check_memory
 from attractor.train import generators
 
 MARGIN = 1.5  # of the trust region: new trajectories of the sampler leave it in less than 1 % of cases

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from attractor.core import limits
-from attractor.core.files import write_json
-from attractor.core.schema import check
 from attractor.ode.fine_data import MANIFEST, SCHEMA, is_close, short, slopes_at
 from attractor.ode.samples import initial_states, sampled_parameters
 from attractor.ode.trajectories import Plan
+from attractor.storage import limits
+from attractor.storage.files import write_json
+from attractor.storage.schema import check
 from attractor.train.checkpoint import CheckpointError
 
 WITNESS = 1000  # largest size of a state that is written into a manifest

@@ -12,7 +12,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
-from attractor.core.checks import check_number, check_whole
+from attractor.common.checks import check_number, check_whole
 
 
 @dataclass(frozen=True)

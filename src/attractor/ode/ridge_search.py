@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from attractor.core.schema import Schema, flag, number, pair, record, text, text_number
 from attractor.ode.closed_form import ClosedForm
 from attractor.ode.corrections import BY_NAME, get_correction
 from attractor.ode.pairs import Pairs
 from attractor.ode.rollouts import Rollouts
 from attractor.ode.serialization import history_from_json
 from attractor.ode.unfinished import Unfinished
+from attractor.storage.schema import Schema, flag, number, pair, record, text, text_number
 from attractor.train import checkpoint, generators
 from attractor.train.tensors import JSON, described
 

@@ -6,8 +6,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from attractor.core.checks import is_whole
-from attractor.core.limits import STEP_BYTES, check_memory
+from attractor.common.checks import is_whole
+from attractor.storage.limits import STEP_BYTES, check_memory
 
 Sampler: TypeAlias = Callable[..., Tensor]
 

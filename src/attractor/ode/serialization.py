@@ -16,9 +16,14 @@ from torch import Tensor
 
 from attractor.core import Scheme, Splitting
 from attractor.core.identity import Identity
-from attractor.core.limits import parse_json
 from attractor.core.rosenbrock import Rosenbrock
-from attractor.core.schema import (
+from attractor.core.step import with_parameters
+from attractor.core.tableau_checks import LONGEST, MOST_STAGES
+from attractor.core.tableaus import IDENTITY, AnyScheme
+from attractor.ode import systems
+from attractor.ode.trust import TrustRegion
+from attractor.storage.limits import parse_json
+from attractor.storage.schema import (
     Schema,
     any_of,
     check,
@@ -31,12 +36,7 @@ from attractor.core.schema import (
     text,
     variants,
 )
-from attractor.core.step import with_parameters
-from attractor.core.tableau_checks import LONGEST, MOST_STAGES
-from attractor.core.tableaus import IDENTITY, AnyScheme
-from attractor.core.tensor_specs import TensorSpec, check_tensors
-from attractor.ode import systems
-from attractor.ode.trust import TrustRegion
+from attractor.storage.tensor_specs import TensorSpec, check_tensors
 from attractor.train import checkpoint, generators
 from attractor.train.checkpoint import CheckpointError
 from attractor.train.tensors import described

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from attractor import jobs
-from attractor.core.files import check_target, json_bytes, lock_folder, write_bytes
 from attractor.core.rates import Rate
 from attractor.jobs.naming import name_of, named
 from attractor.ode import systems
@@ -33,6 +32,7 @@ from attractor.ode.samples import Sampler, initial_states, sampled_parameters
 from attractor.ode.serialization import rate_to_json
 from attractor.ode.substeps import enough_substeps, substeps_for, whole_steps
 from attractor.ode.trajectories import REFERENCE, Plan, exact_solution, make_run
+from attractor.storage.files import check_target, json_bytes, lock_folder, write_bytes
 
 # Code and arithmetic that this process has: sources may be edited while it works.
 AGREED: set[tuple[str, str]] = set()

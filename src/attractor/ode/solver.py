@@ -9,22 +9,22 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from attractor.common.checks import MOST_STEPS, as_number, check_values, is_whole
+from attractor.common.views import html_table
 from attractor.core import Trajectory, get_scheme
-from attractor.core.checks import MOST_STEPS, as_number, check_values, is_whole
 from attractor.core.grid import on_grid
-from attractor.core.limits import STEP_BYTES, check_memory
 from attractor.core.problem import check_initial, check_parameters
 from attractor.core.rates import Rate, check_state
 from attractor.core.runs import Guard, correction_term, guarded_step
 from attractor.core.step import correction_of_step
 from attractor.core.tableaus import AnyScheme
 from attractor.core.transforms import is_transformed, without_vmap
-from attractor.core.views import html_table
 from attractor.ode.captured import CapturedStep
 from attractor.ode.serialization import is_system
 from attractor.ode.solver_checkpoint import KIND, from_checkpoint, to_checkpoint
 from attractor.ode.solver_hub import located, push
 from attractor.ode.trust import TrustRegion
+from attractor.storage.limits import STEP_BYTES, check_memory
 from attractor.train import checkpoint
 
 

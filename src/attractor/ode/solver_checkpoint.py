@@ -6,10 +6,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from attractor.core import schema
 from attractor.core.rates import Rate
 from attractor.core.rosenbrock import Rosenbrock
-from attractor.core.schema import (
+from attractor.core.tableaus import AnyScheme
+from attractor.ode import corrections, serialization
+from attractor.ode.corrections.network import ACTIVATIONS
+from attractor.ode.corrections.sequence import BODIES
+from attractor.ode.serialization import is_system
+from attractor.ode.trust import TrustRegion
+from attractor.storage import schema
+from attractor.storage.schema import (
     ADVICE,
     any_of,
     flag,
@@ -20,12 +26,6 @@ from attractor.core.schema import (
     text_number,
     variants,
 )
-from attractor.core.tableaus import AnyScheme
-from attractor.ode import corrections, serialization
-from attractor.ode.corrections.network import ACTIVATIONS
-from attractor.ode.corrections.sequence import BODIES
-from attractor.ode.serialization import is_system
-from attractor.ode.trust import TrustRegion
 from attractor.train import checkpoint
 from attractor.train.checkpoint import CheckpointError
 from attractor.train.tensors import JSON, described

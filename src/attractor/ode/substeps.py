@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attractor.common.checks import MOST_STEPS, is_number
 from attractor.core import evolve
-from attractor.core.checks import MOST_STEPS, is_number
 from attractor.core.rates import Rate
 from attractor.ode.trajectories import (
     GOLDEN,

@@ -25,7 +25,7 @@ import torch
 from numpy.polynomial import Polynomial
 from torch import Tensor, nn
 
-from attractor.core.checks import check_choice, check_tensor, check_time, check_values, is_number
+from attractor.common.checks import check_choice, check_tensor, check_time, check_values, is_number
 from attractor.core.rates import Rate, broadcasts, call_rate
 from attractor.core.step import Step, correction_of_step
 from attractor.ode.corrections import CSM, AttNS, AttNSM, FSNet, Linear, NeurVec

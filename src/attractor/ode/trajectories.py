@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attractor.common.checks import check_seed, check_whole
 from attractor.core import evolve, get_scheme
-from attractor.core.checks import check_seed, check_whole
 from attractor.core.clocks import fitted_to_time
 from attractor.core.compiling import components_first
 from attractor.core.rates import Rate

@@ -7,8 +7,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from attractor.common.checks import check_input, check_number, check_tensor, check_values, check_whole
 from attractor.core import get_scheme
-from attractor.core.checks import check_input, check_number, check_tensor, check_values, check_whole
 from attractor.core.clocks import OneTimeError
 from attractor.core.control import controlled
 from attractor.core.rates import Rate

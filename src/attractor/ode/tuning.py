@@ -10,8 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from attractor.core import Trajectory, checks, get_scheme
-from attractor.core.checks import (
+from attractor.common import checks
+from attractor.common.checks import (
     as_number,
     check_number,
     check_seed,
@@ -19,8 +19,17 @@ from attractor.core.checks import (
     check_values,
     check_whole,
 )
+from attractor.common.views import html_table
+from attractor.core import Trajectory, get_scheme
 from attractor.core.rates import Rate
-from attractor.core.schema import (
+from attractor.ode import serialization
+from attractor.ode.candidates import Candidate, in_dtype, solved_by
+from attractor.ode.fitting import fit
+from attractor.ode.hybrid_search import HybridSearch
+from attractor.ode.samples import Sampler
+from attractor.ode.solver import HybridSolver
+from attractor.ode.solver_checkpoint import SOLVER
+from attractor.storage.schema import (
     ADVICE,
     any_of,
     check,
@@ -32,15 +41,7 @@ from attractor.core.schema import (
     text,
     text_number,
 )
-from attractor.core.tensor_specs import check_tensors
-from attractor.core.views import html_table
-from attractor.ode import serialization
-from attractor.ode.candidates import Candidate, in_dtype, solved_by
-from attractor.ode.fitting import fit
-from attractor.ode.hybrid_search import HybridSearch
-from attractor.ode.samples import Sampler
-from attractor.ode.solver import HybridSolver
-from attractor.ode.solver_checkpoint import SOLVER
+from attractor.storage.tensor_specs import check_tensors
 from attractor.train import checkpoint
 from attractor.train.checkpoint import CheckpointError
 from attractor.train.tensors import described

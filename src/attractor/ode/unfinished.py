@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from attractor.core.files import lock_folder
-from attractor.core.schema import Schema, check, mapping, number, plain, record
 from attractor.ode.processes import Crew
+from attractor.storage.files import lock_folder
+from attractor.storage.schema import Schema, check, mapping, number, plain, record
 from attractor.train.checkpoint import CheckpointError
 from attractor.train.runs import Kept
 

@@ -10,7 +10,7 @@ True
 
 from types import ModuleType
 
-from attractor.core.lazy import submodule
+from attractor.common.lazy import submodule
 from attractor.report.page import Page
 
 __all__ = ["Page"]

@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from attractor.core.files import write_bytes
+from attractor.storage.files import write_bytes
 
 # If these modules are loaded, the caller has chosen a backend.
 if not {"IPython", "matplotlib.pyplot"} & sys.modules.keys():

@@ -7,7 +7,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Self
 
-from attractor.core.files import write_text
+from attractor.storage.files import write_text
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #ffffff; --line: #d8dde3; --dim: #59636e; }

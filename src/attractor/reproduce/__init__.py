@@ -23,7 +23,7 @@ On the command line: ``attractor reproduce --list``, ``attractor reproduce stepn
 
 from types import ModuleType
 
-from attractor.core.lazy import submodule
+from attractor.common.lazy import submodule
 from attractor.reproduce.experiment import Experiment, Scale
 from attractor.reproduce.results import Results, load, merge
 from attractor.reproduce.runner import run

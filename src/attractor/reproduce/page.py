@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from attractor.core.files import check_target, write_text
 from attractor.reproduce.experiment import SCALES, Experiment
 from attractor.reproduce.results import Results, load
 from attractor.reproduce.shelf import catalogue, papers, uncovered
 from attractor.reproduce.verdict import DIRECTIONS, EXACT, Verdict, combine, number
+from attractor.storage.files import check_target, write_text
 
 HEAD = """# Results
 

@@ -16,9 +16,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from attractor.core import schema
-from attractor.core.files import lock_folder, write_json
-from attractor.core.limits import read_json
+from attractor.storage import schema
+from attractor.storage.files import lock_folder, write_json
+from attractor.storage.limits import read_json
 
 FORMAT = 1
 Run = dict[str, Any]

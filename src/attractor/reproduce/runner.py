@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from attractor import jobs
-from attractor.core.files import FolderLockedError, json_bytes, lock_folder
-from attractor.core.versions import versions
+from attractor.common.versions import versions
 from attractor.reproduce import results as result_files
 from attractor.reproduce.experiment import Experiment
 from attractor.reproduce.results import Results, Run, digest
 from attractor.reproduce.tasks import Context, data_of, task_of
+from attractor.storage.files import FolderLockedError, json_bytes, lock_folder
 from attractor.train import generators
 from attractor.train.tensors import CheckpointError
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from attractor.core.files import write_json
-from attractor.core.views import html_table, pandas, pictures
+from attractor.common.views import html_table, pandas, pictures
 from attractor.residual import ranks
 from attractor.residual.profile import STEPS, StiffnessProfile, as_text
+from attractor.storage.files import write_json
 
 
 @dataclass(frozen=True)

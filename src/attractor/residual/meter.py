@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attractor.core.checks import nearest
+from attractor.common.checks import nearest
 from attractor.core.stiffness import Mean
 from attractor.residual.axes import reorder, sample_axis
 from attractor.residual.batch import Batch, Call, call_model, tensors_of

@@ -8,13 +8,13 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from attractor.common.checks import check_beside, check_tensor, check_values
+from attractor.common.views import html_table, pandas, pictures
 from attractor.core import stiffness
-from attractor.core.checks import check_beside, check_tensor, check_values
-from attractor.core.schema import check, listing, record, text
 from attractor.core.stiffness import Mean
-from attractor.core.tensor_specs import ANY, FINITE, TensorSpec, check_tensors
-from attractor.core.views import html_table, pandas, pictures
 from attractor.residual import ranks
+from attractor.storage.schema import check, listing, record, text
+from attractor.storage.tensor_specs import ANY, FINITE, TensorSpec, check_tensors
 from attractor.train import checkpoint
 from attractor.train.checkpoint import CheckpointError
 from attractor.train.tensors import described

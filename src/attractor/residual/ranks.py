@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.core.checks import check_tensor, check_values
+from attractor.common.checks import check_tensor, check_values
 
 EXHAUSTIVE = 7  # largest n for which all permutations are tried: 5,040
 SHUFFLES = 5_000

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attractor.core.checks import check_input, check_whole
+from attractor.common.checks import check_input, check_whole
 from attractor.residual.insert import Where, insert_gates
 from attractor.residual.weights import load_weights, read_weights
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from attractor.core.checks import as_int, check_whole
+from attractor.common.checks import as_int, check_whole
 from attractor.residual.attach import share
 from attractor.residual.gates import make_gate
 from attractor.residual.resnet import check_images

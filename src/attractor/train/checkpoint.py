@@ -27,8 +27,8 @@ from uuid import uuid4
 
 from torch import Tensor, nn
 
-from attractor.core import schema
-from attractor.core.files import (
+from attractor.storage import schema
+from attractor.storage.files import (
     LOCK,
     LOCK_SECONDS,
     check_target,
@@ -38,8 +38,8 @@ from attractor.core.files import (
     sync_folder,
     write_bytes,
 )
-from attractor.core.schema import ADVICE, Schema
-from attractor.core.tensor_specs import ANY, check_tensors, specs_of
+from attractor.storage.schema import ADVICE, Schema
+from attractor.storage.tensor_specs import ANY, check_tensors, specs_of
 from attractor.train.tensors import (
     CheckpointError,
     json_limit,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, TensorDataset
 
-from attractor.core.fingerprint import (
+from attractor.storage.fingerprint import (
     Fingerprints,
     differences,
     fingerprint,
@@ -23,7 +23,7 @@ from attractor.core.fingerprint import (
     settings_of,
     short,
 )
-from attractor.core.schema import listing, mapping, mismatch, number, record, text
+from attractor.storage.schema import listing, mapping, mismatch, number, record, text
 from attractor.train import recipe as recipes
 from attractor.train.recipe import Recipe
 
@@ -49,7 +49,7 @@ class Definition:
         weights: name of every parameter and buffer -> dtype, shape and fingerprint, before training.
         frozen: names of the parameters that are not trained.
         tied: groups of names that refer to one tensor.
-        loss, train_data, valid_data: their outlines (`attractor.core.fingerprint`).
+        loss, train_data, valid_data: their outlines (`attractor.storage.fingerprint`).
         steps: steps per epoch.
     """
 

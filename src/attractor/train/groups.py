@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from attractor.core.checks import check_number
+from attractor.common.checks import check_number
 
 
 def undecayed(model: nn.Module) -> list[nn.Parameter]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from attractor.core.files import json_bytes
-from attractor.core.fingerprint import fingerprint
+from attractor.storage.files import json_bytes
+from attractor.storage.fingerprint import fingerprint
 from attractor.train.definition import Definition
 
 JOIN_SECONDS = 120.0  # how long a process waits for the others to call train

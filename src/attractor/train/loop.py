@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attractor.core.files import lock_folder, write_json
+from attractor.storage.files import lock_folder, write_json
 from attractor.train import generators
 from attractor.train.blame import blame, finite
 from attractor.train.bookkeeping import StepSums, Sums, Tell, Timer
@@ -111,7 +111,7 @@ def train(
             `attractor.train.join.JOIN_SECONDS`, 120.
         OSError: the log or a checkpoint cannot be written, because the disk is full, say.
         FolderLockedError: another process is training in `out`, and has not ended within
-            `attractor.core.files.LOCK_SECONDS`, 30.
+            `attractor.storage.files.LOCK_SECONDS`, 30.
         KeyboardInterrupt, TerminatedError: after Ctrl-C, after SIGTERM (a `SystemExit`).
     """
     place = Place.find(device, recipe.precision, distributed)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attractor.core.schema import any_of, flag, listing, null, number, record, text
+from attractor.storage.schema import any_of, flag, listing, null, number, record, text
 from attractor.train.groups import undecayed
 
 CHOICES = {

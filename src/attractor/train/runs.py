@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attractor.core import schema
-from attractor.core.files import json_bytes, sweep, write_new, write_text
-from attractor.core.limits import read_json, read_json_lines
-from attractor.core.tensor_specs import ANY, FLOATS, TensorSpec, check_tensors
-from attractor.core.versions import versions
+from attractor.common.versions import versions
+from attractor.storage import schema
+from attractor.storage.files import json_bytes, sweep, write_new, write_text
+from attractor.storage.limits import read_json, read_json_lines
+from attractor.storage.tensor_specs import ANY, FLOATS, TensorSpec, check_tensors
 from attractor.train import checkpoint
 from attractor.train import recipe as recipes
 from attractor.train.checkpoint import CheckpointError

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.core import schema
-from attractor.core.files import FileTypeError, open_plain, write_parts
-from attractor.core.limits import parse_json
-from attractor.core.schema import ADVICE
+from attractor.storage import schema
+from attractor.storage.files import FileTypeError, open_plain, write_parts
+from attractor.storage.limits import parse_json
+from attractor.storage.schema import ADVICE
 
 # Bytes. Parsed JSON may take twenty-five times as much memory; this limit keeps it below 64 MB.
 JSON = 2_000_000
@@ -200,7 +200,7 @@ def parse(raw: bytes, path: Path | str) -> Any:
 
 
 def open_file(path: Path | str, *, link: bool) -> FileIO:
-    """Open a file with `attractor.core.files.open_plain`, and raise its errors as `CheckpointError`."""
+    """Open a file by `attractor.storage.files.open_plain`; its errors become `CheckpointError`."""
     try:
         return open_plain(path, link=link)
     except FileNotFoundError:

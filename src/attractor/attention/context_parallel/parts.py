@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.core.checks import check_beside, check_tensor, check_whole, is_whole
+from attractor.common.checks import check_beside, check_tensor, check_whole, is_whole
 
 Run = tuple[int, int]  # consecutive tokens: the position of the first, and one past the last
 Runs = tuple[Run, ...]  # of one process, in ascending order

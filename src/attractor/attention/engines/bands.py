@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from attractor.attention.lengths import first_of, surely, whole_blocks
 from attractor.attention.masks import entries
 from attractor.attention.precision import first_derivatives_only
-from attractor.core.versions import exporting
+from attractor.common.versions import exporting
 
 BLOCK = 32
 

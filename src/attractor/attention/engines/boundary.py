@@ -20,7 +20,7 @@ from attractor.attention.masks import Scope, along
 from attractor.attention.pdes import Line
 from attractor.attention.pdes.evolution import Evolution
 from attractor.attention.precision import first_derivatives_only
-from attractor.core.versions import exporting
+from attractor.common.versions import exporting
 
 
 class Band(NamedTuple):

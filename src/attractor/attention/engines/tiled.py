@@ -27,7 +27,7 @@ from attractor.attention.masks import Scope, open_faces
 from attractor.attention.pdes import PDE, Line, take_steps
 from attractor.attention.pdes.evolution import Evolution
 from attractor.attention.precision import accumulate_dtype, first_derivatives_only
-from attractor.core.versions import exporting
+from attractor.common.versions import exporting
 
 COLUMNS = 256  # of a tile, without its halo
 ENTRIES = 1 << 18  # of a tile over all heads, about what stays in a CPU's cache

@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attractor.attention.engines.values import step_values
 from attractor.attention.pdes import ReactionDiffusion
 from attractor.attention.pdes.evolution import Evolution
-from attractor.core.versions import exporting
+from attractor.common.versions import exporting
 
 if TYPE_CHECKING:
     from attractor.attention.engines.backends import Operator

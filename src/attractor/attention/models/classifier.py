@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from attractor.attention.models.stack import Embedding, Stack, initialise
 from attractor.attention.tracing import is_symbolic
-from attractor.core.checks import check_tensor, check_whole
+from attractor.common.checks import check_tensor, check_whole
 
 
 class Classifier(nn.Module):

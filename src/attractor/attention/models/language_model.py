@@ -10,8 +10,8 @@ from torch.nn.functional import linear
 from attractor.attention.cache import PDECache
 from attractor.attention.models.stack import Embedding, Stack, initialise
 from attractor.attention.tracing import is_symbolic
-from attractor.core.checks import check_beside, check_input, check_number, check_tensor, check_whole
-from attractor.core.modes import evaluation_mode
+from attractor.common.checks import check_beside, check_input, check_number, check_tensor, check_whole
+from attractor.common.modes import evaluation_mode
 
 
 class LanguageModel(nn.Module):

@@ -14,7 +14,7 @@ from attractor.attention.pdes import AXES, PDE, Diffusion, LearnedPDE
 from attractor.attention.pdes.pde import as_equation, dimensions
 from attractor.attention.tracing import as_node, is_symbolic
 from attractor.attention.validation import METHODS, WALLS
-from attractor.core.checks import (
+from attractor.common.checks import (
     as_int,
     check_choice,
     check_input,

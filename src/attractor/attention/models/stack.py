@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from attractor.attention.cache import PDECache, unchanged_on_error
 from attractor.attention.models.layer import PDEAttention
 from attractor.attention.tracing import as_node, is_symbolic
-from attractor.core.checks import (
+from attractor.common.checks import (
     check_beside,
     check_home,
     check_input,

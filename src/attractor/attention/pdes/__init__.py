@@ -53,7 +53,7 @@ from attractor.attention.pdes.pde import AXES, PDE, evolve, take_steps
 from attractor.attention.pdes.reaction_diffusion import ReactionDiffusion
 from attractor.attention.pdes.scaling import for_length
 from attractor.attention.pdes.wave import Wave
-from attractor.core.checks import nearest
+from attractor.common.checks import nearest
 
 __all__ = [
     "AXES",

@@ -14,7 +14,7 @@ from attractor.attention.pdes.line import Neighbourhood
 from attractor.attention.pdes.pde import PDE, as_equation, evolve, take_steps
 from attractor.attention.pdes.reaction_diffusion import ReactionDiffusion
 from attractor.attention.pdes.wave import Wave
-from attractor.core.checks import as_int, is_number
+from attractor.common.checks import as_int, is_number
 
 IMMUTABLE = (Diffusion, Wave, ReactionDiffusion, AdvectionDiffusion)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import leaky_relu
 
 from attractor.attention.pdes.pde import PDE, as_equation
-from attractor.core.checks import check_whole, is_number
+from attractor.common.checks import check_whole, is_number
 
 MARGIN = 1e-6  # of an interval: rounding must not carry a coefficient over its end
 HALVES = (torch.float16, torch.bfloat16)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attractor.core.checks import check_beside, check_tensor
+from attractor.common.checks import check_beside, check_tensor
 
 
 class Neighbourhood(Protocol):

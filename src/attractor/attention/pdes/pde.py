@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attractor.attention.pdes.line import Neighbourhood
-from attractor.core.checks import check_beside, check_number, check_tensor, is_number
+from attractor.common.checks import check_beside, check_number, check_tensor, is_number
 
 AXES = ("key", "query", "both")
 

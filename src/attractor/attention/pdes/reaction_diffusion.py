@@ -19,7 +19,7 @@ from attractor.attention.pdes.pde import (
     plus,
     same,
 )
-from attractor.core.checks import check_number, check_tensor
+from attractor.common.checks import check_number, check_tensor
 
 
 @dataclass(frozen=True)

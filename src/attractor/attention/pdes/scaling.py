@@ -4,7 +4,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from attractor.attention.pdes.pde import PDE, as_equation
-from attractor.core.checks import check_number, is_whole
+from attractor.common.checks import check_number, is_whole
 
 # beta has the power of alpha, which preserves their ratio and therefore non-negative maps.
 POWERS = {"alpha": -2.0, "beta": -2.0}

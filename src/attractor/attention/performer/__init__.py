@@ -24,7 +24,7 @@ from attractor.attention.performer.random_features import RandomFeatures
 from attractor.attention.plan import refuse_transforms
 from attractor.attention.precision import accumulate_dtype
 from attractor.attention.tracing import as_node, is_symbolic
-from attractor.core.checks import check_beside, check_tensor, check_whole
+from attractor.common.checks import check_beside, check_tensor, check_whole
 
 __all__ = ["PerformerAttention", "RandomFeatures", "performer_attention", "performer_dense"]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from attractor.attention.tracing import as_node, is_symbolic
-from attractor.core.checks import check_beside, check_tensor, is_whole
+from attractor.common.checks import check_beside, check_tensor, is_whole
 
 
 class RandomFeatures(nn.Module):

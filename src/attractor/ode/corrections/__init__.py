@@ -16,7 +16,7 @@ torch.Size([10, 4])
 To add one: a file here, a line below; `tests/contracts.py` then tests it.
 """
 
-from attractor.core.checks import nearest
+from attractor.common.checks import nearest
 from attractor.ode.corrections.attns import AttNS
 from attractor.ode.corrections.attns_m import AttNSM
 from attractor.ode.corrections.correction import Correction

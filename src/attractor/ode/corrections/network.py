@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attractor.core.checks import (
+from attractor.common.checks import (
     check_dtype,
     check_home,
     check_input,
@@ -17,7 +17,7 @@ from attractor.core.checks import (
     check_whole,
     is_number,
 )
-from attractor.core.versions import exporting
+from attractor.common.versions import exporting
 from attractor.ode import fused
 from attractor.ode.corrections.sequence import BODIES
 

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from attractor.core.checks import check_input, check_whole
+from attractor.common.checks import check_input, check_whole
 from attractor.core.runs import Guard
 from attractor.core.step import Step
 from attractor.ode.corrections.correction import Correction

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from attractor.core.checks import check_whole
+from attractor.common.checks import check_whole
 from attractor.core.step import Step
 from attractor.ode.corrections.correction import Correction
 from attractor.ode.corrections.network import Affine, Network, check_sizes, joined

@@ -10,7 +10,7 @@
 from pathlib import Path
 from typing import Any
 
-from attractor.core.shelf import Shelf
+from attractor.storage.shelf import Shelf
 
 __all__ = ["card", "folder", "names"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.core.checks import check_whole
+from attractor.common.checks import check_whole
 from attractor.ode.systems.system import check_state, uniform
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attractor.core.checks import check_whole
+from attractor.common.checks import check_whole
 from attractor.ode.systems.system import check_state, check_times, uniform
 
 

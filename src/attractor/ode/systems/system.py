@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from attractor.core.checks import check_beside, check_dtype, check_tensor, is_whole
+from attractor.common.checks import check_beside, check_dtype, check_tensor, is_whole
 
 
 class System(Protocol):

@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from attractor.core.files import check_source
-from attractor.core.limits import DEEPEST_JSON
-from attractor.core.schema import plain
 from attractor.report.page import Page
 from attractor.report.runs import benchmarks, comparisons, fits, probes, reproductions, trainings
 from attractor.report.runs.run import Run, read_json, side_by_side
+from attractor.storage.files import check_source
+from attractor.storage.limits import DEEPEST_JSON
+from attractor.storage.schema import plain
 
 __all__ = ["KINDS", "Run", "find", "page"]
 

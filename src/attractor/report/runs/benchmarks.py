@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attractor.core.schema import listing, plain, record, text
 from attractor.report import live
 from attractor.report.page import Page
 from attractor.report.runs.run import ORIGIN, Run, flat, look, read_json
+from attractor.storage.schema import listing, plain, record, text
 
 ABOUT = "Times and errors, each compared with a peer in the same run."
 BENCHMARK = record({}, {**ORIGIN, "torch": text(), "rows": listing(plain)}, plain)

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attractor.core.schema import listing, mapping, number, plain, record, text
 from attractor.ode.serialization import HISTORY, history_from_json
 from attractor.ode.solver_checkpoint import SOLVER
 from attractor.report import live
 from attractor.report.page import Page
 from attractor.report.runs.run import OPTIONAL_NUMBER, ORIGIN, Run, look, read_json
+from attractor.storage.schema import listing, mapping, number, plain, record, text
 
 ABOUT = (
     "A hybrid solver takes large steps of a plain scheme and adds a learnt correction. "

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from attractor.core.schema import flag, listing, number, record, text
 from attractor.report import live
 from attractor.report.page import Page
 from attractor.report.runs.run import OPTIONAL_NUMBER, ORIGIN, Run, look, read_json
 from attractor.residual.profile import STEPS, StiffnessProfile
+from attractor.storage.schema import flag, listing, number, record, text
 from attractor.train.checkpoint import CheckpointError
 
 ABOUT = (

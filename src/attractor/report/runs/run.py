@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attractor.core import limits
-from attractor.core.schema import Schema, any_of, check, mapping, null, number, text
 from attractor.report.live import COLORS
 from attractor.report.page import Page, cell_text
+from attractor.storage import limits
+from attractor.storage.schema import Schema, any_of, check, mapping, null, number, text
 
 ORIGIN = {"versions": mapping(text()), "command": text(100_000)}  # fields of every file of numbers
 OPTIONAL_NUMBER = any_of(number(), null)  # null: not finite, or not known

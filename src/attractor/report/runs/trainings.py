@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attractor.core.limits import read_json_lines
-from attractor.core.schema import (
+from attractor.report import live
+from attractor.report.page import Page
+from attractor.report.runs.run import Run, look, read_json
+from attractor.storage.limits import read_json_lines
+from attractor.storage.schema import (
     any_of,
     check,
     flag,
@@ -17,9 +20,6 @@ from attractor.core.schema import (
     record,
     text,
 )
-from attractor.report import live
-from attractor.report.page import Page
-from attractor.report.runs.run import Run, look, read_json
 
 ABOUT = (
     "One point per epoch; the last one is the result of the training. Validation uses data on which the "

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot, pad, smooth_l1_loss
 from torch.utils.data import DataLoader, Dataset
 
-from attractor.core.files import read_bytes, write_json
 from attractor.data.folders import folder_of
 from attractor.data.imagefolder import decoded
 from attractor.reproduce.tasks import Context, Outcome
 from attractor.reproduce.tasks.images import folder_for, make_recipe, round_outcome
 from attractor.residual.backbone import Backbone, resnet_backbone
+from attractor.storage.files import read_bytes, write_json
 from attractor.train import train
 
 DETECT = f"{__name__}:detect"

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attractor.core.files import write_bytes
 from attractor.data import images
 from attractor.data.folders import folder_of
 from attractor.data.imagefolder import ImageFolder
 from attractor.reproduce.tasks import Context, Outcome
 from attractor.residual import StiffnessProfile, probe, ranks, resnet34, resnet50, resnet_cifar, vit
+from attractor.storage.files import write_bytes
 from attractor.train import Recipe, train
 
 Sets = tuple[images.ImageSet, images.ImageSet]

@@ -27,11 +27,11 @@ from torch.utils.checkpoint import checkpoint
 from attractor.attention import CausalityError, Classifier, LanguageModel, assert_causal
 from attractor.attention.diagnostics import coefficients
 from attractor.attention.windows import window_attention
-from attractor.core.files import write_json, write_text
-from attractor.core.limits import read_json, read_json_lines
 from attractor.data import text
 from attractor.reproduce.tasks import Context, Outcome
 from attractor.reproduce.tasks.mixed import MixedValues
+from attractor.storage.files import write_json, write_text
+from attractor.storage.limits import read_json, read_json_lines
 from attractor.train import Classify, DivergedError, Recipe, evaluate, train
 from attractor.train.loop import restored
 

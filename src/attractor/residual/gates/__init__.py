@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from attractor.core.checks import nearest
+from attractor.common.checks import nearest
 from attractor.residual.gates.cbam import CBAM
 from attractor.residual.gates.dia import DIA
 from attractor.residual.gates.eca import ECA

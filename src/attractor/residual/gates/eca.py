@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from attractor.core.checks import as_int
+from attractor.common.checks import as_int
 from attractor.residual.gates.gate import Gate, average, check_branch, is_scripting, opened
 
 

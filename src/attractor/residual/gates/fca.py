@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from attractor.core.checks import as_int
+from attractor.common.checks import as_int
 from attractor.residual.gates.excitation import Excitation, narrow
 from attractor.residual.gates.gate import Gate, check_branch, is_scripting, opened, traced
 

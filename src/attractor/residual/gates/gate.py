@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from attractor.core.checks import check_dtype, check_home, check_tensor
+from attractor.common.checks import check_dtype, check_home, check_tensor
 
 is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
 

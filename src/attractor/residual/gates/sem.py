@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attractor.core.checks import as_int
+from attractor.common.checks import as_int
 from attractor.residual.gates.eca import adaptive_kernel
 from attractor.residual.gates.excitation import Excitation, narrow
 from attractor.residual.gates.gate import Gate, average, check_branch, is_scripting, opened

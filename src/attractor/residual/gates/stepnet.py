@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from attractor.core.checks import check_beside, check_tensor
+from attractor.common.checks import check_beside, check_tensor
 from attractor.residual.gates.excitation import Excitation, narrow
 from attractor.residual.gates.gate import (
     Gate,

@@ -12,9 +12,9 @@ torch.Size([1, 10])
 from pathlib import Path
 from typing import Any
 
-from attractor.core.schema import check, mapping, plain, record, text
-from attractor.core.shelf import Shelf
 from attractor.residual import resnet
+from attractor.storage.schema import check, mapping, plain, record, text
+from attractor.storage.shelf import Shelf
 from attractor.train import checkpoint, generators
 from attractor.train.checkpoint import CheckpointError
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attractor.core.checks import nearest
+from attractor.common.checks import nearest
 from attractor.jobs.naming import module_of_file
 from attractor.ode import systems
 

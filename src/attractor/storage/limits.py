@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from attractor.core.files import check_source, open_plain
+from attractor.storage.files import check_source, open_plain
 
 LARGEST_JSON = 2**24  # bytes; Python's objects take up to 25 times as much
 DEEPEST_JSON = 64  # levels of lists and objects; recursive functions fail beyond about 900

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from attractor.core.schema import ADVICE
+from attractor.storage.schema import ADVICE
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FINITE, NO_NAN, ANY = "finite ones", "all but NaN", ""  # what the numbers of a tensor may be

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from attractor import equations
-from attractor.core.checks import nearest
-from attractor.core.files import read_text
-from attractor.core.limits import check_memory, parse_json
+from attractor.cli import equation_names as equations
+from attractor.common.checks import nearest
 from attractor.data import images
 from attractor.data.imagefolder import ENDINGS, centre_box, decoded
 from attractor.residual.batch import Batch, is_batch
+from attractor.storage.files import read_text
+from attractor.storage.limits import check_memory, parse_json
 
 HUBS = ("timm", "torchvision", "transformers", "attractor")
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -259,7 +259,7 @@ def _defaults(make: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _load(model: nn.Module, path: Path) -> None:
-    from attractor.core.tensor_specs import NO_NAN, TensorSpec
+    from attractor.storage.tensor_specs import NO_NAN, TensorSpec
     from attractor.train.runs import WEIGHTS
     from attractor.train.tensors import CheckpointError, read_tensors
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attractor.core.checks import nearest
+from attractor.common.checks import nearest
 
 
 @dataclass(frozen=True)
