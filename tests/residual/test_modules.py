@@ -505,7 +505,7 @@ def test_against_a_reference_forward(gate, network):
 def test_torch_jit_script(gate):
     net, x = made(gate, "written"), images()
     if gate == "dia":
-        with pytest.raises(NotImplementedError, match=r"DIA hands a memory .* torch\.jit\.trace"):
+        with pytest.raises(NotImplementedError, match=r"DIA passes a memory .* torch\.jit\.trace"):
             torch.jit.script(net)
         net = torch.fx.symbolic_trace(net)
     want = net(x)

@@ -78,7 +78,7 @@ def find(what: str, options: dict[str, str] | None = None, parameters: str | Non
     if what not in known:
         in_file = f"; for a rate in a file write {what}:rate"
         hint = in_file if what.endswith(".py") else nearest(what, list(known))
-        raise ValueError(f"no system is called {what!r}; there are {', '.join(known)}{hint}")
+        raise ValueError(f"no system is called {what!r}; there are {', '.join(sorted(known))}{hint}")
     make = known[what]
     types: dict[str, Any] = {f.name: type(f.default) for f in fields(make) if f.init}
     given = {}

@@ -203,7 +203,8 @@ class Rosenbrock:
         jacobian, in_time = linearised(self.name, f, t, u)
         matrix = -self.gamma * (dt[..., None] if isinstance(dt, Tensor) and dt.dim() else dt) * jacobian
         solve = solved(matrix)
-        k, rates = list[Tensor](), list[Tensor]()
+        k: list[Tensor] = []  # Dynamo cannot call list[Tensor]
+        rates: list[Tensor] = []
         for i, (a, c) in enumerate(zip(self.a, self.c)):
             if i:
                 rates.append(call_rate(f, t + self.alpha[i] * dt, moved(u, dt, a, k)))

@@ -179,13 +179,14 @@ class Comparison:
         return write_json(Path(folder) / "compare.json", self.to_json())
 
     def to_json(self) -> dict[str, Any]:
-        """What is saved."""
+        """Return what is saved. Numbers that are not finite are None."""
+        known = lambda x: x if x is None or math.isfinite(x) else None
+        point = lambda p: {**asdict(p), "error": known(p.error)}
         return {
-            "verdict": self.verdict, "pays": self.pays, "m": self.m, "m_star": self.m_star,
-            "gain": self.gain, "break_even": self.break_even, "about": self.about,
-            "hybrid": asdict(self.hybrid),
-            "rival": asdict(self.rival) if self.rival else None,
-            "points": [asdict(p) for p in self.points],
+            "verdict": self.verdict, "pays": self.pays, "m": known(self.m), "m_star": self.m_star,
+            "gain": known(self.gain), "break_even": known(self.break_even), "about": self.about,
+            "hybrid": point(self.hybrid), "rival": point(self.rival) if self.rival else None,
+            "points": list(map(point, self.points)),
         }  # fmt: skip
 
     @classmethod

@@ -43,6 +43,7 @@ WHOLE = 2**30  # bytes of a tensor that are all read
 BLOCK, BLOCKS = 2**18, 4096  # bytes and number of the samples of a larger one
 DEEPEST = 150  # levels of nesting
 SHOWN = 60  # characters of a value that `outline` shows
+LONGEST = 300  # characters of a value that a message shows, which may come from a damaged file
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented)})
 BY_REPR = (range, slice, torch.dtype, torch.layout, torch.memory_format, torch.Size)
 BY_TYPE = (
@@ -99,7 +100,8 @@ def differences(theirs: Mapping[str, str], mine: Mapping[str, str], what: str) -
 def _unlike(what: str, one: str | None, other: str | None) -> str:
     readable = one and other and one != other and "#" not in (one[0], other[0])
     readable = readable and " #" not in f"{one} {other}"
-    return f"{what} = {one}, not {other}" if readable else f"another {what}"
+    shown = lambda text: str(text) if len(str(text)) <= LONGEST else f"{str(text)[:LONGEST]}..."
+    return f"{what} = {shown(one)}, not {shown(other)}" if readable else f"another {what}"
 
 
 def short(names: Iterable[str], count: int = 3) -> str:

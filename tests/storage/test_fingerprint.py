@@ -259,6 +259,12 @@ def test_large_tensors_are_sampled(monkeypatch):
     assert fingerprint(x.numpy()) == fingerprint(x.numpy().copy()) != fingerprint(last.numpy())
 
 
+def test_differences_are_short():
+    (message,) = differences({"": "x" * 100_000}, {"": "mean"}, "loss")
+    assert len(message) < 400
+    assert message.endswith("..., not mean")
+
+
 def test_differences_are_readable():
     one, other = (SimpleNamespace(alpha=a, data=torch.full((2,), a), name="x") for a in (0.1, 0.2))
     told = differences(outline(one), outline(other), "loss")
@@ -273,7 +279,7 @@ def test_differences_are_readable():
 SCRIPT = """
 import sys, torch
 from attractor.storage.fingerprint import fingerprint
-from tests.core import test_fingerprint as t
+from tests.storage import test_fingerprint as t
 print(*(fingerprint(x) for pair in t.DIFFERENT.values() for x in pair))
 """
 
