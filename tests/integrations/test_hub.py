@@ -212,8 +212,16 @@ def test_weights_and_names_that_do_not_fit_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ('"depth": 11', '"depth": 1000000000', "depth = 1000000000 is more than was saved"),
-        ('"width": 2', '"width": 1000000000000', "width = 1000000000000 is more than was saved"),
+        (
+            '"depth": 11',
+            '"depth": 1000000000',
+            "depth = 1000000000 is more than the saved tensors allow",
+        ),
+        (
+            '"width": 2',
+            '"width": 1000000000000',
+            "width = 1000000000000 is more than the saved tensors allow",
+        ),
         ('"depth": 11', '"depth": "eleven"', "holds no network of attractor"),
         ('"depth"', '"colour"', "holds no network of attractor"),
         ('"network"', '"name"', "config.json: the content lacks 'network'"),
