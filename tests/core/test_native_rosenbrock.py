@@ -75,6 +75,7 @@ def test_steps_are_those_of_torch(case, scheme, loops):
     assert loops[0] is not None
 
 
+@pytest.mark.slow
 def test_states_at_many_times_are_interpolated(loops):
     t = torch.linspace(0, 100, 301, **F64)
     call = lambda **how: at.evolve(van_der_pol, start(2, 0), t, "rodas5p", rtol=1e-5, atol=1e-8, **how)
@@ -95,6 +96,7 @@ def test_a_scheme_without_an_interpolant_of_its_own(loops):
     assert loops[0] is not None
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", RATES)
 def test_derivatives_are_those_of_torch(name):
     rate, u = (
@@ -230,6 +232,7 @@ def test_tensors_that_change_are_read_again(loops):
     assert all(loops)
 
 
+@pytest.mark.slow
 def test_tables_of_weights_belong_to_their_functions(monkeypatch):
     weights = torch.randn(12, 12, **F64, generator=torch.Generator().manual_seed(0))
     rate = lambda t, u: torch.tanh(u @ weights) - 3 * u @ weights.T.abs()

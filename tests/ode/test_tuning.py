@@ -169,6 +169,7 @@ def search_of(rate, sample, horizon, error=1e-3):
     return HybridSearch(at.fit, rate, error, horizon, sample, *options)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("rate", "horizon", "stiff"),
     [
