@@ -151,6 +151,7 @@ def test_one_compiled_loop_serves_all_tolerances_times_and_parameters(compiler, 
     assert len(made) in ((1, 2, 3) if compiler == "native" else (2,))
 
 
+@pytest.mark.slow
 def test_a_rate_that_branches_on_its_state_is_stepped_in_python(compiler, loops):
     def rate(t, u):
         return -u if float(u.sum()) < 1e9 else u

@@ -189,6 +189,7 @@ def test_states_outside_are_left_to_the_guard(solver, compile):
     torch.testing.assert_close(solved.final, reference(u0, 1.0), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("known", [True, False])
 def test_the_guard_of_a_large_step_takes_as_many_substeps_as_it_needs(known):
     """Also where the accuracy of a fit is not known: substeps of the identity would stand still."""
@@ -250,6 +251,7 @@ def test_the_loop_in_c_follows_changes_of_weights_and_region():
     torch.testing.assert_close(low.u.double(), compiled.u, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["weights", "parameters"])
 def test_a_compiled_solve_has_the_gradients_of_weights_and_parameters(of):
     correction = small(2, 3, parameters=int(of == "parameters"))

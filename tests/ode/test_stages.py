@@ -108,6 +108,7 @@ def test_compiled_stages_take_the_same_steps(compiler):
     torch.testing.assert_close(fast, plain, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", [None, "float32"])
 @pytest.mark.parametrize("states", [3, 20])  # sums, and products by BLAS
 def test_compiled_networks_take_the_same_steps(compiler, precision, states):

@@ -215,6 +215,7 @@ def test_break_even_counts_the_search_of_hybrids():
     assert math.isinf(Candidate("fixed", "rk4", 0.1).seconds)
 
 
+@pytest.mark.slow
 def test_a_fit_by_time_takes_the_fastest_hybrid_that_reaches_the_error(monkeypatch):
     times = lambda self, way: replace(way, seconds=way.setting if way.width else 10.0)
     monkeypatch.setattr(HybridSearch, "timing", times)
