@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=20)
     options = parser.parse_args()
     rows = [row for name in options.only for row in measure(name, options.batch)]
-    counts = {"checked": CHECKED, "looped": LOOPED, "mapped": MAPPED}
+    counts = {"checked": CHECKED, "looped": LOOPED, "mapped": MAPPED, "most_steps": MOST_STEPS}
     save("stiff", {"batch": options.batch, **counts, "rows": rows})
 
 

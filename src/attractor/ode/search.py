@@ -109,9 +109,9 @@ class Search:
         self.reference()
         if self.stiff:
             self.notes.append("explicit schemes and hybrids: the equation is stiff")
-        equal, controlled = ((), IMPLICIT) if self.stiff else (FIXED, ADAPTIVE)
-        fixed = [candidate for name in equal if (candidate := self.fixed(get_scheme(name))) is not None]
-        adaptive = [candidate for name in controlled if (candidate := self.adaptive(name)) is not None]
+        equal_steps, error_control = ((), IMPLICIT) if self.stiff else (FIXED, ADAPTIVE)
+        fixed = [c for name in equal_steps if (c := self.fixed(get_scheme(name))) is not None]
+        adaptive = [c for name in error_control if (c := self.adaptive(name)) is not None]
         if not fixed and not adaptive:
             raise ValueError(
                 f"no scheme reaches an error of {self.error:g} over {self.horizon:g}: rounding is "
@@ -161,7 +161,7 @@ class Search:
         size = torch.where(size > 0, size, 1.0)
 
         def solve(scheme: str, most: int) -> Trajectory:
-            return self.controlled(scheme, self.horizon, PROBE, PROBE * size, max_steps=most)
+            return self.solve_with_control(scheme, self.horizon, PROBE, PROBE * size, max_steps=most)
 
         try:
             implicit = solve("rodas5p", MOST_PROBED)
@@ -172,7 +172,7 @@ class Search:
         most = max(100, STIFF * implicit.stats.steps)
         return bool((solve("dop853", most).status == Status.STEP_LIMIT).any())
 
-    def controlled(
+    def solve_with_control(
         self, scheme: str, end: float, rtol: float, atol: Any, max_steps: int = 100_000
     ) -> Trajectory:
         """Follow the checked trajectories with error control."""
@@ -188,7 +188,8 @@ class Search:
         self.check_horizon(scheme, tolerance)
         for _ in range(3):
             solved, finer = (
-                self.controlled(scheme, self.horizon, x, 1e-3 * x) for x in (tolerance, 0.03 * tolerance)
+                self.solve_with_control(scheme, self.horizon, x, 1e-3 * x)
+                for x in (tolerance, 0.03 * tolerance)
             )
             if not bool(finer.ok.all()):
                 raise ValueError(
@@ -214,7 +215,7 @@ class Search:
         before_share, before_steps, seconds, taken = 0.0, 0, 0.0, 0
         for share in PARTS:
             began = time.monotonic()
-            steps = self.controlled(
+            steps = self.solve_with_control(
                 scheme, share * self.horizon, tolerance, 1e-3 * tolerance
             ).stats.steps
             seconds, taken = seconds + time.monotonic() - began, taken + steps

@@ -118,6 +118,7 @@ class _Functions(NamedTuple):
 
     @property
     def all(self) -> tuple[ScalarFunction, ...]:
+        """The functions, in the order in which `library_of` knows them."""
         return tuple(f for f in self if f is not None)
 
 
