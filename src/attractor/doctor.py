@@ -28,6 +28,7 @@ OPTIONAL = {
     "torchdiffeq": ("bench", "comparison with torchdiffeq"),
     "diffrax": ("bench", "comparison with diffrax"),
     "huggingface_hub": ("hub", "save to and load from the hub"),
+    "s3fs": ("remote", "folders in object stores, s3://"),
     "triton": ("", "GPU kernels (comes with CUDA builds of torch)"),
 }
 

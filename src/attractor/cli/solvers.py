@@ -45,6 +45,7 @@ from attractor.ode.samples import initial_states, sampled_parameters
 from attractor.ode.tuning import tune as tune_solver
 from attractor.storage.files import write_json, write_parts
 from attractor.storage.limits import read_json
+from attractor.storage.objects import AnyPath, path_of
 from attractor.storage.schema import check, number, plain, record
 
 EQUATION_HELP = "A built-in system, such as elastic-pendulum, or FILE.py:FUNCTION, or MODULE:FUNCTION."
@@ -97,7 +98,9 @@ def trajectories(
     part: Part = "1/1",
     seed: Seed = 0,
     device: Device = "cpu",
-    out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("out/trajectories"),
+    out: Annotated[
+        str, typer.Option(help="Folder for the files, or its URL, such as s3://bucket/data.")
+    ] = "out/trajectories",
     as_json: AsJson = False,
 ) -> None:
     """Compute fine trajectories from which fit --data learns.
@@ -181,7 +184,7 @@ def fit(
         float | None, typer.Option(min=0, help="Seconds after which no new candidate is tried.")
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Folder written by attractor trajectories, to learn from.")
+        str | None, typer.Option(help="Folder or URL written by attractor trajectories, to learn from.")
     ] = None,
     seed: Seed = 0,
     device: Device = "cpu",
@@ -468,7 +471,7 @@ def tune(
 
 
 def _compare_many(
-    solvers: dict[str, Path], out: Path, rate: equations.Equation | None, **options: Any
+    solvers: dict[str, AnyPath], out: Path, rate: equations.Equation | None, **options: Any
 ) -> dict[str, Comparison]:
     keys = ("rate", "sample", "parameters", "jax_rate")
     own = {} if rate is None else {key: getattr(rate, key) for key in keys}
@@ -490,18 +493,18 @@ def _compare_many(
     return comparisons
 
 
-def _folder(name: str) -> Path:
+def _folder(name: str) -> AnyPath:
     """Return the folder of a saved solver, or of a pretrained one of the library."""
     if name.startswith("pretrained:"):
         return pretrained.folder(name.removeprefix("pretrained:"))
-    folder = Path(name)
+    folder = path_of(name)
     if (folder / "manifest.json").exists():
         return folder
     if (folder / "solver" / "manifest.json").exists():
         raise ValueError(f"{folder} holds a fit; its solver is {folder / 'solver'}")
-    there = (
-        "holds no solver" if folder.is_dir() else "is a file" if folder.exists() else "does not exist"
-    )
+    there = "holds no solver"
+    if isinstance(folder, Path) and not folder.is_dir():
+        there = "is a file" if folder.exists() else "does not exist"
     names = ", ".join(f"pretrained:{n}" for n in pretrained.names())
     raise ValueError(
         f"{folder} {there}; give the folder that attractor fit has written, such as out/fit/solver, or "
@@ -536,8 +539,8 @@ def _load(
     if problem is None:
         name = next(n for n, cls in equations.names().items() if isinstance(hybrid.rate, cls))
         problem = equations.Equation(name, hybrid.rate, horizon=equations.find(name).horizon)
-    fit_file = folder.parent / "fit.json"
-    if fit_file.is_file():  # the default horizon is that of the fit
+    fit_file = folder.parent / "fit.json" if isinstance(folder, Path) else None
+    if fit_file is not None and fit_file.is_file():  # the default horizon is that of the fit
         with suppress(ValueError):
             content = read_json(fit_file)
             check(content, HORIZON, fit_file)

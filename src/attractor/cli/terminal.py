@@ -24,6 +24,7 @@ from typer.core import TyperGroup
 
 from attractor import doctor as doctor_job
 from attractor.storage.limits import check_folder
+from attractor.storage.objects import AS_PATH
 
 console = Console()
 errors = Console(stderr=True)
@@ -152,8 +153,17 @@ def report_usage_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def check_out(folder: Path) -> None:
-    """Raise, before anything is computed, if a folder for results cannot be written to."""
+def check_out(folder: Path | str) -> None:
+    """Raise, before anything is computed, if a folder for results cannot be written to.
+
+    Args:
+        folder: A `Path` must be one of this machine; text may be a URL.
+    """
+    if isinstance(folder, Path) and AS_PATH.match(str(folder)):
+        raise ValueError(
+            f"--out {folder} is in an object store, and the results of this command, which include "
+            "pages and pictures, are written to a folder of this machine only. Give one, and copy it"
+        )
     check_folder("--out", folder)
 
 

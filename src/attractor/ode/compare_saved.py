@@ -18,11 +18,12 @@ from attractor.ode.samples import Sampler
 from attractor.ode.solver import HybridSolver
 from attractor.storage.files import json_bytes, write_bytes
 from attractor.storage.fingerprint import fingerprint
+from attractor.storage.objects import AnyPath, path_of
 from attractor.train import checkpoint
 
 
 def compare_all(
-    solvers: Mapping[str, Path | str],
+    solvers: Mapping[str, AnyPath | str],
     folder: Path | str,
     *,
     horizon: float | Mapping[str, float | None] | None = None,
@@ -63,7 +64,7 @@ def compare_all(
         "horizon": None if own_horizons else horizon, "device": device, "options": options, **names,
     }  # fmt: skip
     code = {key: fingerprint(function) for key, function in own.items() if function is not None}
-    files = {name: _packed(Path(place)) for name, place in solvers.items()}
+    files = {name: _packed(path_of(place)) for name, place in solvers.items()}
     shards = []
     for name, packed in files.items():
         known = packed if own_horizons.get(name) is None else [packed, own_horizons[name]]
@@ -92,9 +93,9 @@ def compare_one(config: Mapping[str, Any], shard: tuple[str, str]) -> dict[str, 
     return compare(solver, horizon=horizon, **how).to_json()
 
 
-def _packed(folder: Path) -> dict[str, str]:
+def _packed(folder: AnyPath) -> dict[str, str]:
     """The files of a folder as text."""
-    if not folder.is_dir():
+    if isinstance(folder, Path) and not folder.is_dir():
         raise ValueError(f"there is no folder {folder}; give that of a saved solver")
     files = checkpoint.read_files(folder)
     return {name: base64.b64encode(files[name]).decode() for name in sorted(files)}

@@ -1,9 +1,8 @@
-"""Fine data on disk, to learn from: a folder of shards, each of which has its own hash."""
+"""Fine data on a disk or in an object store: a folder of shards, each of which has its own hash."""
 
 import hashlib
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -12,7 +11,8 @@ from attractor.core.rates import Rate, call_rate
 from attractor.core.step import with_parameters
 from attractor.ode.serialization import RATE
 from attractor.ode.trajectories import Plan, Run, with_noise
-from attractor.storage.files import open_plain
+from attractor.storage.files import names_in, open_plain
+from attractor.storage.objects import AnyPath, path_of
 from attractor.storage.schema import any_of, check, listing, null, number, record, text, text_number
 from attractor.storage.tensor_specs import TensorSpec, check_tensors
 from attractor.train.checkpoint import CheckpointError
@@ -48,7 +48,7 @@ ABOUT = record({"shard": number(0, SHARDS, whole=True), "t0": text_number(), "sh
 class FineData:
     """A folder of finished shards."""
 
-    folder: Path
+    folder: AnyPath
     plan: Plan
     manifest: dict[str, Any]
 
@@ -58,13 +58,13 @@ class FineData:
         return f"FineData({told}, dt {self.plan.dt:g}, {self.plan.steps} steps, in {self.folder})"
 
     @classmethod
-    def open(cls, folder: Path | str) -> Self:
+    def open(cls, folder: AnyPath | str) -> Self:
         """Return the data in a folder.
 
         Raises:
             CheckpointError: There are none, they are damaged, or shards are still missing.
         """
-        folder = Path(folder)
+        folder = path_of(folder)
         try:
             manifest, _ = read_json(folder / "manifest.json", MANIFEST, link=False)
             check(manifest, SCHEMA, "its manifest.json")
@@ -89,7 +89,7 @@ class FineData:
 
     def missing(self) -> list[int]:
         """Return the shards that do not exist yet."""
-        present = {path.name for path in self.folder.iterdir() if path.is_file()}
+        present = names_in(self.folder)
         return [k for k in range(self.plan.shards) if shard_name(k) not in present]
 
     @property
@@ -155,7 +155,7 @@ class FineData:
         return found
 
 
-def read_shard(path: Path, plan: Plan, shard: int) -> Run:
+def read_shard(path: AnyPath, plan: Plan, shard: int) -> Run:
     """Return the trajectories of a file.
 
     Raises:
@@ -176,7 +176,7 @@ def read_shard(path: Path, plan: Plan, shard: int) -> Run:
     return Run(float.fromhex(about["t0"]), tensors["u"], tensors.get("parameters"))
 
 
-def is_good(path: Path, plan: Plan, shard: int) -> bool:
+def is_good(path: AnyPath, plan: Plan, shard: int) -> bool:
     """Return whether a file holds a shard of the plan."""
     try:
         read_shard(path, plan, shard)

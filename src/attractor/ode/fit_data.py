@@ -17,6 +17,7 @@ from attractor.ode.rate_checks import TIMES, check_rate
 from attractor.ode.samples import Sampler, check_states, initial_states, sampled_parameters
 from attractor.ode.substeps import enough_substeps, substeps_for, whole_steps
 from attractor.ode.trajectories import LARGEST, PHASES, Plan, Run, fine_trajectories, make_runs
+from attractor.storage.objects import ObjectPath
 
 
 class FitData(NamedTuple):
@@ -105,7 +106,7 @@ class Problem:
     def _runs_of(self, data: Any, few: Tensor, few_p: Tensor | None, substeps: int) -> list[Run]:
         """Return the runs of data that were made before, after checking them."""
         dim, count = few.shape[-1], None if few_p is None else few_p.shape[-1]
-        if isinstance(data, str | Path):
+        if isinstance(data, str | Path | ObjectPath):
             data = FineData.open(data)
         if isinstance(data, FineData):
             if not math.isclose(data.plan.dt, self.dt):

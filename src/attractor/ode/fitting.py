@@ -5,7 +5,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from attractor.ode.trajectories import Run
 from attractor.ode.trust import TrustRegion
 from attractor.ode.unfinished import Unfinished
 from attractor.storage.limits import check_folder, check_memory
+from attractor.storage.objects import AnyPath
 from attractor.train import generators
 
 MARGIN = 1.5  # of the trust region: new trajectories of the sampler leave it in less than 1 % of cases
@@ -66,9 +66,9 @@ def fit(
     seed: int = 0,
     device: torch.device | str | None = None,
     budget: float | None = None,
-    data: FineData | list[Run] | Path | str | None = None,
+    data: FineData | list[Run] | AnyPath | str | None = None,
     options: Mapping[str, Any] | None = None,
-    out: Path | str | None = None,
+    out: AnyPath | str | None = None,
     process_group: Group = None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> HybridSolver:
@@ -107,14 +107,15 @@ def fit(
         seed: Seed of initial states and weights. The same seed gives the same solver.
         device: Where the fit is computed.
         budget: Number of seconds after which no further candidate is tried.
-        data: Fine data made before by `make_trajectories`: the object, its folder, or its runs.
+        data: Fine data made before by `make_trajectories`: the object, its folder or URL, or its runs.
             Held-out trajectories are still made from `sample`.
         options: Further options of the correction, such as ``{"depth": 3}``, ``{"activation": "tanh"}``
             (by default sines; stages: cubic) or ``{"precision": "float32"}``, which computes the network
             in float32, which is faster, and fits it as such.
-        out: Folder in which a long fit is kept, at most twice a minute and at its end: after each
-            candidate, or epoch of recipe "paper". The same call continues an interrupted fit and finds
-            the same weights; fine data are made again, or passed as `data`.
+        out: Folder, or URL of one in an object store, in which a long fit is kept, at most twice a
+            minute and at its end: after each candidate, or epoch of recipe "paper". The same call
+            continues an interrupted fit and finds the same weights; fine data are made again, or passed
+            as `data`.
         process_group: Processes that share the work, all of which make the same call and return the same
             solver, that of a single process up to rounding: a `torch.distributed` group, or "world" for
             all processes that ``torchrun`` or ``accelerate launch`` started. None: this process alone,

@@ -13,7 +13,8 @@ from attractor.ode.fine_data import MANIFEST, SCHEMA, is_close, short, slopes_at
 from attractor.ode.samples import initial_states, sampled_parameters
 from attractor.ode.trajectories import Plan
 from attractor.storage import limits
-from attractor.storage.files import write_json
+from attractor.storage.files import json_bytes, write_new
+from attractor.storage.objects import AnyPath
 from attractor.storage.schema import check
 from attractor.train.checkpoint import CheckpointError
 
@@ -37,7 +38,7 @@ def arithmetic() -> str:
     return f"torch {torch.__version__}, {platform.machine()}, {vectors}"
 
 
-def begin(folder: Path, manifest: dict[str, Any]) -> None:
+def begin(folder: AnyPath, manifest: dict[str, Any]) -> None:
     """Write the manifest, or check that the existing one is the same.
 
     Raises:
@@ -48,7 +49,8 @@ def begin(folder: Path, manifest: dict[str, Any]) -> None:
         there = limits.read_json(folder / "manifest.json", MANIFEST)
         check(there, SCHEMA, "the manifest")
     except FileNotFoundError:
-        write_json(folder / "manifest.json", manifest)
+        if not write_new(folder / "manifest.json", json_bytes(manifest)):
+            begin(folder, manifest)  # another process without a common lock was first
         return
     except ValueError as error:
         raise CheckpointError(

@@ -8,7 +8,6 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from attractor.core.tableaus import IDENTITY, AnyScheme
 from attractor.ode import systems
 from attractor.ode.trust import TrustRegion
 from attractor.storage.limits import parse_json
+from attractor.storage.objects import AnyPath
 from attractor.storage.schema import (
     Schema,
     any_of,
@@ -139,7 +139,7 @@ def values_from_json(saved: dict[str, Any], dim: int) -> Values | None:
 
 
 def check_values(
-    saved: Values, rate: Any, dim: int, trust: TrustRegion | None, folder: Path | str
+    saved: Values, rate: Any, dim: int, trust: TrustRegion | None, folder: AnyPath | str
 ) -> None:
     """Raise if a rate has other values than the one that was saved.
 
@@ -193,7 +193,7 @@ def history_to_json(history: list[dict[str, Any]]) -> str:
     return json.dumps(history)
 
 
-def history_from_json(saved: Any, source: Path | str) -> list[dict[str, Any]]:
+def history_from_json(saved: Any, source: AnyPath | str) -> list[dict[str, Any]]:
     """Return the history of a fit; the first versions wrote it as a list.
 
     Raises:
@@ -254,7 +254,7 @@ def scheme_from_json(saved: dict[str, Any]) -> AnyScheme:
 
 
 def module_from_tensors(
-    make: Callable[..., Any], tensors: dict[str, Tensor], prefix: str, folder: Path | str
+    make: Callable[..., Any], tensors: dict[str, Tensor], prefix: str, folder: AnyPath | str
 ) -> Any:
     """Return a module with the saved tensors, in their dtype; names and shapes must fit exactly."""
     own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

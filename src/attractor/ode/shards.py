@@ -17,7 +17,6 @@ complete, so that existing files are valid and the next call makes the missing o
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,8 @@ from attractor.ode.samples import Sampler, initial_states, sampled_parameters
 from attractor.ode.serialization import rate_to_json
 from attractor.ode.substeps import enough_substeps, substeps_for, whole_steps
 from attractor.ode.trajectories import REFERENCE, Plan, exact_solution, make_run
-from attractor.storage.files import check_target, json_bytes, lock_folder, write_bytes
+from attractor.storage.files import check_target, json_bytes, lock_folder, names_in, write_bytes
+from attractor.storage.objects import AnyPath, path_of
 
 # Code and arithmetic that this process has: sources may be edited while it works.
 AGREED: set[tuple[str, str]] = set()
@@ -40,7 +40,7 @@ AGREED: set[tuple[str, str]] = set()
 
 def make_trajectories(
     system_or_rate: Rate,
-    folder: Path | str,
+    folder: AnyPath | str,
     *,
     trajectories: int,
     dt: float,
@@ -61,6 +61,7 @@ def make_trajectories(
     """Make fine data in a folder, or continue where an earlier call was interrupted.
 
     Args:
+        folder: The folder; a URL such as "s3://bucket/data" names one in an object store.
         trajectories: Number of trajectories.
         dt: Time between two states.
         horizon: Duration of a trajectory, a whole number of dt.
@@ -83,7 +84,7 @@ def make_trajectories(
     Raises:
         ValueError: The folder holds data of another plan, equation or version of the code.
     """
-    folder = Path(folder)
+    folder = path_of(folder)
     steps = whole_steps(dt, horizon)
     if min(trajectories, shard_size) < 1:
         raise ValueError(
@@ -117,7 +118,9 @@ def make_trajectories(
         begin(folder, manifest)
 
     mine = range(first, plan.shards, every)
-    missing = [k for k in mine if not is_good(folder / shard_name(k), plan, k)]
+    present = names_in(folder)
+    is_present = lambda k: shard_name(k) in present and is_good(folder / shard_name(k), plan, k)
+    missing = [k for k in mine if not is_present(k)]
     for k in missing:  # before anything is computed
         check_target(folder / shard_name(k))
     done = len(mine) - len(missing)

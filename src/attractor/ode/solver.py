@@ -3,7 +3,6 @@
 import math
 import sys
 from itertools import chain
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -25,6 +24,7 @@ from attractor.ode.solver_checkpoint import KIND, from_checkpoint, to_checkpoint
 from attractor.ode.solver_hub import located, push
 from attractor.ode.trust import TrustRegion
 from attractor.storage.limits import STEP_BYTES, check_memory
+from attractor.storage.objects import AnyPath
 from attractor.train import checkpoint
 
 
@@ -298,8 +298,10 @@ class HybridSolver:
             self.trust.to(*args, **kwargs)
         return self
 
-    def save(self, folder: Path | str) -> Path:
+    def save(self, folder: AnyPath | str) -> AnyPath:
         """Write the solver to a folder: safetensors and JSON, every file under a hash.
+
+        A URL such as "s3://bucket/solver" names a folder in an object store.
 
         Raises:
             TypeError: The correction is none of `attractor.corrections`.
@@ -311,7 +313,7 @@ class HybridSolver:
         return to_checkpoint(self)
 
     @classmethod
-    def load(cls, folder: Path | str, rate: Rate | None = None) -> Self:
+    def load(cls, folder: AnyPath | str, rate: Rate | None = None) -> Self:
         """Read a solver; it computes the same bits as the one that was saved.
 
         Args:
@@ -328,7 +330,7 @@ class HybridSolver:
         cls,
         tensors: dict[str, Tensor],
         config: dict[str, Any],
-        folder: Path | str,
+        folder: AnyPath | str,
         rate: Rate | None = None,
     ) -> Self:
         """Return the solver of `_to_checkpoint`; `folder` is named in errors."""
@@ -337,7 +339,7 @@ class HybridSolver:
     @classmethod
     def from_pretrained(
         cls,
-        name: Path | str,
+        name: AnyPath | str,
         rate: Rate | None = None,
         *,
         revision: str | None = None,
@@ -346,9 +348,9 @@ class HybridSolver:
         """Return a solver by name: of the library, of a folder, or of a repository of the hub.
 
         Args:
-            name: such as "elastic-pendulum" (`attractor.ode.pretrained.names` has all), the folder that
-                `save` has written, or "somebody/something" on the Hugging Face hub, which needs the
-                extra `hub`.
+            name: such as "elastic-pendulum" (`attractor.ode.pretrained.names` has all), the folder or
+                URL that `save` has written, or "somebody/something" on the Hugging Face hub, which needs
+                the extra `hub`.
             rate: the equation, if it is not one of `attractor.systems`.
             revision, token: Of the hub.
 

@@ -1,7 +1,6 @@
 """What is saved of a hybrid solver, and how it is read again."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from attractor.ode.corrections.sequence import BODIES
 from attractor.ode.serialization import is_system
 from attractor.ode.trust import TrustRegion
 from attractor.storage import schema
+from attractor.storage.objects import AnyPath
 from attractor.storage.schema import (
     ADVICE,
     any_of,
@@ -101,7 +101,7 @@ def to_checkpoint(solver: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def from_checkpoint(
     tensors: dict[str, Tensor],
     config: dict[str, Any],
-    folder: Path | str,
+    folder: AnyPath | str,
     rate: Rate | None = None,
 ) -> Parts:
     """Return the parts of the solver that `to_checkpoint` was given.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from attractor.ode import pretrained
+from attractor.storage.objects import AnyPath, ObjectPath, path_of
 from attractor.train import checkpoint
 
 FOLDER = "solver"  # in a repository of the hub, beside the card
@@ -30,16 +31,19 @@ solver = at.HybridSolver.from_pretrained("{repo}")
 
 @contextmanager
 def located(
-    name: Path | str, *, revision: str | None = None, token: str | bool | None = None
-) -> Iterator[Path]:
+    name: AnyPath | str, *, revision: str | None = None, token: str | bool | None = None
+) -> Iterator[AnyPath]:
     """Give the folder of a saved solver, which is downloaded if it is in a repository.
 
     Args:
         name, revision, token: See `HybridSolver.from_pretrained`.
     """
-    if not isinstance(name, str | Path):
+    if not isinstance(name, str | Path | ObjectPath):
         raise TypeError(f"name is a {type(name).__name__}; give a name, a folder or a repository")
-    place = Path(name)
+    place = path_of(name)
+    if isinstance(place, ObjectPath):
+        yield place
+        return
     if str(name) in pretrained.names():
         yield pretrained.folder(str(name))
         return

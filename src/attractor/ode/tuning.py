@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -29,6 +28,7 @@ from attractor.ode.hybrid_search import HybridSearch
 from attractor.ode.samples import Sampler
 from attractor.ode.solver import HybridSolver
 from attractor.ode.solver_checkpoint import SOLVER
+from attractor.storage.objects import AnyPath
 from attractor.storage.schema import (
     ADVICE,
     any_of,
@@ -224,7 +224,7 @@ class TunedSolver:
             self.rate, way, self.solver, u0, t0, t_end, parameters, scale, self.report.error
         )
 
-    def save(self, folder: Path | str) -> Path:
+    def save(self, folder: AnyPath | str) -> AnyPath:
         """Write the solver and its report to a folder, as `HybridSolver.save` does."""
         tensors: dict[str, Tensor] = {}
         config: dict[str, Any] = {"report": self.report.to_json()}
@@ -235,7 +235,7 @@ class TunedSolver:
         return checkpoint.save(folder, KIND, tensors, config)
 
     @classmethod
-    def load(cls, folder: Path | str, rate: Rate | None = None) -> Self:
+    def load(cls, folder: AnyPath | str, rate: Rate | None = None) -> Self:
         """Read a solver.
 
         Args:

@@ -4,13 +4,13 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from attractor.ode.processes import Crew
 from attractor.storage.files import lock_folder
+from attractor.storage.objects import AnyPath
 from attractor.storage.schema import Schema, check, mapping, number, plain, record
 from attractor.train.checkpoint import CheckpointError
 from attractor.train.runs import Kept
@@ -30,7 +30,7 @@ class Unfinished:
     FIELDS: ClassVar = {"what": mapping(plain), "seconds": number(0)}  # of the configuration
 
     def __init__(
-        self, out: Path | str | None, what: dict[str, Any], unit: str, writes: bool = True
+        self, out: AnyPath | str | None, what: dict[str, Any], unit: str, writes: bool = True
     ) -> None:
         self.writes = writes
         self.what = json.loads(json.dumps(what))

@@ -160,7 +160,7 @@ def write(figure: Any, path: Path | str) -> Path:
     buffer = BytesIO()
     figure.savefig(buffer, dpi=120, bbox_inches="tight")
     plt.close(figure)
-    return write_bytes(path, buffer.getvalue())
+    return write_bytes(Path(path), buffer.getvalue())
 
 
 def frame(axis: Any, title: str, x: str, y: str) -> None:

@@ -170,7 +170,7 @@ class Page:
 
     def write(self, path: Path | str) -> Path:
         """Write the page atomically."""
-        return write_text(path, self.html())
+        return write_text(Path(path), self.html())
 
 
 def script_json(value: Any) -> str:

@@ -80,7 +80,7 @@ class Comparison:
 
     def save(self, path: Path | str) -> Path:
         """Write rows and correlations as JSON, and return the path."""
-        return write_json(path, {"rows": self.rows, "correlations": self.correlations})
+        return write_json(Path(path), {"rows": self.rows, "correlations": self.correlations})
 
 
 def compare_profiles(

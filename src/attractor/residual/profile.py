@@ -13,6 +13,7 @@ from attractor.common.views import html_table, pandas, pictures
 from attractor.core import stiffness
 from attractor.core.stiffness import Mean
 from attractor.residual import ranks
+from attractor.storage.objects import AnyPath
 from attractor.storage.schema import check, listing, record, text
 from attractor.storage.tensor_specs import ANY, FINITE, TensorSpec, check_tensors
 from attractor.train import checkpoint
@@ -327,7 +328,7 @@ class StiffnessProfile:
             ],
         }
 
-    def save(self, folder: Path | str) -> Path:
+    def save(self, folder: AnyPath | str) -> AnyPath:
         """Write the profile to a folder of its own; an older profile there is replaced."""
         tensors = {k: getattr(self, k) for k in ("one", "gate", "gates", "stage")}
         config: dict[str, Any] = {
@@ -339,7 +340,7 @@ class StiffnessProfile:
         return checkpoint.save(folder, KIND, tensors, config)
 
     @classmethod
-    def load(cls, folder: Path | str) -> "StiffnessProfile":
+    def load(cls, folder: AnyPath | str) -> "StiffnessProfile":
         """Read a profile that `save` wrote.
 
         Raises:

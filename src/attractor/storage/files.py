@@ -2,25 +2,32 @@
 
 `check_target` is what every writer calls, and `open_plain` (or `check_source`, where another library
 opens the file) what every reader calls, so that no link, pipe or device is written to or waited for.
+
+A path may be an `ObjectPath`, the place of an object in a store, which has none of these and no locks.
 """
 
 import json
 import os
 import re
+import shutil
 import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO, TypeVar
 from uuid import uuid4
+
+from attractor.storage.objects import AnyPath, ObjectPath
 
 try:
     import fcntl
 except ImportError:  # Windows, where an open file cannot be removed
     fcntl = None  # type: ignore[assignment]
 
+P = TypeVar("P", bound=AnyPath)
 LOCK_SECONDS = 30.0  # to wait for another process before an error
 LOCK = ".lock"  # the file that is locked where the file system cannot lock a folder, as NFS cannot
 _HELD: set[int] = set()  # handles of the locks of this process
@@ -42,7 +49,7 @@ class FolderLockedError(OSError):
     """Another process or thread is writing to a folder."""
 
 
-def check_target(path: Path | str) -> None:
+def check_target(path: AnyPath | str) -> None:
     """Raise unless a path can be written to: it names a plain file, or nothing yet.
 
     Folders above it may be symbolic links.
@@ -50,6 +57,8 @@ def check_target(path: Path | str) -> None:
     Raises:
         FileTypeError: The path is a link, a folder, a pipe, a socket or a device.
     """
+    if isinstance(path, ObjectPath):
+        return
     try:
         mode = os.lstat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):  # writing raises where a folder is missing
@@ -62,7 +71,7 @@ def check_target(path: Path | str) -> None:
         )
 
 
-def check_source(path: Path | str, *, link: bool = False) -> int:
+def check_source(path: AnyPath | str, *, link: bool = False) -> int:
     """Raise unless a path can be read: it names a plain file. Return the size of the file in bytes.
 
     Args:
@@ -73,13 +82,17 @@ def check_source(path: Path | str, *, link: bool = False) -> int:
         FileNotFoundError: There is no such file.
         FileTypeError: The path is a link, a folder, a pipe, a socket or a device.
     """
+    if isinstance(path, ObjectPath):
+        return path.size()
     about = Path(path).stat(follow_symlinks=link)
     _check_regular(about.st_mode, path)
     return about.st_size
 
 
-def open_plain(path: Path | str, *, link: bool = False) -> FileIO:
+def open_plain(path: AnyPath | str, *, link: bool = False) -> FileIO:
     """Open a plain file for reading; see `check_source`. A pipe or a device is never waited for."""
+    if isinstance(path, ObjectPath):
+        return path.open()
     check_source(path, link=link)
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     file = FileIO(os.open(path, flags if link else flags | getattr(os, "O_NOFOLLOW", 0)))
@@ -91,13 +104,13 @@ def open_plain(path: Path | str, *, link: bool = False) -> FileIO:
     return file
 
 
-def read_bytes(path: Path | str, *, link: bool = False) -> bytes:
+def read_bytes(path: AnyPath | str, *, link: bool = False) -> bytes:
     """Return the content of a plain file; see `check_source`."""
     with open_plain(path, link=link) as file:
         return file.readall()
 
 
-def read_text(path: Path | str, *, link: bool = False) -> str:
+def read_text(path: AnyPath | str, *, link: bool = False) -> str:
     """Return the text of a plain file in UTF-8, with line feeds as line ends; see `check_source`."""
     return read_bytes(path, link=link).decode().replace("\r\n", "\n")
 
@@ -115,7 +128,7 @@ def _kind(mode: int) -> str:
 
 
 @contextmanager
-def lock_folder(folder: Path | str, *, wait: float | None = None) -> Iterator[bool]:
+def lock_folder(folder: AnyPath | str, *, wait: float | None = None) -> Iterator[bool]:
     """Hold the only lock of a folder, which is created if it does not exist.
 
     The lock ends with the process, however it ends. It is advisory: it excludes others that call
@@ -126,11 +139,15 @@ def lock_folder(folder: Path | str, *, wait: float | None = None) -> Iterator[bo
         wait: Seconds to wait for another process or thread; None for `LOCK_SECONDS`.
 
     Yields:
-        Whether the folder is locked. It is not on Windows and on file systems without locks.
+        Whether the folder is locked. It is not on Windows, on file systems without locks, and in object
+        stores.
 
     Raises:
         FolderLockedError: Another process or thread still has the lock after `wait` seconds.
     """
+    if isinstance(folder, ObjectPath):
+        yield False
+        return
     folder = Path(folder)
     handle, path = _acquire(folder, LOCK_SECONDS if wait is None else wait)
     try:
@@ -203,7 +220,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_inherited)
 
 
-def write_bytes(path: Path | str, content: bytes) -> Path:
+def write_bytes(path: P, content: bytes) -> P:
     """Write a file so that a reader sees the old content or the new, whatever is interrupted.
 
     The bytes go to a temporary file in the same folder, reach the disk, and then take the name; the
@@ -215,20 +232,25 @@ def write_bytes(path: Path | str, content: bytes) -> Path:
     return write_parts(path, (content,))
 
 
-def write_parts(path: Path | str, parts: Iterable[bytes | memoryview]) -> Path:
+def write_parts(path: P, parts: Iterable[bytes | memoryview]) -> P:
     """`write_bytes` for what need not be in memory at once."""
-    path = Path(path)
+    if isinstance(path, ObjectPath):
+        with TemporaryDirectory() as folder:
+            path.upload(write_parts(Path(folder) / "object", parts))
+        return path
     with _aside(path, parts) as temporary:
         temporary.replace(path)
     sync_folder(path.parent)
     return path
 
 
-def write_new(path: Path | str, content: bytes) -> bool:
+def write_new(path: AnyPath | str, content: bytes) -> bool:
     """Write a file unless there is one of that name; return whether it was written.
 
     Of several processes that do so at the same time one succeeds.
     """
+    if isinstance(path, ObjectPath):
+        return path.write_new(content)
     path = Path(path)
     with _aside(path, (content,)) as temporary:
         try:
@@ -285,12 +307,12 @@ def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
         file.close()
 
 
-def write_text(path: Path | str, content: str) -> Path:
+def write_text(path: P, content: str) -> P:
     """`write_bytes` for text, in UTF-8."""
     return write_bytes(path, content.encode())
 
 
-def write_json(path: Path | str, content: Any) -> Path:
+def write_json(path: P, content: Any) -> P:
     """`write_bytes` for JSON; numbers that JSON does not know (NaN, infinity) become null."""
     return write_bytes(path, json_bytes(content))
 
@@ -321,11 +343,36 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def sweep(path: Path) -> None:
+def names_in(folder: AnyPath) -> set[str]:
+    """Return the names of the files and folders in a folder; none if it does not exist."""
+    if isinstance(folder, ObjectPath):
+        return folder.names()
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def remove_folder(folder: AnyPath, first: str) -> None:
+    """Remove a folder and what is in it, a file that makes it valid first; errors are ignored.
+
+    A link is removed, and not its target, which belongs to somebody else.
+    """
+    with suppress(OSError):
+        if isinstance(folder, Path) and folder.is_symlink():
+            folder.unlink()
+            return
+        (folder / first).unlink(missing_ok=True)
+        if isinstance(folder, ObjectPath):
+            folder.remove_all()
+    if isinstance(folder, Path):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep(path: AnyPath) -> None:
     """Remove temporary files of a file, left by a process that was killed while it wrote.
 
     A temporary file that a living process is writing is locked and stays.
     """
+    if isinstance(path, ObjectPath):  # an interrupted upload leaves no object
+        return
     left = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{32}")
     for other in path.parent.iterdir() if path.parent.is_dir() else ():
         if left.fullmatch(other.name):

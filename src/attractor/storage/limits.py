@@ -11,10 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
+from uuid import uuid4
 
 import torch
 
 from attractor.storage.files import check_source, open_plain
+from attractor.storage.objects import AnyPath, ObjectPath, path_of
 
 LARGEST_JSON = 2**24  # bytes; Python's objects take up to 25 times as much
 DEEPEST_JSON = 64  # levels of lists and objects; recursive functions fail beyond about 900
@@ -22,7 +24,7 @@ STEP_BYTES = 64  # bytes per step for its time and its size, as tensors and as n
 UNCHECKED = 2**28  # bytes; smaller arrays are not checked, so that short calls stay fast
 
 
-def parse_json(raw: bytes | str, source: Path | str, *, constants: bool = False) -> Any:
+def parse_json(raw: bytes | str, source: AnyPath | str, *, constants: bool = False) -> Any:
     """Return the content of a JSON document.
 
     Args:
@@ -50,7 +52,7 @@ def parse_json(raw: bytes | str, source: Path | str, *, constants: bool = False)
     return content
 
 
-def read_json(path: Path | str, limit: int = LARGEST_JSON, *, link: bool = False) -> Any:
+def read_json(path: AnyPath | str, limit: int = LARGEST_JSON, *, link: bool = False) -> Any:
     """Return the content of a JSON file of at most `limit` bytes.
 
     Args:
@@ -64,12 +66,12 @@ def read_json(path: Path | str, limit: int = LARGEST_JSON, *, link: bool = False
     return parse_json(read_bytes(path, limit, link=link), path)
 
 
-def read_json_lines(path: Path | str, limit: int = LARGEST_JSON) -> list[Any]:
+def read_json_lines(path: AnyPath | str, limit: int = LARGEST_JSON) -> list[Any]:
     """Return the content of a file with one JSON document per line; see `read_json`."""
     return [parse_json(line, path) for line in read_bytes(path, limit).splitlines() if line]
 
 
-def read_bytes(path: Path | str, limit: int, *, link: bool = False) -> bytes:
+def read_bytes(path: AnyPath | str, limit: int, *, link: bool = False) -> bytes:
     """Return the bytes of a plain file, of which there are at most `limit`."""
     check_size(path, limit, link=link)
     with open_plain(path, link=link) as file:
@@ -79,7 +81,7 @@ def read_bytes(path: Path | str, limit: int, *, link: bool = False) -> bytes:
     return raw
 
 
-def check_size(path: Path | str, limit: int, *, link: bool = False) -> None:
+def check_size(path: AnyPath | str, limit: int, *, link: bool = False) -> None:
     """Raise unless a path is a plain file of at most `limit` bytes; see `read_json`."""
     size = check_source(path, link=link)
     if size > limit:
@@ -89,7 +91,7 @@ def check_size(path: Path | str, limit: int, *, link: bool = False) -> None:
         )
 
 
-def check_folder(name: str, folder: Path | str) -> None:
+def check_folder(name: str, folder: AnyPath | str) -> None:
     """Raise if a folder for results cannot be written to, before anything is computed.
 
     Nothing is left behind. If the folder does not exist, the nearest existing parent is tested.
@@ -100,7 +102,10 @@ def check_folder(name: str, folder: Path | str) -> None:
     Raises:
         ValueError: It cannot be written to, or the disk is full.
     """
-    folder = Path(folder)
+    folder = path_of(folder)
+    if isinstance(folder, ObjectPath):
+        _check_store(name, folder)
+        return
     place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not place.is_dir():
         raise ValueError(f"{name} {folder}: {place} is a file; give another folder")
@@ -111,6 +116,18 @@ def check_folder(name: str, folder: Path | str) -> None:
         reason = error.strerror or type(error).__name__
         raise ValueError(
             f"{name} {folder}: {place} cannot be written to ({reason}); give another folder"
+        ) from None
+
+
+def _check_store(name: str, folder: ObjectPath) -> None:
+    """Do what `check_folder` does for a folder in an object store."""
+    trial = folder / f".attractor-{uuid4().hex}"
+    try:
+        trial.write_bytes(b"")
+        trial.unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{name} {folder} cannot be written to ({error}); give another folder"
         ) from None
 
 

@@ -7,18 +7,17 @@ hash of itself. Any damage raises `CheckpointError`; sizes are checked before me
 `save` writes the new files to a folder with a unique name, ``.next-`` and 32 digits. Renaming this
 folder to ``.next`` is the atomic switch: from then on the new checkpoint is read. Its files then replace
 the old ones, the manifest last. A lock on the folder admits one writer at a time; reading takes no lock.
-If saving is interrupted at any point, the folder holds the old checkpoint or the new one.
+If saving is interrupted at any point, the folder holds the old checkpoint or the new one. In an object
+store (`attractor.train.checkpoint_objects`) that holds, too, without locks.
 """
 
-import hashlib
-import json
 import os
 import re
 import shutil
 import stat
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -27,55 +26,45 @@ from uuid import uuid4
 
 from torch import Tensor, nn
 
-from attractor.storage import schema
 from attractor.storage.files import (
     LOCK,
     LOCK_SECONDS,
     check_target,
-    json_bytes,
     lock_folder,
     make_folder,
     sync_folder,
-    write_bytes,
 )
-from attractor.storage.schema import ADVICE, Schema
+from attractor.storage.objects import AnyPath, ObjectPath, path_of
+from attractor.storage.schema import ADVICE
 from attractor.storage.tensor_specs import ANY, check_tensors, specs_of
-from attractor.train.tensors import (
-    CheckpointError,
-    json_limit,
-    json_of,
-    open_file,
-    read_json,
-    tensors_of,
-    write_tensors,
+from attractor.train import checkpoint_objects
+from attractor.train.checkpoint_files import (
+    FILES,
+    FORMAT,
+    LARGEST_MANIFEST,
+    MANIFEST,
+    read_contents,
+    write_files,
 )
+from attractor.train.tensors import CheckpointError, open_file, read_json
 
-__all__ = ["FORMAT", "CheckpointError", "check", "fill", "load", "save", "settle"]
+__all__ = ["FILES", "FORMAT", "MANIFEST", "CheckpointError", "check", "fill", "load", "save", "settle"]
 
-FORMAT = 2
-READ = (1, 2)  # format 1 has no sizes
 DEPTHS = ("depth", "depths", "layers")  # options that are numbers of modules
-FILES = ("tensors.safetensors", "config.json")
-MANIFEST, NEXT = "manifest.json", ".next"
+NEXT = ".next"
 STAGING = re.compile(r"\.next-[0-9a-f]{32}")  # a checkpoint that is being written
-LARGEST_MANIFEST = 65_536
-HASHED: dict[str, Schema] = {
-    "format": schema.number(1, FORMAT, whole=True),
-    "kind": schema.text(60),
-    "sha256": schema.record(dict.fromkeys(FILES, schema.text(64))),
-    "own": schema.text(64),
-}
-SIZED = HASHED | {"bytes": schema.record(dict.fromkeys(FILES, schema.number(0, whole=True)))}
-SCHEMAS = {1: schema.record(HASHED), FORMAT: schema.record(SIZED)}  # schemas of a manifest by its format
 
 
-def save(folder: Path | str, kind: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> Path:
+def save(
+    folder: AnyPath | str, kind: str, tensors: dict[str, Tensor], config: dict[str, Any]
+) -> AnyPath:
     """Write a checkpoint. It replaces an older one in the same folder once it is complete.
 
     If several processes save to one folder, one writes at a time and the others wait.
 
     Args:
-        folder: the folder of the checkpoint.
+        folder: the folder of the checkpoint; a URL such as "s3://bucket/solver" names one in an object
+            store.
         kind: the kind of the saved object, such as "hybrid solver".
         tensors: the tensors by name.
         config: everything else, in values that JSON can represent.
@@ -86,7 +75,10 @@ def save(folder: Path | str, kind: str, tensors: dict[str, Tensor], config: dict
         FileTypeError: a file to be replaced is a link, a pipe or a device.
         FolderLockedError: another process has been writing to the folder for `LOCK_SECONDS`.
     """
-    folder = Path(folder)
+    folder = path_of(folder)
+    if isinstance(folder, ObjectPath):
+        checkpoint_objects.save(folder, kind, tensors, config)
+        return folder
     existed = folder.is_dir()
     with lock_folder(folder) as locked:
         try:
@@ -118,22 +110,10 @@ def _check_contents(folder: Path, kind: str, locked: bool) -> None:
 
 def _write(folder: Path, kind: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     """Write a complete checkpoint beside the one in a folder, and switch to it."""
-    new, text = folder / f"{NEXT}-{uuid4().hex}", json_bytes(config)
+    new = folder / f"{NEXT}-{uuid4().hex}"
     try:
         make_folder(new)
-        digest, size = write_tensors(new / FILES[0], tensors)
-        if len(text) > json_limit(size):
-            raise ValueError(
-                f"the configuration takes {len(text):,} bytes, and {json_limit(size):,} can be read; "
-                "store long values as tensors"
-            )
-        write_bytes(new / FILES[1], text)
-        manifest = {
-            "format": FORMAT, "kind": kind,
-            "bytes": {FILES[0]: size, FILES[1]: len(text)},
-            "sha256": {FILES[0]: digest, FILES[1]: hashlib.sha256(text).hexdigest()},
-        }  # fmt: skip
-        write_bytes(new / MANIFEST, json_bytes({**manifest, "own": _own_hash(manifest)}))
+        write_files(new, kind, tensors, config)
         new.rename(folder / NEXT)
         try:
             sync_folder(folder)
@@ -145,7 +125,7 @@ def _write(folder: Path, kind: str, tensors: dict[str, Tensor], config: dict[str
         raise
 
 
-def load(folder: Path | str, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def load(folder: AnyPath | str, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return tensors and configuration of a checkpoint after checking the hashes of all files.
 
     While another process saves to the folder, this is the old checkpoint or the new one.
@@ -153,19 +133,26 @@ def load(folder: Path | str, kind: str) -> tuple[dict[str, Tensor], dict[str, An
     Raises:
         CheckpointError: the folder holds no checkpoint, one of another kind, or a damaged one.
     """
-    folder = Path(folder)
+    folder = path_of(folder)
     with _open(folder) as files:
-        return _read(folder, kind, files)
+        return read_contents(folder, kind, files)
 
 
-def read_files(folder: Path | str) -> dict[str, bytes]:
+def read_files(folder: AnyPath | str) -> dict[str, bytes]:
     """Return the content of the three files of one checkpoint by name, unchecked."""
-    with _open(Path(folder)) as files:
+    with _open(path_of(folder)) as files:
         return {name: file.readall() for name, file in files.items()}
 
 
+def _open(folder: AnyPath) -> AbstractContextManager[dict[str, FileIO]]:
+    """Open the three files of one checkpoint."""
+    if isinstance(folder, ObjectPath):
+        return checkpoint_objects.open_files(folder)
+    return _open_local(folder)
+
+
 @contextmanager
-def _open(folder: Path) -> Iterator[dict[str, FileIO]]:
+def _open_local(folder: Path) -> Iterator[dict[str, FileIO]]:
     """Open the three files of one checkpoint, also while another process replaces them.
 
     The files belong to one checkpoint if no file of the folder was replaced while they were opened;
@@ -227,38 +214,6 @@ def _check_present(folder: Path) -> None:
             f"{folder} holds {sorted(_foreign(names) | (names & set(FILES)))}; a checkpoint holds "
             f"{sorted(FILES)}"
         )
-
-
-def _read(folder: Path, kind: str, files: dict[str, FileIO]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Check and return the tensors and the configuration in three open files."""
-    manifest, raw = json_of(files[MANIFEST], LARGEST_MANIFEST, folder / MANIFEST)
-    version = manifest.get("format") if isinstance(manifest, dict) else FORMAT
-    if version not in READ:
-        raise CheckpointError(
-            f"{folder} has format {version!r:.40}; this version of attractor reads formats up to "
-            f"{FORMAT}"
-        )
-    schema.check(manifest, SCHEMAS[version], folder / MANIFEST, CheckpointError)
-    own = manifest.pop("own")
-    if own != _own_hash(manifest) or raw != json_bytes({**manifest, "own": own}):
-        raise CheckpointError(f"{folder}/{MANIFEST} is damaged: it does not match its own hash")
-    if manifest["kind"] != kind:
-        raise CheckpointError(f"{folder} holds a {manifest['kind']}, not a {kind}; give another folder")
-    hashes, sizes = manifest["sha256"], manifest.get("bytes", {})
-    actual = {name: os.fstat(files[name].fileno()).st_size for name in FILES}
-    for name in FILES:
-        if sizes and actual[name] != sizes[name]:
-            reason = f"it has {actual[name]:,} bytes, not {sizes[name]:,}"
-            raise CheckpointError(f"{folder}/{name} is damaged: {reason}")
-    config, raw = json_of(files[FILES[1]], json_limit(actual[FILES[0]]), folder / FILES[1])
-    if hashlib.sha256(raw).hexdigest() != hashes[FILES[1]]:
-        raise CheckpointError(f"{folder}/{FILES[1]} is damaged: it does not match its hash")
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{folder}/{FILES[1]} is no configuration: it is not a JSON object")
-    tensors, digest = tensors_of(files[FILES[0]], folder / FILES[0])
-    if digest != hashes[FILES[0]]:
-        raise CheckpointError(f"{folder}/{FILES[0]} is damaged: it does not match its hash")
-    return tensors, config
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor], source: Any, advice: str = "") -> None:
@@ -342,12 +297,14 @@ def _has_next(folder: Path) -> bool:
     return True
 
 
-def settle(folder: Path) -> None:
+def settle(folder: AnyPath) -> None:
     """Move a complete checkpoint from `.next` to its place, and remove incomplete ones.
 
     Raises:
         FolderLockedError: Another process is writing to the folder.
     """
+    if isinstance(folder, ObjectPath):
+        return
     if any(name.startswith(NEXT) for name in _names(folder)):
         with lock_folder(folder, wait=0.0) as locked:
             _settle(folder, locked)
@@ -386,7 +343,3 @@ def _names(folder: Path) -> set[str]:
 def _foreign(names: set[str]) -> set[str]:
     """Return the names that are not those of a checkpoint's files."""
     return {n for n in names - {*FILES, MANIFEST, NEXT, LOCK} if not STAGING.fullmatch(n)}
-
-
-def _own_hash(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

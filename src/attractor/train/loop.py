@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attractor.storage.files import lock_folder, write_json
+from attractor.storage.objects import AnyPath, path_of
 from attractor.train import generators
 from attractor.train.blame import blame, finite
 from attractor.train.bookkeeping import StepSums, Sums, Tell, Timer
@@ -46,7 +46,7 @@ def train(
     *,
     loss: Loss | None = None,
     device: torch.device | str | None = None,
-    out: Path | str | None = None,
+    out: AnyPath | str | None = None,
     resume: bool = True,
     save_every: int = 1,
     save_minutes: float = 10.0,
@@ -84,8 +84,9 @@ def train(
         loss: ``(model, batch) -> Tensor``, or a dictionary with "loss" and further numbers to report:
             one entry per item, or a scalar. None: cross-entropy and accuracy of (inputs, labels).
         device: the device of training; None: a GPU if there is one.
-        out: a folder for run.json, log.jsonl, times.jsonl and the last two checkpoints, which are
-            written after every `save_every` epochs (0: never), and within an epoch every `save_minutes`.
+        out: a folder, or the URL of one in an object store such as "s3://bucket/run", for run.json,
+            log.jsonl, times.jsonl and the last two checkpoints, which are written after every
+            `save_every` epochs (0: never), and within an epoch every `save_minutes`.
             After Ctrl-C or SIGTERM the step is finished and one more is written. A finished run leaves
             its weights in model.safetensors, for
             ``model.load_state_dict(safetensors.torch.load_file(path))``.
@@ -195,7 +196,7 @@ def restored(
     valid_data: Any,
     recipe: Recipe,
     *,
-    out: Path | str,
+    out: AnyPath | str,
     loss: Loss | None = None,
     device: torch.device | str | None = None,
 ) -> History:
@@ -229,7 +230,7 @@ def train_seeds(
     recipe: Recipe = SHORT,
     *,
     seeds: Sequence[int] = (0, 1, 2),
-    out: Path | str | None = None,
+    out: AnyPath | str | None = None,
     after: Callable[[nn.Module, History, int], None] | None = None,
     name: str = "valid_accuracy",
     **options: Any,
@@ -241,7 +242,7 @@ def train_seeds(
             depend on the seed. The global generators are restored afterwards.
         train_data, valid_data, recipe: as for `train`.
         seeds: the seeds, all different.
-        out: a folder with one subfolder per seed, such as ``seed-0``, for one run as in `train`;
+        out: a folder or URL with one subfolder per seed, such as ``seed-0``, for one run as in `train`;
             summary.json holds the results.
         after: a function that is called with each trained model, its history and its seed.
         name: name of the number that `Seeds` summarises.
@@ -254,14 +255,15 @@ def train_seeds(
         raise ValueError(
             f"{name} needs valid_data; or ask for another number, such as name='train_loss'"
         )
-    if out is not None and not options.get("resume", True):
-        (Path(out) / "summary.json").unlink(missing_ok=True)
+    folder = None if out is None else path_of(out)
+    if folder is not None and not options.get("resume", True):
+        (folder / "summary.json").unlink(missing_ok=True)
     histories: list[History] = []
     for seed in seeds:
         with generators.forked(torch.device(options.get("device") or _first_device())):
             torch.manual_seed(seed)
             model = make_model()
-        inner = None if out is None else Path(out) / f"seed-{seed}"
+        inner = None if folder is None else folder / f"seed-{seed}"
         own = replace(recipe, seed=seed)
         history = train(model, train_data, valid_data, own, out=inner, **options)
         histories.append(history)
@@ -269,10 +271,10 @@ def train_seeds(
         if after:
             after(model, history, seed)
     results = Seeds(seeds, tuple(histories), name)
-    if out is not None:
+    if folder is not None:
         summary = {"name": name, "seeds": seeds, "values": results.values, "mean": results.mean,
                    "spread": results.spread, "final": [h.final for h in histories]}  # fmt: skip
-        write_json(Path(out) / "summary.json", summary)
+        write_json(folder / "summary.json", summary)
     return results
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,8 +14,16 @@ from torch import Tensor, nn
 
 from attractor.common.versions import versions
 from attractor.storage import schema
-from attractor.storage.files import json_bytes, sweep, write_new, write_text
+from attractor.storage.files import (
+    json_bytes,
+    names_in,
+    remove_folder,
+    sweep,
+    write_new,
+    write_text,
+)
 from attractor.storage.limits import read_json, read_json_lines
+from attractor.storage.objects import AnyPath, ObjectPath, path_of
 from attractor.storage.tensor_specs import ANY, FLOATS, TensorSpec, check_tensors
 from attractor.train import checkpoint
 from attractor.train import recipe as recipes
@@ -51,7 +58,7 @@ RANDOM = {
 # Tensors in the state of an optimiser, per parameter.
 STATES = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
 
-CheckpointContent = tuple[Path, dict[str, Tensor], dict[str, Any]]
+CheckpointContent = tuple[AnyPath, dict[str, Tensor], dict[str, Any]]
 
 
 class Kept:
@@ -61,39 +68,37 @@ class Kept:
     one is a reserve in case the last is damaged.
     """
 
-    def __init__(self, folder: Path | str, kind: str, unit: str = "epoch", main: bool = True) -> None:
-        self.folder, self.kind, self.unit, self.main = Path(folder), kind, unit, main
+    def __init__(self, folder: AnyPath | str, kind: str, unit: str = "epoch", main: bool = True) -> None:
+        self.folder, self.kind, self.unit, self.main = path_of(folder), kind, unit, main
         self.name = re.compile(rf"{unit}-(\d+)(?:-step-(\d+))?")
-        self.bad: list[Path] = []  # damaged checkpoints, which the next save removes
-        self.last: Path | None = None
+        self.bad: list[AnyPath] = []  # damaged checkpoints, which the next save removes
+        self.last: AnyPath | None = None
 
-    def found(self) -> list[Path]:
+    def found(self) -> list[AnyPath]:
         """Return the existing checkpoints, the latest first."""
-        names = {p: self.name.fullmatch(p.name) for p in self.folder.glob(f"{self.unit}-*")}
-        return sorted(
-            (p for p, match in names.items() if match and not p.is_symlink()),
-            key=lambda p: tuple(int(x or 0) for x in names[p].groups()),  # type: ignore[union-attr]
-            reverse=True,
-        )
+        matches = filter(None, map(self.name.fullmatch, names_in(self.folder)))
+        count = lambda match: tuple(int(x or 0) for x in match.groups())
+        places = [self.folder / match[0] for match in sorted(matches, key=count, reverse=True)]
+        return [p for p in places if isinstance(p, ObjectPath) or not p.is_symlink()]
 
     def forget(self) -> None:
         """Remove all checkpoints."""
         for old in self.found():
-            _remove(old)
+            remove_folder(old, checkpoint.MANIFEST)
 
-    def place(self, count: int, step: int = 0) -> Path:
+    def place(self, count: int, step: int = 0) -> AnyPath:
         """Return the path of the checkpoint after `count` epochs and `step` steps of the next one."""
         return self.folder / (f"{self.unit}-{count:04}" + (f"-step-{step:06}" if step else ""))
 
-    def save(self, count: int, step: int, tensors: dict[str, Tensor], config: dict[str, Any]) -> Path:
+    def save(self, count: int, step: int, tensors: dict[str, Tensor], config: dict[str, Any]) -> AnyPath:
         """Write a checkpoint, then remove all but the previous one. A failed write leaves no files."""
         new = self.place(count, step)
         others = [p for p in self.found() if p != new and p not in self.bad]
-        _remove(new)
+        remove_folder(new, checkpoint.MANIFEST)
         with self.told(f"{self.unit} {count}" + (f", step {step}," if step else "")):
             checkpoint.save(new, self.kind, tensors, config)
         for old in [p for p in self.bad if p != new] + others[1:]:
-            _remove(old)
+            remove_folder(old, checkpoint.MANIFEST)
         self.bad, self.last = [], new
         return new
 
@@ -177,9 +182,10 @@ class RunFolder:
     """
 
     def __init__(
-        self, folder: Path | str, recipe: Recipe, definition: Definition, main: bool = True
+        self, folder: AnyPath | str, recipe: Recipe, definition: Definition, main: bool = True
     ) -> None:
-        self.folder, self.recipe, self.definition, self.main = Path(folder), recipe, definition, main
+        self.folder, self.recipe, self.main = path_of(folder), recipe, main
+        self.definition = definition
         self.steps = definition.steps
         self.checkpoints = Kept(folder, KIND, main=main)
         self.writer: Any = None
@@ -211,7 +217,7 @@ class RunFolder:
             with suppress(OSError):  # writing the file raises the error later
                 (self.folder / name).unlink(missing_ok=True)
 
-    def finish(self, model: nn.Module) -> Path:
+    def finish(self, model: nn.Module) -> AnyPath:
         """Write the weights under the names of the model's ``state_dict``, without a prefix.
 
         Tied tensors are written under each of their names, so that ``load_state_dict`` accepts the file.
@@ -228,7 +234,7 @@ class RunFolder:
         scaler: Any,
         history: History,
         unfinished: EpochState | None = None,
-    ) -> Path:
+    ) -> AnyPath:
         """Write the state after or within an epoch, unless the last checkpoint has this state."""
         step = unfinished.step if unfinished else 0
         if self.checkpoints.last == self.checkpoints.place(len(history), step):
@@ -347,7 +353,10 @@ class RunFolder:
         with self.checkpoints.told("the log"):
             self._write_log(rows)
         if self.writer is None:
-            self.writer = _tensorboard_writer(self.folder / "tensorboard", len(rows))
+            # TensorBoard writes to folders only.
+            self.writer = isinstance(self.folder, Path) and _tensorboard_writer(
+                self.folder / "tensorboard", len(rows)
+            )
         if self.writer:
             for name, value in rows[-1].items():
                 if isinstance(value, int | float) and name != "epoch":
@@ -378,16 +387,6 @@ ADVICE = "give another out=, or resume=False to start anew"
 ADVICE_SENTENCE = f"{ADVICE[0].upper()}{ADVICE[1:]}."
 
 
-def _remove(folder: Path) -> None:
-    """Remove a checkpoint, the manifest first: without it, the remaining files are no checkpoint."""
-    if folder.is_symlink():  # the target of the link belongs to somebody else
-        folder.unlink()
-        return
-    with suppress(OSError):
-        (folder / checkpoint.MANIFEST).unlink()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def _lines(rows: list[Row]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
@@ -401,7 +400,7 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _epoch_state(
-    config: dict[str, Any] | None, tensors: dict[str, Tensor], steps: int, folder: Path
+    config: dict[str, Any] | None, tensors: dict[str, Tensor], steps: int, folder: AnyPath
 ) -> EpochState | None:
     """Return the unfinished epoch in a checkpoint, or None; check all but model and optimiser."""
     own = {k: v for k, v in tensors.items() if not k.startswith(("model.", "optimiser."))}
@@ -417,7 +416,7 @@ def _epoch_state(
     return EpochState(**config, sums=tensors["begun.sums"], random=_part(tensors, "random."))
 
 
-def _rows(log: Tensor, folder: Path) -> list[Row]:
+def _rows(log: Tensor, folder: AnyPath) -> list[Row]:
     """Return the rows of a log that is stored as bytes."""
     lines = log.numpy().tobytes().splitlines()
     rows = [parse(line, f"{folder}: the log") for line in lines if line]
@@ -437,7 +436,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _restore(
-    optimiser: torch.optim.Optimizer, tensors: dict[str, Tensor], recipe: Recipe, folder: Path
+    optimiser: torch.optim.Optimizer, tensors: dict[str, Tensor], recipe: Recipe, folder: AnyPath
 ) -> None:
     """Restore an optimiser's state; each tensor gets the memory layout of its parameter."""
     parameters = [p for group in optimiser.param_groups for p in group["params"]]

@@ -13,7 +13,6 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 from attractor.storage import schema
 from attractor.storage.files import FileTypeError, open_plain, write_parts
 from attractor.storage.limits import parse_json
+from attractor.storage.objects import AnyPath, path_of
 from attractor.storage.schema import ADVICE
 
 # Bytes. Parsed JSON may take twenty-five times as much memory; this limit keeps it below 64 MB.
@@ -74,7 +74,7 @@ def json_limit(size: int) -> int:
     return JSON + size // 32
 
 
-def write_tensors(path: Path | str, tensors: dict[str, Tensor]) -> tuple[str, int]:
+def write_tensors(path: AnyPath | str, tensors: dict[str, Tensor]) -> tuple[str, int]:
     """Write a safetensors file, and return its SHA-256 and its size in bytes."""
     check_dtypes(tensors)
     # The widest dtypes come first, so that every tensor is aligned to its item size.
@@ -107,7 +107,7 @@ def write_tensors(path: Path | str, tensors: dict[str, Tensor]) -> tuple[str, in
             digest.update(view)
             yield view
 
-    write_parts(path, parts())
+    write_parts(path_of(path), parts())
     return digest.hexdigest(), 8 + len(text) + offset
 
 
@@ -119,7 +119,7 @@ def check_dtypes(tensors: Mapping[str, Any]) -> None:
             raise TypeError(f"{name!r} is {kind}; a checkpoint holds tensors of {', '.join(DTYPES)}")
 
 
-def read_tensors(path: Path | str, *, link: bool = True) -> dict[str, Tensor]:
+def read_tensors(path: AnyPath | str, *, link: bool = True) -> dict[str, Tensor]:
     """Return all tensors of a safetensors file.
 
     Args:
@@ -132,7 +132,7 @@ def read_tensors(path: Path | str, *, link: bool = True) -> dict[str, Tensor]:
     return read_annotated(path, link=link)[0]
 
 
-def tensors_of(file: FileIO, path: Path | str) -> tuple[dict[str, Tensor], str]:
+def tensors_of(file: FileIO, path: AnyPath | str) -> tuple[dict[str, Tensor], str]:
     """Return the tensors in an open safetensors file, and the SHA-256 of its bytes.
 
     `path` names the file in errors.
@@ -141,14 +141,16 @@ def tensors_of(file: FileIO, path: Path | str) -> tuple[dict[str, Tensor], str]:
     return tensors, digest
 
 
-def read_annotated(path: Path | str, *, link: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_annotated(
+    path: AnyPath | str, *, link: bool = True
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return all tensors of a safetensors file, and its metadata; see `read_tensors`."""
     with open_file(path, link=link) as file:
         tensors, _, metadata = _all_of(file, path)
         return tensors, metadata
 
 
-def _all_of(file: FileIO, path: Path | str) -> tuple[dict[str, Tensor], str, dict[str, str]]:
+def _all_of(file: FileIO, path: AnyPath | str) -> tuple[dict[str, Tensor], str, dict[str, str]]:
     """Return tensors, the SHA-256 of the bytes that were read, and metadata."""
     digest = hashlib.sha256()
     size = os.fstat(file.fileno()).st_size
@@ -176,13 +178,13 @@ def _all_of(file: FileIO, path: Path | str) -> tuple[dict[str, Tensor], str, dic
     return tensors, digest.hexdigest(), metadata
 
 
-def read_json(path: Path | str, limit: int, *, link: bool = True) -> tuple[Any, bytes]:
+def read_json(path: AnyPath | str, limit: int, *, link: bool = True) -> tuple[Any, bytes]:
     """Return the value in a JSON file, and its bytes; raise if it has more bytes than `limit`."""
     with open_file(path, link=link) as file:
         return json_of(file, limit, path)
 
 
-def json_of(file: FileIO, limit: int, path: Path | str) -> tuple[Any, bytes]:
+def json_of(file: FileIO, limit: int, path: AnyPath | str) -> tuple[Any, bytes]:
     """Do what `read_json` does for an open file; `path` names it in errors."""
     size = os.fstat(file.fileno()).st_size
     if size > limit:
@@ -191,7 +193,7 @@ def json_of(file: FileIO, limit: int, path: Path | str) -> tuple[Any, bytes]:
     return parse(raw, path), raw
 
 
-def parse(raw: bytes, path: Path | str) -> Any:
+def parse(raw: bytes, path: AnyPath | str) -> Any:
     """Return the value that bytes of JSON describe."""
     try:
         return parse_json(raw, path)
@@ -199,7 +201,7 @@ def parse(raw: bytes, path: Path | str) -> Any:
         raise CheckpointError(f"{path} is damaged: {error}") from None
 
 
-def open_file(path: Path | str, *, link: bool) -> FileIO:
+def open_file(path: AnyPath | str, *, link: bool) -> FileIO:
     """Open a file by `attractor.storage.files.open_plain`; its errors become `CheckpointError`."""
     try:
         return open_plain(path, link=link)
@@ -208,11 +210,11 @@ def open_file(path: Path | str, *, link: bool) -> FileIO:
     except FileTypeError as error:
         raise CheckpointError(str(error)) from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def _layout(
-    text: bytes, size: int, path: Path | str
+    text: bytes, size: int, path: AnyPath | str
 ) -> tuple[list[tuple[str, torch.dtype, list[int]]], dict[str, str]]:
     """Return name, dtype and shape of all tensors in the order of the file, and metadata.
 
@@ -240,13 +242,13 @@ def _bytes(value: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _read(file: FileIO, size: int, path: Path | str) -> bytes:
+def _read(file: FileIO, size: int, path: AnyPath | str) -> bytes:
     raw = bytearray(size)
     _fill(file, memoryview(raw), path)
     return bytes(raw)
 
 
-def _fill(file: FileIO, view: memoryview, path: Path | str) -> None:
+def _fill(file: FileIO, view: memoryview, path: AnyPath | str) -> None:
     position = 0
     while position < len(view):
         try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from attractor.residual import resnet
+from attractor.storage.objects import AnyPath
 from attractor.storage.schema import check, mapping, plain, record, text
 from attractor.storage.shelf import Shelf
 from attractor.train import checkpoint, generators
@@ -57,7 +58,7 @@ def load(name: str) -> resnet.ResNet:
     return net.eval()
 
 
-def save(name: str, network: str, options: dict[str, Any], net: resnet.ResNet) -> Path:
+def save(name: str, network: str, options: dict[str, Any], net: resnet.ResNet) -> AnyPath:
     """Save a network so that `load` can restore it, and return its folder.
 
     Args:
