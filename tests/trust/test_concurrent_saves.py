@@ -269,12 +269,26 @@ def test_what_another_process_has_made_meanwhile_is_not_made_again(tmp_path):
     assert found.values("b") == [2.0, 3.0, 4.0, 5.0]
 
 
-def test_one_process_at_a_time_makes_a_run(tmp_path, monkeypatch):
+def test_a_run_of_another_process_comes_last(tmp_path, monkeypatch):
+    """The other process is killed after this one has made everything else."""
     scratch = tmp_path / "attns_example" / ".smoke"
     name = results.digest(EXAMPLE.task, EXAMPLE.config("a", "smoke"))
-    call = lambda: run(EXAMPLE, "smoke", folder=tmp_path, seeds=[0], arms=["a"])
-    found = locked_call(call, scratch / f"{name}-0", monkeypatch)
-    assert found.values("a") == [1.0]
+    lock = files.lock_folder(scratch / f"{name}-0")
+    lines = []
+
+    def sleep(seconds):
+        lines.append("wait")
+        if len(lines) == 6:
+            lock.__exit__(None, None, None)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    lock.__enter__()
+    found = run(EXAMPLE, "smoke", folder=tmp_path, seeds=[0, 1], tell=lines.append)
+    assert found.values("a") == [1.0, 2.0]
+    assert lines[0] == "a, seed 0: another process is running it"
+    assert [line[:9] for line in lines[1:4]] == ["b, seed 0", "a, seed 1", "b, seed 1"]
+    assert lines[4:6] == ["wait", "wait"]
+    assert lines[6].startswith("a, seed 0: value 1")
 
 
 if __name__ == "__main__":

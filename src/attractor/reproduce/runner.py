@@ -25,6 +25,7 @@ from attractor.train.tensors import CheckpointError
 
 Shard = tuple[str, int]  # arm and seed
 Tell = Callable[[str], None]
+POLL_SECONDS = 2.0  # until runs of other processes are looked at again
 
 
 def run(
@@ -67,13 +68,13 @@ def run(
         threads: Number of threads of a run on the CPU. None for one thread, or for all if only one run
             uses the machine. Rounding, and so the last digits of trained weights, may depend on it.
         part: A part of the runs, such as "3/16" for every sixteenth run from the third on. Processes on
-            one machine may share a folder. On several machines, each part needs its own folder;
-            combine the folders with `merge`.
+            one machine may share a folder, also without parts, and each makes runs that no other is
+            making. On several machines, each part needs its own folder; combine the folders with
+            `merge`.
 
     Raises:
         ValueError: Runs in the folder were made on other data than those in `data`.
         CheckpointError: An interrupted run was started with other data.
-        FolderLockedError: Another process is making the same run in the same folder.
     """
     engine = jobs.chosen(engine, workers, address)
     offset, stride = jobs.part_of(part or "1/1")
@@ -162,7 +163,11 @@ def _outcomes(
     experiment: Experiment, scale: str, shards: list[Shard], is_open: Callable[[Shard], bool],
     context: Context, budget: float, threads: int | None, engine: dict[str, Any],
 ) -> Iterator[tuple[Shard, Run]]:  # fmt: skip
-    """Yield each run when it ends. A shard is skipped if it is no longer open when it would start."""
+    """Yield each run when it ends. A shard is skipped if it is no longer open when it would start.
+
+    Shards that other processes are running come last: most will have ended by then, and those of a
+    process that was killed are free.
+    """
     start = time.perf_counter()
     in_process = engine["engine"] == "here"
     scratch, cache = context.scratch, context.cache
@@ -177,17 +182,29 @@ def _outcomes(
         "data": None if context.folder is None else str(context.folder.absolute()),
         "tell": context.tell if in_process else None,
     }
-    shards_in_time = takewhile(
-        lambda job: time.perf_counter() - start <= budget, filter(is_open, shards)
-    )
+    in_time = lambda shard: time.perf_counter() - start <= budget
     job = jobs.Job(
         "attractor.reproduce.runner:arm", config, threads=threads, gpus=int("cuda" in context.device)
     )
     if shards:
         scratch.mkdir(parents=True, exist_ok=True)
     try:
-        for result in jobs.each(job, shards_in_time, **engine):
-            yield result.shard, result.json()
+        reported = set[Shard]()
+        while shards:
+            busy: list[Shard] = []
+            open_shards = takewhile(in_time, (shard for shard in shards if is_open(shard)))
+            for result in jobs.each(job, open_shards, **engine):
+                outcome = result.json()
+                if outcome is not None:
+                    yield result.shard, outcome
+                    continue
+                busy.append(result.shard)
+                if result.shard not in reported:
+                    reported.add(result.shard)
+                    context.tell("{}, seed {}: another process is running it".format(*result.shard))
+            shards = list(filter(is_open, busy))
+            if shards:
+                time.sleep(POLL_SECONDS)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{experiment.missing or experiment.name}: {error}") from error
 
@@ -197,8 +214,8 @@ def _scratch(folder: Path, experiment: Experiment, arm: str, scale: str) -> Path
     return folder / digest(experiment.task, experiment.config(arm, scale))
 
 
-def arm(config: Mapping[str, Any], shard: Shard) -> Run:
-    """Run one shard of the job that `run` starts.
+def arm(config: Mapping[str, Any], shard: Shard) -> Run | None:
+    """Run one shard of the job that `run` starts; return None if another process is running it.
 
     Checkpoints are saved in the folder of results, so that an interrupted run can resume. On a machine
     without this folder they are saved in a temporary one.
@@ -211,8 +228,10 @@ def arm(config: Mapping[str, Any], shard: Shard) -> Run:
         data = None if config["data"] is None else Path(config["data"])
         context = Context(seed, config["device"], data, scratch, config["tell"] or _silent, cache)
         try:
-            with lock_folder(scratch):
+            with lock_folder(scratch, wait=0.0):
                 return one(config["task"], config["arms"][name], context)
+        except FolderLockedError:
+            return None
         except CheckpointError as error:
             raise CheckpointError(
                 f"{name}, seed {seed}, cannot be resumed: {error}; or repeat the run with again=True "
