@@ -18,8 +18,12 @@ test: lint
 
 # All tests that need no GPU and are not part of `make test`: slow cases, the remaining kernels in Triton's
 # interpreter, the documentation build, and the fuzz targets with more inputs.
-test-all: $(STAMP)
+test-all: $(STAMP) $(VENV)/.store
 	$(PYTEST) -m "slow and not gpu"
+
+$(VENV)/.store: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[store]'
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
