@@ -1,10 +1,14 @@
-"""Nothing is lost: trainings and the making of data are killed at random and resumed, again and again.
+"""Nothing is lost: long computations are killed at random moments and resumed, again and again.
 
 Trainings: 200 times a process is killed by SIGKILL, at a random moment or at a random operation of a
 checkpoint's writing, and another goes on in the same folder; when a training is at its end, its weights,
 its log and its last checkpoint must have the hashes of one that was left in peace. Two kinds are
 trained: images with mixup, batch norm and dropout, and a shuffling loader whose data set draws from
 torch's, Python's and NumPy's random numbers.
+
+Fits, fine data and reproductions of an experiment: 200 times more, at
+random moments. The states of the solver, the data, and the results without their durations must have the
+hashes of those that were left in peace.
 
 Data must have the hash of data made in one go. A solver is fitted and saved by one process, which is
 then killed; another loads it, and its states must have the same hash.
@@ -19,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +38,17 @@ from torch import nn
 from attractor import HybridSolver, fit, systems
 from attractor.data import images
 from attractor.ode import make_trajectories
+from attractor.ode.unfinished import Unfinished
+from attractor.reproduce import run, shelf
 from attractor.train import Recipe, checkpoint, tensors, train
 from attractor.train.runs import Kept
 from benchmarks.results import save
 
 TRAININGS, AT_WRITES = 200, 100  # kills, and those of them that wait for a write
-KILLS = 10  # of data
+OTHER_KILLS = 200  # of fits, data, reproductions
+KILLS = 10  # of data, shard by shard
 DATA = dict(trajectories=600, dt=0.1, horizon=5.0, fine_dt=0.0025, shard_size=10)
+FEW_DATA = DATA | dict(trajectories=60, fine_dt=0.01)
 RECIPE = Recipe(
     epochs=3, batch=16, learning_rate=0.01, warmup=0.5, crop=1, precision="fp32", optimiser="adamw"
 )
@@ -79,17 +87,47 @@ def train_batches(folder: Path) -> nn.Module:
     return model
 
 
-CASES: dict[str, Callable[[Path], nn.Module]] = {"images": train_images, "batches": train_batches}
-
-
-def hashes(model: nn.Module, folder: Path) -> dict[str, str]:
+def hashes(model: nn.Module, folder: Path) -> str:
     """Of weights, log and last checkpoint."""
     total = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         total.update(name.encode() + value.contiguous().numpy().tobytes())
     last = folder / f"epoch-{RECIPE.epochs:04}" / "tensors.safetensors"
     digest = lambda path: hashlib.sha256(path.read_bytes()).hexdigest()
-    return {"weights": total.hexdigest(), "log": digest(folder / "log.jsonl"), "last": digest(last)}
+    return repr([total.hexdigest(), digest(folder / "log.jsonl"), digest(last)])
+
+
+# Other long computations
+
+
+def fit_solver(folder: Path) -> str:
+    """Return the hash of states of a fitted solver; all candidates of the fit are kept."""
+    Unfinished.SECONDS = 0.0
+    options = dict(dt=0.1, horizon=2.0, fine_dt=0.02, trajectories=60, width=32)
+    solver = fit(systems.ElasticPendulum(), **options, out=folder / "unfinished")
+    return states(solver)
+
+
+def make_data(folder: Path) -> str:
+    return make_trajectories(systems.PendulumChain(2), folder / "data", **FEW_DATA).hash
+
+
+def reproduce_experiment(folder: Path) -> str:
+    """Return the results of an experiment, without durations."""
+    experiment = shelf.catalogue()["pde-mixing"]
+    results = run(experiment, "smoke", folder=folder / "results", threads=1)
+    rows = [[arm, seed, r["metrics"]] for arm, own in results.runs.items() for seed, r in own.items()]
+    return hashlib.sha256(repr(sorted(rows, key=repr)).encode()).hexdigest()
+
+
+TRAINED: dict[str, Callable[[Path], str]] = {
+    "images": lambda folder: hashes(train_images(folder), folder),
+    "batches": lambda folder: hashes(train_batches(folder), folder),
+}
+OTHERS: dict[str, Callable[[Path], str]] = {
+    "fit": fit_solver, "data": make_data, "reproduce": reproduce_experiment,
+}  # fmt: skip
+CASES = TRAINED | OTHERS
 
 
 def child(case: str, folder: Path, ready: int, pause: int | None) -> None:
@@ -97,8 +135,7 @@ def child(case: str, folder: Path, ready: int, pause: int | None) -> None:
     torch.set_num_threads(1)
     if pause is not None:
         wait_at(pause, ready)
-    model = CASES[case](folder)
-    (folder / "done.json").write_text(repr(hashes(model, folder)))
+    (folder / "done.json").write_text(CASES[case](folder))
 
 
 def wait_at(operation: int, ready: int) -> None:
@@ -166,10 +203,10 @@ def start(case: str, folder: Path, pause: int | None = None) -> tuple[int, int]:
     return process, ready
 
 
-def killed_training(
+def killed_once(
     case: str, folder: Path, pause: int | None, wait: float
 ) -> tuple[str | None, str | None]:
-    """Kill a training: after a while, or where it waits. What it was at (None: it was at its end)."""
+    """Kill a computation: after a while, or where it waits. What it was at (None: it was at its end)."""
     process, ready = start(case, folder, pause)
     try:
         if pause is not None:
@@ -182,7 +219,7 @@ def killed_training(
     finally:
         os.close(ready)
     if os.waitstatus_to_exitcode(status) > 0:
-        return None, "a training failed"
+        return None, f"{case} failed"
     return (at if at and not (folder / "done.json").exists() else None), None
 
 
@@ -194,19 +231,20 @@ def reached(folder: Path) -> str:
     )
 
 
-def campaign(kills: int, at_writes: int, seed: int = 1) -> dict[str, Any]:
-    """So many kills, over as many trainings as that takes."""
+def campaign(cases: Collection[str], kills: int, at_writes: int, seed: int = 1) -> dict[str, Any]:
+    """So many kills, over as many computations as that takes."""
     draw = random.Random(seed)
     counts: Counter[str] = Counter()
     went_on: Counter[str] = Counter()
+    of_case: Counter[str] = Counter()
     runs, failures, wrong = 0, 0, 0
     began = time.monotonic()
     torch.set_num_threads(1)  # a forked process has none of the threads that its parent has made
     with tempfile.TemporaryDirectory() as name:
-        for case in CASES:  # so that all is imported that a training needs
+        for case in cases:  # so that all is imported that it needs
             CASES[case](Path(name) / f"first-{case}")
         expected, lengths = {}, {}
-        for case in CASES:  # left in peace
+        for case in cases:  # left in peace
             since = time.monotonic()
             process, ready = start(case, Path(name) / case)
             os.waitpid(process, 0)
@@ -215,34 +253,36 @@ def campaign(kills: int, at_writes: int, seed: int = 1) -> dict[str, Any]:
             expected[case] = (Path(name) / case / "done.json").read_text()
         writes = 0
         while counts.total() < kills:
-            case = list(CASES)[runs % len(CASES)]
+            case = list(cases)[runs % len(cases)]
             folder = Path(name) / f"run-{runs}"
             runs += 1
             while counts.total() < kills and not (folder / "done.json").exists():
                 at_write = draw.random() < (at_writes - writes) / max(1, kills - counts.total())
                 pause = draw.randint(1, 120) if at_write else None
-                at, failed = killed_training(case, folder, pause, draw.uniform(0.02, lengths[case] / 2))
+                at, failed = killed_once(case, folder, pause, draw.uniform(0.02, lengths[case] / 2))
                 failures += failed is not None
                 if failed:
                     break
                 if at is not None:
                     counts[at] += 1
+                    of_case[case] += 1
                     writes += at != "any moment"
-                    went_on[reached(folder)] += 1
+                    if case in TRAINED:
+                        went_on[reached(folder)] += 1
             if failures == 0 and not (folder / "done.json").exists():
                 process, ready = start(case, folder)
                 os.close(ready)
                 failures += os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) != 0
             done = folder / "done.json"
             wrong += not (done.exists() and done.read_text() == expected[case])
-            left = list(folder.rglob(".*"))
+            left = [p for p in folder.rglob(".*") if ".tokens" not in p.parts]  # a cache of texts
             failures += bool(left)
             if failures:
                 print(f"{case}: failed; left {left}")
                 break
     return {
         "kills": counts.total(), "at_writes": writes, "at": dict(sorted(counts.items())),
-        "went_on_from": dict(went_on), "trainings": runs, "not_resumed": failures, "not_equal": wrong,
+        "went_on_from": dict(went_on), "kills_of": dict(of_case), "runs": runs, "not_resumed": failures, "not_equal": wrong,
         "seconds": time.monotonic() - began,
     }  # fmt: skip
 
@@ -305,9 +345,12 @@ def main() -> None:
         solver.save(sys.argv[2])
         print(states(solver), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
-    found = campaign(TRAININGS, AT_WRITES)  # first: processes are forked while there are no threads
-    print(f"trainings: {found}")
-    save("interrupted", {"trainings": found, **data_and_solver()})
+    # First, because processes are forked while there are no threads.
+    trainings = campaign(TRAINED, TRAININGS, AT_WRITES)
+    print(f"trainings: {trainings}")
+    others = campaign(OTHERS, OTHER_KILLS, 0)
+    print(f"others: {others}")
+    save("interrupted", {"trainings": trainings, "others": others, **data_and_solver()})
 
 
 if __name__ == "__main__":
