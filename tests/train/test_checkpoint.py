@@ -5,7 +5,7 @@ import torch
 
 import attractor as at
 from attractor.storage.files import write_json
-from attractor.train import checkpoint
+from attractor.train import checkpoint, checkpoint_files
 
 TENSORS = {"a": torch.rand(3, 2), "b": torch.arange(4)}
 CONFIG = {"x": 1.5, "names": ["u", "v"]}
@@ -75,7 +75,7 @@ def test_kind_and_version(folder, tmp_path):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest.pop("own")
     manifest["format"] = 99
-    write_json(folder / "manifest.json", {**manifest, "own": checkpoint._own_hash(manifest)})
+    write_json(folder / "manifest.json", {**manifest, "own": checkpoint_files.own_hash(manifest)})
     with pytest.raises(
         at.CheckpointError, match="has format 99; this version of attractor reads formats up to 2"
     ):

@@ -569,16 +569,16 @@ def killed(folder):
     import os
     import signal
 
-    from attractor.train import checkpoint
+    from attractor.train import checkpoint_files
 
-    write = checkpoint.write_bytes
+    write = checkpoint_files.write_bytes
 
     def stop(path, content):
         if "epoch-0003" in str(path) and path.name == "config.json":
             os.kill(os.getpid(), signal.SIGKILL)
         return write(path, content)
 
-    checkpoint.write_bytes = stop
+    checkpoint_files.write_bytes = stop
     run(small(0.2), digits(100), digits(40, "test"), replace(PLAIN, epochs=4), out=folder)
 
 
@@ -602,14 +602,14 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path, one_thread):
 
 def test_a_full_disk_loses_one_epoch(tmp_path, monkeypatch):
     from attractor.storage import files
-    from attractor.train import checkpoint
+    from attractor.train import checkpoint_files
 
     def full(path, content):
         if "epoch-0002" in str(path):
             raise OSError(28, "No space left on device")
         return files.write_bytes(path, content)
 
-    monkeypatch.setattr(checkpoint, "write_bytes", full)
+    monkeypatch.setattr(checkpoint_files, "write_bytes", full)
     told = r"epoch 2 could not be written to .* \(No space left on device\); .*epoch-0001 is whole"
     with pytest.raises(OSError, match=told):
         run(out=tmp_path)

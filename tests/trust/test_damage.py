@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import attractor as at
-from attractor.train import checkpoint
+from attractor.storage.files import json_bytes
+from attractor.train import checkpoint, checkpoint_files
 from attractor.train.tensors import JSON, read_tensors, write_tensors
 from benchmarks.damage import sealed
 
@@ -193,7 +194,7 @@ def test_the_format_before_is_read(folder):
     for key in ("own", "bytes"):
         manifest.pop(key)
     manifest["format"] = 1
-    content = checkpoint.json_bytes({**manifest, "own": checkpoint._own_hash(manifest)})
+    content = json_bytes({**manifest, "own": checkpoint_files.own_hash(manifest)})
     (folder / "manifest.json").write_bytes(content)
     tensors, config = checkpoint.load(folder, "thing")
     assert config == {"x": 1}
