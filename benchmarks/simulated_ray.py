@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from heapq import heappop, heappush
 from itertools import count
+from statistics import NormalDist
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +57,22 @@ class Case:
     mtbf: float = math.inf
     repair: float = 300.0
     detection: float = 10.0
+
+    def slowdowns(self, chance: random.Random) -> list[float]:
+        """Return the factor of each machine on the duration of a shard, in random order.
+
+        The factors are quantiles of a log-normal distribution, and the number of slow machines is
+        rounded, so that small clusters are typical ones.
+        """
+        quantile = NormalDist().inv_cdf
+        factors = [
+            math.exp(self.spread * quantile((n + 0.5) / self.workers)) for n in range(self.workers)
+        ]
+        chance.shuffle(factors)
+        slow = round(self.slow * self.workers)
+        factors[:slow] = [SLOWER * factor for factor in factors[:slow]]
+        chance.shuffle(factors)
+        return factors
 
     @property
     def job_failure_probability(self) -> float:
@@ -115,11 +132,9 @@ class SimulatedRay:
             count(),
         )
         self.queue, self.ready, self.idle = deque[Task](), deque[Task](), deque[Machine]()
-        for _ in range(case.workers):
-            slowdown = self.random.lognormvariate(0.0, case.spread)
-            machine = Machine(slowdown * (SLOWER if self.random.random() < case.slow else 1))
-            self.idle.append(machine)
-            self._schedule_failure(0.0, machine)
+        for slowdown in case.slowdowns(self.random):
+            self.idle.append(Machine(slowdown))
+            self._schedule_failure(0.0, self.idle[-1])
 
     def is_initialized(self) -> bool:
         """Return True, so that the engine starts no cluster."""
