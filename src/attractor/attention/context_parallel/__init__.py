@@ -147,7 +147,7 @@ def _attend(
     width = reach if is_causal else 0  # number of keys per row whose weights take the steps
     value_halo = extend_runs(runs, reach + width, reach - width, parts.tokens)
     far = extend_runs(runs, width, -width, parts.tokens)
-    step_later = bool(reach) and key.shape[1] != heads and not evolution.same_for_all_heads
+    step_later = bool(evolution.steps) and key.shape[1] != heads and not evolution.same_for_all_heads
     key_halo = value_halo if step_later else extend_runs(runs, width, 0, parts.tokens)
     key, value = fetch(key, processes, runs, key_halo), fetch(value, processes, runs, value_halo)
     if step_later:
