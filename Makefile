@@ -81,6 +81,7 @@ results: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.malformations
 	$(BIN)/python -m benchmarks.scale
 	$(BIN)/python -m benchmarks.cluster
+	$(BIN)/python -m benchmarks.workers
 	$(BIN)/python -m benchmarks.compare
 	$(BIN)/python -m benchmarks.stepping
 	$(BIN)/python -m benchmarks.attention

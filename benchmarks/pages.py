@@ -644,6 +644,105 @@ def cluster() -> str:
     )
 
 
+def simulated_jobs() -> str:
+    """Return durations of simulated jobs on up to 1,000 workers."""
+    result = load("workers")
+    costs, first = result["costs"], result["workers"][0]
+    kinds = {True: "trajectories", False: "results"}
+    rows = [
+        [kinds[row["data"]], once_per(row["mtbf"]), f"{row['workers']:,}", *outcome_of(row)]
+        for row in result["workers"]
+    ]
+    return (
+        f"{command('workers')}{result['work_hours']:,.0f} hours of one core in shards of {first['seconds']:g} s, "
+        f"simulated; means of {result['seeds']} seeds. Trajectories are "
+        f"{costs['shard_bytes'] / costs['shard_seconds'] / 1e6:.1f} MB per second of work, and results "
+        f"{result['workers'][-1]['size'] / 1e3:.0f} kB per shard. Measured on this machine: 1,000 elastic "
+        f"pendulums to t = 5 take {costs['shard_seconds']:.2f} s and {costs['shard_bytes'] / 1e6:.2f} MB; a worker "
+        f"starts in {costs['startup']:.1f} s; an artifact costs the command {1e3 * costs['overhead']:.1f} ms and "
+        f"{1e9 * costs['hash_seconds_per_byte']:.1f} ns per byte for the hash.\n\n"
+        + table(["artifacts", "one failure per", "workers", *OUTCOME], rows)
+    )
+
+
+OUTCOME = [
+    "hours", "speed-up", "efficiency", "lost: slow machines", "failures", "command", "GB", "begun again",
+    "job ends with an error",
+]  # fmt: skip
+
+
+def outcome_of(row: dict[str, Any]) -> list[str]:
+    """Return the cells of a simulated job."""
+    lost = [share_of(max(row["lost"][cause], 0.0)) for cause in ("stragglers", "failures", "command")]
+    return [
+        f"{row['hours']:,.3g}" if row["hours"] < 100 else f"{row['hours']:,.0f}", f"{row['speedup']:,.3g}"
+        if row["speedup"] < 100 else f"{row['speedup']:,.0f}", share_of(row["efficiency"]), *lost,
+        f"{row['bytes'] / 1e9:,.3g}" if row["bytes"] < 1e11 else f"{row['bytes'] / 1e9:,.0f}",
+        f"{row['begun_again']:,.0f}", probability(row["death_probability"]),
+    ]  # fmt: skip
+
+
+def share_of(x: float) -> str:
+    return f"{100 * x:.3g} %" if x >= 0.01 else f"{100 * x:.1f} %"
+
+
+def probability(x: float) -> str:
+    return f"{x:.2g}" if x >= 1e-3 else f"{x:.0e}" if x else "0"
+
+
+def once_per(seconds: float) -> str:
+    """Return a mean time between failures in words."""
+    return f"{seconds / 3600:,.0f} h"
+
+
+def shard_durations() -> str:
+    """Return what the duration of a shard changes, on 1,000 simulated workers."""
+    result = load("workers")
+    both = [r for r in result["workers"] if not r["data"] and r["workers"] == 1_000] + result[
+        "durations"
+    ]
+    rows = [
+        [once_per(row["mtbf"]), f"{row['seconds']:g} s", f"{row['shards']:,}", *outcome_of(row)]
+        for row in sorted(both, key=lambda r: (-r["mtbf"], r["seconds"]))
+    ]
+    long = ", ".join(
+        f"{probability(row['death_probability'])} for shards of {row['seconds'] / 3600:g} h with one failure per "
+        f"{once_per(row['mtbf'])}"
+        for row in result["long_shards"]
+    )
+    text = table(["one failure per", "shard", "shards", *OUTCOME], rows)
+    return f"{text}\nProbability that the job ends with `WorkerDiedError`, computed: {long}.\n"
+
+
+def command_limits() -> str:
+    """Return how many workers one command serves."""
+    rows = []
+    for row in load("workers")["limits"]:
+        values = [row["efficiency"].get(factor) for factor in ("0.5", "1.0", "2.0")]
+        share = ["not simulated" if x is None else share_of(x) for x in values]
+        rows.append(
+            ["trajectories" if row["data"] else "results", f"{row['seconds']:g} s", f"{row['size'] / 1e6:.3g}",
+             f"{row['link']:,.0f}", f"{row['command']:,.0f}", *share]
+        )  # fmt: skip
+    head = ["artifacts", "shard", "MB per shard", "workers that fill the link", "workers that fill the command",
+            "efficiency with half of these", "with these", "with twice these"]  # fmt: skip
+    return table(head, rows)
+
+
+def failing_training() -> str:
+    """Return the useful fraction of a training on machines that fail."""
+    rows = [
+        [once_per(row["mtbf"]), f"{row['processes']:,}", f"{row['job_mtbf'] / 60:,.3g}"
+         if row["job_mtbf"] < 6e4 else f"{row['job_mtbf'] / 60:,.0f}", f"{row['step_seconds']:.2f}",
+         share_of(row["useful"]), f"{row['young'] / 60:.2g}", f"{row['daly'] / 60:.2g}",
+         share_of(row["useful_daly"]), share_of(1 - 0.99 ** row["processes"])]
+        for row in load("workers")["training"]
+    ]  # fmt: skip
+    head = ["one failure per", "machines", "minutes between failures", "seconds per step", "useful, every 10 min",
+            "Young's interval, min", "Daly's, min", "useful, Daly's", "chance of a slow machine"]  # fmt: skip
+    return table(head, rows)
+
+
 def size_ms(x: float) -> str:
     return f"{x:.3f}" if x < 1 else f"{x:.3g}"
 

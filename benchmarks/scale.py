@@ -183,15 +183,15 @@ def in_processes(count: int) -> list[Any]:
 
 
 def exchanged(
-    tokens: int, processes: int, causal: bool, heads: int = HEADS, dim: int = DIM, steps: int = STEPS,
+    tokens: int, processes: int, causal: bool, key_heads: int = HEADS, dim: int = DIM, steps: int = STEPS,
     size: int = 4, wide: int = 4, zigzag: bool = False,
 ) -> dict[str, float]:  # fmt: skip
     """Bytes that a process in the middle sends in a forward and backward of a layer, for one text.
 
     Parts of equal length, longer than twice the reach; value dim = dim. `size` and `wide` are bytes of
-    a number, and of one in which gradients are summed.
+    a number, and of one in which gradients are summed. Heads of query that share a key are not counted.
     """
-    token, own, runs = heads * dim, tokens / processes, 1 + zigzag
+    token, own, runs = key_heads * dim, tokens / processes, 1 + zigzag
     halo = (
         runs * (3 if causal else 2) * steps * token * size
     )  # steps keys and twice as many values, or both sides
@@ -290,7 +290,7 @@ def growth_with_processes() -> str:
 def large_exchanges() -> str:
     rows = []
     for processes in (2, 8, 64):
-        found = exchanged(1 << 20, processes, True, heads=32, dim=128, size=2, wide=4)
+        found = exchanged(1 << 20, processes, True, key_heads=32, dim=128, size=2, wide=4)
         memory = (1 << 20) / processes * 32 * 128 * 2
         rows.append(
             [str(processes), f"{(1 << 20) // processes:,}", megabytes(found["halo"]), megabytes(found["ring"]),

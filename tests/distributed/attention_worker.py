@@ -5,24 +5,28 @@
 
 import random
 import sys
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 
 import torch
 import torch.distributed as dist
 
 from attractor.attention import LanguageModel, PDEAttention, pde_attention, pdes
 from attractor.attention.context_parallel import Parts, context_parallel_attention
+from benchmarks.scale import counted
 from tests.distributed.launching import write_result
 
 PDES = {"diffusion": pdes.Diffusion, "wave": pdes.Wave, "advection_diffusion": pdes.AdvectionDiffusion}
 
 
-def tensors(batch, heads, tokens, dim, value_dim, dtype=torch.float64, seed=0):
+def tensors(batch, heads, tokens, dim, value_dim, dtype=torch.float64, seed=0, ratio=1):
+    """Query, key, value and the gradient of the output; key and value have heads / ratio heads."""
     g = torch.Generator().manual_seed(seed)
-    make = lambda size: torch.randn(batch, heads, tokens, size, generator=g, dtype=torch.float64).to(
-        dtype
-    )
-    return make(dim), make(dim), make(value_dim), make(value_dim)
+    make = lambda heads, size: torch.randn(
+        batch, heads, tokens, size, generator=g, dtype=torch.float64
+    ).to(dtype)
+    few = heads // ratio
+    return make(heads, dim), make(few, dim), make(few, value_dim), make(heads, value_dim)
 
 
 def leaves(*given):
@@ -58,6 +62,12 @@ def compare(parts, group, given, coefficients, kind, ask=False, **options):
     return errors
 
 
+def compare_worst(worst, *arguments, **options):
+    """Compare one process with the group, and keep the largest errors in `worst`."""
+    for name, error in compare(*arguments, **options).items():
+        worst[name] = max(worst.get(name, 0.0), error)
+
+
 def random_cases(groups, cases, seed):
     """Random lengths, layouts, PDEs, heads and groups; the same in all processes."""
     chance, worst, told = random.Random(seed), {}, {"cases": 0, "short": 0, "uneven": 0, "zigzag": 0}
@@ -79,17 +89,42 @@ def random_cases(groups, cases, seed):
         g = torch.Generator().manual_seed(case)
         alpha = 0.05 + 0.3 * torch.rand(per_head, 1, 1, generator=g, dtype=torch.float64)
         beta = 0.2 * torch.rand(per_head, 1, 1, generator=g, dtype=torch.float64) - 0.1
-        errors = compare(
-            parts, group, tensors(*sizes, seed=case), (alpha, beta), kind, ask=layout == "asked",
+        compare_worst(
+            worst, parts, group, tensors(*sizes, seed=case), (alpha, beta), kind, ask=layout == "asked",
             steps=steps, dt=dt, is_causal=is_causal,
         )  # fmt: skip
-        for name, error in errors.items():
-            worst[name] = max(worst.get(name, 0.0), error)
         told["cases"] += 1
         told["short"] += any(b - a < steps for runs in parts.runs for a, b in runs)
         told["uneven"] += layout in ("uneven", "asked")
         told["zigzag"] += layout == "zigzag"
     return {"worst": worst, **told}
+
+
+def grouped_heads(groups):
+    """Return the largest errors and the bytes sent, by number of query heads per key head.
+
+    The bytes are those of all messages of a forward and a backward, the halo included.
+    """
+    report = {"worst": {}, "bytes": []}
+    cases = product(groups, PDES, [False, True], [False, True], [False, True])
+    for case, (processes, kind, is_causal, per_head, zigzag) in enumerate(cases):
+        group, parts = groups[processes], Parts.split(31, processes, zigzag)
+        if dist.get_rank(group) < 0:
+            continue
+        g = torch.Generator().manual_seed(case)
+        shape = (4 if per_head else 1), 1, 1
+        alpha = 0.05 + 0.3 * torch.rand(shape, generator=g, dtype=torch.float64)
+        beta = 0.2 * torch.rand(shape, generator=g, dtype=torch.float64) - 0.1
+        sent = {}
+        for ratio in (1, 2, 4):
+            inputs = tensors(2, 4, 31, 4, 6, seed=case, ratio=ratio)
+            run = partial(
+                compare_worst, report["worst"], parts, group, inputs, (alpha, beta), kind,
+                steps=3, is_causal=is_causal, enable_gqa=True,
+            )  # fmt: skip
+            sent[ratio] = counted(run)
+        report["bytes"].append({"per_head": per_head, "sent": sent})
+    return report
 
 
 def causality(rank, processes):
@@ -187,6 +222,7 @@ def refusals(rank, processes, pair):
     ask("cross", query[..., :3, :], key, value, "wave")
     ask("one", query[..., : 4 - rank % 2], key, value, "wave")  # a mistake of some
     ask("heads", *(x[:, : 1 + rank % 2] for x in (query, key, value)), "wave")
+    ask("key heads", query, *(x[:, : 1 + rank % 2] for x in (key, value)), "wave", enable_gqa=True)
     ask("nothing", *(x[..., : rank * 3, :] for x in (query, key, value)), "wave")
     ask("parts", query, key, value, "wave", parts=Parts.split(7 * processes, processes))
     ask("processes", query, key, value, "wave", parts=Parts.split(100, processes + 1))
@@ -209,6 +245,7 @@ def main():
     if processes == 4:
         groups |= {2: dist.new_group([0, 1]), 3: dist.new_group([1, 2, 3])}
     result = {
+        "grouped_heads": grouped_heads(groups),
         "random": random_cases(groups, cases, seed),
         "causality": causality(rank, processes),
         "modules": modules(rank, processes),

@@ -26,6 +26,23 @@ def test_output_and_all_gradients_are_those_of_one_process(found):
     assert min(most["short"], most["uneven"], most["zigzag"]) >= 4  # runs shorter than the reach, too
 
 
+def test_grouped_heads_equal_one_process(found):
+    for result in found:
+        worst = result["grouped_heads"]["worst"]
+        assert set(worst) == {"output", "q", "k", "v", "first", "second"}
+        assert max(worst.values()) < EXACT, worst
+
+
+def test_bytes_sent_are_proportional_to_the_key_heads(found):
+    """Ratios of 2 and 4 query heads per key head, with common and with per-head coefficients."""
+    for result in found:
+        for case in result["grouped_heads"]["bytes"]:
+            sent = {int(ratio): count for ratio, count in case["sent"].items()}
+            assert sent[2] == 2 * sent[4]
+            if not case["per_head"]:
+                assert sent[1] == 4 * sent[4]
+
+
 def test_later_processes_are_not_seen(found):
     assert all(result["causality"] for result in found)
 
@@ -48,6 +65,7 @@ def test_all_processes_are_told_what_is_wrong(found):
         "unstable": "dt = 1 is unstable for Diffusion",
         "cross": "query has 3 tokens and key 6",
         "heads": "The ranks differ in batch size times heads: [1, 2, 1, 2]; only the number of tokens may differ.",
+        "key heads": "The ranks differ in batch size times key heads: [1, 2, 1, 2]; only the number",
         "nothing": "The ranks hold [0, 3, 6, 6] tokens, but each needs at least one; use fewer processes.",
         "processes": "parts is for 5 processes, but the group has 4",
         "twice": "has no second derivatives",
