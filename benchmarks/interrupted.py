@@ -259,7 +259,9 @@ def campaign(cases: Collection[str], kills: int, at_writes: int, seed: int = 1) 
             while counts.total() < kills and not (folder / "done.json").exists():
                 at_write = draw.random() < (at_writes - writes) / max(1, kills - counts.total())
                 pause = draw.randint(1, 120) if at_write else None
-                at, failed = killed_once(case, folder, pause, draw.uniform(0.02, lengths[case] / 2))
+                # Half of the duration: the training ends late. A fit needs its first part in one go.
+                longest = lengths[case] * (0.5 if case in TRAINED else 1.1)
+                at, failed = killed_once(case, folder, pause, draw.uniform(0.02, longest))
                 failures += failed is not None
                 if failed:
                     break
