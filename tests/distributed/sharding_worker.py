@@ -1,7 +1,7 @@
 """Trainings with sharded parameters: images, texts, and a model with shared and frozen parameters.
 
 ``torchrun --nproc-per-node 2 sharding_worker.py FOLDER OTHERS``: trains in FOLDER, and goes on from the
-checkpoints of one process in OTHERS.
+checkpoints of one process in OTHERS. Without OTHERS, it trains with compiled blocks.
 """
 
 import sys
@@ -63,12 +63,12 @@ def shared_model():
     return Shared().double()
 
 
-def shared_training(folder, processes=1, **options):
+def shared_training(folder, processes=1, recipe=RECIPE, **options):
     """Train on 6 steps per epoch, and evaluate 7 batches, which two processes cannot share equally."""
     model = shared_model()
     data = batches(12, 0) if processes == 2 else pairs(batches(12, 0))
     return model, train(
-        model, data, batches(7, 1), RECIPE, loss=next_row, device="cpu", out=folder, **options
+        model, data, batches(7, 1), recipe, loss=next_row, device="cpu", out=folder, **options
     )
 
 
@@ -112,7 +112,7 @@ def diverged():
     return {}
 
 
-def refused(folder):
+def refused():
     """The message if one process asks for sharding and the other does not."""
     try:
         shared_training(None, 2, sharding=("none", "full")[Place.find("cpu").share[0]])
@@ -121,19 +121,27 @@ def refused(folder):
     return ""
 
 
-def main():
-    folder, others = Path(sys.argv[1]), Path(sys.argv[2])
-    rank = Place.find().share[0]
-    result = {
+def results(folder, others):
+    return {
         "whole": train_worker.whole(folder, sharding="full"),
         "resumed": train_worker.resumed(others, folder, sharding="full"),
         "replicated": train_worker.resumed(folder, folder / "replicated"),
         "shared": train_worker.told(*shared_training(folder / "shared", 2, sharding="full")),
         "ordinary": ordinary(folder),
         "diverged": diverged(),
-        "refused": refused(folder),
+        "refused": refused(),
     }
-    write_result(folder, rank, result)
+
+
+def compiled():
+    recipe = replace(RECIPE, capture="compile")
+    return train_worker.told(*shared_training(None, 2, recipe, sharding="full"))
+
+
+def main():
+    folder, *others = map(Path, sys.argv[1:])
+    result = results(folder, *others) if others else compiled()
+    write_result(folder, Place.find().share[0], result)
     dist.destroy_process_group()
 
 

@@ -80,6 +80,12 @@ def test_shared_and_frozen_parameters_and_unequal_evaluations(two, tmp_path):
         alike(expected, result["shared"])
 
 
+def test_compiled_blocks_can_be_sharded(tmp_path):
+    expected = train_worker.told(*sharding_worker.shared_training(None))
+    for result in launch("torchrun", 2, "sharding_worker.py", tmp_path):
+        alike(expected, result)
+
+
 def test_the_model_is_ordinary_after_training(two):
     for result in (two[0]["ordinary"], two[1]["ordinary"]):
         for name in ("parameters", "plain", "classes", "attributes"):

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from datetime import timedelta
-from importlib import import_module
 from typing import Any
 
 SCHEME = "attractor-restart"
@@ -31,9 +30,10 @@ def init_method() -> str | None:
             "processes that have ended; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on every "
             "machine"
         )
-    rendezvous: Any = import_module("torch.distributed.rendezvous")
-    if SCHEME not in rendezvous._rendezvous_handlers:
-        rendezvous.register_rendezvous_handler(SCHEME, _rendezvous)
+    from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
+
+    if SCHEME not in _rendezvous_handlers:
+        register_rendezvous_handler(SCHEME, _rendezvous)
     return f"{SCHEME}://"
 
 
