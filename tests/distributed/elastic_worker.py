@@ -52,7 +52,7 @@ class Batches:
             yield inputs, (inputs.sum(1) > 0).long()
 
 
-def trained(folder, marker, sharding):
+def training_result(folder, marker, sharding):
     """Checkpoints before the call, and rows and weights after it."""
     names = sorted(p.name for p in folder.glob("epoch-*"))
     model = model_of(0)
@@ -65,7 +65,7 @@ def trained(folder, marker, sharding):
     return {"checkpoints": names, "rows": rows, "weights": weights.tolist()}
 
 
-def fitted(folder, marker):
+def fit_result(folder, marker):
     """Checkpoints before the call, and the losses and steps of a solver after it."""
     names = sorted(p.name for p in folder.glob("epoch-*"))
     due, calls = Unfinished.due, 0
@@ -98,8 +98,8 @@ def main():
     result = {"restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}
     marker = lambda name: folder / f"{name}-killed" if kill else None
     for sharding in ("none", "full"):
-        result[sharding] = trained(folder / sharding, marker(sharding), sharding)
-    result["fit"] = fitted(folder / "fit", marker("fit"))
+        result[sharding] = training_result(folder / sharding, marker(sharding), sharding)
+    result["fit"] = fit_result(folder / "fit", marker("fit"))
     write_result(folder, int(os.environ["RANK"]), result)
     dist.destroy_process_group()
 

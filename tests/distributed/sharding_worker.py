@@ -76,7 +76,7 @@ def pairs(values):
     return [torch.cat((a, b)) for a, b in zip(values[::2], values[1::2])]
 
 
-def ordinary(folder):
+def restoration(folder):
     """Whether a trained model is as it was before, apart from its weights, and can be trained again."""
     model = shared_model()
     parameters, classes = list(model.parameters()), [type(module) for module in model.modules()]
@@ -102,7 +102,7 @@ def ordinary(folder):
     }
 
 
-def diverged():
+def divergence():
     """The error of a training that diverges, and the kinds of the parameters afterwards."""
     model, recipe = shared_model(), replace(RECIPE, learning_rate=1e200, clip=None)
     try:
@@ -112,7 +112,7 @@ def diverged():
     return {}
 
 
-def refused():
+def disagreement():
     """The message if one process asks for sharding and the other does not."""
     try:
         shared_training(None, 2, sharding=("none", "full")[Place.find("cpu").share[0]])
@@ -127,20 +127,20 @@ def results(folder, others):
         "resumed": train_worker.resumed(others, folder, sharding="full"),
         "replicated": train_worker.resumed(folder, folder / "replicated"),
         "shared": train_worker.told(*shared_training(folder / "shared", 2, sharding="full")),
-        "ordinary": ordinary(folder),
-        "diverged": diverged(),
-        "refused": refused(),
+        "restoration": restoration(folder),
+        "divergence": divergence(),
+        "disagreement": disagreement(),
     }
 
 
-def compiled():
+def compiled_training():
     recipe = replace(RECIPE, capture="compile")
     return train_worker.told(*shared_training(None, 2, recipe, sharding="full"))
 
 
 def main():
     folder, *others = map(Path, sys.argv[1:])
-    result = results(folder, *others) if others else compiled()
+    result = results(folder, *others) if others else compiled_training()
     write_result(folder, Place.find().share[0], result)
     dist.destroy_process_group()
 

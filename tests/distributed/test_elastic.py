@@ -11,12 +11,12 @@ KINDS = ("none", "full", "fit")  # two trainings, by their sharding, and a fit
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
+def whole_run(tmp_path_factory):
     return launch("torchrun", 2, "elastic_worker.py", tmp_path_factory.mktemp("whole"), False)
 
 
 @pytest.fixture(scope="module")
-def interrupted(tmp_path_factory):
+def killed_run(tmp_path_factory):
     options = ("--max-restarts", "3")
     folder = tmp_path_factory.mktemp("killed")
     results = launch("torchrun", 2, "elastic_worker.py", folder, True, options=options)
@@ -25,8 +25,8 @@ def interrupted(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_restarted_processes_give_the_bits_of_an_uninterrupted_run(uninterrupted, interrupted, kind):
-    for one, other in zip(uninterrupted, interrupted, strict=True):
+def test_restarted_processes_give_the_bits_of_an_uninterrupted_run(whole_run, killed_run, kind):
+    for one, other in zip(whole_run, killed_run, strict=True):
         assert one["restarts"] == 0
         assert other["restarts"] == len(KINDS)
         assert one[kind]["rows"] == other[kind]["rows"]

@@ -87,23 +87,23 @@ def test_compiled_blocks_can_be_sharded(tmp_path):
 
 
 def test_the_model_is_ordinary_after_training(two):
-    for result in (two[0]["ordinary"], two[1]["ordinary"]):
+    for result in (two[0]["restoration"], two[1]["restoration"]):
         for name in ("parameters", "plain", "classes", "attributes"):
             assert result[name], name
         assert not result["hooks"]
         assert not result["training"]
-        assert result["again"] == two[0]["ordinary"]["again"]
-    total, shares = two[0]["ordinary"]["total"], two[0]["ordinary"]["shares"]
+        assert result["again"] == two[0]["restoration"]["again"]
+    total, shares = two[0]["restoration"]["total"], two[0]["restoration"]["shares"]
     assert len(shares) == 3
     assert all(total / 2 <= share < 0.7 * total for share in shares)  # rows of 5 are shared as 3 and 2
 
 
 def test_divergence_raises_in_every_process_and_leaves_a_whole_model(two):
     for result in two:
-        assert "the loss is not finite at epoch 1" in result["diverged"]["message"]
-        assert result["diverged"]["plain"]
+        assert "the loss is not finite at epoch 1" in result["divergence"]["message"]
+        assert result["divergence"]["plain"]
 
 
 def test_processes_must_agree_on_sharding(two):
     for result in two:
-        assert "sharding = 'none', not 'full'" in result["refused"]
+        assert "sharding = 'none', not 'full'" in result["disagreement"]

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from attractor.train import Recipe, train
-from attractor.train.sharding import as_often, check_sharding, gathered, local
+from attractor.train.sharding import check_sharding, equal_steps, gather_tensors, local
 
 RECIPE = Recipe(epochs=2, learning_rate=0.1, warmup=0.0, precision="fp32")
 
@@ -55,13 +55,13 @@ def test_one_process_trains_without_sharding():
 def test_all_processes_evaluate_as_often_as_the_one_with_the_most_batches():
     others = [True, True, True, False]  # whether another process has a batch: three of them
     anywhere = lambda own: others.pop(0) or own
-    assert list(as_often([(1,), (2,)], anywhere)) == [((1,), True), ((2,), True), ((2,), False)]
+    assert list(equal_steps([(1,), (2,)], anywhere)) == [((1,), True), ((2,), True), ((2,), False)]
     with pytest.raises(ValueError, match="this process has no batch, but others have"):
-        list(as_often([], lambda own: True))
+        list(equal_steps([], lambda own: True))
 
 
 def test_whole_tensors_stay_as_they_are():
     x = torch.ones(2)
     assert local(x) is x
-    assert gathered({"x": x}, keep=True)["x"] is x
-    assert gathered({"x": x}, keep=False) == {}
+    assert gather_tensors({"x": x}, keep=True)["x"] is x
+    assert gather_tensors({"x": x}, keep=False) == {}

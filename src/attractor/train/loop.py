@@ -31,7 +31,7 @@ from attractor.train.join import join
 from attractor.train.place import HALVES, Place
 from attractor.train.recipe import SHORT, Recipe
 from attractor.train.runs import EpochState, RunFolder
-from attractor.train.sharding import SHARDINGS, as_often, check_sharding, local, shard_optimiser
+from attractor.train.sharding import SHARDINGS, check_sharding, equal_steps, local, shard_optimiser
 from attractor.train.stopping import Stop
 
 # (model, batch) -> the loss, or numbers by name, one of which is "loss". Each is a tensor with one entry
@@ -366,8 +366,8 @@ class _Training:
         model, place, loss, graph = self.model, self.place, self.loss, self.graph
         shared_model, self.finish_sharing = place.share_model(model, self.sharded, self.blocks)
         if self.sharded:
-            whole, self.optimiser = self.optimiser, self.recipe.make_optimiser(model)
-            shard_optimiser(whole, self.optimiser)
+            source, self.optimiser = self.optimiser, self.recipe.make_optimiser(model)
+            shard_optimiser(source, self.optimiser)
         step = _Step(
             shared_model, model, self.optimiser, self.scaler, loss, self.feed, self.recipe, place, graph
         )
@@ -477,9 +477,9 @@ class _Training:
         return until_stopped()
 
     def in_step(self, steps: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[tuple[Tensor, ...], bool]]:
-        """Yield the inputs of an evaluation and whether they count; see `sharding.as_often`."""
+        """Yield the inputs of an evaluation and whether they count; see `sharding.equal_steps`."""
         if self.sharded:
-            return as_often(steps, self.place.anywhere)
+            return equal_steps(steps, self.place.anywhere)
         return ((inputs, True) for inputs in steps)
 
     def epoch_state(self, rate: float, sums: Sums, timer: Timer) -> EpochState:

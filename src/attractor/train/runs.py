@@ -24,7 +24,7 @@ from attractor.train.checkpoint import CheckpointError
 from attractor.train.definition import Definition, plain
 from attractor.train.history import TIMES, History, Row
 from attractor.train.recipe import Recipe
-from attractor.train.sharding import gathered
+from attractor.train.sharding import gather_tensors
 from attractor.train.tensors import check_dtypes, described, parse, write_tensors
 
 KIND = "training"
@@ -244,7 +244,7 @@ class RunFolder:
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     tensors[f"optimiser.{index}.{key}"] = value
-        tensors = gathered(tensors, keep=self.main)
+        tensors = gather_tensors(tensors, keep=self.main)
         if not self.main:
             self.checkpoints.last = path
             return path

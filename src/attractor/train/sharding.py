@@ -61,9 +61,9 @@ def check_sharding(model: nn.Module, recipe: Recipe, precision: str) -> None:
 def shard(model: nn.Module, device: torch.device, blocks: Blocks | None = None) -> Callable[[], None]:
     """Shard a model in place over all processes, and return a function that makes it whole again.
 
-    All processes must call both. The model may be on the CPU: only the parts of this process, and one
-    block at a time, are moved to the device whole. Afterwards the model has its own classes and the
-    same parameter objects as before, on the device.
+    All processes must call both. The model may be on the CPU: one block at a time is moved to the
+    device, where only the part of this process remains. The returned function gives the model its
+    classes and its parameter objects back, with whole parameters on the device.
 
     Args:
         model: the model, with the same parameters in every process.
@@ -83,7 +83,7 @@ def shard(model: nn.Module, device: torch.device, blocks: Blocks | None = None) 
         for name, parameter in module._parameters.items()
         if parameter is not None
     ]
-    former = [(module, type(module), set(vars(module))) for module in modules]
+    originals = [(module, type(module), set(vars(module))) for module in modules]
     whole = {id(parameter): parameter for *_, parameter in places}
     for module in (*_separate_blocks(model, blocks), model):
         parameters = [whole.pop(id(p)) for p in module.parameters() if id(p) in whole]
@@ -93,46 +93,43 @@ def shard(model: nn.Module, device: torch.device, blocks: Blocks | None = None) 
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
         for parameter in parameters:
             parameter.data = parameter.data.new_empty(0)  # the object remains, without its memory
-    attributes = [set(vars(module)) - names for module, _, names in former]
+    attributes = [set(vars(module)) - names for module, _, names in originals]
 
     def gather() -> None:
         """Make the model whole again; a second call has no effect."""
         for module in modules:
             if isinstance(module, FSDPModule):
                 module.reshard()
-        gathered = set()
+        parts: dict[int, Any] = {id(p): module._parameters[name] for module, name, p in places}
         for module, name, parameter in places:
-            if id(parameter) not in gathered:
-                sharded: Any = module._parameters[name]
-                parameter.data = sharded.detach().full_tensor()
-                gathered.add(id(parameter))
-        for module, name, parameter in places:
+            if id(parameter) in parts:  # a shared parameter has several places
+                parameter.data = parts.pop(id(parameter)).detach().full_tensor()
             module._parameters[name] = parameter
-        for (module, own_class, _), names in zip(former, attributes):
+        for (module, own_class, _), names in zip(originals, attributes):
             module.__class__ = own_class
             for name in names:
                 delattr(module, name)
             _remove_hooks(module)
         places.clear()
-        former.clear()
+        originals.clear()
         modules.clear()
 
     return gather
 
 
-def shard_optimiser(whole: torch.optim.Optimizer, sharded: torch.optim.Optimizer) -> None:
+def shard_optimiser(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
     """Give an optimiser of sharded parameters this process's part of the state of another optimiser.
 
     Args:
-        whole: an optimiser of the same parameters in the same order, before they were sharded.
-        sharded: the optimiser of the sharded parameters.
+        source: an optimiser of the same parameters in the same order, before they were sharded.
+        target: the optimiser of the sharded parameters.
     """
-    parameters = [p for group in sharded.param_groups for p in group["params"]]
+    parameters = [p for group in target.param_groups for p in group["params"]]
     state = {
         index: {key: _part_like(value, parameters[index]) for key, value in entries.items()}
-        for index, entries in whole.state_dict()["state"].items()
+        for index, entries in source.state_dict()["state"].items()
     }
-    sharded.load_state_dict({"state": state, "param_groups": sharded.state_dict()["param_groups"]})
+    target.load_state_dict({"state": state, "param_groups": target.state_dict()["param_groups"]})
 
 
 def _part_like(value: Any, parameter: nn.Parameter) -> Any:
@@ -149,7 +146,7 @@ def _part_like(value: Any, parameter: nn.Parameter) -> Any:
     return part
 
 
-def gathered(tensors: Mapping[str, Any], keep: bool) -> dict[str, Tensor]:
+def gather_tensors(tensors: Mapping[str, Any], keep: bool) -> dict[str, Tensor]:
     """Return tensors with whole ones, on the CPU, in place of sharded ones.
 
     All processes must call it if a tensor is sharded. They gather one tensor at a time.
@@ -160,9 +157,9 @@ def gathered(tensors: Mapping[str, Any], keep: bool) -> dict[str, Tensor]:
     """
     result = {}
     for name, value in tensors.items():
-        whole = value.detach().full_tensor().cpu() if is_sharded(value) else value
+        tensor = value.detach().full_tensor().cpu() if is_sharded(value) else value
         if keep:
-            result[name] = whole
+            result[name] = tensor
     return result
 
 
@@ -176,7 +173,7 @@ def local(value: Any) -> Tensor:
     return value.detach().to_local() if is_sharded(value) else value
 
 
-def as_often(
+def equal_steps(
     steps: Iterable[tuple[Tensor, ...]], anywhere: Callable[[bool], bool]
 ) -> Iterator[tuple[tuple[Tensor, ...], bool]]:
     """Yield the inputs of all steps, then repeat the last ones until every process has finished.
