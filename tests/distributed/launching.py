@@ -14,12 +14,21 @@ LAUNCHERS = {
 }  # fmt: skip
 
 
-def launch(launcher, processes, worker, folder, *arguments):
-    """Run a worker file in so many processes on this machine's CPU; every process's result."""
+def launch(launcher, processes, worker, folder, *arguments, options=()):
+    """Run a worker file in several processes on the CPU, and return the result of each process.
+
+    Args:
+        launcher: the name of a launcher.
+        processes: the number of processes.
+        worker: the worker file.
+        folder: the folder of the results, the first argument of the worker.
+        arguments: further arguments of the worker.
+        options: further options of the launcher.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    module, *options = LAUNCHERS[launcher]
-    command = [sys.executable, "-m", module, *options, str(processes)]
+    module, *usual = LAUNCHERS[launcher]
+    command = [sys.executable, "-m", module, *usual, str(processes), *options]
     command += [str(Path(__file__).parent / worker), str(folder), *map(str, arguments)]
     surroundings = {
         k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD", "MASTER_"))

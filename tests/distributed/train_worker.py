@@ -92,12 +92,12 @@ def told(model, history):
     return {"rows": rows, "weights": weights.tolist(), "same": same}
 
 
-def whole(folder, others=None):
+def whole(folder, **options):
     """All trainings from the start; what is there after the first epoch is kept aside."""
     found = {}
     for name, training in TRAININGS.items():
         keep = partial(keep_aside, Path(folder), name)
-        found[name] = told(*training(Path(folder) / name, tell=keep))
+        found[name] = told(*training(Path(folder) / name, tell=keep, **options))
     return found
 
 
@@ -106,7 +106,7 @@ def keep_aside(folder, name, progress):
         shutil.copytree(folder / name, folder / f"{name}-begun")
 
 
-def resumed(others, folder):
+def resumed(others, folder, **options):
     """All trainings from where others were after their first epoch."""
     found = {}
     for name, training in TRAININGS.items():
@@ -114,7 +114,7 @@ def resumed(others, folder):
         if Place.find().is_main:
             shutil.copytree(Path(others) / f"{name}-begun", copy)
         Place.find().wait()
-        found[name] = told(*training(copy))
+        found[name] = told(*training(copy, **options))
     return found
 
 

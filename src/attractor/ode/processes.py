@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from attractor.common.restarts import init_method
+
 Group: TypeAlias = "dist.ProcessGroup | str | None"
 
 
@@ -51,7 +53,7 @@ class Crew:
             if not launched() and not (dist.is_available() and dist.is_initialized()):
                 return cls()
             if not dist.is_initialized():
-                dist.init_process_group()
+                dist.init_process_group(init_method=init_method())
             return cls(dist.get_rank(), dist.get_world_size())
         if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
             raise TypeError(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from attractor.common.restarts import init_method
 from attractor.storage.files import json_bytes
 from attractor.storage.fingerprint import fingerprint
 from attractor.train.definition import Definition
@@ -77,7 +78,7 @@ def launched(cpu: bool) -> Any:
 
     if torch.distributed.is_initialized():
         return Accelerator(cpu=cpu)
-    limit = InitProcessGroupKwargs(timeout=timedelta(seconds=JOIN_SECONDS))
+    limit = InitProcessGroupKwargs(init_method=init_method(), timeout=timedelta(seconds=JOIN_SECONDS))
     try:
         accelerator = Accelerator(cpu=cpu, kwargs_handlers=[limit])
     except torch.distributed.DistError as error:

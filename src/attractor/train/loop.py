@@ -31,6 +31,7 @@ from attractor.train.join import join
 from attractor.train.place import HALVES, Place
 from attractor.train.recipe import SHORT, Recipe
 from attractor.train.runs import EpochState, RunFolder
+from attractor.train.sharding import SHARDINGS, check_sharding, equal_steps, local, shard_optimiser
 from attractor.train.stopping import Stop
 
 # (model, batch) -> the loss, or numbers by name, one of which is "loss". Each is a tensor with one entry
@@ -53,6 +54,7 @@ def train(
     tell: Tell | None = None,
     blocks: Blocks | None = None,
     distributed: bool = True,
+    sharding: str = "none",
 ) -> History:
     """Train a model in place by a recipe; the same model, data and recipe give the same result.
 
@@ -71,9 +73,9 @@ def train(
     (class and attributes of every module, such as dropout's), its weights at the call, the loss (its
     code, closure and global variables) and the data (tensors in memory; of other objects their class
     and state, as pickling would keep it, without drawing a batch). The device, the number of processes,
-    `tell`, `save_every` and the workers of a loader do not define a run. If the same run is called
-    again, it continues from its last checkpoint or, if it is finished, returns the same history and
-    weights; any other run raises `CheckpointError`, which names the differences.
+    `sharding`, `tell`, `save_every` and the workers of a loader do not define a run. If the same run is
+    called again, it continues from its last checkpoint or, if it is finished, returns the same history
+    and weights; any other run raises `CheckpointError`, which names the differences.
 
     Args:
         model: any network; it is moved to the device and left there, in evaluation mode.
@@ -95,19 +97,27 @@ def train(
             another run raises. In an interrupted epoch, a loader's batches are read again up to the
             interrupted step. If False, remove the run in `out` and start anew.
         tell: a function that is called with `Progress`, such as ``print``.
-        blocks: the blocks that capture="compile" compiles; None: the blocks that repeat.
+        blocks: the blocks that capture="compile" compiles and that sharding="full" shards one by one;
+            None: the blocks that repeat.
         distributed: if True, processes that torchrun or ``accelerate launch`` has started
             (``WORLD_SIZE`` above 1) train one run together: they share its batches, and gradients are
             averaged. All of them must call `train` with the same run; they compare its definition
             first. A process group that is only initialised is not used. If False, this process trains
             alone, without communication. Use False if only one rank trains, or each rank another model.
+        sharding: "none": each of several processes has all parameters (DistributedDataParallel). "full":
+            parameters, gradients and optimiser states are distributed over the processes (FSDP2), and
+            those of a block are gathered while it computes. A model on the CPU is moved to the device in
+            parts. The loss must compute with the parameters only by calling the model. Checkpoints are
+            the same for both. After training the model is whole again in every process; after an error
+            other than `DivergedError`, and after a signal, it stays sharded, and has to be made anew to
+            be trained again. One process trains without sharding.
 
     Raises:
         DivergedError: the training loss is not finite; names epoch, step and layer.
         CheckpointError: `out` holds another run, or a run of a version of attractor that did not record
             its definition, or is damaged.
         ValueError: processes that were launched together train different runs; the message names the
-            differences.
+            differences. Or the model or the recipe cannot be trained with `sharding`.
         RuntimeError: another process has not called `train` within
             `attractor.train.join.JOIN_SECONDS`, 120.
         OSError: the log or a checkpoint cannot be written, because the disk is full, say.
@@ -118,15 +128,14 @@ def train(
     place = Place.find(device, recipe.precision, distributed)
     with ExitStack() as stack:
         stack.enter_context(_isolated(place.device))
-        training = _Training(model, train_data, valid_data, recipe, loss, place)
+        training = _Training(model, train_data, valid_data, recipe, loss, place, sharding, blocks)
         folder: RunFolder | None = None
         if out is not None or place.share[1] > 1:
             definition = training.definition(train_data, valid_data, loss)
             options = {"out": out is not None, "resume": resume, "save_every": save_every}
-            join(place.share, definition, options)
+            join(place.share, definition, options | {"sharding": sharding})
             if out is not None:
                 folder = RunFolder(out, recipe, definition, place.is_main)
-        training.begin()
         stack.callback(training.finish)
         if recipe.capture == "compile":
             stack.enter_context(compiled_blocks(model, blocks))
@@ -156,6 +165,7 @@ def train(
                 problem = error
             place.raise_together(problem)
         place.wait()
+        training.begin()
         checkpointer = _Checkpointer(
             training, folder if save_every else None, history, 60 * save_minutes
         )
@@ -185,6 +195,7 @@ def train(
             place.wait()
             if tell and place.is_main:
                 tell(progress)
+        training.gather()
         if folder and place.is_main:
             folder.finish(model)
     return history
@@ -310,8 +321,13 @@ class _Training:
 
     def __init__(
         self, model: nn.Module, train_data: Any, valid_data: Any, recipe: Recipe, loss: Loss | None,
-        place: Place,
+        place: Place, sharding: str = "none", blocks: Blocks | None = None,
     ) -> None:  # fmt: skip
+        if sharding not in SHARDINGS:
+            raise ValueError(f"sharding = {sharding!r} is not one of {', '.join(SHARDINGS)}")
+        self.sharded, self.blocks = sharding != "none" and place.share[1] > 1, blocks
+        if self.sharded:
+            check_sharding(model, recipe, place.precision)
         for name in ("label_smoothing", "mixup"):
             if loss is not None and getattr(recipe, name):
                 raise ValueError(
@@ -321,10 +337,12 @@ class _Training:
         loss = loss or Classify(recipe.label_smoothing, wary=True, exact=on_cpu)
         graph = _captures(recipe, place)
         self.model, self.recipe, self.place = model, recipe, place
-        model.to(place.device)
-        if recipe.channels_last:
-            _lay_out(model)
-        like = _example(model)
+        self.finish_sharing: Callable[[], None] = lambda: None
+        if not self.sharded:  # a sharded model is moved and laid out in parts
+            model.to(place.device)
+            if recipe.channels_last:
+                _lay_out(model)
+        like = torch.empty(0, dtype=_example(model).dtype, device=place.device)
         self.feed = feed_of(train_data, recipe, train=True, like=like, share=place.share)
         self.rate = torch.zeros((), device=place.device) if graph else None
         self.optimiser = recipe.make_optimiser(model, self.rate)
@@ -348,7 +366,10 @@ class _Training:
     def begin(self) -> None:
         """Share the model with the other processes, and make the training and evaluation steps."""
         model, place, loss, graph = self.model, self.place, self.loss, self.graph
-        shared_model, self.finish_sharing = place.share_model(model)
+        shared_model, self.finish_sharing = place.share_model(model, self.sharded, self.blocks)
+        if self.sharded:
+            source, self.optimiser = self.optimiser, self.recipe.make_optimiser(model)
+            shard_optimiser(source, self.optimiser)
         step = _Step(
             shared_model, model, self.optimiser, self.scaler, loss, self.feed, self.recipe, place, graph
         )
@@ -409,8 +430,11 @@ class _Training:
             # Evaluation is short: compiling it would take longer than it saves.
             own = recipe.capture == "compile"
             with torch.compiler.set_stance("force_eager") if own else nullcontext():
-                for inputs in self.inputs(self.valid, epoch, checkpointer):
-                    sums.add(self.look(*inputs))
+                steps = self.inputs(self.valid, epoch, checkpointer)
+                for inputs, counts in self.in_step(steps):
+                    numbers = self.look(*inputs)
+                    if counts:
+                        sums.add(numbers)
                     if trained_state and self.place.share[1] == 1 and checkpointer.is_due(sums.count):
                         checkpointer.within_epoch(trained_state)
             early = sums.count < self.valid.steps and self.place.share[1] == 1
@@ -453,6 +477,12 @@ class _Training:
                 raise
             return iter(())
         return until_stopped()
+
+    def in_step(self, steps: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[tuple[Tensor, ...], bool]]:
+        """Yield the inputs of an evaluation and whether they count; see `sharding.equal_steps`."""
+        if self.sharded:
+            return equal_steps(steps, self.place.anywhere)
+        return ((inputs, True) for inputs in steps)
 
     def epoch_state(self, rate: float, sums: Sums, timer: Timer) -> EpochState:
         """Return the state of an unfinished epoch for a checkpoint."""
@@ -499,6 +529,7 @@ class _Training:
         step = sums.first_bad()
         if step is None:
             return
+        self.gather()  # the processes do not run the same operations below
 
         def again() -> None:
             with self.place.half():
@@ -513,18 +544,32 @@ class _Training:
         )  # fmt: skip
 
     def check_weights(self, epoch: int, step: int) -> None:
-        """Raise if a weight is not finite, because such a state must not be saved."""
-        for name, value in self.model.named_parameters():
-            if value.requires_grad and not finite(value):
-                raise DivergedError(
-                    f"the weights {name!r} are not finite after epoch {epoch}, step {step}: lower the "
-                    "learning rate, lengthen warmup, or set clip=1.0",
-                    History(), epoch, step, name.rpartition(".")[0],
-                )  # fmt: skip
+        """Raise if a weight is not finite in any process, because such a state must not be saved."""
+        values = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        bad = self.place.total(torch.tensor([int(not finite(local(p))) for p in values.values()]))
+        name = next((name for name, count in zip(values, bad.tolist()) if count), None)
+        if name is not None:
+            self.gather()
+            raise DivergedError(
+                f"the weights {name!r} are not finite after epoch {epoch}, step {step}: lower the "
+                "learning rate, lengthen warmup, or set clip=1.0",
+                History(), epoch, step, name.rpartition(".")[0],
+            )  # fmt: skip
+
+    def gather(self) -> None:
+        """Make a sharded model whole again. All processes must call it."""
+        if self.sharded:
+            self.finish_sharing()
+            if self.recipe.channels_last:
+                _lay_out(self.model)
 
     def finish(self) -> None:
-        """Undo all changes to the model except its weights, and set evaluation mode."""
-        self.finish_sharing()
+        """Undo all changes to the model except its weights, and set evaluation mode.
+
+        A model that is still sharded stays so: after an error, other processes may not be here.
+        """
+        if not self.sharded:
+            self.finish_sharing()
         self.optimiser.zero_grad(set_to_none=True)  # gradients share the memory of the graph
         self.model.eval()
 
@@ -612,11 +657,7 @@ class _Checkpointer:
         place = self.training.place
         if place.share[1] == 1:
             return due
-        return (agree or step % self.AGREE == 0) and self.anywhere(due)
-
-    def anywhere(self, condition: bool) -> bool:
-        """Return whether the condition holds in any process."""
-        return bool(self.training.place.total(torch.tensor([int(condition)])))
+        return (agree or step % self.AGREE == 0) and place.anywhere(due)
 
     def within_epoch(self, state: EpochState) -> None:
         """Write a checkpoint within an epoch, and stop if a signal has arrived."""
@@ -640,18 +681,18 @@ class _Checkpointer:
             self.stop_if_signalled(f"after epoch {len(self.history)} of {self.training.recipe.epochs}")
 
     def write(self, state: EpochState | None) -> None:
-        """Check weights in all processes, and write a checkpoint in the main one."""
+        """Check weights and gather the state in all processes, and write it in the main one."""
         training = self.training
         training.check_weights(
             len(self.history) + bool(state), state.step if state else training.feed.steps
         )
-        if self.folder and training.place.is_main:
+        if self.folder:
             self.folder.save(training.model, training.optimiser, training.scaler, self.history, state)
         self.last = time.monotonic()
 
     def stop_if_signalled(self, where: str) -> None:
         """Stop if a signal has arrived, with a message that says where, and how to continue."""
-        if self.anywhere(self.stop.signal is not None):
+        if self.training.place.anywhere(self.stop.signal is not None):
             assert self.folder is not None
             main = self.training.place.is_main
             last = self.folder.checkpoints.last if main else self.folder.folder

@@ -12,7 +12,9 @@ from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from attractor.train.capture import Blocks
 from attractor.train.join import launched
+from attractor.train.sharding import shard
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -104,23 +106,49 @@ class Place:
             return nullcontext()
         return torch.autocast(self.device.type, HALVES[self.precision], cache_enabled=cache)
 
-    def share_model(self, model: nn.Module) -> tuple[nn.Module, Callable[[], None]]:
-        """Wrap a model so that gradients are averaged over all processes; return an undo function too.
+    def share_model(
+        self, model: nn.Module, sharded: bool = False, blocks: Blocks | None = None
+    ) -> tuple[nn.Module, Callable[[], None]]:
+        """Prepare a model for training by all processes, which averages gradients.
 
         Its batch normalisations use the statistics of the batches of all processes together.
+
+        Args:
+            model: the model.
+            sharded: whether parameters are sharded in place (`attractor.train.sharding`); otherwise the
+                model is wrapped, and each process has all of them.
+            blocks: the blocks to shard one by one.
+
+        Returns:
+            The model to train, and a function that undoes the preparation. If the model is sharded, all
+            processes must call this function.
         """
         if self.share[1] == 1:
             return model, lambda: None
-        parallel = self.accelerator.prepare_model(model)
+        own_forward = vars(model).get("forward")
+        if sharded:
+            parallel, gather = model, shard(model, self.device, blocks)
+        else:
+            parallel = self.accelerator.prepare_model(model)
         if any(isinstance(module, _BatchNorm) for module in model.modules()):
             forward = parallel.forward
 
             def as_one_batch(*inputs: Any, **options: Any) -> Any:
-                with _OneBatch():
+                with _OneBatch() if model.training else nullcontext():
                     return forward(*inputs, **options)
 
             parallel.forward = as_one_batch
-        return parallel, lambda: self.accelerator.unwrap_model(parallel, keep_fp32_wrapper=False)
+
+        def undo() -> None:
+            if not sharded:
+                self.accelerator.unwrap_model(parallel, keep_fp32_wrapper=False)
+                return
+            gather()
+            vars(model).pop("forward", None)
+            if own_forward is not None:
+                model.forward = own_forward
+
+        return parallel, undo
 
     def agree(self, model: nn.Module) -> None:
         """Copy buffers, such as running means, from the first process to all others."""
@@ -129,6 +157,10 @@ class Place:
                 first = buffer.clone(memory_format=torch.contiguous_format)
                 torch.distributed.broadcast(first, 0)
                 buffer.copy_(first)
+
+    def anywhere(self, condition: bool) -> bool:
+        """Return whether a condition holds in any process."""
+        return bool(self.total(torch.tensor([int(condition)])))
 
     def total(self, numbers: Tensor) -> Tensor:
         """Return the sum over all processes, on the CPU."""

@@ -143,12 +143,15 @@ class Recipe:
             raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient")
         vectors = self.optimiser == "sgd" if self.decay_vectors is None else self.decay_vectors
         groups = _groups(parameters, self.weight_decay, vectors, undecayed(model))
-        fused = True if all(p.is_cuda and p.is_floating_point() for p in parameters) else None
+        # Fused SGD does not accept sharded parameters; by default they are updated one by one.
+        sharded = any(hasattr(p, "full_tensor") for p in parameters)
+        on_gpu = all(p.is_cuda and p.is_floating_point() for p in parameters)
+        ways: dict[str, Any] = {"foreach": True} if sharded else {"fused": True} if on_gpu else {}
         lr = self.learning_rate if rate is None else rate
         if self.optimiser == "sgd":
             nesterov = self.nesterov and self.momentum > 0
-            return torch.optim.SGD(groups, lr, momentum=self.momentum, nesterov=nesterov, fused=fused)
-        adamw = torch.optim.AdamW(groups, lr, self.betas, fused=fused, capturable=rate is not None)
+            return torch.optim.SGD(groups, lr, momentum=self.momentum, nesterov=nesterov, **ways)
+        adamw = torch.optim.AdamW(groups, lr, self.betas, capturable=rate is not None, **ways)
         adamw._warned_capturable_if_run_uncaptured = True  # the steps before the capture are intended
         return adamw
 

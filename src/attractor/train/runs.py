@@ -31,6 +31,7 @@ from attractor.train.checkpoint import CheckpointError
 from attractor.train.definition import Definition, plain
 from attractor.train.history import TIMES, History, Row
 from attractor.train.recipe import Recipe
+from attractor.train.sharding import gather_tensors
 from attractor.train.tensors import check_dtypes, described, parse, write_tensors
 
 KIND = "training"
@@ -235,15 +236,24 @@ class RunFolder:
         history: History,
         unfinished: EpochState | None = None,
     ) -> AnyPath:
-        """Write the state after or within an epoch, unless the last checkpoint has this state."""
+        """Write the state after or within an epoch, unless the last checkpoint has this state.
+
+        All processes must call it, because the parts of a sharded model are gathered in the main
+        process, which writes.
+        """
         step = unfinished.step if unfinished else 0
-        if self.checkpoints.last == self.checkpoints.place(len(history), step):
-            return self.checkpoints.last
+        path = self.checkpoints.place(len(history), step)
+        if self.checkpoints.last == path:
+            return path
         tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
         for index, state in optimiser.state_dict()["state"].items():
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     tensors[f"optimiser.{index}.{key}"] = value
+        tensors = gather_tensors(tensors, keep=self.main)
+        if not self.main:
+            self.checkpoints.last = path
+            return path
         log = _lines([_without_times(row) for row in history]).encode()
         tensors["log"] = torch.frombuffer(bytearray(log + b"\n"), dtype=torch.uint8)  # never empty
         config = {"run": self.definition.digest, "recipe": asdict(self.recipe), "steps": self.steps,
