@@ -70,8 +70,8 @@ def cluster(
         room = _room(ray, job)
         if not (room or workers):
             _raise_no_room(ray, job)
-        # "SPREAD" gives few workers a machine each, but waits up to 30 s for a node that was lost, during
-        # which all other nodes are idle; "DEFAULT" reuses workers, and the other nodes stay busy.
+        # "SPREAD" puts few shards on different machines, but after the loss of a machine all shards may
+        # wait for up to 30 s until Ray notices it. With "DEFAULT" the other machines stay busy.
         strategy = "SPREAD" if workers and workers < room else "DEFAULT"
         remote = ray.remote(_attempt).options(
             num_cpus=job.threads or 1, num_gpus=job.gpus, max_retries=0, scheduling_strategy=strategy
