@@ -82,6 +82,7 @@ results: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.scale
 	$(BIN)/python -m benchmarks.cluster
 	$(BIN)/python -m benchmarks.workers
+	$(BIN)/python -m benchmarks.elastic_cluster
 	$(BIN)/python -m benchmarks.compare
 	$(BIN)/python -m benchmarks.stepping
 	$(BIN)/python -m benchmarks.attention

@@ -743,6 +743,39 @@ def failing_training() -> str:
     return table(head, rows)
 
 
+def elastic_cluster() -> str:
+    """Jobs on a cluster that loses a node and gains another one during each of them."""
+    content = load("elastic_cluster")
+    data, (experiment, scale, seeds) = content["data"], content["experiment"]
+    yes = {True: "yes", False: "no"}
+    rows = []
+    for job, row in content["jobs"].items():
+        alone = row.get("one_process_seconds")
+        rows.append([
+            job, str(row["shards"]), str(len(row["begun_again"])), str(row["new_node_shards"]),
+            yes[row["equal"]], f"{row['longest_pause']:.0f}", f"{row['seconds']:.0f}",
+            "–" if alone is None else f"{alone:.0f}",
+        ])  # fmt: skip
+    text = (
+        "The cluster has a head and one more node, each started by `ray start` with one CPU. During each "
+        "job the second node is killed by SIGKILL, and a new node is started at once. Fine data and fit: "
+        f"{data['trajectories']:,} elastic pendulums to t = {data['horizon']:g}, and a fit to them. Sweep: "
+        f"`tune` for {len(content['jobs']['sweep of tune']['errors'])} equations, error "
+        f"{content['tuning']['error']:g}. Reproduce: all arms of `{experiment}` at scale {scale} with "
+        f"{seeds} seeds. The result is as expected if data, weights and metrics equal, bit for bit, those "
+        "of one undisturbed process, or if the sweep has a solver that reaches the error for every "
+        "equation. The longest pause is that between two messages of the engine, which reports each "
+        "complete or lost shard. Seconds on the cluster include the start of workers on each node. The machine has "
+        f"{content['machine']['cores']} cores, which other programs used as well; its load was "
+        f"{content['load_before']:.0f} before the run.\n\n"
+    )
+    head = [
+        "job", "shards", "begun again", "computed by the new node", "as expected", "longest pause, seconds",
+        "seconds", "one process, seconds",
+    ]  # fmt: skip
+    return command("elastic_cluster") + text + table(head, rows)
+
+
 def size_ms(x: float) -> str:
     return f"{x:.3f}" if x < 1 else f"{x:.3g}"
 

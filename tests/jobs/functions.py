@@ -79,3 +79,14 @@ def leaves_a_note(config, shard):
     """When its process ends as it should."""
     atexit.register((Path(config["marks"]) / f"{shard}").write_text, "gone")
     return b"done"
+
+
+def zero_waits_for_one(config, shard):
+    """Compute shard 0 only after shard 1 has begun, or raise after two minutes."""
+    mark(config, shard)
+    deadline = time.monotonic() + 120
+    while not (Path(config["marks"]) / "1").exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError("shard 1 has not begun")
+        time.sleep(0.1)
+    return shard

@@ -1,6 +1,7 @@
 """Commands of solvers: trajectories, fit, solve, compare, tune."""
 
 import math
+import re
 import shutil
 import time
 import warnings
@@ -42,7 +43,9 @@ from attractor.ode.compare_saved import compare_all
 from attractor.ode.comparison import Comparison
 from attractor.ode.processes import Crew
 from attractor.ode.samples import initial_states, sampled_parameters
+from attractor.ode.tuning import TunedSolver
 from attractor.ode.tuning import tune as tune_solver
+from attractor.ode.tuning_sweep import Problem, tune_all
 from attractor.storage.files import write_json, write_parts
 from attractor.storage.limits import read_json
 from attractor.storage.objects import AnyPath, path_of
@@ -425,9 +428,14 @@ def compare(
     raise typer.Exit(strict and result.gain <= 1)
 
 
-@app.command(epilog=example("attractor tune elastic-pendulum --error 1e-6 --horizon 20"))
+@app.command(
+    epilog=example(
+        "attractor tune elastic-pendulum --error 1e-6 --horizon 20",
+        "attractor tune lorenz van-der-pol --error 1e-6 --horizon 5 --workers 2",
+    )
+)
 def tune(
-    equation: Equation,
+    equation: Annotated[list[str], typer.Argument(metavar="EQUATION", help=EQUATION_HELP)],
     error: Annotated[float, typer.Option(help="The error to reach, relative to the states.")],
     option: Option = None,
     parameters: ParametersOption = None,
@@ -438,17 +446,46 @@ def tune(
     ] = 60.0,
     period: Annotated[float | None, typer.Option(help="Period of a rate that repeats in time.")] = None,
     compile: Annotated[bool, typer.Option(help="Also try compiled steps.")] = True,
+    engine: Engine = None,
+    workers: Workers = None,
+    address: Address = None,
+    threads: Threads = None,
     seed: Seed = 0,
     device: Device = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for the solver.")] = Path("out/tune"),
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest solver that reaches an error: plain, error-controlled or hybrid."""
+    """Find the fastest solver that reaches an error: plain, error-controlled or hybrid.
+
+    With several equations, or an engine, each equation has a folder of its
+    own in --out, and equations with results there are not tuned again. The
+    exit status is 1 if the error was not reached for one of them.
+    """
+    if len(equation) > 1 or engine or workers or address:
+        with report_usage_errors():
+            check_out(out)
+            if engine != "ray":  # its machines may have other devices
+                check_device(device)
+            problems = {}
+            for name in dict.fromkeys(equation):
+                found = _find(name, option, parameters)
+                (own_horizon,) = _require(name, horizon=_default(horizon, found.horizon))
+                problems[name] = Problem(
+                    found.rate, own_horizon, found.sample, found.parameters,
+                    _default(period, found.period),
+                )  # fmt: skip
+            results = _tune_many(
+                problems, out, error=error, batch=batch, budget=budget, compile=compile, seed=seed,
+                device=device, engine=engine, workers=workers, address=address, threads=threads,
+            )  # fmt: skip
+        if as_json:
+            print_json([{"name": name, **row} for name, row in results.items()])
+        raise typer.Exit(any("failure" in row for row in results.values()))
     check_device(device)
     with report_usage_errors():
         check_out(out)
-        problem = _find(equation, option, parameters)
-        (horizon,) = _require(equation, horizon=_default(horizon, problem.horizon))
+        problem = _find(equation[0], option, parameters)
+        (horizon,) = _require(equation[0], horizon=_default(horizon, problem.horizon))
         with console.status("starting") as status:
             solver = tune_solver(
                 problem.rate, error=error, horizon=horizon, sample=problem.sample,
@@ -491,6 +528,44 @@ def _compare_many(
         say(f"{name}: {result.verdict}")
     say(f"Numbers: {out}")
     return comparisons
+
+
+def _tune_many(problems: dict[str, Problem], out: Path, **options: Any) -> dict[str, dict[str, Any]]:
+    """Tune many equations, save each solver with its report, and show a table; return the reports."""
+    folders = {name: out / re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-") for name in problems}
+    if len(set(folders.values())) < len(folders):
+        raise ValueError(f"{', '.join(folders)} have folders of the same name; tune one of them alone")
+    solvers: dict[str, TunedSolver | ValueError] = {}
+    reports: dict[str, dict[str, Any]] = {}
+    with progress_bar() as bar:
+        task = bar.add_task("tuning", total=len(problems))
+        for name, result in tune_all(problems, out, **options):
+            solvers[name] = result
+            bar.update(task, advance=1, description=name)
+            if isinstance(result, ValueError):
+                reports[name] = {"failure": str(result)}
+                continue
+            folder = folders[name]
+            result.save(folder / "solver")
+            report = {**origin(), "equation": name, **result.report.to_json()}
+            write_json(folder / "tune.json", report)
+            reports[name] = {**report, "solver": str(folder / "solver")}
+    table = make_table("equation", "fastest solver", "time", "error", "speedup", words=2)
+    for name in problems:
+        if isinstance(solver := solvers[name], TunedSolver):
+            best = solver.report.winner
+            time_text = f"{1e3 * best.seconds:.3g} ms"
+            table.add_row(
+                name, str(best), time_text, _number(best.error), f"{solver.report.speedup:.3g}"
+            )
+        else:
+            table.add_row(name, "none", "", "", "")
+    console.print(table)
+    for name in problems:
+        if "failure" in reports[name]:
+            say(f"{name}: {reports[name]['failure']}", style="yellow")
+    say(f"Solvers and reports: {out}")
+    return {name: reports[name] for name in problems}
 
 
 def _folder(name: str) -> AnyPath:

@@ -65,8 +65,8 @@ def each(
 
     A shard is taken from `shards` only when a worker is free. A worker that dies (killed, out of memory,
     its machine lost) is replaced and its shard started again; an exception that the function raises is
-    raised here with the shard's name, without a retry. Leaving the iterator, by Ctrl-C or otherwise,
-    stops all workers.
+    raised here with the shard's name, without a retry. Machines may join a Ray cluster and leave it
+    while shards run. Leaving the iterator, by Ctrl-C or otherwise, stops all workers.
 
     Args:
         job: the function and its configuration.

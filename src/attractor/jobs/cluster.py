@@ -1,14 +1,18 @@
 """Engine "ray": workers on a Ray cluster, or on a new one on this machine."""
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
-from attractor.jobs.job import Artifact, Job, Shard, attempt
+from attractor.jobs.job import Artifact, Failure, Job, Shard, attempt, label
 from attractor.jobs.ledger import Ledger
+
+LOG = logging.getLogger(__name__)
+POLL_SECONDS = 2.0  # interval at which the engine looks for machines that have joined
 
 
 def cluster(
@@ -18,7 +22,8 @@ def cluster(
 
     Ray's own retries are off, so that deaths of workers are counted once. The number of running
     shards is limited by the resources, so that the object store holds only artifacts that
-    are about to be written.
+    are about to be written. Machines may join and leave. If all of them have left, one shard waits in
+    Ray until a machine joins. The logger of this module names the node of every shard, at level INFO.
     """
     try:
         ray: Any = import_module("ray")
@@ -45,26 +50,35 @@ def cluster(
     worker_error = ray.exceptions.RayError  # an error of the cluster, as `attempt` raises nothing
     fatal = (ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError)
 
-    def receive(seconds: float | None = 0.0) -> None:
-        count = len(pending) if seconds is not None else 1
-        for reference in (
-            ray.wait(list(pending), num_returns=count, timeout=seconds)[0] if pending else ()
-        ):
+    def receive(seconds: float = 0.0) -> None:
+        """Receive the replies that have arrived; if there is none, wait for the first one."""
+        if not pending:
+            return
+        ray.wait(list(pending), num_returns=1, timeout=seconds)
+        for reference in ray.wait(list(pending), num_returns=len(pending), timeout=0)[0]:
             shard = pending.pop(reference)
             try:
-                ledger.replies.append(ray.get(reference))
+                node, reply = ray.get(reference)
+                LOG.info("shard %s was computed on node %s", label(shard), node)
+                ledger.replies.append(reply)
             except fatal:
                 raise
             except worker_error as error:
                 ledger.died(shard, f"{type(error).__name__}: {str(error).split('. ')[0]}")
 
     try:
-        remote = ray.remote(attempt).options(
-            num_cpus=job.threads or 1, num_gpus=job.gpus, max_retries=0, scheduling_strategy="SPREAD"
+        room = _room(ray, job)
+        if not (room or workers):
+            _raise_no_room(ray, job)
+        # "SPREAD" puts few shards on different machines, but after the loss of a machine all shards may
+        # wait for up to 30 s until Ray notices it. With "DEFAULT" the other machines stay busy.
+        strategy = "SPREAD" if workers and workers < room else "DEFAULT"
+        remote = ray.remote(_attempt).options(
+            num_cpus=job.threads or 1, num_gpus=job.gpus, max_retries=0, scheduling_strategy=strategy
         )
         job_reference = ray.put(job)
         while True:
-            while len(pending) < (workers or _room(ray, job)):
+            while len(pending) < (workers or max(1, room)):
                 shard = ledger.next_shard()
                 if shard is None:
                     break
@@ -73,7 +87,10 @@ def cluster(
                 yield ledger.take(receive)
             if not pending:
                 return
-            receive(None)
+            receive(POLL_SECONDS)
+            room_before, room = room, _room(ray, job)
+            if room_before and not room:
+                LOG.warning("no machine can run a shard now; the job goes on when one joins the cluster")
     finally:
         with suppress(Exception):  # the cluster itself may be lost
             for reference in pending:
@@ -82,16 +99,34 @@ def cluster(
             ray.shutdown()
 
 
+def _attempt(job: Job, shard: Shard) -> tuple[str, Artifact | Failure]:
+    """Return the identifier of this worker's node, and the result of `attempt`."""
+    ray: Any = import_module("ray")
+    return ray.get_runtime_context().get_node_id(), attempt(job, shard)
+
+
 def _room(ray: Any, job: Job) -> int:
     """Return how many shards the machines can run at once."""
-    resources = {"CPU": job.threads or 1, "GPU": job.gpus}
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    room = sum(min(int(has.get(k, 0) // n) for k, n in resources.items() if n) for has in alive)
-    if not room:
-        has = "; ".join(", ".join(f"{has.get(k, 0):g} {k}" for k in resources) for has in alive)
-        request = ", ".join(f"{n} {k}" for k, n in resources.items() if n)
-        raise ValueError(
-            f"a shard needs {request}, and no machine of the cluster has them (there is {has}); reduce "
-            "threads or gpus"
-        )
-    return room
+    needs = {name: number for name, number in _resources(job).items() if number}
+    return sum(min(int(has.get(k, 0) // n) for k, n in needs.items()) for has in _machines(ray))
+
+
+def _raise_no_room(ray: Any, job: Job) -> NoReturn:
+    """Raise an error that compares what a shard needs with what the machines have."""
+    resources = _resources(job)
+    has = "; ".join(", ".join(f"{has.get(k, 0):g} {k}" for k in resources) for has in _machines(ray))
+    request = ", ".join(f"{n} {k}" for k, n in resources.items() if n)
+    raise ValueError(
+        f"a shard needs {request}, and no machine of the cluster has them (there is {has}); reduce "
+        "threads or gpus"
+    )
+
+
+def _resources(job: Job) -> dict[str, int]:
+    """Return the numbers of CPUs and GPUs that Ray reserves for a shard."""
+    return {"CPU": job.threads or 1, "GPU": job.gpus}
+
+
+def _machines(ray: Any) -> list[dict[str, float]]:
+    """Return the resources of every machine that is alive."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
