@@ -51,9 +51,10 @@ def tune_all(
 ) -> Iterator[tuple[str, TunedSolver | ValueError]]:
     """Call `tune` for many equations, and yield the name and the result of each when it is complete.
 
-    Results in the folder are yielded first and are not computed again. All times of one equation are
-    measured by one worker, so that its candidates can be compared. They depend on the machine of the
-    worker and on the other work of that machine.
+    Results in the folder are yielded first and are not computed again; this includes the errors of
+    equations that could not be solved, for which another folder is needed to try again. All times
+    of one equation are measured by one worker, so that its candidates can be compared. They depend
+    on the machine of the worker and on the other work of that machine.
 
     Args:
         problems: The equations by name.
