@@ -698,19 +698,19 @@ def once_per(seconds: float) -> str:
 def shard_durations() -> str:
     """Return what the duration of a shard changes, on 1,000 simulated workers."""
     result = load("workers")
-    both = [r for r in result["workers"] if not r["data"] and r["workers"] == 1_000] + result[
-        "durations"
-    ]
+    middle = [row for row in result["workers"] if not row["data"] and row["workers"] == 1_000]
+    order = lambda row: (-row["mtbf"], row["seconds"], row["copies"])
     rows = [
-        [once_per(row["mtbf"]), f"{row['seconds']:g} s", f"{row['shards']:,}", *outcome_of(row)]
-        for row in sorted(both, key=lambda r: (-r["mtbf"], r["seconds"]))
-    ]
+        [once_per(row["mtbf"]), f"{row['seconds']:g} s", f"{row['shards']:,}", "yes" if row["copies"] else "no",
+         *outcome_of(row)]
+        for row in sorted([*middle, *result["durations"], *result["copies"]], key=order)
+    ]  # fmt: skip
     long = ", ".join(
         f"{probability(row['death_probability'])} for shards of {row['seconds'] / 3600:g} h with one failure per "
         f"{once_per(row['mtbf'])}"
         for row in result["long_shards"]
     )
-    text = table(["one failure per", "shard", "shards", *OUTCOME], rows)
+    text = table(["one failure per", "shard", "shards", "copies", *OUTCOME], rows)
     return f"{text}\nProbability that the job ends with `WorkerDiedError`, computed: {long}.\n"
 
 

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from attractor import jobs
+from attractor.jobs import cluster
 
 SLOWER = 10  # times that a shard takes on a slow machine
 RETRIES = 3
@@ -43,6 +44,7 @@ class Case:
         mtbf: Mean time between the failures of a machine, in seconds.
         repair: Seconds from a failure until the machine is back.
         detection: Seconds from a failure until the command knows that the shard is lost.
+        copies: Whether idle machines begin copies of slow shards.
     """
 
     workers: int
@@ -57,6 +59,7 @@ class Case:
     mtbf: float = math.inf
     repair: float = 300.0
     detection: float = 10.0
+    copies: bool = False
 
     def slowdowns(self, chance: random.Random) -> list[float]:
         """Return the factor of each machine on the duration of a shard, in random order.
@@ -98,20 +101,29 @@ class Outcome:
 
 @dataclass(eq=False)
 class Task:
-    """An attempt at a shard."""
+    """An attempt at a shard.
+
+    Attributes:
+        shard: The shard.
+        arrived: Whether its artifact, or the news of its loss, has reached the command.
+        lost: Whether its machine has failed.
+        machine: The machine that computes it.
+    """
 
     shard: Any
+    arrived: bool = False
     lost: bool = False
+    machine: "Machine | None" = None
 
 
 @dataclass(eq=False)
 class Machine:
-    """A machine, its current task, and the number of its failures."""
+    """A machine, its current task, and the number of tasks that it has not finished."""
 
     slowdown: float
     task: Task | None = None
     fresh: bool = True
-    failures: int = 0
+    ended: int = 0
 
 
 class LostError(Exception):
@@ -131,7 +143,7 @@ class SimulatedRay:
             list[tuple[float, int, Callable[..., None], tuple[Any, ...]]](),
             count(),
         )
-        self.queue, self.ready, self.idle = deque[Task](), deque[Task](), deque[Machine]()
+        self.queue, self.idle = deque[Task](), deque[Machine]()
         for slowdown in case.slowdowns(self.random):
             self.idle.append(Machine(slowdown))
             self._schedule_failure(0.0, self.idle[-1])
@@ -148,24 +160,38 @@ class SimulatedRay:
         """Return an object whose ``options().remote`` starts a task."""
         return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._submit))
 
-    def wait(
-        self, tasks: list[Task], num_returns: int, timeout: float | None
-    ) -> tuple[list[Task], None]:
-        """Return tasks whose artifact has arrived or whose loss is known; without timeout, wait for one."""
-        self._advance(self.now)
-        while timeout is None and not self.ready:
-            self.now = max(self.now, self.events[0][0])
-            self._advance(self.now)
-        return [self.ready.popleft() for _ in range(min(num_returns, len(self.ready)))], None
+    def nodes(self) -> list[dict[str, Any]]:
+        """Return one machine with one CPU per worker; the engine counts them."""
+        return [{"Alive": True, "Resources": {"CPU": 1.0}}] * self.case.workers
 
-    def get(self, task: Task) -> jobs.Artifact:
-        """Return the artifact, which is empty."""
+    def get_runtime_context(self) -> Any:
+        """Return an object with a node, which the simulation does not tell apart."""
+        return SimpleNamespace(get_node_id=lambda: "")
+
+    def wait(self, tasks: list[Task], num_returns: int, timeout: float) -> tuple[list[Task], None]:
+        """Return tasks whose artifact has arrived or whose loss is known; wait for one until timeout."""
+        self._advance(self.now)
+        end = self.now + timeout
+        while not any(task.arrived for task in tasks) and self.now < end:
+            self.now = min(end, max(self.now, self.events[0][0] if self.events else end))
+            self._advance(self.now)
+        return [task for task in tasks if task.arrived][:num_returns], None
+
+    def get(self, task: Task) -> tuple[str, jobs.Artifact]:
+        """Return the node and the artifact, which is empty."""
         if task.lost:
             raise LostError("the machine has failed")
-        return jobs.Artifact(task.shard, b"", sha256(b"").hexdigest(), False)
+        return "", jobs.Artifact(task.shard, b"", sha256(b"").hexdigest(), False)
 
     def cancel(self, task: Task, force: bool) -> None:
-        """Do nothing: the simulation ends here."""
+        """End a task; its worker starts anew."""
+        machine = task.machine
+        if task in self.queue:
+            self.queue.remove(task)
+        elif machine is not None and machine.task is task:
+            machine.task, machine.fresh, machine.ended = None, True, machine.ended + 1
+            self.idle.append(machine)
+            self._start_tasks(self.now)
 
     def _at(self, when: float, action: Callable[..., None], *args: Any) -> None:
         heappush(self.events, (when, next(self.numbers), action, args))
@@ -186,11 +212,11 @@ class SimulatedRay:
         while self.queue and self.idle:
             machine, task = self.idle.popleft(), self.queue.popleft()
             seconds = self.case.seconds * machine.slowdown + self.case.startup * machine.fresh
-            machine.task, machine.fresh = task, False
-            self._at(when + seconds, self._finish, machine, task, machine.failures)
+            machine.task, machine.fresh, task.machine = task, False, machine
+            self._at(when + seconds, self._finish, machine, task, machine.ended)
 
-    def _finish(self, when: float, machine: Machine, task: Task, failures: int) -> None:
-        if machine.failures != failures:
+    def _finish(self, when: float, machine: Machine, task: Task, ended: int) -> None:
+        if machine.ended != ended:
             return
         machine.task = None
         self.idle.append(machine)
@@ -199,14 +225,14 @@ class SimulatedRay:
         self._start_tasks(when)
 
     def _arrive(self, when: float, task: Task) -> None:
-        self.ready.append(task)
+        task.arrived = True
 
     def _schedule_failure(self, when: float, machine: Machine) -> None:
         if self.case.mtbf < math.inf:
             self._at(when + self.random.expovariate(1 / self.case.mtbf), self._fail, machine)
 
     def _fail(self, when: float, machine: Machine) -> None:
-        machine.failures += 1
+        machine.ended += 1
         if machine.task is None:
             self.idle.remove(machine)
         else:
@@ -223,15 +249,17 @@ class SimulatedRay:
 
 @contextmanager
 def replaced_ray(simulated: SimulatedRay) -> Iterator[None]:
-    """Let the engine import the simulated Ray, and silence its warnings about lost workers."""
+    """Let the engine use the simulated Ray and its clock, and silence warnings about lost workers."""
     log, installed = logging.getLogger("attractor.jobs.ledger"), sys.modules.get("ray")
-    level = log.level
+    level, clock = log.level, cluster.time
     log.setLevel(logging.ERROR)
     sys.modules["ray"] = simulated  # type: ignore[assignment]
+    cluster.time = SimpleNamespace(monotonic=lambda: simulated.now)
     try:
         yield
     finally:
         log.setLevel(level)
+        cluster.time = clock
         del sys.modules["ray"]
         if installed is not None:
             sys.modules["ray"] = installed
@@ -240,7 +268,8 @@ def replaced_ray(simulated: SimulatedRay) -> Iterator[None]:
 def simulate(case: Case, seed: int = 0) -> Outcome:
     """Return the outcome of a job that the engine "ray" runs on simulated machines."""
     ray, delivered, died = SimulatedRay(case, seed), list[Any](), False
-    job, options = jobs.Job("attractor.jobs.job:power", {}), {"engine": "ray", "workers": case.workers}
+    job = jobs.Job("attractor.jobs.job:power", {}, copies=case.copies)
+    options = {"engine": "ray", "workers": case.workers}
     with replaced_ray(ray):
         try:
             for artifact in jobs.each(job, range(case.shards), retries=RETRIES, **options):

@@ -133,7 +133,7 @@ def job_of(costs: dict[str, float], workers: int, seconds: float, data: bool, **
     size = seconds * costs["shard_bytes"] / costs["shard_seconds"] if data else RESULT
     handling = costs["overhead"] + size * (costs["hash_seconds_per_byte"] + 1 / DISK)
     case = Case(workers, round(WORK / seconds), seconds, size, handling, LINK, costs["startup"])
-    return replace(case, **options)
+    return replace(case, **{"copies": data, **options})  # as the engine does for fine data
 
 
 def limit_row(costs: dict[str, float], seconds: float, data: bool) -> dict[str, Any]:
@@ -168,6 +168,10 @@ def main() -> None:
         "durations": [
             row_of(job_of(costs, 1_000, seconds, False, mtbf=mtbf, **machines))
             for mtbf in MTBF for seconds in (10.0, 600.0)  # 60 s is in the rows above
+        ],
+        "copies": [
+            row_of(job_of(costs, 1_000, seconds, False, mtbf=mtbf, copies=True, **machines))
+            for mtbf in MTBF for seconds in (10.0, 60.0, 600.0)
         ],
         "long_shards": [
             {"seconds": seconds, "mtbf": mtbf, "death_probability":

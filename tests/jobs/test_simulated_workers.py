@@ -89,3 +89,23 @@ def test_a_step_takes_the_slowest_process_and_the_all_reduce():
     assert even.step_seconds() == pytest.approx(even.step + 1.5 * even.gradients / even.link)
     steps = [Training(processes, math.inf).step_seconds() for processes in (1, 8, 64, 512)]
     assert steps == sorted(steps)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_copies_of_slow_shards_deliver_every_shard_once(seed):
+    outcome = simulate(replace(HARSH, mtbf=1_000.0, copies=True), seed)
+    assert not outcome.died
+    assert sorted(outcome.delivered) == list(range(HARSH.shards))
+
+
+def test_copies_shorten_a_job_with_slow_machines():
+    case = Case(100, 1_000, 60.0, slow=0.02)
+    alone, copied = simulate(case).wall, simulate(replace(case, copies=True)).wall
+    assert alone >= SLOWER * 60.0
+    # A copy begins when a shard has taken twice the usual time, and then takes the usual time.
+    assert copied < alone - 60.0
+
+
+def test_equal_machines_begin_no_copies():
+    case = Case(10, 105, 60.0)
+    assert simulate(replace(case, copies=True)) == simulate(case)

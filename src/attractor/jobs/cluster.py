@@ -3,9 +3,12 @@
 import json
 import logging
 import os
+import time
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import import_module
+from statistics import median
 from typing import Any, NoReturn
 
 from attractor.jobs.job import Artifact, Failure, Job, Shard, attempt, label
@@ -13,6 +16,8 @@ from attractor.jobs.ledger import Ledger
 
 LOG = logging.getLogger(__name__)
 POLL_SECONDS = 2.0  # interval at which the engine looks for machines that have joined
+SLOW = 2.0  # times the median duration of a shard, after which a copy of it begins
+FEWEST_DURATIONS = 3  # shards that must have ended before one is called slow
 
 
 def cluster(
@@ -23,7 +28,8 @@ def cluster(
     Ray's own retries are off, so that deaths of workers are counted once. The number of running
     shards is limited by the resources, so that the object store holds only artifacts that
     are about to be written. Machines may join and leave. If all of them have left, one shard waits in
-    Ray until a machine joins. The logger of this module names the node of every shard, at level INFO.
+    Ray until a machine joins. When no shard is left to begin, and `Job.copies` allows it, idle machines
+    begin copies of slow shards. The logger of this module names the node of every shard, at level INFO.
     """
     try:
         ray: Any = import_module("ray")
@@ -46,7 +52,8 @@ def cluster(
                 f"no Ray cluster answers at {address or os.environ.get('RAY_ADDRESS')} ({error}); is it "
                 "up (ray status), and are RAY_AUTH_MODE and RAY_AUTH_TOKEN set here if it wants a token?"
             ) from None
-    ledger, pending = Ledger(shards, retries), dict[Any, Shard]()
+    ledger, pending = Ledger(shards, retries), dict[Any, tuple[Shard, float]]()  # and its first second
+    durations = deque[float](maxlen=1000)
     worker_error = ray.exceptions.RayError  # an error of the cluster, as `attempt` raises nothing
     fatal = (ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError)
 
@@ -56,15 +63,37 @@ def cluster(
             return
         ray.wait(list(pending), num_returns=1, timeout=seconds)
         for reference in ray.wait(list(pending), num_returns=len(pending), timeout=0)[0]:
-            shard = pending.pop(reference)
+            if reference not in pending:  # a copy of a shard that has just arrived
+                continue
+            shard, began = pending.pop(reference)
+            copies = [other for other, (same, _) in pending.items() if same == shard]
             try:
                 node, reply = ray.get(reference)
                 LOG.info("shard %s was computed on node %s", label(shard), node)
                 ledger.replies.append(reply)
+                durations.append(time.monotonic() - began)
+                for copy in copies:
+                    del pending[copy]
+                    ray.cancel(copy, force=True)
             except fatal:
                 raise
             except worker_error as error:
-                ledger.died(shard, f"{type(error).__name__}: {str(error).split('. ')[0]}")
+                if not copies:
+                    ledger.died(shard, f"{type(error).__name__}: {str(error).split('. ')[0]}")
+
+    def slow_shard() -> Shard | None:
+        """Return the shard without a copy that has been computed longest, if it is slow."""
+        if not job.copies or len(durations) < FEWEST_DURATIONS:
+            return None
+        attempts = Counter(shard for shard, _ in pending.values())
+        single = [(shard, began) for shard, began in pending.values() if attempts[shard] == 1]
+        if not single:
+            return None
+        shard, began = min(single, key=lambda entry: entry[1])
+        if time.monotonic() - began <= SLOW * median(durations):
+            return None
+        LOG.info("shard %s is slow; another machine begins it as well", label(shard))
+        return shard
 
     try:
         room = _room(ray, job)
@@ -76,21 +105,24 @@ def cluster(
         remote = ray.remote(_attempt).options(
             num_cpus=job.threads or 1, num_gpus=job.gpus, max_retries=0, scheduling_strategy=strategy
         )
-        job_reference = ray.put(job)
+        job_reference, counted = ray.put(job), time.monotonic()
         while True:
             while len(pending) < (workers or max(1, room)):
                 shard = ledger.next_shard()
                 if shard is None:
+                    shard = slow_shard()
+                if shard is None:
                     break
-                pending[remote.remote(job_reference, shard)] = shard
+                pending[remote.remote(job_reference, shard)] = shard, time.monotonic()
             while ledger.replies:  # yield now, while all workers are busy
                 yield ledger.take(receive)
             if not pending:
                 return
             receive(POLL_SECONDS)
-            room_before, room = room, _room(ray, job)
-            if room_before and not room:
-                LOG.warning("no machine can run a shard now; the job goes on when one joins the cluster")
+            if time.monotonic() - counted >= POLL_SECONDS:
+                room_before, room, counted = room, _room(ray, job), time.monotonic()
+                if room_before and not room:
+                    LOG.warning("no machine can run a shard; the job goes on when one joins the cluster")
     finally:
         with suppress(Exception):  # the cluster itself may be lost
             for reference in pending:

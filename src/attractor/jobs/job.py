@@ -33,6 +33,8 @@ class Job:
         threads: number of torch threads per shard; None: one, or in this process the current number.
             Sums in a matrix product may depend on it.
         gpus: number of GPUs per shard, on Ray.
+        copies: whether idle machines on Ray may begin a second copy of a slow shard, of which the first
+            result counts. The function must not write files.
         version: the version of attractor; a worker with another version raises.
     """
 
@@ -41,6 +43,7 @@ class Job:
     also: tuple[str, ...] = ()
     threads: int | None = None
     gpus: int = 0
+    copies: bool = False
     version: str = __version__
 
     def __post_init__(self) -> None:

@@ -169,7 +169,8 @@ def _job(functions: dict[str, Any], plan: Plan, device: Any, code: str, engine: 
         "arithmetic": arithmetic(),
     }
     AGREED.add((code, config["arithmetic"]))
-    return jobs.Job("attractor.ode.shards:make_shard", config, gpus=int("cuda" in str(device)))
+    gpus = int("cuda" in str(device))
+    return jobs.Job("attractor.ode.shards:make_shard", config, gpus=gpus, copies=True)
 
 
 def _told(thing: Any) -> Any:
