@@ -67,7 +67,7 @@ $(VENV)/.bench: $(STAMP)
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.stepping
 
-results: $(VENV)/.bench
+results: $(VENV)/.bench $(VENV)/.store
 	$(BIN)/python -m benchmarks.order
 	$(BIN)/python -m benchmarks.detest
 	$(BIN)/python -m benchmarks.energy
@@ -77,6 +77,7 @@ results: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.untuned
 	$(BIN)/python -m benchmarks.theory
 	$(BIN)/python -m benchmarks.interrupted
+	$(BIN)/python -m benchmarks.saves
 	$(BIN)/python -m benchmarks.damage
 	$(BIN)/python -m benchmarks.malformations
 	$(BIN)/python -m benchmarks.scale

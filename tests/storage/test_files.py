@@ -232,3 +232,19 @@ def test_links_to_folders_above_and_links_of_the_user_are_followed(tmp_path):
     (tmp_path / "null").symlink_to(os.devnull)
     with pytest.raises(files.FileTypeError, match="is not a plain file but a device"):
         files.read_bytes(tmp_path / "null", link=True)
+
+
+def test_a_folder_is_discarded_with_what_earlier_interruptions_left(tmp_path, monkeypatch):
+    """An interrupted removal must not leave a part of a folder under its name."""
+    folder = tmp_path / "run"
+    (folder / "inside").mkdir(parents=True)
+    (folder / "inside" / "file").write_text("x")
+    with monkeypatch.context() as patch:
+        patch.setattr(files.shutil, "rmtree", lambda *args, **options: None)  # killed before that
+        files.discard_folder(folder)
+    assert not folder.exists()
+    assert len(list(tmp_path.iterdir())) == 1
+    folder.mkdir()
+    files.discard_folder(folder)
+    files.discard_folder(folder)
+    assert list(tmp_path.iterdir()) == []

@@ -2,7 +2,6 @@
 
 import math
 import re
-import shutil
 import time
 import warnings
 from collections.abc import Iterator
@@ -46,7 +45,7 @@ from attractor.ode.samples import initial_states, sampled_parameters
 from attractor.ode.tuning import TunedSolver
 from attractor.ode.tuning import tune as tune_solver
 from attractor.ode.tuning_sweep import Problem, tune_all
-from attractor.storage.files import write_json, write_parts
+from attractor.storage.files import discard_folder, write_json, write_parts
 from attractor.storage.limits import read_json
 from attractor.storage.objects import AnyPath, path_of
 from attractor.storage.schema import check, number, plain, record
@@ -222,7 +221,7 @@ def fit(
             if Crew.of("world").rank:  # only the first process saves and reports
                 return
             solver.save(out / "solver")
-            shutil.rmtree(out / "unfinished", ignore_errors=True)
+            discard_folder(out / "unfinished")
             status.update("test trajectories")
             test_results = report.test(solver, horizon, problem.sample, seed, problem.parameters)
     page = report.fit_page(solver, problem.name, test_results, out, typed_command())

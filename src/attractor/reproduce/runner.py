@@ -2,7 +2,6 @@
 
 import json
 import platform
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from attractor.reproduce import results as result_files
 from attractor.reproduce.experiment import Experiment
 from attractor.reproduce.results import Results, Run, digest
 from attractor.reproduce.tasks import Context, data_of, task_of
-from attractor.storage.files import FolderLockedError, json_bytes, lock_folder
+from attractor.storage.files import FolderLockedError, discard_folder, json_bytes, lock_folder
 from attractor.train import generators
 from attractor.train.tensors import CheckpointError
 
@@ -107,6 +106,8 @@ def run(
             experiment, scale, pending, is_open, context, budget, threads, engine_options
         ):
             result_files.add(path, experiment.name, scale, arm, seed, outcome, tuple(experiment.arms))
+            with suppress(FolderLockedError):  # another process has just looked at it
+                _clear(Path(f"{_scratch(scratch, experiment, arm, scale)}-{seed}"), wait=0.0)
             value = outcome["metrics"].get(experiment.metric)
             value_text = "not finite" if value is None else f"{value:.5g}"
             tell(f"{arm}, seed {seed}: {experiment.metric} {value_text} [{outcome['seconds']:.0f} s]")
@@ -128,7 +129,7 @@ def _clear(folder: Path, wait: float | None = None) -> None:
     """
     if folder.is_dir():
         with lock_folder(folder, wait=wait):
-            shutil.rmtree(folder, ignore_errors=True)
+            discard_folder(folder)
 
 
 def _check_data(
@@ -245,8 +246,6 @@ def one(task: str, config: dict[str, Any], context: Context) -> Run:
     with generators.forked(torch.device(context.device)):  # tasks seed the global generators
         outcome = task_of(task)(config, context)
     seconds = time.perf_counter() - start
-    if context.scratch is not None:
-        shutil.rmtree(context.scratch, ignore_errors=True)
     record = {
         "task": task,
         "config": config,

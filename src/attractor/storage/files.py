@@ -366,6 +366,19 @@ def remove_folder(folder: AnyPath, first: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def discard_folder(folder: Path) -> None:
+    """Remove a folder and what is in it, so that an interruption leaves all of it or none.
+
+    It is renamed first. What earlier interruptions have left under such a name is removed as well.
+    """
+    with suppress(FileNotFoundError):
+        folder.rename(folder.with_name(f".{folder.name}.{uuid4().hex}"))
+    left = re.compile(re.escape(f".{folder.name}.") + "[0-9a-f]{32}")
+    for name in names_in(folder.parent):
+        if left.fullmatch(name):
+            shutil.rmtree(folder.parent / name, ignore_errors=True)
+
+
 def sweep(path: AnyPath) -> None:
     """Remove temporary files of a file, left by a process that was killed while it wrote.
 
