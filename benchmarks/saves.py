@@ -1,7 +1,7 @@
 """Several processes save to one place and others load from it: every load must be of one save.
 
 1,000 saves of four processes to a folder; 200 SIGKILLs of two processes that save to a folder; saves of
-four processes to a server with the protocol of S3, and of three that are killed. The attacks are those of
+four processes to a server with the protocol of S3, and 20 SIGKILLs of two. The attacks are those of
 the tests. Needs the extra `store`: pip install 'attractor[store]'.
 
     python -m benchmarks.saves
@@ -20,7 +20,7 @@ from tests.storage import test_objects as stores
 from tests.trust import test_concurrent_saves as folders
 
 WRITERS, SAVES, KILLS = 4, 250, 200
-STORE_SAVES = 100  # of each writer, for a store takes longer
+STORE_SAVES, STORE_KILLS = 100, 20  # saves of each writer, for a store takes longer
 
 
 def folder_rows() -> list[dict[str, Any]]:
@@ -40,11 +40,11 @@ def store_rows() -> list[dict[str, Any]]:
     rows = []
     try:
         stores.use_server(address)
-        for kill, writers, saves in ((False, WRITERS, STORE_SAVES), (True, 3, 10_000)):
+        for kills, writers, saves in ((0, WRITERS, STORE_SAVES), (STORE_KILLS, 2, 10_000)):
             url = f"s3://bucket/{random.getrandbits(64):x}"
-            loads, errors = stores.attack(url, writers, saves, kill)
-            total = None if kill else writers * saves
-            rows.append({"kills": kill * writers, "saves": total, "loads": loads, "errors": errors})
+            loads, errors = stores.attack(url, writers, saves, kills)
+            total = None if kills else writers * saves
+            rows.append({"kills": kills, "saves": total, "loads": loads, "errors": errors})
     finally:
         server.kill()
     return [{"place": "server of S3", **row} for row in rows]
