@@ -81,8 +81,11 @@ class ObjectPath:
 
     def exists(self) -> bool:
         """Return whether there is an object of this name."""
-        with self._store() as (store, key):
-            return bool(store.isfile(key))
+        try:
+            self.size()
+        except FileNotFoundError:
+            return False
+        return True
 
     def size(self) -> int:
         """Return the number of bytes of the object; raise a FileNotFoundError if there is none."""
