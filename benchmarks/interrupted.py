@@ -47,8 +47,8 @@ from benchmarks.results import save
 TRAININGS, AT_WRITES = 200, 100  # kills, and those of them that wait for a write
 OTHER_KILLS = 200  # of fits, data, reproductions
 KILLS = 10  # of data, shard by shard
-DATA = dict(trajectories=600, dt=0.1, horizon=5.0, fine_dt=0.0025, shard_size=10)
-FEW_DATA = DATA | dict(trajectories=60, fine_dt=0.01)
+DATA = dict(trajectories=600, dt=0.1, horizon=5.0, fine_dt=0.01, shard_size=10)
+FEW_DATA = DATA | dict(trajectories=60)
 RECIPE = Recipe(
     epochs=3, batch=16, learning_rate=0.01, warmup=0.5, crop=1, precision="fp32", optimiser="adamw"
 )
