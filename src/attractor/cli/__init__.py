@@ -1,15 +1,17 @@
 """The command line.
 
-General: ``attractor demo``, ``report`` and ``doctor``. Hybrid solvers: ``attractor trajectories``,
-``fit``, ``solve`` and ``compare``. Residual networks: ``attractor probe``. Speed: ``attractor bench``.
-The papers: ``attractor reproduce``.
-There is one file per group; importing it adds its commands to the application.
+General: ``attractor demo``, ``report`` and ``doctor``. Solvers: ``attractor trajectories``, ``fit`` and
+``tune`` (`fitting`), ``solve`` and ``compare`` (`solvers`). Residual networks: ``attractor probe``.
+Speed: ``attractor bench``. The papers: ``attractor reproduce``. There is one file per group; importing
+it adds its commands to the application.
 """
 
-from attractor.cli import general, networks, pages, papers, solvers, speed, start
+from attractor.cli import fitting, general, networks, pages, papers, solvers, speed, start
 from attractor.cli.terminal import app
 
-__all__ = ["app", "general", "main", "networks", "pages", "papers", "solvers", "speed", "start"]
+__all__ = [
+    "app", "fitting", "general", "main", "networks", "pages", "papers", "solvers", "speed", "start"
+]  # fmt: skip
 
 
 def main() -> None:
