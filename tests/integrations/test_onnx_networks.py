@@ -124,7 +124,7 @@ def test_what_disagrees_is_not_written(tmp_path):
 
 
 def test_what_onnxruntime_refuses_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx_networks, "_converted", lambda *args: b"not a model")
+    monkeypatch.setattr(onnx_networks, "_to_onnx", lambda *args: b"not a model")
     with pytest.raises(RuntimeError, match="onnxruntime cannot run the model"):
         export_network(nn.Linear(3, 3), tmp_path / "model.onnx", {"x": torch.randn(2, 3)})
     assert not [*tmp_path.iterdir()]

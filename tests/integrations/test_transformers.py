@@ -21,6 +21,10 @@ transformers = pytest.importorskip("transformers")
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils  # noqa: E402
 
 from attractor.integrations import transformers as pde  # noqa: E402
+from attractor.integrations.transformers_check import record_calls  # noqa: E402
+from attractor.integrations.transformers_masks import Mask  # noqa: E402
+from attractor.integrations.transformers_modules import UNSUPPORTED, attention_modules  # noqa: E402
+from attractor.integrations.transformers_refinement import SETTING  # noqa: E402
 
 FOUR = list(pde.NAMES)
 IDS = torch.tensor([[3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9, 32], [31, 41, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]])
@@ -246,11 +250,11 @@ def test_masks_in_words_are_those_of_transformers(kind):
     if "full" not in kind:
         request["past_key_values"] = None
     found = create(**request)
-    assert isinstance(found, pde.Mask)
+    assert isinstance(found, Mask)
     request["config"]._attn_implementation = "eager"
     bias = create(**request)
     want = torch.ones(2, 1, 12, 12).bool() if bias is None else (bias == 0).expand(2, 1, 12, 12)
-    allowed = masks.allowed(12, found.keys, torch.device("cpu"), **found.where())
+    allowed = masks.allowed(12, found.keys, torch.device("cpu"), **found.arguments())
     got = want.new_ones(2, 1, 12, 12) if allowed is None else allowed.expand(2, 1, 12, 12)
     assert torch.equal(got, want)
 
@@ -593,7 +597,7 @@ def test_a_config_of_ones_own(kind, tmp_path):
             again = pde.load(getattr(transformers, kind), tmp_path / "model", config=given)
             assert again.config.use_cache is False
             assert torch.equal(logits(again), logits(model))
-    assert not hasattr(plain, pde.SETTING)  # it is the caller's
+    assert not hasattr(plain, SETTING)  # it is the caller's
 
 
 def test_options_and_classes_that_do_not_exist(tmp_path):
@@ -649,12 +653,12 @@ def test_every_part_is_reached(make):
     with torch.no_grad():
         plain = model(**given).logits
         pde.add_pde(model, "diffusion", learn=False)
-        asked = pde.asking(model)
-        assert {name.split(".")[0] for name in asked} == {"encoder", "decoder"}
-        assert {m.config._attn_implementation for m in asked.values()} == {"pde_diffusion"}
-        with pde._listening("pde_diffusion") as (called, _):
+        modules = attention_modules(model)
+        assert {name.split(".")[0] for name in modules} == {"encoder", "decoder"}
+        assert {m.config._attn_implementation for m in modules.values()} == {"pde_diffusion"}
+        with record_calls("pde_diffusion") as (callers, _):
             found = model(**given).logits
-        assert called == {*asked.values()}
+        assert callers == {*modules.values()}
         assert (found - plain).abs().max() > 1e-4
         assert pde.check(model, **given) == []
         # of one part alone, which is another model
@@ -669,7 +673,9 @@ def test_a_name_arrives_in_every_part(make):
     """transformers alone sets a part's config, while its modules keep the one they were made with."""
     model, given = make()
     model.double().set_attn_implementation("pde_diffusion")
-    assert {m.config._attn_implementation for m in pde.asking(model).values()} == {"pde_diffusion"}
+    assert {m.config._attn_implementation for m in attention_modules(model).values()} == {
+        "pde_diffusion"
+    }
     assert pde.check(model, **given) == []
 
 
@@ -677,8 +683,8 @@ def test_a_name_arrives_in_every_part(make):
 def test_a_part_with_another_attention_is_told(make):
     model, given = make()
     model.double().set_attn_implementation("pde_diffusion")
-    missed = [name for name in pde.asking(model) if name.startswith("encoder.")]
-    other = copy.deepcopy(pde.asking(model)[missed[0]].config)
+    missed = [name for name in attention_modules(model) if name.startswith("encoder.")]
+    other = copy.deepcopy(attention_modules(model)[missed[0]].config)
     other._attn_implementation = "sdpa"
     for name in missed:
         model.get_submodule(name).config = other
@@ -950,7 +956,7 @@ def attend(queries=6, keys=6, mask=None, causal=True, name="pde_diffusion", head
     return AttentionInterface()[name](module, q, k, v, mask, **more)[0], (q, k, v)
 
 
-@pytest.mark.parametrize("argument", pde.UNKNOWN)
+@pytest.mark.parametrize("argument", UNSUPPORTED)
 def test_what_it_does_not_know_raises(argument):
     attend(**{argument: None})
     with pytest.raises(ValueError, match=rf"'pde_diffusion' does not know {argument} \(.*\), which"):
@@ -1033,7 +1039,7 @@ def test_a_refused_name_leaves_nothing_registered():
 def test_add_pde_that_fails_changes_nothing(monkeypatch):
     model = gpt2().eval()
     truth, names = model(IDS).logits, [n for n, _ in model.named_parameters()]
-    heads, counted = pde._heads, []
+    heads, counted = pde.number_of_heads, []
 
     def counting(module):
         counted.append(module)
@@ -1041,7 +1047,7 @@ def test_add_pde_that_fails_changes_nothing(monkeypatch):
             heads(module) if len(counted) < 2 else 3
         )  # coefficients for 2 heads do not suit the second
 
-    monkeypatch.setattr(pde, "_heads", counting)
+    monkeypatch.setattr(pde, "number_of_heads", counting)
     with pytest.raises(ValueError, match="has 2 numbers"):
         pde.add_pde(model, pdes.Diffusion(torch.tensor([0.1, 0.2])[:, None, None]), per_head=True)
     assert len(counted) == 2
@@ -1050,7 +1056,7 @@ def test_add_pde_that_fails_changes_nothing(monkeypatch):
 
 
 def test_masks_on_their_way_can_be_copied():
-    mask = pde.Mask((2, 1, 4, 4), 4, is_causal=True, key_padding=torch.ones(2, 4).bool())
+    mask = Mask((2, 1, 4, 4), 4, is_causal=True, key_padding=torch.ones(2, 4).bool())
     for other in (copy.copy(mask), copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
         assert other.is_causal
         assert torch.equal(other.key_padding, mask.key_padding)

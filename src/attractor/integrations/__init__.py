@@ -1,4 +1,4 @@
-"""Adapters to other libraries, a few dozen lines each; each imports its library when it is used.
+"""Adapters to other libraries, which are imported when they are used.
 
 >>> import attractor as at
 >>> from attractor.integrations import scipy
@@ -20,8 +20,8 @@ def __getattr__(name: str) -> ModuleType:
     try:
         return submodule(__name__, name)
     except AttributeError:
-        told = f"attractor.integrations has no {name!r}; there are {', '.join(_ADAPTERS)}"
-        raise AttributeError(told) from None
+        message = f"attractor.integrations has no {name!r}; there are {', '.join(_ADAPTERS)}"
+        raise AttributeError(message) from None
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""A hybrid solver as a file that runs without attractor: ONNX, or PyTorch's own `.pt2`."""
+"""Export of a hybrid solver to a file that runs without attractor: ONNX, or PyTorch's `.pt2`."""
 
 import io
 import json
@@ -20,15 +20,20 @@ from attractor.core.step import with_parameters
 from attractor.ode import HybridSolver
 from attractor.storage.files import write_bytes
 
-LONGEST = 32  # steps in a model: each is a copy of the graph, and takes the exporter seconds
-ROUNDING = 300  # what a step may differ by, in units of rounding; fewer than ten are usual
+__all__ = ["Exported", "export"]
+
+LONGEST = 32  # largest number of steps: each is a copy of the graph, and takes the exporter seconds
+ROUNDING = 300  # largest difference per step, in units of rounding; fewer than ten are usual
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A file, and the largest difference found by its check, in parts of a state's largest component.
+    """An exported file.
 
-    The difference is None where nothing was checked.
+    Attributes:
+        path: Path of the file.
+        difference: Largest difference between the outputs of the file and of the original, relative to
+            the largest component of a state, or of an output; None if it was not checked.
     """
 
     path: Path
@@ -38,28 +43,29 @@ class Exported:
 def export(solver: HybridSolver, path: Path | str, *, steps: int = 1, check: bool = True) -> Exported:
     """Write the solver's step as a model ``u [batch, d] -> after [batch, d]``.
 
-    The batch is free, the dtype the solver's. Where the correction or the rate depends on the time,
-    the model takes it as a second input, a scalar `t` of the same dtype: the time of u. A solver that
-    was fitted with parameters gives a model with a last input `parameters` ``[batch, k]``, which a .pt2
-    takes as a keyword. The file says
-    what it is: dt, scheme, correction, system and steps are in ONNX's metadata, or in the extra file
-    ``attractor.json`` of a .pt2. The trust region stays behind: nothing guards an exported step.
+    The batch size is free, and the dtype is the solver's. If the correction or the rate depends on time,
+    the model has a second input, the scalar time `t` of u in the same dtype. If the solver was fitted
+    with parameters, the last input is `parameters` ``[batch, k]``, a keyword argument in a .pt2 file.
+    ONNX's metadata, or the extra file ``attractor.json`` of a .pt2 file, contain dt, scheme, correction,
+    system and steps. The model has no trust region, so its steps are not guarded.
 
     Args:
-        path: ends in .onnx (for onnxruntime and others) or in .pt2 (for `torch.export.load`).
-        steps: steps of dt in one call of the model, up to 32; call it again to go further.
-        check: before the file is written, load it, run it with two batch sizes, and compare.
+        solver: The solver.
+        path: A path that ends in .onnx (for onnxruntime and others) or .pt2 (for `torch.export.load`).
+        steps: Number of steps of dt per call of the model, up to 32.
+        check: Whether to compare the model with the solver, for two batch sizes, before writing.
 
     Raises:
-        ValueError: another ending, too many steps, or no states to trace and check with.
-        RuntimeError: the step cannot be traced, converted or run, or the model gives other states.
+        ValueError: The path has another ending, there are too many steps, or the solver has no states
+            to trace it with.
+        RuntimeError: The step cannot be traced, converted or run, or the outputs of the model differ.
         ImportError: onnx, onnxscript or onnxruntime is missing.
     """
     path = Path(path)
     if path.suffix not in FORMATS:
         raise ValueError(f"{path.name!r} must end in {' or '.join(FORMATS)}, the formats of an export")
     if not isinstance(solver, HybridSolver):
-        raise TypeError(f"solver is a {type(solver).__name__}; give a HybridSolver, as fit returns")
+        raise TypeError(f"solver is a {type(solver).__name__}; pass a HybridSolver, as fit returns")
     steps = as_int(steps)
     if not isinstance(steps, int) or not 1 <= steps <= LONGEST:
         raise ValueError(f"steps = {steps!r}; one call takes 1 to {LONGEST}, call again to go further")
@@ -71,9 +77,9 @@ def export(solver: HybridSolver, path: Path | str, *, steps: int = 1, check: boo
         "system": getattr(solver.rate, "__qualname__", repr(solver.rate)),
         "steps": str(steps),
     }
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), without_warnings():
         model = _Steps(solver, steps)
-        content = write(_traced(model, model.example(2)), model, about)
+        content = write(_export_program(model, model.example(2)), model, about)
         if not check:
             return Exported(write_bytes(path, content), None)
         run = read(content)
@@ -88,18 +94,18 @@ def export(solver: HybridSolver, path: Path | str, *, steps: int = 1, check: boo
 
 
 class _Steps(nn.Module):
-    """The solver's steps as a function of u, and of t where it matters."""
+    """The solver's steps as a function of u, and of t if they depend on it."""
 
     def __init__(self, solver: HybridSolver, steps: int) -> None:
         super().__init__()
         self.solver, self.steps = solver, steps
         self.correction, self.rate = solver.correction, solver.rate  # weights of both are exported
         like = next(solver.correction.parameters(), torch.zeros((), dtype=torch.float64))
-        self.dtype, self.device, self.timed = like.dtype, like.device, False
+        self.dtype, self.device, self.takes_time = like.dtype, like.device, False
         inputs = self.example(16)
         u, rate = inputs["u"], with_parameters(solver.rate, inputs.get("parameters"))
         rates = [rate(torch.tensor(t).to(u), u) for t in (0.0, 0.37, 7.1)]
-        self.timed = getattr(solver.correction, "timed", False) or any(
+        self.takes_time = getattr(solver.correction, "timed", False) or any(
             not torch.equal(rate, rates[0]) for rate in rates
         )
 
@@ -109,7 +115,7 @@ class _Steps(nn.Module):
         return u
 
     def example(self, n: int) -> dict[str, Tensor]:
-        """Return inputs by name, with n states like those of the fit, or initial ones."""
+        """Return inputs by name, with n states like those of the fit, or initial states."""
         generator, solver = torch.Generator().manual_seed(n), self.solver
         if solver.trust is not None:
             mean, deviation = solver.trust.mean.cpu(), solver.trust.deviation.cpu()
@@ -119,10 +125,10 @@ class _Steps(nn.Module):
         else:
             raise ValueError(
                 f"{solver} has no trust region and its rate no sample(), so there are no states to "
-                "trace it with; give HybridSolver a trust=TrustRegion.around(states)"
+                "trace it with; pass trust=TrustRegion.around(states) to HybridSolver"
             )
         inputs = {"u": u}
-        if self.timed:
+        if self.takes_time:
             inputs["t"] = torch.tensor(0.3 * n * solver.dt)
         if solver.parameter_count:
             dim = u.shape[-1] - solver.parameter_count
@@ -131,7 +137,7 @@ class _Steps(nn.Module):
 
 
 def _network_rounding(solver: HybridSolver, model: _Steps) -> float:
-    """What a network computed in float32 may add, in parts of a state's largest component."""
+    """Return the rounding of a float32 network, relative to a state's largest component."""
     net: Any = getattr(solver.correction, "net", None)
     if not getattr(net, "low", False) or model.dtype != torch.float64:
         return 0.0
@@ -140,12 +146,13 @@ def _network_rounding(solver: HybridSolver, model: _Steps) -> float:
 
 
 def _arguments(inputs: dict[str, Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """The inputs as a model is called with them: parameters by name, since t may be left out."""
-    named = {name: x for name, x in inputs.items() if name == "parameters"}
-    return tuple(x for name, x in inputs.items() if name not in named), named
+    """Return the positional and keyword arguments of a model; `parameters` is a keyword."""
+    kwargs = {name: x for name, x in inputs.items() if name == "parameters"}
+    return tuple(x for name, x in inputs.items() if name not in kwargs), kwargs
 
 
-def _traced(model: nn.Module, example: dict[str, Tensor]) -> ExportedProgram:
+def _export_program(model: nn.Module, example: dict[str, Tensor]) -> ExportedProgram:
+    """Return the program of a model whose batch size is free."""
     batch = Dim("batch")
     free: Any = {name: {0: batch} if x.dim() else {} for name, x in example.items()}
     try:
@@ -159,12 +166,12 @@ def _traced(model: nn.Module, example: dict[str, Tensor]) -> ExportedProgram:
 
 def _difference(run: Callable[..., Tensor], model: _Steps, inputs: dict[str, Tensor]) -> float:
     args, kwargs = _arguments(inputs)
-    want, got = model(*args, **kwargs), run(*args, **kwargs).to(model.device)
-    size = want.abs().amax(-1).clamp(min=torch.finfo(want.dtype).tiny)
-    return ((got - want).abs().amax(-1) / size).max().item()
+    expected, actual = model(*args, **kwargs), run(*args, **kwargs).to(model.device)
+    size = expected.abs().amax(-1).clamp(min=torch.finfo(expected.dtype).tiny)
+    return ((actual - expected).abs().amax(-1) / size).max().item()
 
 
-# The two formats
+# Formats
 
 
 def _to_pt2(program: ExportedProgram, model: _Steps, about: dict[str, str]) -> bytes:
@@ -180,32 +187,22 @@ def _from_pt2(content: bytes) -> Callable[..., Tensor]:
 
 
 def _to_onnx(program: ExportedProgram, model: _Steps, about: dict[str, str]) -> bytes:
-    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
-    if missing:
-        raise ImportError(
-            f"an .onnx file needs {', '.join(missing)}: pip install 'attractor[onnx]'; a .pt2 does not"
-        )
+    check_packages()
     example = model.example(2)
     if model.dtype == torch.float64:
-        program = _traced(_Float64Numbers(program), example)
+        program = _export_program(_Float64Numbers(program), example)
     try:
-        made: Any = torch.onnx.export(
-            program,
-            opset_version=20,
-            dynamo=True,
-            input_names=[*example],
-            output_names=["after"],
+        model_file: Any = torch.onnx.export(
+            program, opset_version=20, dynamo=True, input_names=[*example], output_names=["after"],
             verbose=False,
-        )
+        )  # fmt: skip
     except torch.onnx.OnnxExporterError as error:
         raise RuntimeError(
-            f"the solver's step has no ONNX form: {error.__cause__ or error}\nA .pt2 file holds every "
-            "operation of torch"
+            f"the solver's step has no ONNX form: {error.__cause__ or error}\nA .pt2 file supports "
+            "every operation of torch"
         ) from error
-    proto = made.model_proto
+    proto = without_paths(model_file.model_proto)
     proto.graph.ClearField("value_info")
-    for part in (*proto.graph.node, *proto.graph.input, *proto.graph.output):
-        part.ClearField("metadata_props")  # paths of this machine
     for value in (*proto.graph.input, *proto.graph.output):
         if value.type.tensor_type.shape.dim:
             value.type.tensor_type.shape.dim[0].dim_param = "batch"
@@ -214,7 +211,22 @@ def _to_onnx(program: ExportedProgram, model: _Steps, about: dict[str, str]) -> 
     return proto.SerializeToString()
 
 
-def _from_onnx(content: bytes) -> Callable[..., Tensor]:
+def check_packages() -> None:
+    """Raise an ImportError unless the packages of the extra `onnx` are installed."""
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
+    if missing:
+        raise ImportError(f"an .onnx file needs {', '.join(missing)}: pip install 'attractor[onnx]'")
+
+
+def without_paths(proto: Any) -> Any:
+    """Remove the paths of this machine from an ONNX model, in place, and return it."""
+    for part in (*proto.graph.node, *proto.graph.input, *proto.graph.output):
+        part.ClearField("metadata_props")
+    return proto
+
+
+def from_onnx(content: bytes) -> Callable[..., Tensor]:
+    """Return a function that runs an ONNX model by onnxruntime."""
     import onnxruntime
 
     try:
@@ -235,13 +247,13 @@ def _from_onnx(content: bytes) -> Callable[..., Tensor]:
 
 
 FORMATS: dict[str, tuple[Callable[..., bytes], Callable[[bytes], Callable[..., Tensor]]]] = {
-    ".onnx": (_to_onnx, _from_onnx),
+    ".onnx": (_to_onnx, from_onnx),
     ".pt2": (_to_pt2, _from_pt2),
 }
 
 
 class _Float64Numbers(nn.Module):
-    """A program with its numbers as tensors: the ONNX exporter rounds Python floats to float32."""
+    """A program whose numbers are tensors, because the ONNX exporter rounds Python floats to float32."""
 
     def __init__(self, program: ExportedProgram) -> None:
         super().__init__()
@@ -253,7 +265,7 @@ class _Float64Numbers(nn.Module):
 
 
 class _NumbersToTensors(torch.fx.Interpreter):
-    """Runs a graph of aten operations, with float64 tensors for the numbers beside float64 tensors."""
+    """Runs a graph of aten operations with float64 tensors in place of Python floats."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = lambda x: torch.tensor(x, dtype=torch.float64)
@@ -266,9 +278,9 @@ class _NumbersToTensors(torch.fx.Interpreter):
         if doubles and isinstance(target, torch._ops.OpOverload):
             if isinstance(kwargs.get("alpha"), float):  # u + alpha v
                 args, kwargs = (args[0], args[1] * tensor(kwargs["alpha"])), {}
-            if numbers and target._overloadname in ("Scalar", "default"):  # the same with a tensor
-                same: Any = target.overloadpacket
-                target = getattr(same, "Tensor", getattr(same, "Tensor_Tensor", target))
+            if numbers and target._overloadname in ("Scalar", "default"):  # use the overload for tensors
+                packet: Any = target.overloadpacket
+                target = getattr(packet, "Tensor", getattr(packet, "Tensor_Tensor", target))
             slots = [str(slot.type) for slot in target._schema.arguments]
             args = tuple(
                 tensor(x) if isinstance(x, float) and "Tensor" in slot else x
@@ -278,8 +290,8 @@ class _NumbersToTensors(torch.fx.Interpreter):
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's notes about its own deprecated calls and about packages it does not find."""
+def without_warnings() -> Iterator[None]:
+    """Suppress torch's warnings about its own deprecated calls and about missing packages."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,15 +1,14 @@
-"""Networks with PDE attention as ONNX files: models of this library, of transformers, or any module.
+"""Export of networks with PDE attention to ONNX: models of this library, of transformers, or others.
 
 >>> import torch
 >>> import attractor as at
 >>> model = at.attention.LanguageModel(50, dim=16, heads=2, layers=1, hidden=16, pde="diffusion")
 >>> ids = torch.randint(50, (2, 12))
 >>> free = {"ids": {0: "batch", 1: "tokens"}}
->>> made = export_network(model.eval(), "model.onnx", {"ids": ids}, free=free)  # doctest: +SKIP
+>>> file = export_network(model.eval(), "model.onnx", {"ids": ids}, free=free)  # doctest: +SKIP
 """
 
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from attractor.integrations.onnx import Exported, _from_onnx, _quiet
+from attractor.integrations.onnx import (
+    Exported,
+    check_packages,
+    from_onnx,
+    without_paths,
+    without_warnings,
+)
 from attractor.storage.files import write_bytes
 
-ROUNDING = 1000  # what outputs may differ by, in units of rounding of the largest
+ROUNDING = 1000  # largest difference of outputs, in units of rounding of the largest output
 
 
 def export_network(
@@ -30,26 +35,23 @@ def export_network(
     *,
     free: Mapping[str, Mapping[int, str]] | None = None,
 ) -> Exported:
-    """Write a network in evaluation mode as an ONNX file that onnxruntime runs, with the same outputs.
+    """Write a network in evaluation mode as an ONNX file for onnxruntime.
 
-    The file is loaded and compared before it is written: on the inputs, and with one more element in
-    every free dimension. Attention under a causal mask or any other builds the map there, ``queries x
-    keys`` numbers per head, whatever `method` it has by itself.
+    Before the file is written, its outputs are compared with those of the network, on the inputs and
+    with one more element in every free dimension. Attention with a mask, causal or not, builds the map
+    of ``queries x keys`` numbers per head in the file, whatever its `method`.
 
     Args:
-        network: A module. Of several outputs the first is exported, `logits` for most of transformers'.
-        path: Ends in .onnx.
+        network: A module. The file has its first output only, `logits` for most of transformers'.
+        path: A path that ends in .onnx.
         inputs: Arguments of its forward by name. Tensors become inputs of the file; others, such as
             ``use_cache=False``, are constants in it.
-        free: Names of dimensions that are free, by input and dimension, as in ``{"input_ids": {0:
-            "batch", 1: "tokens"}}``. Equal names have equal sizes.
-
-    Returns:
-        The path, and the largest difference in parts of the largest output.
+        free: Names of free dimensions, by input and dimension, as in ``{"input_ids": {0: "batch",
+            1: "tokens"}}``. Dimensions with the same name have the same size.
 
     Raises:
-        ValueError: The path has another ending, there is no input, or `free` names another one.
-        RuntimeError: The network cannot be traced, converted or run, or the file gives other outputs.
+        ValueError: The path has another ending, or there is no input, or `free` has an unknown one.
+        RuntimeError: The network cannot be traced, converted or run, or the outputs of the file differ.
             Nothing is written then.
         ImportError: onnx, onnxscript or onnxruntime is missing.
     """
@@ -60,18 +62,16 @@ def export_network(
         raise TypeError(f"network is a {type(network).__name__}; pass a module")
     if not isinstance(inputs, Mapping) or not any(isinstance(x, Tensor) for x in inputs.values()):
         raise ValueError(f"inputs {inputs!r} must be a dictionary with at least one tensor")
-    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
-    if missing:
-        raise ImportError(f"an .onnx file needs {', '.join(missing)}: pip install 'attractor[onnx]'")
+    check_packages()
     tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
     sizes = _sizes(tensors, free or {})
     modes = [(module, module.training) for module in network.modules()]
     model = _First(network, [*tensors], {n: x for n, x in inputs.items() if n not in tensors}).eval()
     try:
-        with torch.no_grad(), _quiet():
-            content = _converted(model, tensors, free or {}, sizes)
+        with torch.no_grad(), without_warnings():
+            content = _to_onnx(model, tensors, free or {}, sizes)
             try:
-                run = _from_onnx(content)
+                run = from_onnx(content)
                 difference = max(
                     _difference(run, model, x) for x in _examples(tensors, free or {}, sizes)
                 )
@@ -92,7 +92,13 @@ def export_network(
 
 
 class _First(nn.Module):
-    """A network as a function of tensors, which returns the first of its outputs."""
+    """A network as a function of tensors that returns the first output.
+
+    Args:
+        network: The network.
+        names: The names of the tensors as arguments of the network.
+        constants: Its other arguments.
+    """
 
     def __init__(self, network: nn.Module, names: list[str], constants: dict[str, Any]) -> None:
         super().__init__()
@@ -125,7 +131,7 @@ def _sizes(tensors: Mapping[str, Tensor], free: Mapping[str, Mapping[int, str]])
     return sizes
 
 
-def _converted(
+def _to_onnx(
     model: _First,
     tensors: Mapping[str, Tensor],
     free: Mapping[str, Mapping[int, str]],
@@ -152,16 +158,13 @@ def _converted(
         raise RuntimeError(
             f"{type(model.network).__name__} has no ONNX form: {cause[:600]}\nNothing was written"
         ) from error
-    proto = program.model_proto
-    for part in (*proto.graph.node, *proto.graph.input, *proto.graph.output):
-        part.ClearField("metadata_props")  # paths of this machine
-    return proto.SerializeToString()
+    return without_paths(program.model_proto).SerializeToString()
 
 
 def _examples(
     tensors: Mapping[str, Tensor], free: Mapping[str, Mapping[int, str]], sizes: Mapping[str, int]
 ) -> list[dict[str, Tensor]]:
-    """Return the inputs, and the same with one more element in every free dimension."""
+    """Return the inputs, and inputs with one more element in every free dimension."""
     if not sizes:
         return [dict(tensors)]
     longer = dict(tensors)
@@ -174,8 +177,8 @@ def _examples(
 
 
 def _difference(run: Callable[..., Tensor], model: _First, inputs: Mapping[str, Tensor]) -> float:
-    want = model(*inputs.values()).cpu()
-    found = run(**{name: x.cpu() for name, x in inputs.items()})
-    if found.shape != want.shape:
+    expected = model(*inputs.values()).cpu()
+    actual = run(**{name: x.cpu() for name, x in inputs.items()})
+    if actual.shape != expected.shape:
         return float("inf")
-    return ((found - want).abs().max() / want.abs().max().clamp(min=1e-30)).item()
+    return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()

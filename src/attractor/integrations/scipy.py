@@ -14,24 +14,25 @@ from attractor.ode import HybridSolver
 def hybrid(solver: HybridSolver, parameters: Any = None) -> type:
     """Return the solver as an `OdeSolver` class: ``solve_ivp(fun, span, y0, method=hybrid(solver))``.
 
-    Steps have the solver's own dt and use its own rate. A correction belongs to one equation, so `fun`,
-    with its `args`, must be that equation: it is compared with the solver's rate at the first step and
-    at a few later ones. A last step shorter than dt, states between steps (`t_eval`, `dense_output`) and
-    the roots of events are computed by dopri5 at 1e-10 from the step's start, since a polynomial through
-    steps this large would lose what the correction gains. Where dopri5 cannot go on, a last step fails
-    and states between steps are NaN. Steps are guarded as in `HybridSolver.solve`.
+    Steps use the solver's dt and rate. A correction belongs to one equation, so `fun` with its `args`
+    must be that equation; it is compared with the solver's rate at the first step and at a few later
+    ones. A last step shorter than dt, states between steps (`t_eval`, `dense_output`), and the roots of
+    events are computed by dopri5 with a tolerance of 1e-10 from the start of the step, because a
+    polynomial through steps of this size would lose the accuracy of the correction. If dopri5 fails, so
+    does the last step, and states between steps are NaN. Steps are guarded as in `HybridSolver.solve`.
 
     Args:
-        parameters: The parameters ``[k]``, for a solver of an equation ``rate(t, u, p)``. `fun` has to
-            use the same ones, for example by ``args=(parameters,)``.
+        solver: The solver.
+        parameters: The parameters ``[k]``, for a solver of an equation ``rate(t, u, p)``. `fun` must use
+            the same parameters, for example by ``args=(parameters,)``.
 
     Raises:
         TypeError: `solver` is not a HybridSolver.
-        ValueError: The solver was fitted with parameters, and there are none; on solving, if `fun` is
-            not the equation of the solver.
+        ValueError: The solver was fitted with parameters, but `parameters` does not have as many. When
+            solving: `fun` is not the equation of the solver.
     """
     if not isinstance(solver, HybridSolver):
-        raise TypeError(f"solver is a {type(solver).__name__}; give a HybridSolver, as fit returns")
+        raise TypeError(f"solver is a {type(solver).__name__}; pass a HybridSolver, as fit returns")
     from scipy.integrate import DenseOutput, OdeSolver
 
     p = None
@@ -46,16 +47,16 @@ def hybrid(solver: HybridSolver, parameters: Any = None) -> type:
     equation = with_parameters(solver.rate, p)
 
     def between(t0: float, y0: np.ndarray, times: np.ndarray) -> tuple[np.ndarray, float]:
-        """States [d, n] at increasing times after t0, and until when they could be followed.
+        """Return the states [d, n] at increasing times after t0, and the last time that was reached.
 
         Later states are NaN.
         """
         u0 = torch.from_numpy(np.ascontiguousarray(y0)).double().to(solver.device)
         with torch.no_grad():
             t = torch.from_numpy(np.concatenate(([t0], times)))
-            solved = evolve(equation, u0, t, "dopri5", rtol=1e-10, atol=1e-12)
-        states, until = solved.u[1:].T.cpu().numpy(), solved.until.item()
-        if not bool(solved.ok):
+            solution = evolve(equation, u0, t, "dopri5", rtol=1e-10, atol=1e-12)
+        states, until = solution.u[1:].T.cpu().numpy(), solution.until.item()
+        if not bool(solution.ok):
             states[:, times > until] = np.nan
         return states, until
 
@@ -102,12 +103,12 @@ def hybrid(solver: HybridSolver, parameters: Any = None) -> type:
                 return
             self.next_check = max(1, 2 * self.steps)
 
-            def given(t: Any, u: torch.Tensor) -> torch.Tensor:
+            def rate(t: Any, u: torch.Tensor) -> torch.Tensor:
                 return torch.as_tensor(np.asarray(self.fun(float(t), u.cpu().numpy()))).to(u)
 
             u = torch.from_numpy(np.ascontiguousarray(self.y)).double().to(solver.device)
             check_same_rate(
-                given, equation, torch.tensor(self.t, dtype=u.dtype, device=u.device), u,
+                rate, equation, torch.tensor(self.t, dtype=u.dtype, device=u.device), u,
                 "fun, with its args, is not the equation that this HybridSolver was fitted to",
             )  # fmt: skip
 
@@ -115,8 +116,8 @@ def hybrid(solver: HybridSolver, parameters: Any = None) -> type:
             self._check_fun()
             self.steps += 1
             self.y_old = self.y
-            left = self.t_bound - self.t
-            if left < solver.dt * (1 - 1e-9):
+            remaining = self.t_bound - self.t
+            if remaining < solver.dt * (1 - 1e-9):
                 states, until = between(self.t, self.y, np.array([self.t_bound]))
                 if not np.isfinite(states).all():
                     return False, f"the state cannot be followed beyond t = {until:g}; is it singular?"
@@ -128,7 +129,7 @@ def hybrid(solver: HybridSolver, parameters: Any = None) -> type:
             if not np.isfinite(new).all():
                 return False, f"the state became non-finite at t = {self.t:g}"
             self.nfev += solver.scheme.rate_calls
-            arrives = left <= solver.dt * (1 + 1e-9)
+            arrives = remaining <= solver.dt * (1 + 1e-9)
             self.y, self.t = new, self.t_bound if arrives else self.t + solver.dt
             return True, None
 

@@ -1,4 +1,4 @@
-"""Gates for timm: networks by name, and gates in the slot that timm's blocks have for attention.
+"""Gates for timm: networks by name, and gates as the attention layers of timm's blocks.
 
 ::
 
@@ -10,17 +10,17 @@
     timm.create_model("resnet50_stepnet", num_classes=10)
     timm.create_model("resnet50_stepnet", pretrained=True, identity=True)  # computes what resnet50 does
 
-The networks are timm's own ResNets with gates put in by `insert_gates`, so that `features_only`,
-`drop_path_rate`, `in_chans`, `reset_classifier` and timm's training script work as ever.
+The networks are timm's own ResNets with gates from `insert_gates`, so `features_only`, `drop_path_rate`,
+`in_chans`, `reset_classifier` and timm's training script work as usual.
 
-A gate that sees nothing but the branch f fits into the slot too, in any network of timm that has one::
+A gate that depends on the branch f only can also be the attention layer of other networks of timm::
 
     timm.create_model("resnet50", block_args=dict(attn_layer=at.gates.SRM))
     timm.create_model("resnet50", block_args=dict(attn_layer=attn_layer("se", reduction=8)))
     timm.create_model("nf_seresnet50", attn_layer=attn_layer("fca"))
 
-A name alone, ``attn_layer="srm"``, cannot be taught to timm: it looks names up in a chain of ifs, and
-reads "se", "eca" and "cbam" as layers of its own.
+A name alone, such as ``attn_layer="srm"``, is not possible: timm compares names in a chain of ifs, and
+"se", "eca" and "cbam" are layers of its own.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,32 +34,32 @@ from attractor.residual.gates import get_gate, make_gate
 from attractor.residual.insert import Where, insert_gates
 from attractor.residual.resnet import conv
 
-__all__ = ["attn_layer", "register"]  # timm appends the networks
+__all__ = ["attn_layer", "register"]  # timm appends the names of the networks
 
 GATES = ("stepnet", "iebn", "sem", "dia", "fca", "srm", "sge")  # timm has SE, ECA and CBAM itself
 LAYERS = {"resnet34": (3, 4, 6, 3), "resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)}
-CIFAR = {"resnet83_cifar": 9, "resnet164_cifar": 18}  # blocks a stage
+CIFAR = {"resnet83_cifar": 9, "resnet164_cifar": 18}  # blocks per stage
 NAMES = {f"{backbone}_{gate}": (backbone, gate) for backbone in LAYERS for gate in GATES}
 NAMES |= {f"{backbone}_stepnet": (backbone, "stepnet") for backbone in CIFAR}
-NAMES |= {backbone: (backbone, "none") for backbone in CIFAR}  # to compare with; timm has none
-TIMMS_OWN = ("act_layer", "rd_divisor", "rd_ratio")  # what timm tells its own layers
+NAMES |= {backbone: (backbone, "none") for backbone in CIFAR}  # for comparisons; not part of timm
+OF_TIMM = ("act_layer", "rd_divisor", "rd_ratio")  # arguments for timm's own layers
 
 
 def register() -> list[str]:
-    """Make the gated networks known to timm; returns their names. A second call changes nothing.
+    """Register the networks with gates in timm, and return their names. A second call has no effect.
 
     They are resnet34, resnet50 and resnet101 with ``_stepnet``, ``_iebn``, ``_sem``, ``_dia``, ``_fca``,
     ``_srm`` or ``_sge``, and for images of 32 x 32 resnet83_cifar and resnet164_cifar, plain and with
-    ``_stepnet`` (the networks of `resnet_cifar`, whose weights fit). `timm.create_model` takes for them,
-    besides all that a ResNet takes:
+    ``_stepnet`` (the networks of `resnet_cifar`, whose weights fit). In addition to the arguments of a
+    ResNet, `timm.create_model` accepts:
 
-        identity: the gates start at exactly 1. With ``pretrained=True``, which loads the weights of
-            timm's plain network, it must be given. Checkpoints of such a network tell it themselves.
-        where: which blocks have the gate, see `insert_gates`.
-        gate_options: a dict of more arguments of the gate.
+        identity: Whether the gates start at exactly 1. This is required with ``pretrained=True``, which
+            loads the weights of timm's plain network. Checkpoints of networks with gates contain it.
+        where: Blocks that get a gate, see `insert_gates`.
+        gate_options: A dict of further arguments of the gate.
 
-    One's own trained weights, which have gates, are loaded by ``checkpoint_path=``, or by
-    ``pretrained=True`` from timm's ``hf-hub:`` and ``local-dir:``.
+    To load weights of a network with gates, use ``checkpoint_path=``, or ``pretrained=True`` with timm's
+    ``hf-hub:`` and ``local-dir:``.
     """
     if find_spec("timm") is None:
         raise ImportError("register() needs timm, 1.0.8 or later: pip install 'attractor[vision]'")
@@ -72,50 +72,50 @@ def register() -> list[str]:
 
 
 def attn_layer(gate: str | Callable[..., nn.Module], **options: Any) -> Callable[..., nn.Module]:
-    """A gate as timm's ``attn_layer``: a function from the number of channels to a new gate.
+    """Return a gate as timm's ``attn_layer``, a function from the number of channels to a new gate.
 
-    What some networks of timm tell their own layers besides (rd_ratio, rd_divisor, act_layer) is left
-    out: the gate is as the options here say. Networks may start a layer's weights in their own way;
-    timm's ResNet keeps `identity`.
+    The arguments rd_ratio, rd_divisor and act_layer, which some networks of timm pass to their own
+    layers, have no effect. Networks may initialise a layer's weights again; timm's ResNet keeps
+    `identity`.
 
     Args:
-        gate: a name such as "srm", or a class.
-        options: of the gate.
+        gate: A name such as "srm", or a class.
+        **options: Arguments of the gate.
 
     Raises:
-        ValueError: when a network is made: the gate needs more than the branch. StepNet looks at the
-            shortcut (but not with inputs="difference"), DIA is shared by the blocks of a stage, and
-            IEBN takes the place of batch normalisations.
+        ValueError: The gate needs more than the branch; raised when a network is made. StepNet uses the
+            shortcut (but not with inputs="difference"), DIA is shared by the blocks of a stage, and IEBN
+            replaces batch normalisations.
     """
     if isinstance(gate, str):
         gate = get_gate(gate)
 
-    def layer(channels: int, **given: Any) -> nn.Module:
-        theirs = {k: v for k, v in given.items() if k not in TIMMS_OWN and v is not None}
-        made: Any = make_gate(gate, channels, **{**theirs, **options})
-        if why := _needs_more(made):
+    def layer(channels: int, **kwargs: Any) -> nn.Module:
+        arguments = {k: v for k, v in kwargs.items() if k not in OF_TIMM and v is not None}
+        module: Any = make_gate(gate, channels, **{**arguments, **options})
+        if reason := _needs_more(module):
             raise ValueError(
-                f"{type(made).__name__} cannot be timm's attn_layer, which is given the branch alone: "
-                f"{why}; use insert_gates(model, ...), or a network of register()"
+                f"{type(module).__name__} cannot be timm's attn_layer, which gets the branch alone: "
+                f"{reason}; use insert_gates(model, ...), or a network of register()"
             )
-        return made
+        return module
 
     return layer
 
 
 def _needs_more(gate: nn.Module) -> str | None:
-    """What a gate needs besides the branch."""
+    """Return what a gate needs besides the branch, or None."""
     if getattr(gate, "normalisation", False):
-        return "it takes the place of batch normalisations"
+        return "it replaces batch normalisations"
     if getattr(gate, "shared", False):
         return "one gate is shared by the blocks of a stage"
     if getattr(gate, "needs_x", False) and getattr(gate, "inputs", None) != "difference":
-        return "it looks at the shortcut as well (StepNet not with inputs='difference')"
+        return "it uses the shortcut as well (StepNet not with inputs='difference')"
     return None
 
 
 def _entrypoint(name: str, backbone: str, gate: str) -> Callable[..., nn.Module]:
-    """The function that timm calls to make the network of that name."""
+    """Return the function that timm calls to make the network of that name."""
 
     def make(
         pretrained: bool = False,
@@ -161,12 +161,12 @@ def _entrypoint(name: str, backbone: str, gate: str) -> Callable[..., nn.Module]
         )
 
     make.__name__ = make.__qualname__ = name
-    make.__doc__ = f"timm's {backbone} with the gate {gate!r}; `register` tells the arguments."
+    make.__doc__ = f"timm's {backbone} with the gate {gate!r}; see `register` for its arguments."
     return make
 
 
 def _configuration(backbone: str, tag: str | None) -> Any:
-    """timm's description of a plain network: weights, size and statistics of the images."""
+    """Return timm's configuration of a plain network: weights, size and statistics of the images."""
     from timm.models import PretrainedCfg, get_pretrained_cfg
 
     if backbone not in CIFAR:
@@ -184,7 +184,7 @@ def _configuration(backbone: str, tag: str | None) -> Any:
 
 
 def _resnet(backbone: str, **options: Any) -> Any:
-    """A plain ResNet for ImageNet."""
+    """Return timm's plain ResNet for ImageNet."""
     from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 
     block = BasicBlock if backbone == "resnet34" else Bottleneck
@@ -192,7 +192,7 @@ def _resnet(backbone: str, **options: Any) -> Any:
 
 
 def _cifar(backbone: str, in_chans: int = 3, zero_init_last: bool = False, **options: Any) -> Any:
-    """timm's ResNet made small: the stem is one 3x3 convolution, and there is no fourth stage."""
+    """Return timm's ResNet for small images: the stem is one 3x3 convolution, and stage 4 is missing."""
     from timm.models.resnet import Bottleneck, ResNet
 
     model: Any = ResNet(
@@ -200,7 +200,7 @@ def _cifar(backbone: str, in_chans: int = 3, zero_init_last: bool = False, **opt
         (CIFAR[backbone],) * 3,
         in_chans=in_chans,
         channels=(16, 32, 64),
-        stem_type="deep",  # the only one that is not 64 wide, but twice this:
+        stem_type="deep",  # the only one with a free width, which is twice `stem_width`
         stem_width=8,
         zero_init_last=zero_init_last,
         **options,

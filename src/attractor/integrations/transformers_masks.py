@@ -1,7 +1,10 @@
-"""The masks of Hugging Face models in words, as `pde_attention` takes them, instead of T x T matrices.
+"""The masks of Hugging Face models as arguments of `pde_attention` instead of T x T matrices.
 
-transformers calls `make_mask` once for a forward pass, and each of its attention modules hands what it
-returns to the attention function. Of use there only: `attractor.integrations.transformers` registers it.
+transformers calls `make_mask` once per forward pass, and each attention module passes the result to the
+attention function. `attractor.integrations.transformers` registers it.
+
+A *description* of a mask is a dictionary of arguments of `pde_attention`, such as ``{"is_causal":
+True}``.
 """
 
 from collections.abc import Callable
@@ -19,16 +22,22 @@ from attractor.integrations.transformers_modules import caller
 
 
 class BypassError(AttributeError):
-    """A model reads the mask that was made for PDE attention, instead of handing it on."""
+    """A model reads the mask of PDE attention itself instead of passing it on."""
 
 
 @dataclass(eq=False)
 class Mask:
-    """Who may attend to whom, in words instead of a T x T matrix, on its way through a model.
+    """Which keys a query may attend to, as arguments of `pde_attention`.
 
-    Models hand it on unread, as they do with flex_attention's BlockMask. One that reads it does its own
-    attention, which PDE attention would not reach, and where a missing mask means seeing the future:
-    so reading raises.
+    Models pass it on without reading it, as they do with flex_attention's BlockMask. A model that reads
+    it computes attention by itself, which PDE attention would not reach, and without a mask that
+    attention would see the future. Therefore reading raises an error.
+
+    Attributes:
+        shape: Shape of the matrix, ``[batch, 1, queries, keys]``.
+        keys: Number of keys that attention uses; a static cache may have more.
+        is_causal, key_padding, documents, window: As in `pde_attention`.
+        ndim: Number of dimensions of the matrix.
     """
 
     shape: tuple[int, int, int, int]
@@ -39,8 +48,8 @@ class Mask:
     window: tuple[int, int] | None = None
     ndim: int = 4
 
-    def where(self) -> dict[str, Any]:
-        """As arguments of `pde_attention`, for the first `keys` keys."""
+    def arguments(self) -> dict[str, Any]:
+        """Return arguments of `pde_attention` for the first `keys` keys."""
         return {
             "is_causal": self.is_causal,
             "key_padding": self.key_padding,
@@ -49,28 +58,28 @@ class Mask:
         }
 
     def to(self, *args: Any, **kwargs: Any) -> "Mask":
-        """On another device."""
+        """Return the mask on another device."""
         move = lambda tensor: None if tensor is None else tensor.to(*args, **kwargs)
         return replace(self, key_padding=move(self.key_padding), documents=move(self.documents))
 
     def contiguous(self) -> "Mask":
-        """Itself; `generate` asks for it."""
+        """Return the mask itself; `generate` calls this method."""
         return self
 
     def __getitem__(self, index: Any) -> NoReturn:
-        raise _bypassed()
+        raise _bypass_error()
 
     def __getattr__(self, name: str) -> NoReturn:  # of a tensor
-        raise _bypassed()
+        raise _bypass_error()
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        raise _bypassed()
+        raise _bypass_error()
 
 
-def _bypassed() -> BypassError:
+def _bypass_error() -> BypassError:
     return BypassError(
         f"{caller(nn.Module)} computes its attention itself, outside of transformers' "
         "AttentionInterface, or belongs to a model with modules that did not get its "
@@ -81,22 +90,22 @@ def _bypassed() -> BypassError:
 
 
 def make_mask(**request: Any) -> Mask | Tensor:
-    """A function for transformers' AttentionMaskInterface: a `Mask`, or a tensor where that must be.
+    """Return a `Mask`, or a tensor; a function for transformers' `AttentionMaskInterface`.
 
-    A tensor ``[batch, 1, queries, keys]``, True = attend, is made for several queries against a longer
-    cache, for masks of a model's own making, and where a model says that it reads the mask.
+    The result is a tensor ``[batch, 1, queries, keys]``, True = attend, for several queries against a
+    longer cache, for mask functions of a model's own, and for models that declare that they read it.
     """
-    given = request.get("attention_mask")
-    if isinstance(given, Mask):  # generate() makes the masks of static caches in advance
-        return given
-    mask = _in_words(**request)
+    attention_mask = request.get("attention_mask")
+    if isinstance(attention_mask, Mask):  # generate() makes the masks of static caches in advance
+        return attention_mask
+    mask = _mask_or_none(**request)
     if mask is not None:
         return mask
     request.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     return masking_utils.sdpa_mask(**request)
 
 
-def _in_words(
+def _mask_or_none(
     batch_size: int,
     kv_length: int,
     mask_function: Any = None,
@@ -109,9 +118,10 @@ def _in_words(
     allow_is_bidirectional_skip: bool = False,
     **_: Any,
 ) -> Mask | None:
-    """The mask as a `Mask`, if that is possible."""
-    said = _said(mask_function)
-    if said is None or not (allow_is_causal_skip or allow_is_bidirectional_skip or "documents" in said):
+    """Return a `Mask` with the effect of transformers' arguments, or None if there is none."""
+    mask = _description_of(mask_function)
+    may_skip = allow_is_causal_skip or allow_is_bidirectional_skip
+    if mask is None or not (may_skip or "documents" in mask):
         return None
     if cache_position is not None:  # in transformers 5.0
         q_length, q_offset = len(cache_position), cache_position[0]
@@ -120,57 +130,65 @@ def _in_words(
             return None
         q_offset, kv_offset = int(q_offset), int(kv_offset)
     assert q_length is not None
-    if all(side < 0 or side >= kv_length - 1 for side in said.get("window", ())):
-        said.pop("window", None)  # wider than the text
+    if all(side < 0 or side >= kv_length - 1 for side in mask.get("window", ())):
+        mask.pop("window", None)  # wider than the text
 
     keys = kv_length
-    if said.get("is_causal") and q_offset == kv_offset and q_length <= kv_length:
+    if mask.get("is_causal") and q_offset == kv_offset and q_length <= kv_length:
         keys = q_length  # the others are the empty end of a static cache
-    elif said == {"is_causal": True} and q_length == 1 and q_offset + 1 == kv_offset + kv_length:
-        said = {}  # the last token sees them all
-    elif said and (q_offset != kv_offset or q_length != kv_length or "is_causal" in said):
+    elif mask == {"is_causal": True} and q_length == 1 and q_offset + 1 == kv_offset + kv_length:
+        mask = {}  # the last token attends to all of them
+    elif mask and (q_offset != kv_offset or q_length != kv_length or "is_causal" in mask):
         return None
 
     if attention_mask is not None:
         valid = attention_mask[:, kv_offset : kv_offset + keys].bool().expand(batch_size, -1)
         valid = pad(valid, (0, keys - valid.shape[-1]))
-        said |= _padding(valid, said, q_length)
-    return Mask((batch_size, 1, q_length, kv_length), keys, **said)
+        mask |= _padding(valid, mask, q_length)
+    return Mask((batch_size, 1, q_length, kv_length), keys, **mask)
 
 
-def _padding(valid: Tensor, said: dict[str, Any], queries: int) -> dict[str, Any]:
-    """Return valid keys ``[batch, keys]`` in `pde_attention`'s words, beside those that are `said`.
+def _padding(valid: Tensor, mask: dict[str, Any], queries: int) -> dict[str, Any]:
+    """Return the description of padding beside another mask.
 
-    Kernels compute causal attention within documents, and outputs at padded positions mean nothing to a
-    model, so padding that does not tear a text becomes documents of its own. Values are read once per
-    forward pass of the model, and not for a single query, whose kernel takes any valid keys.
+    Kernels compute causal attention within documents, and outputs at padded positions have no meaning
+    for a model. Therefore padding becomes documents of its own, unless it lies between valid tokens. The
+    values are read once per forward pass of the model; they are not read for a single query, whose
+    kernel accepts any valid keys.
+
+    Args:
+        valid: bool ``[batch, keys]``, True for valid keys.
+        mask: Description of the mask without padding.
+        queries: Number of queries.
     """
     compiled = torch.compiler.is_compiling()
     if valid.device.type in kernels.DEVICES and queries == 1:
         return {"key_padding": valid}
-    if valid.device.type in kernels.DEVICES and said.keys() - {"documents"} == {"is_causal"}:
+    if valid.device.type in kernels.DEVICES and mask.keys() - {"documents"} == {"is_causal"}:
         ids = torch.where(valid, 1, 2 * valid.cumsum(-1).clamp(max=1))  # before, within and after a text
-        if "documents" in said:
-            return {"documents": 3 * said["documents"] + ids}
-        if compiled:  # the operator that is called looks at the ids
+        if "documents" in mask:
+            return {"documents": 3 * mask["documents"] + ids}
+        if compiled:  # the operator that is called checks the ids
             return {"documents": ids}
-        back = (ids[:, 1:] < ids[:, :-1]).any()
-        whole, torn = torch.stack((valid.all(), back)).tolist()
-        return {} if whole else {"key_padding": valid} if torn else {"documents": ids}
+        decreases = (ids[:, 1:] < ids[:, :-1]).any()
+        all_valid, has_holes = torch.stack((valid.all(), decreases)).tolist()
+        if all_valid:
+            return {}
+        return {"key_padding": valid} if has_holes else {"documents": ids}
     return {} if not compiled and bool(valid.all()) else {"key_padding": valid}
 
 
-DESCRIPTION = "pde_attention"  # the attribute of a mask function that holds `pde_attention`'s words
+DESCRIPTION = "pde_attention"  # the attribute of a mask function that holds its description
 
 
 def describe_masks() -> None:
-    """Let the mask functions that transformers makes from now on say what they mask.
+    """Give a description to the mask functions that transformers makes from now on.
 
-    Nothing else about them changes. Their closures hold the same, but compiled code cannot look into
+    Nothing else about them changes. Their closures hold the same values, but compiled code cannot read
     closures.
     """
     descriptions: dict[str, Callable[..., dict[str, Any] | None]] = {
-        "and_masks": _all_of,
+        "and_masks": _conjunction,
         "packed_sequence_mask_function": lambda ids: {"documents": ids},
         "sliding_window_overlay": lambda size: {"window": (size - 1, -1)},
         "sliding_window_bidirectional_overlay": lambda size: {"window": (size, size)},
@@ -178,11 +196,11 @@ def describe_masks() -> None:
     for name, description in descriptions.items():
         factory = getattr(masking_utils, name, None)
         if factory is not None and not hasattr(factory, DESCRIPTION):
-            setattr(masking_utils, name, _described(factory, description))
+            setattr(masking_utils, name, _with_description(factory, description))
 
 
-def _described(factory: Callable[..., Any], description: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a factory whose functions have a description of what they were made of."""
+def _with_description(factory: Callable[..., Any], description: Callable[..., Any]) -> Any:
+    """Return a factory of mask functions that have the description of its arguments."""
 
     @wraps(factory)
     def make(*args: Any) -> Any:
@@ -194,22 +212,22 @@ def _described(factory: Callable[..., Any], description: Callable[..., Any]) -> 
     return make
 
 
-def _all_of(*functions: Any) -> dict[str, Any] | None:
-    """Return what several mask functions say together, or None if one says nothing."""
+def _conjunction(*functions: Any) -> dict[str, Any] | None:
+    """Return the description of several mask functions together, or None if one has none."""
     together: dict[str, Any] = {}
     for function in functions:
-        said = _said(function)
-        if said is None or together.keys() & said.keys():
+        mask = _description_of(function)
+        if mask is None or together.keys() & mask.keys():
             return None
-        together |= said
+        together |= mask
     return together
 
 
-def _said(mask_function: Any) -> dict[str, Any] | None:
-    """Return what a mask function says, in `pde_attention`'s words; None if it says nothing."""
+def _description_of(mask_function: Any) -> dict[str, Any] | None:
+    """Return the description of a mask function, or None if it has none."""
     if mask_function is None or mask_function is masking_utils.causal_mask_function:
         return {"is_causal": True}
     if mask_function is masking_utils.bidirectional_mask_function:
         return {}
-    said = getattr(mask_function, DESCRIPTION, None)
-    return None if said is None else dict(said)
+    mask = getattr(mask_function, DESCRIPTION, None)
+    return None if mask is None else dict(mask)

@@ -1,10 +1,12 @@
-"""Which modules of a Hugging Face model compute attention, and what they ask of an attention function.
+"""Attention modules of Hugging Face models, and the arguments that they pass to attention functions.
 
-Read from their code, before they run. Of use there only: `attractor.integrations.transformers` calls it.
+Both are read from the source of the modules, before the model runs.
+`attractor.integrations.transformers` uses this module.
 """
 
 import ast
 import inspect
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from textwrap import dedent
@@ -13,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Arguments of other attention functions that change their numbers, and that PDE attention does not know.
-UNKNOWN = {
+# Arguments that change the result of other attention functions, and that PDE attention does not support.
+UNSUPPORTED = {
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
     "head_mask": "weights of heads",
@@ -25,32 +27,34 @@ UNKNOWN = {
 }
 
 
-def asking(model: nn.Module) -> dict[str, Any]:
-    """The modules, by name, whose own code asks transformers' AttentionInterface for a function."""
-    return {name: module for name, module in model.named_modules() if _calls(type(module))}
+def attention_modules(model: nn.Module) -> dict[str, Any]:
+    """Return the modules, by name, whose own code takes a function from `AttentionInterface`."""
+    return {
+        name: module for name, module in model.named_modules() if _callers_of_interface(type(module))
+    }
 
 
-def _calls(kind: type) -> list[Any]:
-    """The functions of a class that ask transformers' AttentionInterface for a function."""
+def _callers_of_interface(kind: type) -> list[Any]:
+    """Return the functions of a class that take a function from transformers' `AttentionInterface`."""
     functions = [inspect.unwrap(f) for f in vars(kind).values() if callable(f)]
-    code = lambda f: getattr(f, "__code__", _none)
-    found = [f for f in functions if "ALL_ATTENTION_FUNCTIONS" in code(f).co_names]
-    if found or "forward" in vars(kind):
-        return found
-    return [f for base in kind.__bases__ for f in _calls(base)]
+    code = lambda f: getattr(f, "__code__", _NO_CODE)
+    callers = [f for f in functions if "ALL_ATTENTION_FUNCTIONS" in code(f).co_names]
+    if callers or "forward" in vars(kind):
+        return callers
+    return [f for base in kind.__bases__ for f in _callers_of_interface(base)]
 
 
-_none: Any = (lambda: None).__code__
+_NO_CODE: Any = (lambda: None).__code__
 
 
-def needing(modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
-    """Those of the modules that hand on what PDE attention does not know, and the names in `UNKNOWN`.
+def unsupported_arguments(modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
+    """Return the names in `UNSUPPORTED` that modules pass on; modules without such names are left out.
 
-    What a module keeps as an attribute of its own and is None there, it does not need; what is computed
-    on the way counts as needed.
+    An argument that is an attribute of the module is not passed if the attribute is None. An argument
+    that forward computes always counts.
     """
 
-    def is_given(module: nn.Module, value: ast.expr) -> bool:
+    def is_passed(module: nn.Module, value: ast.expr) -> bool:
         match value:
             case ast.Constant(None):
                 return False
@@ -58,45 +62,54 @@ def needing(modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
                 return getattr(module, attribute, None) is not None
         return True
 
-    unknown = {kind: _unknown(kind) for kind in {type(m) for m in modules.values()}}
-    needs = {
-        name: [argument for argument, value in unknown[type(m)].items() if is_given(m, value)]
+    arguments = {kind: _arguments_in_source(kind) for kind in {type(m) for m in modules.values()}}
+    unsupported = {
+        name: [argument for argument, value in arguments[type(m)].items() if is_passed(m, value)]
         for name, m in modules.items()
     }
-    return {name: arguments for name, arguments in needs.items() if arguments}
+    return {name: names for name, names in unsupported.items() if names}
 
 
-def _unknown(kind: type) -> dict[str, ast.expr]:
-    """What of `UNKNOWN` a class writes into its calls of attention functions, which begin with self."""
-    found: dict[str, ast.expr] = {}
-    for function in _calls(kind):
-        with suppress(OSError, SyntaxError):  # without its source, the first call will tell
+def _arguments_in_source(kind: type) -> dict[str, ast.expr]:
+    """Return the arguments in `UNSUPPORTED` with which a class calls functions of ``(self, ...)``."""
+    arguments: dict[str, ast.expr] = {}
+    for function in _callers_of_interface(kind):
+        with suppress(OSError, SyntaxError):  # without its source, the first call raises
             for call in ast.walk(ast.parse(dedent(inspect.getsource(function)))):
                 match call:
-                    case ast.Call(args=[ast.Name("self"), *_], keywords=given):
-                        found |= {word.arg: word.value for word in given if word.arg in UNKNOWN}
-    return found
+                    case ast.Call(args=[ast.Name("self"), *_], keywords=keywords):
+                        arguments |= {
+                            word.arg: word.value for word in keywords if word.arg in UNSUPPORTED
+                        }
+    return arguments
 
 
-def outside(model: nn.Module, reached: Mapping[str, nn.Module]) -> list[str]:
-    """Modules called attention that neither are, nor contain, nor belong to those that are reached."""
+def bypassing_modules(model: nn.Module, reached: Mapping[str, nn.Module]) -> list[str]:
+    """Return the outermost modules with "attention" in their class name that PDE attention misses.
+
+    Args:
+        model: The model.
+        reached: The modules that PDE attention reaches. Modules inside or around these are left out.
+    """
     related = lambda a, b: f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.")
     names = [n for n, m in model.named_modules() if "attention" in type(m).__name__.lower()]
-    found = [n for n in names if not any(related(n, r) for r in reached)]
-    return [n for n in found if not any(n.startswith(f"{o}.") for o in found)]
+    bypassing = [n for n in names if not any(related(n, r) for r in reached)]
+    return [n for n in bypassing if not any(n.startswith(f"{outer}.") for outer in bypassing)]
 
 
-def refusal(model: nn.Module, name: str) -> str | None:
-    """Return why PDE attention cannot take the place of a model's attention, None if it can."""
-    modules, kind = asking(model), type(model).__name__
+def why_not(model: nn.Module, name: str) -> str | None:
+    """Return why PDE attention cannot replace a model's attention, or None if it can."""
+    modules, kind = attention_modules(model), type(model).__name__
     if not modules:
         return (
             f"{kind} computes its attention itself, or has none: nothing in it calls transformers' "
             f"AttentionInterface, and attn_implementation={name!r} would not reach it; use 'eager' or "
             "'sdpa'"
         )
-    if needs := needing(modules):
-        return f"{say_needs(model, needs)}: use another attn_implementation for this model"
+    if unsupported := unsupported_arguments(modules):
+        return (
+            f"{describe_unsupported(model, unsupported)}: use another attn_implementation for this model"
+        )
     return None
 
 
@@ -110,22 +123,22 @@ def is_pde_attention(name: Any) -> bool:
 
 def is_part(model: nn.Module, kind: type) -> bool:
     """Return whether a model is being made by the constructor of another model of this kind."""
-    return any(other is not model and name == "__init__" for other, name in _callers(kind))
+    return any(other is not model and name == "__init__" for other, name in _running_methods(kind))
 
 
 def caller(kind: type) -> str:
-    """Return the name of the class whose method is running, the innermost of this kind."""
-    return next((type(this).__name__ for this, _ in _callers(kind)), "this model")
+    """Return the class name of the innermost object of this kind whose method is running."""
+    return next((type(this).__name__ for this, _ in _running_methods(kind)), "this model")
 
 
 def maker(kind: type) -> str:
-    """Return the name of the class whose constructor is running, the outermost of this kind."""
-    names = [type(this).__name__ for this, method in _callers(kind) if method == "__init__"]
+    """Return the class name of the outermost object of this kind whose constructor is running."""
+    names = [type(this).__name__ for this, method in _running_methods(kind) if method == "__init__"]
     return names[-1] if names else "this model"
 
 
-def _callers(kind: type) -> Iterator[tuple[Any, str]]:
-    """Yield the objects of a class whose methods are running, with the names of these methods."""
+def _running_methods(kind: type) -> Iterator[tuple[Any, str]]:
+    """Yield (object, method name) for the running methods of objects of a class, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         if isinstance(this := frame.f_locals.get("self"), kind):
@@ -133,17 +146,65 @@ def _callers(kind: type) -> Iterator[tuple[Any, str]]:
         frame = frame.f_back
 
 
+def set_along_path(model: Any, path: str, name: str) -> None:
+    """Set ``attn_implementation`` in all configs from a model to one of its attention modules.
+
+    transformers omits some of them. It guesses from source which models accept a name. And a model made
+    from two models gives each a new config, while the modules keep the old one, which later changes
+    would not reach; these modules get the new config.
+
+    Args:
+        model: The model.
+        path: Path of the attention module.
+        name: The name to set.
+    """
+    from transformers import PreTrainedModel
+
+    parts = path.split(".") if path else []
+    current = model.config
+    for depth in range(len(parts) + 1):
+        holder = model.get_submodule(".".join(parts[:depth]))
+        config: Any = getattr(holder, "config", None)
+        if not hasattr(config, "_attn_implementation"):
+            continue
+        if config is not current:
+            if type(config) is type(current) and _entries(config) == _entries(current):
+                holder.config = config = current
+            elif isinstance(holder, PreTrainedModel):
+                current = config
+        if config._attn_implementation != name:
+            config._attn_implementation = name
+
+
+def _entries(config: Any) -> dict[str, Any]:
+    """Return a config as a dictionary, without a mark that transformers 5.17 does not set in all."""
+    return {name: x for name, x in config.to_dict().items() if name != "_attn_was_changed"}
+
+
+def number_of_heads(module: Any) -> int:
+    """Return the number of heads of an attention module, from its attributes or its config."""
+    for owner in (module, getattr(module, "config", None)):
+        for attribute in ("num_heads", "num_attention_heads", "n_heads", "n_head"):
+            if isinstance(heads := getattr(owner, attribute, None), int):
+                return heads
+    raise ValueError(
+        f"{type(module).__name__} has no attribute with its number of heads; use per_head=False"
+    )
+
+
 def example_inputs(model: Any) -> dict[str, Tensor]:
-    """Return inputs for a model's forward: a text or an image, as far as it says what it takes."""
+    """Return a text, an image or both, according to the inputs that a model declares."""
     config = model.config
     kinds = (model.main_input_name, *getattr(model, "input_modalities", ()))
     inputs: dict[str, Tensor] = {}
     if any(kind in ("input_ids", "text") for kind in kinds):
         inputs = dict(model.dummy_inputs)
     if "pixel_values" in kinds:
-        parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
-        said = lambda name, usual: next((x for part in parts if (x := getattr(part, name, None))), usual)
-        channels, size = said("num_channels", 3), said("image_size", 224)
+        configs = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+        entry = lambda name, default: next(
+            (x for c in configs if (x := getattr(c, name, None))), default
+        )
+        channels, size = entry("num_channels", 3), entry("image_size", 224)
         size = (size, size) if isinstance(size, int) else tuple(size)
         inputs["pixel_values"] = torch.zeros(1, channels, *size, dtype=model.dtype)
     if getattr(config, "is_encoder_decoder", False):
@@ -152,23 +213,33 @@ def example_inputs(model: Any) -> dict[str, Tensor]:
     return {name: x.to(model.device) for name, x in inputs.items()}
 
 
-# In messages
+# Messages
 
 
-def say_needs(model: nn.Module, needs: Mapping[str, list[str]]) -> str:
-    """What modules of a model need and PDE attention does not know."""
-    arguments = dict.fromkeys(argument for of_module in needs.values() for argument in of_module)
+def describe_unsupported(model: nn.Module, unsupported: Mapping[str, list[str]]) -> str:
+    """Say which arguments the modules of a model pass on that PDE attention does not support."""
+    arguments = dict.fromkeys(argument for names in unsupported.values() for argument in names)
     return (
-        f"{type(model).__name__}'s attention needs {in_words(arguments)}, which PDE attention does not "
-        f"know ({which([*needs])})"
+        f"{type(model).__name__}'s attention needs {describe_arguments(arguments)}, which PDE attention "
+        f"does not know ({first_and_count([*unsupported])})"
     )
 
 
-def in_words(arguments: Iterable[str]) -> str:
-    """Arguments with their meaning: ``"s_aux (attention sinks)"``."""
-    return ", ".join(f"{argument} ({UNKNOWN[argument]})" for argument in arguments)
+def describe_arguments(arguments: Iterable[str]) -> str:
+    """Return arguments with their meanings, such as ``"s_aux (attention sinks)"``."""
+    return ", ".join(f"{argument} ({UNSUPPORTED[argument]})" for argument in arguments)
 
 
-def which(names: list[str]) -> str:
-    """The first of the names, and how many there are more."""
+def first_and_count(names: list[str]) -> str:
+    """Return the first name, and the number of the others."""
     return (names[0] or "anywhere") + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def warn_of_bypass(model: nn.Module, name: str, bypassing: list[str], stacklevel: int = 3) -> None:
+    """Warn about modules that compute attention by themselves, if there are any."""
+    if bypassing:
+        warnings.warn(
+            f"{type(model).__name__} computes attention by itself ({first_and_count(bypassing)}): "
+            f"attn_implementation={name!r} does not reach it, it stays ordinary attention",
+            stacklevel=stacklevel,
+        )

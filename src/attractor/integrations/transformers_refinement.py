@@ -1,7 +1,4 @@
-"""The PDE of an attention module, as `add_pde` puts it there and as a config describes it.
-
-Of use there only: `attractor.integrations.transformers` makes them.
-"""
+"""The PDE of an attention module: the submodule that `add_pde` adds, and its entry in a config."""
 
 import sys
 import warnings
@@ -19,7 +16,7 @@ from attractor.attention.validation import WALLS
 from attractor.storage import schema
 from attractor.train.tensors import CheckpointError, described
 
-SETTING = "pde_attention"  # the entry of a model's config that says what add_pde added
+SETTING = "pde_attention"  # the entry of a model's config that describes the PDE of `add_pde`
 VERSION = 2  # of that entry; version 1 has no number, and its coefficients were saved as logits
 NUMBERS = schema.any_of(schema.number(), schema.flag, schema.listing(schema.number(), 1, 10_000))
 SCHEMA = schema.record(
@@ -36,7 +33,12 @@ SCHEMA = schema.record(
 
 @dataclass(eq=False)
 class Setting:
-    """An equation, and how it is stepped."""
+    """An equation and its steps.
+
+    Attributes:
+        equation, steps, dt, walls, method: As in `pde_attention`, which checks them.
+        one_query: Cached results of `takes_one_query`.
+    """
 
     equation: PDE
     steps: int
@@ -49,10 +51,10 @@ class Setting:
         fields = getattr(self.equation, "__dict__", {}).values()
         like = next((value for value in fields if isinstance(value, Tensor)), torch.zeros(1))
         one = torch.zeros(1, like.numel(), 1, 1, device=like.device)
-        pde_attention(one, one, one, **self.options())  # it checks what it is given
+        pde_attention(one, one, one, **self.options())  # checks the options
 
     def options(self) -> dict[str, Any]:
-        """As arguments of `pde_attention`."""
+        """Return the arguments of `pde_attention`."""
         return {
             "pde": self.equation,
             "steps": self.steps,
@@ -66,44 +68,50 @@ class Setting:
         return Evolution.of(self.equation, self.steps, self.dt)
 
     def takes_one_query(self, query: Tensor, key: Tensor, value: Tensor, evolution: Evolution) -> bool:
-        """Return whether `kernels.attend_row` computes such tensors, looked at once for each kind."""
+        """Return whether `kernels.attend_row` supports such tensors; cached per dtype and shape."""
         kind = query.dtype, query.device, query.shape[1::2], key.shape[1], value.shape[-1]
         if kind not in self.one_query:
-            known = self.walls == "mask" and self.method in ("auto", "fused")
-            self.one_query[kind] = known and not kernels.why_not_row(query, key, value, evolution)
+            supported = self.walls == "mask" and self.method in ("auto", "fused")
+            self.one_query[kind] = supported and not kernels.why_not_row(query, key, value, evolution)
         return self.one_query[kind]
 
 
 class Refinement(nn.Module):
-    """What `add_pde` puts into an attention module, as its `pde`; calling it returns the PDE."""
+    """The submodule `pde` that `add_pde` adds to an attention module; calling it returns the PDE.
+
+    Args:
+        setting: The equation and its steps.
+        heads: Number of heads with coefficients of their own, or None for one set of coefficients.
+        learn: Whether the coefficients are parameters.
+    """
 
     def __init__(self, setting: Setting, heads: int | None, learn: bool) -> None:
         super().__init__()
         if not isinstance(setting, Setting):
-            raise TypeError(f"setting is a {type(setting).__name__}; give a Setting")
+            raise TypeError(f"setting is a {type(setting).__name__}; pass a Setting")
         self.setting = setting
         self.learned = LearnedPDE(setting.equation, heads, setting.dt) if learn else None
         self._evolution: tuple[list[Any], Evolution] | None = None
 
     def forward(self) -> PDE:
-        """The PDE with the coefficients of now."""
+        """Return the PDE with its current coefficients."""
         return self.setting.equation if self.learned is None else self.learned()
 
     @torch.no_grad()
     def evolution(self) -> Evolution:
-        """Return the PDE of now with its steps, without gradients.
+        """Return the current PDE with its steps, without gradients.
 
-        It is the same object, with the tables computed from it, until a coefficient changes.
+        Until a coefficient changes, this is the same object with the tables computed from it.
         """
         if self.learned is None:
             return self.setting.evolution()
         parameters = list(self.learned.parameters())
         if any(x.is_inference() for x in parameters):  # these have no version
             return Evolution(self.learned(), self.setting.steps, self.setting.dt)
-        seen = [(x.data_ptr(), x._version) for x in parameters]
-        if self._evolution is None or self._evolution[0] != seen:
-            frozen = Evolution(self.learned(), self.setting.steps, self.setting.dt, constant=True)
-            self._evolution = seen, frozen
+        versions = [(x.data_ptr(), x._version) for x in parameters]
+        if self._evolution is None or self._evolution[0] != versions:
+            constant = Evolution(self.learned(), self.setting.steps, self.setting.dt, constant=True)
+            self._evolution = versions, constant
         return self._evolution[1]
 
 
@@ -114,19 +122,21 @@ def refinement_of(module: nn.Module) -> Any:
     attributes and its forward are those of the `Refinement` of the active adapter.
 
     Raises:
-        ValueError: A model with an adapter of peft is trained, and peft has frozen the coefficients.
+        ValueError: The module is in training mode, and peft has frozen its coefficients.
     """
-    own = module._modules.get("pde")
-    if own is None or not isinstance(getattr(own, "setting", None), Setting):
+    refinement: Any = module._modules.get("pde")
+    if not isinstance(getattr(refinement, "setting", None), Setting):
         return None
-    if isinstance(own, Refinement) and own.learned is not None and not torch.compiler.is_compiling():
+    learned = refinement.learned if isinstance(refinement, Refinement) else None
+    if learned is not None and not torch.compiler.is_compiling():
         is_trained = module.training and torch.is_grad_enabled()
-        if is_trained and not any(parameter.requires_grad for parameter in own.learned.parameters()):
+        if is_trained and not any(parameter.requires_grad for parameter in learned.parameters()):
             _check_adapter(module)
-    return own
+    return refinement
 
 
 def _check_adapter(module: nn.Module) -> None:
+    """Raise or warn if peft may have frozen the coefficients of a module."""
     if "peft" not in sys.modules:
         return
     message = (

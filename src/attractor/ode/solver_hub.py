@@ -53,7 +53,7 @@ def located(
         return
     if str(name).count("/") != 1 or str(name).startswith((".", "/", "~")):
         pretrained.folder(str(name))  # raises, and names the solvers there are
-    with import_module("attractor.integrations.hub").fetched(
+    with import_module("attractor.integrations.hub").download(
         str(name), FOLDER, revision=revision, token=token
     ) as folder:
         yield folder
