@@ -152,7 +152,7 @@ def check(what: str, steps: int, dtype: torch.dtype) -> dict[str, list[float]]:
         else:
             ids, of = documents_for(q) if what == "documents" else None, [q, k, v, alpha]
             if kind == "kernels":
-                within = None if ids is None else causal.packed(q, k, v, ids, steps)
+                within = None if ids is None else causal.pack_documents(q, k, v, ids, steps)
                 out = causal.causal(q, k, v, stencil_table(pde, steps, v), DIM**-0.5, within)
             else:
                 out = pde_attention(
@@ -301,7 +301,7 @@ def measure_documents(tokens: int, steps: int, dtype: torch.dtype) -> dict[str, 
     scale, pde, ids = DIM**-0.5, pdes.Diffusion(alphas()), documents_for(q)
     size = v.numel() * v.element_size()
     between = v.numel() // DIM * 3 * steps * table_bytes(dtype)
-    within, whole = causal.packed(q, k, v, ids, steps), whole_documents(q, k, v, ids)
+    within, whole = causal.pack_documents(q, k, v, ids, steps), whole_documents(q, k, v, ids)
     assert within is not None
     open, strip = within.open, within.operator.strip
     assert strip is not None

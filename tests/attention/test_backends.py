@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 
 from attractor.attention import window_attention
-from attractor.attention.engines import backends, selection, softmax
+from attractor.attention.engines import backends, selection, softmax, strips
 from attractor.attention.masks import Scope
 
 SCALE = 0.4
@@ -197,7 +197,7 @@ T = 45
 EQUAL = torch.arange(T)[None].expand(2, -1).div(9, rounding_mode="floor")
 UNEQUAL = torch.stack((torch.repeat_interleave(torch.tensor([7, 2, 9]), torch.tensor([3, 1, 41])),
                        torch.arange(T).ge(20).long()))  # fmt: skip
-TORN = torch.arange(T)[None].expand(2, -1) % 3
+CONSECUTIVE = torch.arange(T)[None].expand(2, -1) % 3
 PADDED = torch.arange(T) < torch.tensor([T, 30])[:, None, None, None]
 
 SCOPES = {
@@ -238,7 +238,7 @@ SCOPES = {
     "documents, window, far ahead": (Scope(T, T, -2, 6, documents=EQUAL), "packed"),
     "documents, no window": (Scope(T, T, 1, -2, documents=EQUAL), None),
     "documents, one for all": (Scope(T, T, right=-4, documents=EQUAL[:1]), "plain"),
-    "torn documents": (Scope(T, T, right=-4, documents=TORN), "plain"),
+    "torn documents": (Scope(T, T, right=-4, documents=CONSECUTIVE), "plain"),
     "padding": (Scope(T, T, valid_keys=PADDED), "plain"),
     "padding, causal": (Scope(T, T, right=-4, valid_keys=PADDED), "plain"),
     "padding, window": (Scope(T, T, 7, 3, valid_keys=PADDED), "plain"),
@@ -394,7 +394,7 @@ def test_documents_are_looked_at_once_until_they_change(gpu, monkeypatch):
     assert [attend(), attend(), attend(-2), attend(-2)] == [1, 1, 2, 2]
     documents.copy_(UNEQUAL)
     assert [attend(), attend(-2), attend()] == [3, 4, 4]
-    documents.copy_(TORN)
+    documents.copy_(CONSECUTIVE)
     assert [attend(), attend()] == [5, 5]
     with torch.inference_mode():
         documents = EQUAL.clone()  # has no version
@@ -409,9 +409,9 @@ def test_where_documents_begin(flip, gpu):
     packed = selection._packed(scope).packed
     assert packed.cu_seqlens.tolist() == [0, *lengths.flatten().cumsum(0).tolist()]
     assert (packed.cu_seqlens.dtype, packed.max_seqlen) == (torch.int32, 30)
-    assert not selection.torn(scope.documents)
+    assert not selection.has_split_documents(scope.documents)
     scope.documents[1, -1] = scope.documents[1, 0]
-    assert selection.torn(scope.documents)
+    assert selection.has_split_documents(scope.documents)
     assert selection._packed(scope) is None
 
 
@@ -475,7 +475,7 @@ def test_strips_of_plain_torch_hold_a_limited_map(height, gpu, monkeypatch):
         held.append(6 * q.shape[-2] * k.shape[-2])
         return plain(q, k, v, strip, scale)
 
-    watching = backends.Operator("watched", watched, backends.plain_backward)
+    watching = strips.Operator("watched", watched, backends.plain_backward)
     for module in (softmax, selection):
         monkeypatch.setattr(module, "PLAIN", watching)
     for kind in ("window", "window, far", "documents, far", "padding, causal"):

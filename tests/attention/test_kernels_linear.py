@@ -10,7 +10,7 @@ GPU = torch.cuda.is_available()
 pytest.importorskip("triton")
 
 from attractor.attention import kernels, pde_attention, pdes  # noqa: E402
-from attractor.attention.engines import backends, boundary, selection  # noqa: E402
+from attractor.attention.engines import backends, boundary, selection, strips  # noqa: E402
 from attractor.attention.engines.values import Stencil, step_values  # noqa: E402
 from attractor.attention.kernels import boundary as boundary_kernels  # noqa: E402
 from attractor.attention.kernels import causal, stencils, values  # noqa: E402
@@ -262,8 +262,8 @@ class Dropping:
         generator = torch.Generator().manual_seed(7)
         kept = torch.rand(1, 2, tokens, tokens, generator=generator, dtype=torch.float64) >= p
         self.factors = (kept / (1 - p)).to(DEVICE)
-        strip = backends.Strip(slice(0, tokens), slice(0, tokens), causal=True)
-        self.operator = backends.Operator("dropping", self.forward, self.backward, strip)
+        strip = strips.Strip(slice(0, tokens), slice(0, tokens), causal=True)
+        self.operator = strips.Operator("dropping", self.forward, self.backward, strip, True)
 
     def scores(self, q, k, scale):
         allowed = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=DEVICE).tril()
@@ -284,12 +284,10 @@ class Dropping:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "far"), [(4, False), (11, True)])
-def test_dropout_has_the_gradients_of_the_same_draw(tokens, far, monkeypatch):
+def test_dropout_has_the_gradients_of_the_same_draw(tokens, far):
     """Boundary keys drop by the kernels' own numbers, far keys by the operator's."""
     table = table_of(pdes.AdvectionDiffusion(0.2, 0.1), 4 if not far else 2, 1.0, random(1)).detach()
     operator = Dropping(tokens - 2, 0.4).operator if far else None
-    if operator is not None:
-        monkeypatch.setattr(backends, "DROPPING", {operator.forward})
     q, k, v = (random(1, 2, tokens, 3) for _ in range(3))
 
     def dropped(q, k, v, table):
@@ -435,7 +433,7 @@ def ids(*rows):
 
 
 def packed_attention(q, k, v, documents, table, scale=0.3):
-    within = causal.packed(q, k, v, documents, table.shape[-1] // 2)
+    within = causal.pack_documents(q, k, v, documents, table.shape[-1] // 2)
     return causal.causal(q, k, v, table, scale, documents, within)
 
 
@@ -499,7 +497,7 @@ def test_documents_through_the_operator_for_packed_ones(monkeypatch):
     found, truth = (with_gradients(x, [q, k, v, *leaves]) for x in (found, truth))
     assert worst(found, truth) < 1e-12
     assert stand_ins.calls == ["packed", "packed backward"]
-    assert causal.packed(q, k, v, documents % 2, 2) is None
+    assert causal.pack_documents(q, k, v, documents % 2, 2) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -601,8 +599,8 @@ def test_documents_that_are_torn_are_seen():
     x = torch.empty(1, 1, 6, 16, device=DEVICE)
     for line, whole in (([5, 5, 1, 1, 1, 0], True), ([5, 5, 1, 1, 5, 0], False), ([4] * 6, True)):
         documents = torch.tensor([line], device=DEVICE)
-        assert (causal.packed(x, x, x, documents, 2) is not None) == whole
-        assert (causal.packed(x, x, x, documents, 6) is not None) == whole  # without far keys
+        assert (causal.pack_documents(x, x, x, documents, 2) is not None) == whole
+        assert (causal.pack_documents(x, x, x, documents, 6) is not None) == whole  # without far keys
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ def masks(kind, batch, tokens):
 
 def test_strips_are_all_rows_once():
     for first, last, height in ((0, 1, 16), (3, 100, 16), (0, 1024, 512), (4, 1030, 512)):
-        cut = lengths.strips(first, last, height)
+        cut = lengths.row_ranges(first, last, height)
         assert [i for start, stop in cut for i in range(start, stop)] == list(range(first, last))
         assert max(stop - start for start, stop in cut) <= height
 

@@ -97,12 +97,12 @@ class Call:
     evolution: Evolution = field(init=False)
 
     def __post_init__(self) -> None:
-        if not _alike(self.query, self.key, self.value, self.enable_gqa):
+        if not _is_usual(self.query, self.key, self.value, self.enable_gqa):
             tensors = broadcast(self.query, self.key, self.value, self.enable_gqa)
             check_tensors(*tensors, self.enable_gqa)
             self.query, self.key, self.value = tensors
         lead, keys = self.query.shape[:-2], self.key.shape[-2]
-        if self.masked or self.documents is not None:
+        if self.has_masks or self.documents is not None:
             self._normalise_masks()
         for name, choices in (("axis", AXES), ("walls", WALLS), ("method", METHODS)):
             if getattr(self, name) not in choices:
@@ -150,7 +150,7 @@ class Call:
         }
 
     @property
-    def masked(self) -> bool:
+    def has_masks(self) -> bool:
         """Whether anything but causality and documents decides which keys a query may attend to."""
         return not (self.attn_mask is None and self.key_padding is None and self.window is None)
 
@@ -181,7 +181,9 @@ class Call:
         mask = mask.expand(*mask.shape[:-1], keys).reshape(-1, keys)
         return mask if valid is None else mask & valid
 
-    def flattened(self, share_heads: bool = False) -> tuple[Tensor, Tensor, Tensor, float, Evolution]:
+    def flatten_heads(
+        self, share_heads: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, float, Evolution]:
         """Return query, key, value, scale and evolution as engines other than "dense" take them.
 
         The tensors are ``[batch, heads, tokens, dim]``, and the scale is positive.
@@ -200,7 +202,7 @@ class Call:
         return query, key, value, scale, evolution
 
 
-def _alike(query: Any, key: Any, value: Any, enable_gqa: Any) -> bool:
+def _is_usual(query: Any, key: Any, value: Any, enable_gqa: Any) -> bool:
     """Whether nothing has to be checked or changed about the three tensors, as is usual."""
     return (
         isinstance(query, Tensor)

@@ -1,8 +1,8 @@
-"""Lengths that are symbols, in a program that is exported for all of them.
+"""Symbolic lengths, in programs that `torch.export` exports for all lengths.
 
-Plain Python asks such a program whether a symbol is larger than another, and records the answer as a
-condition on its inputs, which an exported program cannot have. Questions that only save work go through
-`surely`. Compiled code needs none of this: it is compiled again for lengths that differ.
+A comparison of symbols in plain Python becomes a guard on the inputs, which an exported program cannot
+have. Comparisons that only save work use `statically_true` instead. Code of `torch.compile` does not
+need this, because it is compiled again for other lengths.
 """
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 from attractor.common.versions import exporting
 
 
-def surely(condition: bool) -> bool:
-    """Return whether a condition holds for all lengths; without an export, whether it holds."""
+def statically_true(condition: bool) -> bool:
+    """Return whether a condition holds for all lengths in an export; otherwise, whether it holds."""
     if not exporting():
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # a slow import
@@ -20,26 +20,26 @@ def surely(condition: bool) -> bool:
     return bool(statically_known_true(condition))
 
 
-def free(*lengths: int) -> bool:
-    """Return whether a program is exported for other lengths than these."""
+def has_symbolic_length(*lengths: int) -> bool:
+    """Return whether one of the lengths is a symbol in an export."""
     return exporting() and any(isinstance(n, torch.SymInt) for n in lengths)
 
 
-def whole_blocks(tokens: int, block: int, least: int = 0) -> int:
-    """Return the number of tokens that fill whole blocks, at least so many of these."""
+def round_up(tokens: int, block: int, least: int = 0) -> int:
+    """Return the number of tokens rounded up to a multiple of `block`, at least `least` blocks."""
     blocks = (tokens + block - 1) // block
     return (torch.sym_max(least, blocks) if least else blocks) * block
 
 
-def first_of(x: Tensor, tokens: int) -> Tensor:
-    """Return the first tokens of x ``[..., tokens, dim]``, which a slice may not, if exported."""
+def take_first(x: Tensor, tokens: int) -> Tensor:
+    """Return the first tokens of x ``[..., tokens, dim]``, in an export without a slice."""
     if not exporting():
         return x[..., :tokens, :]
     return x.index_select(-2, torch.arange(tokens, device=x.device))
 
 
-def strips(first: int, last: int, height: int) -> list[tuple[int, int]]:
-    """Return the rows from `first` to `last` as (start, stop) of at most `height`; one if exported."""
+def row_ranges(first: int, last: int, height: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of blocks of at most `height` rows, or of one block in an export."""
     if exporting():
         return [(first, last)]
     return [(start, min(start + height, last)) for start in range(first, last, height)]

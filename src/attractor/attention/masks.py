@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attractor.attention.lengths import surely
+from attractor.attention.lengths import statically_true
 
 Window = int | tuple[int, int]
 WALL = -8192.0  # an entry of an additive mask from here on down forbids its key; see `walls_of_bias`
@@ -181,14 +181,14 @@ class Scope:
                 some, far = torch.stack((walls.any(), (bias.abs() > FAR).any())).tolist()
             attn_mask = ~walls if some else None
         if attn_mask is not None:
-            valid_keys, triangle, mask = _simplest(attn_mask, queries, keys)
+            valid_keys, triangle, mask = _simplify(attn_mask, queries, keys)
             right = 0 if triangle else right
         if key_padding is not None:
             padding = key_padding[:, None, None, :]
             valid_keys = padding if valid_keys is None else valid_keys & padding
-        if left is not None and surely(left >= queries - 1):
+        if left is not None and statically_true(left >= queries - 1):
             left = None
-        if right is not None and surely(right >= keys - 1):
+        if right is not None and statically_true(right >= keys - 1):
             right = None
         scope = cls(queries, keys, left, right, valid_keys, documents, mask, bias)
         return scope._without_offset() if far else scope
@@ -240,7 +240,7 @@ class Scope:
             own = self.documents[:, rows, None] == self.documents[:, None, columns]
             parts.append(own[:, None])
         if self.mask is not None:
-            parts.append(part_of(self.mask, rows, columns))
+            parts.append(broadcast_slice(self.mask, rows, columns))
         return all_of(parts)
 
     def diagonals(self, first: int, width: int, device: torch.device) -> Tensor:
@@ -253,9 +253,11 @@ class Scope:
         if self.left is not None:
             ok = ok & (key - row >= -self.left)
         if self.valid_keys is not None:
-            ok = ok & along(self.valid_keys, first, width, self.queries)[..., 0, :, :]
+            ok = ok & sliding_entries(self.valid_keys, first, width, self.queries)[..., 0, :, :]
         if self.documents is not None:
-            ids = along(self.documents, first, width, self.queries)  # beyond the ends `ok` is False
+            ids = sliding_entries(
+                self.documents, first, width, self.queries
+            )  # beyond the ends `ok` is False
             ok = ok & (ids == self.documents[:, :, None])[:, None]
         return ok
 
@@ -263,7 +265,7 @@ class Scope:
         """Return what is added to the scores of some rows and keys, shaped as `tile`; or None."""
         if self.bias is None:
             return None
-        bias = part_of(self.bias, rows, columns)
+        bias = broadcast_slice(self.bias, rows, columns)
         return bias if self.offset is None else without_offset(bias, self.offset[..., rows, :])
 
     def _without_offset(self) -> "Scope":
@@ -283,7 +285,7 @@ class Scope:
         rows = slice(rows.start, min(rows.stop, self.queries))
         columns = slice(0, self.keys)
         allowed = self.tile(rows, columns, self.bias.device)
-        offset = row_offset(part_of(self.bias, rows, columns), allowed)
+        offset = row_offset(broadcast_slice(self.bias, rows, columns), allowed)
         return offset.expand(*offset.shape[:-2], rows.stop - rows.start, 1)
 
     def bias_diagonals(self, first: int, width: int) -> Tensor | None:
@@ -314,7 +316,7 @@ class Scope:
         return order.gather(-1, first), order.gather(-1, last) + 1
 
 
-def along(x: Tensor, first: int, width: int, rows: int) -> Tensor:
+def sliding_entries(x: Tensor, first: int, width: int, rows: int) -> Tensor:
     """Return x ``[..., keys]`` as ``[..., rows, width]``: x at i + first + m, 0 beyond its ends."""
     return entries(x, first, rows + width - 1, -1).unfold(-1, width, 1)
 
@@ -328,13 +330,13 @@ def entries(x: Tensor, first: int, count: int, dim: int) -> Tensor:
     return pad(x, sides if dim == -1 else (0, 0, *sides))
 
 
-def part_of(x: Tensor, rows: slice, columns: slice) -> Tensor:
+def broadcast_slice(x: Tensor, rows: slice, columns: slice) -> Tensor:
     """Return a part of a matrix whose dimensions of size 1 stand for all rows or columns."""
     x = x if x.shape[-2] == 1 else x[..., rows, :]
     return x if x.shape[-1] == 1 else x[..., columns]
 
 
-def _simplest(mask: Tensor, queries: int, keys: int) -> tuple[Tensor | None, bool, Tensor | None]:
+def _simplify(mask: Tensor, queries: int, keys: int) -> tuple[Tensor | None, bool, Tensor | None]:
     """Return a mask as (valid keys, whether it is also causal, the mask if it has no such form).
 
     This reads the values, so compiled code takes a mask with rows as it is.

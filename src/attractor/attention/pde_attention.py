@@ -144,12 +144,12 @@ def run(call: Call, plan: Plan) -> Tensor:
     if plan.method == "dense":
         return _dense(call)[0]
     if plan.one_query:
-        query, key, value, scale, evolution = call.flattened(share_heads=True)
+        query, key, value, scale, evolution = call.flatten_heads(share_heads=True)
         output = kernels.attend_row(query, key, value, call.valid_keys(), scale, evolution)
         return output.reshape(*call.query.shape[:-1], output.shape[-1])
     fused = plan.method == "fused"
     share_heads = fused and call.evolution.linear and call.evolution.same_for_all_heads
-    query, key, value, scale, evolution = call.flattened(share_heads)
+    query, key, value, scale, evolution = call.flatten_heads(share_heads)
     if fused:
         output = kernels.attend(
             query, key, value, call.is_causal, scale, evolution, call.documents, plan.documents,
@@ -166,7 +166,7 @@ def run(call: Call, plan: Plan) -> Tensor:
         if call.axis != "key" or call.walls != "mask":
             output = without_walls(*where, call.axis, call.walls)
         elif plan.method == "stepped":
-            step = kernels.value_stepper(query, value, evolution)
+            step = kernels.value_step_function(query, value, evolution)
             dropout_p = call.dropout_p
             output = stepped(*where, step=step, operator=plan.operator, dropout_p=dropout_p)
         else:

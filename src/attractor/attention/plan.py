@@ -21,11 +21,12 @@ from torch.autograd import forward_ad
 
 from attractor.attention import kernels
 from attractor.attention.call import Call, four_dimensions
-from attractor.attention.engines.backends import CPU_CAUSAL, Operator
+from attractor.attention.engines.backends import CPU_CAUSAL
 from attractor.attention.engines.bands import BLOCK
 from attractor.attention.engines.boundary import bands_of
 from attractor.attention.engines.selection import choose, choose_square_causal
-from attractor.attention.lengths import free, surely
+from attractor.attention.engines.strips import Operator
+from attractor.attention.lengths import has_symbolic_length, statically_true
 from attractor.attention.masks import Scope
 from attractor.common.versions import exporting
 
@@ -91,11 +92,11 @@ def plan(call: Call) -> Plan:
         return Plan("fused", reason, "Triton kernels", boundary, one_query=True)
     not_fused, documents = _why_not_fused(call), None
     if call.documents is not None and not not_fused and method in ("auto", "fused"):
-        documents, not_fused = kernels.packed(
+        documents, not_fused = kernels.pack_documents(
             *four_dimensions(call.query, call.key, call.value, share_heads=True), call.documents,
             call.evolution,
         )  # fmt: skip
-    if documents is not None and call.dropout_p and not documents.operator.drops:
+    if documents is not None and call.dropout_p and not documents.operator.takes_dropout:
         not_fused = "no operator drops weights within these documents"
     if not not_fused and method in ("auto", "fused"):
         return _fused(call, documents)
@@ -124,12 +125,12 @@ def _quickest(call: Call, rejected: dict[str, str]) -> Plan:
     queries, keys, dim = call.query.shape[-2], call.key.shape[-2], call.value.shape[-1]
     name = type(call.pde).__name__
     exported = exporting()
-    if exported and (call.is_causal or call.window is not None) and free(queries, keys):
-        alone = call.is_causal and not call.masked and call.documents is None
-        if not alone or not surely(queries == keys):
+    if exported and (call.is_causal or call.window is not None) and has_symbolic_length(queries, keys):
+        alone = call.is_causal and not call.has_masks and call.documents is None
+        if not alone or not statically_true(queries == keys):
             reason = "a program exported for all lengths has no moving walls beside other masks"
             return _dense(reason, rejected)
-    few = surely(queries <= dim) if exported else queries <= dim
+    few = statically_true(queries <= dim) if exported else queries <= dim
     if few and (call.steps or "stepped" in rejected):
         reason = f"{queries} rows of a map are less than values of {dim} dimensions"
         return _dense(reason, rejected)
@@ -139,7 +140,7 @@ def _quickest(call: Call, rejected: dict[str, str]) -> Plan:
             return _tiled(f"{name} is linear, but {weights}", rejected, scope)
         return _stepped(call, f"{name} is linear", rejected, scope)
     large = math.prod(call.query.shape[:-1]) * keys > SMALL
-    if not (surely(large) if exported else large):
+    if not (statically_true(large) if exported else large):
         return _dense(f"{rejected['stepped']}, and the map is small", rejected)
     if "tiled" not in rejected:
         reason = f"{rejected['stepped']}, and a map of {queries} rows is built in tiles"
@@ -178,7 +179,7 @@ def _stepped(call: Call, reason: str, rejected: Mapping[str, str], scope: Scope 
         boundary = "none: walls ignore the mask" if ignored else "none: rows take the steps"
         return Plan("stepped", reason, "scaled_dot_product_attention", boundary, rejected, scope)
     tokens, reach = call.key.shape[-2], call.evolution.reach
-    alone = call.is_causal and reach and not call.masked and call.documents is None
+    alone = call.is_causal and reach and not call.has_masks and call.documents is None
     if alone and call.query.shape[-2] == tokens:
         exported = exporting()  # its lengths are padded until the stencil fits
         if exported or tokens >= 2 * max(BLOCK, 2 * reach):
@@ -215,7 +216,9 @@ def _dense(reason: str, rejected: Mapping[str, str]) -> Plan:
 
 def _why_dense_in_onnx(call: Call) -> str:
     """Return why a model for ONNX must build the map; empty if it need not, or is not for ONNX."""
-    if torch.onnx.is_in_onnx_export() and (call.is_causal or call.masked or call.documents is not None):
+    if torch.onnx.is_in_onnx_export() and (
+        call.is_causal or call.has_masks or call.documents is not None
+    ):
         return "ONNX has no operators for keys near a wall"
     return ""
 
@@ -224,7 +227,7 @@ def _why_not_fused(call: Call) -> str:
     """Return why kernels cannot compute the call, empty if they can, apart from documents."""
     if call.query.device.type not in kernels.DEVICES:
         return f"kernels are for {' and '.join(kernels.DEVICES)}, not {call.query.device.type}"
-    if call.masked or call.axis != "key" or call.walls != "mask":
+    if call.has_masks or call.axis != "key" or call.walls != "mask":
         return "kernels know no masks but is_causal and documents, and only axis 'key' with walls 'mask'"
     if call.is_causal and call.query.shape[-2] != call.key.shape[-2]:
         return "causal kernels need as many queries as keys"

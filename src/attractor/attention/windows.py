@@ -88,7 +88,7 @@ def window_attention(
         raise ValueError(f"query {list(query.shape)} must be [batch, heads, tokens, dim]")
     if call.empty:
         return query.new_zeros(*query.shape[:-1], value.shape[-1])
-    query, key, value, scale, evolution = call.flattened()
+    query, key, value, scale, evolution = call.flatten_heads()
     left, right = masks.sides(call.window)
     right = 0 if is_causal else right
     if left < 0 <= right and global_tokens and not is_causal:
@@ -201,7 +201,7 @@ def _attend_separate_rows(
         scope = Scope(q.shape[-2], k.shape[-2], 0, None if right < 0 else left + right, block_valid)
         others = global_scores(q, *of_global_tokens)
         if linear:
-            step = kernels.value_stepper(q, v, evolution)
+            step = kernels.value_step_function(q, v, evolution)
             yield stepped(q, k, v, scope, options.scale, evolution, others, step)
         else:
             yield tiled(q, k, v, scope, options.scale, evolution, dropout_p, others)

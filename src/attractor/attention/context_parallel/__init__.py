@@ -124,7 +124,7 @@ def context_parallel_attention(
     shape = *call.query.shape[:-1], value.shape[-1]
     if call.empty:
         return query.new_zeros(shape)
-    query, key, value, scale, evolution = call.flattened(_can_share_heads(call.evolution))
+    query, key, value, scale, evolution = call.flatten_heads(_can_share_heads(call.evolution))
     out = _attend(query, key, value, processes, parts, evolution, scale, is_causal)
     return out.to(value.dtype).reshape(shape)
 

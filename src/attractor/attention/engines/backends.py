@@ -1,21 +1,16 @@
-"""Torch's fused attention operators, called so that they take and return the log-sum-exp.
+"""The fused attention operators of torch, called so that they take and return the log-sum-exp.
 
-An operator is a pair of functions for the part of a map that a `Strip` describes:
+FlashAttention, cuDNN and the operator for CPUs accept fewer heads of key and value than of query; the
+other operators get copies of these heads. The functions of FlashAttention and cuDNN have one more
+argument, a `Dropout`, which must be the same object in forward and backward.
 
-    forward   (query, key, value, strip, scale) -> output, log-sum-exp [batch, heads, rows]
-    backward  (grad, output, query, key, value, log-sum-exp, strip, scale) -> the three gradients
-
-Those of FlashAttention and cuDNN also take a `Dropout`, the same in both.
-
-Key and value may have fewer heads than query: each serves as many consecutive heads of it.
-FlashAttention, cuDNN and the operator for CPUs share them; the others get copies.
-
-A backward computes weights ``exp(score - log-sum-exp)`` and subtracts ``<grad, output>``, so it serves a
-part of a softmax too, given the output and log-sum-exp of the whole. `selection` chooses an operator.
+A backward computes weights ``exp(score - log-sum-exp)`` and subtracts ``<grad, output>`` from their
+gradients. Therefore it can also compute a part of a softmax, given the output and the log-sum-exp of the
+entire softmax.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -23,120 +18,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-GRID = 65_535  # of CUDA, in its second dimension: sequences, or heads times batch, at a time
+from attractor.attention.engines.strips import Dropout, Operator, Strip
+
+GRID = 65_535  # CUDA's limit for the second dimension of a grid: sequences, or heads times batch
 
 _aten: Any = torch.ops.aten
 
 
-@dataclass(frozen=True, eq=False)
-class PackedSequences:
-    """Packed documents, each of them consecutive tokens, as FlashAttention takes them.
+def aligned_rows(x: Tensor) -> Tensor:
+    """Return x with a contiguous last dimension, which torch's operators require without a check.
 
-    Attributes:
-        cu_seqlens: Positions where documents begin, all batch rows joined, and last the number of
-            tokens; int32 ``[documents + 1]``.
-        max_seqlen: Number of tokens of the longest document.
-        single: Whether every batch row is known to be a single document.
-    """
-
-    cu_seqlens: Tensor
-    max_seqlen: int
-    single: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Strip:
-    """Some rows of a map, some of its keys, and which of these the rows may attend to.
-
-    Attributes:
-        rows, columns: The rows and the keys.
-        causal: Whether row i may attend to keys up to i only, both counted within the strip.
-        allowed: bool mask, or None if every key is allowed.
-        bias: Added to the scores, or None.
-        empty_rows: bool ``[batch or 1, heads or 1, rows]``, True for rows that may attend to no key, or
-            None if there are none.
-        left, right: Sides of a band. The last row sees so many keys on either side of the last key, the
-            row before on either side of the key before, and so on. None: no limit.
-        packed: The documents of the keys, and of the rows that are not empty. None: one document.
-    """
-
-    rows: slice
-    columns: slice
-    causal: bool = False
-    allowed: Tensor | None = None
-    bias: Tensor | None = None
-    empty_rows: Tensor | None = None
-    left: int | None = None
-    right: int | None = None
-    packed: PackedSequences | None = None
-
-    def cut(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the strip's part of query, key and value."""
-        return part(query, self.rows), part(key, self.columns), part(value, self.columns)
-
-    def mask(self, dtype: torch.dtype) -> Tensor | None:
-        """Return `allowed` and `bias` as one additive mask, a bias in at least float32."""
-        bias = self.bias
-        if bias is not None:
-            bias = bias.to(torch.promote_types(dtype, torch.float32))
-        if self.allowed is None:
-            return bias
-        if bias is None:
-            bias = torch.zeros((), dtype=dtype, device=self.allowed.device)
-        return torch.where(self.allowed, bias, -torch.inf)
-
-
-@dataclass(eq=False)
-class Dropout:
-    """Dropout of weights after the softmax.
-
-    Attributes:
-        p: Probability that a weight is dropped. Others are divided by ``1 - p``.
-        state: What the operator's backward needs to drop the same weights: int64 ``[2]``, which its
-            forward leaves here.
-    """
-
-    p: float
-    state: Tensor | None = None
-
-    @property
-    def pair(self) -> tuple[Tensor, Tensor]:
-        """Both entries of the state."""
-        assert self.state is not None, "the forward of the operator has not run"
-        return self.state[0], self.state[1]
-
-
-@dataclass(frozen=True, eq=False)
-class Operator:
-    """An attention operator for one problem.
-
-    Attributes:
-        name: For `explain`.
-        forward, backward: The pair of functions.
-        strip: The one strip that it computes at once. None: any strip that is small.
-    """
-
-    name: str
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Any, ...]]
-    strip: Strip | None = None
-
-    @property
-    def drops(self) -> bool:
-        """Whether both functions take a `Dropout`."""
-        return self.strip is not None and self.forward in DROPPING
-
-
-def part(x: Tensor, where: slice) -> Tensor:
-    """Return some tokens of x ``[..., tokens, dim]``, x itself if these are all."""
-    return x if where.start == 0 and where.stop == x.shape[-2] else x[..., where, :]
-
-
-def in_rows(x: Tensor) -> Tensor:
-    """Return x with a contiguous last dimension, which torch's operators assume without a check.
-
-    On CUDA they read 16 bytes at once, so that rows are aligned to these. Compiled code sees to that
-    itself.
+    On CUDA, where they read 16 bytes at once, rows are also aligned to 16 bytes; compiled code does this
+    by itself.
     """
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         return x.contiguous()
@@ -149,53 +42,65 @@ def in_rows(x: Tensor) -> Tensor:
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
+def additive_mask(strip: Strip, dtype: torch.dtype) -> Tensor | None:
+    """Return a strip's mask and bias as one bias; if it has a bias, in at least float32."""
+    bias = strip.bias
+    if bias is not None:
+        bias = bias.to(torch.promote_types(dtype, torch.float32))
+    if strip.allowed is None:
+        return bias
+    if bias is None:
+        bias = torch.zeros((), dtype=dtype, device=strip.allowed.device)
+    return torch.where(strip.allowed, bias, -torch.inf)
+
+
 def probability(dropout: Dropout | None) -> float:
-    """Return the probability that a weight is dropped."""
+    """Return the probability of dropout."""
     return 0.0 if dropout is None else dropout.p
 
 
 def padded_dim(query: Tensor, value: Tensor) -> int:
-    """Return the larger head dimension, rounded up to a multiple of 8, as operators on CUDA need it."""
+    """Return the larger head dimension rounded up to a multiple of 8, as operators on CUDA require."""
     return -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
 
 
-def _padded(dim: int, *tensors: Tensor) -> list[Tensor]:
-    """Return tensors with zeros up to that dimension; `pad` may return the channels-last layout."""
+def _pad_dim(dim: int, *tensors: Tensor) -> list[Tensor]:
+    """Pad the last dimension with zeros; `pad` may return the channels-last layout."""
     return [x if x.shape[-1] == dim else pad(x, (0, dim - x.shape[-1])).contiguous() for x in tensors]
 
 
-def _cropped(x: Tensor, like: Tensor) -> Tensor:
+def _crop_dim(x: Tensor, like: Tensor) -> Tensor:
     return x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]]
 
 
-def _cropped_grads(grads: Iterable[Tensor], *inputs: Tensor) -> tuple[Any, ...]:
-    return tuple(_cropped(grad, x) for grad, x in zip(grads, inputs))
+def _crop_grads(grads: Iterable[Tensor], *inputs: Tensor) -> tuple[Any, ...]:
+    return tuple(_crop_dim(grad, x) for grad, x in zip(grads, inputs))
 
 
 Forward = Callable[[Tensor, Tensor, Tensor, Strip, float], tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Any, ...]]
 
 
-def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return key and value with as many heads as query."""
     group = q.shape[1] // k.shape[1]
     return k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
 
 
 def _for_equal_heads(forward: Forward) -> Forward:
-    """Decorate the forward of an operator that takes as many heads of key and value as of query."""
+    """Repeat heads of key and value for the forward of an operator that requires equal numbers."""
 
     @wraps(forward)
     def call(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
         if q.shape[1] != k.shape[1]:
-            k, v = _repeated(q, k, v)
+            k, v = _repeat_heads(q, k, v)
         return forward(q, k, v, strip, scale)
 
     return call
 
 
 def _for_equal_heads_backward(backward: Backward) -> Backward:
-    """Decorate the backward of such an operator."""
+    """Sum gradients over repeated heads for the backward of such an operator."""
 
     @wraps(backward)
     def call(
@@ -204,45 +109,45 @@ def _for_equal_heads_backward(backward: Backward) -> Backward:
     ) -> tuple[Any, ...]:  # fmt: skip
         if q.shape[1] == k.shape[1]:
             return backward(grad, out, q, k, v, lse, strip, scale)
-        dq, *grads = backward(grad, out, q, *_repeated(q, k, v), lse, strip, scale)
+        dq, *grads = backward(grad, out, q, *_repeat_heads(q, k, v), lse, strip, scale)
         return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in grads)
 
     return call
 
 
 def cpu(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
-    """Run the operator for CPUs, which takes every strip without a band and packed documents."""
+    """Run the operator for CPUs, for strips without a band and packed documents."""
     tensors: Sequence[Tensor] = (q, k, v)
     if q.shape[-1] != v.shape[-1]:
-        tensors = _padded(max(q.shape[-1], v.shape[-1]), q, k, v)
+        tensors = _pad_dim(max(q.shape[-1], v.shape[-1]), q, k, v)
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-        *tensors, 0.0, strip.causal, attn_mask=strip.mask(q.dtype), scale=scale
+        *tensors, 0.0, strip.causal, attn_mask=additive_mask(strip, q.dtype), scale=scale
     )
-    return _cropped(out, v), lse
+    return _crop_dim(out, v), lse
 
 
 def cpu_backward(
     grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, strip: Strip, scale: float
 ) -> tuple[Any, ...]:
     """Run the backward of `cpu`."""
-    tensors = _padded(max(q.shape[-1], v.shape[-1]), grad, q, k, v, out)
+    tensors = _pad_dim(max(q.shape[-1], v.shape[-1]), grad, q, k, v, out)
     grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *tensors, lse, 0.0, strip.causal, attn_mask=strip.mask(q.dtype), scale=scale
+        *tensors, lse, 0.0, strip.causal, attn_mask=additive_mask(strip, q.dtype), scale=scale
     )
-    return _cropped_grads(grads, q, k, v)
+    return _crop_grads(grads, q, k, v)
 
 
 def cudnn(
     q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float, dropout: Dropout | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run cuDNN's operator: all keys, or a square causal problem; head dimensions up to 128."""
+    """Run cuDNN's operator, for all keys or a square causal problem, and head dimensions up to 128."""
     out, lse, *rest = _aten._scaled_dot_product_cudnn_attention(
-        *_padded(padded_dim(q, v), q, k, v), None, True, probability(dropout), strip.causal, False,
+        *_pad_dim(padded_dim(q, v), q, k, v), None, True, probability(dropout), strip.causal, False,
         scale=scale,
     )  # fmt: skip
     if dropout is not None:
         dropout.state = torch.stack([x.reshape(()) for x in rest[4:6]])
-    return _cropped(out, v), lse.reshape(q.shape[:-1])
+    return _crop_dim(out, v), lse.reshape(q.shape[:-1])
 
 
 def cudnn_backward(
@@ -251,20 +156,21 @@ def cudnn_backward(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Run the backward of `cudnn`."""
     dim = padded_dim(q, v)
-    tensors = _padded(dim, q, k, v)
-    # Torch keeps one plan for a shape and layout of query, key and value, and in it the layout that
-    # grad, out and log-sum-exp had when it was made: these must always have the same one, query's.
-    grad, out = (_laid_out_as(x, tensors[0]) for x in _padded(dim, grad, out))
+    tensors = _pad_dim(dim, q, k, v)
+    # Torch caches one plan per shape and layout of query, key and value. The plan also contains the
+    # layout of grad, out and log-sum-exp, so these must always have the same one, that of query.
+    grad, out = (_with_layout_of(x, tensors[0]) for x in _pad_dim(dim, grad, out))
     none = torch.empty((), dtype=torch.long, device=q.device)
     state = (none, none) if dropout is None else dropout.pair
     grads = _aten._scaled_dot_product_cudnn_attention_backward(
         grad, *tensors, out, lse.contiguous()[..., None], *state, None, None, None,
         q.shape[-2], k.shape[-2], probability(dropout), strip.causal, scale=scale,
     )  # fmt: skip
-    return _cropped_grads(grads, q, k, v)
+    return _crop_grads(grads, q, k, v)
 
 
-def _laid_out_as(x: Tensor, like: Tensor) -> Tensor:
+def _with_layout_of(x: Tensor, like: Tensor) -> Tensor:
+    """Return x with the strides of another tensor of its shape."""
     steps = zip(x.shape, x.stride(), like.stride())
     if all(size == 1 or own == other for size, own, other in steps):
         return x
@@ -273,11 +179,11 @@ def _laid_out_as(x: Tensor, like: Tensor) -> Tensor:
 
 @_for_equal_heads
 def efficient(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
-    """Run the memory-efficient operator: all keys, or a causal problem, in float32 too."""
+    """Run the memory-efficient operator, for all keys or a causal problem, also in float32."""
     out, lse, _, _ = _aten._scaled_dot_product_efficient_attention(
-        *_padded(padded_dim(q, v), q, k, v), None, True, 0.0, strip.causal, scale=scale
+        *_pad_dim(padded_dim(q, v), q, k, v), None, True, 0.0, strip.causal, scale=scale
     )
-    return _cropped(out, v), lse[..., : q.shape[-2]]  # the operator rounds their number up
+    return _crop_dim(out, v), lse[..., : q.shape[-2]]  # the operator rounds the number of rows up
 
 
 @_for_equal_heads_backward
@@ -285,24 +191,24 @@ def efficient_backward(
     grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, strip: Strip, scale: float
 ) -> tuple[Any, ...]:
     """Run the backward of `efficient`."""
-    *tensors, padded_out = _padded(padded_dim(q, v), grad, q, k, v, out)
+    *tensors, padded_out = _pad_dim(padded_dim(q, v), grad, q, k, v, out)
     none = torch.empty((), dtype=torch.long, device=q.device)
     lse = pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
     grads = _aten._scaled_dot_product_efficient_attention_backward(
         *tensors, None, padded_out, lse, none, none, 0.0, (True, True, True, False), strip.causal,
         scale=scale,
     )  # fmt: skip
-    return _cropped_grads(grads, q, k, v)
+    return _crop_grads(grads, q, k, v)
 
 
 def flash(
     q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float, dropout: Dropout | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run FlashAttention: all keys, or a band, within packed documents; head dimensions up to 256.
+    """Run FlashAttention, for all keys, a band or packed documents, and head dimensions up to 256.
 
-    Empty rows have finite outputs of no meaning.
+    The outputs of empty rows are finite but arbitrary.
     """
-    layout = _FlashLayout.of(strip, *_padded(padded_dim(q, v), q, k, v))
+    layout = _FlashLayout.of(strip, *_pad_dim(padded_dim(q, v), q, k, v))
     out, lse, state, *_ = _aten._flash_attention_forward(
         *layout.tensors, *layout.sequences, probability(dropout), False, False, scale=scale,
         window_size_left=_side(strip.left), window_size_right=_side(strip.right),
@@ -311,7 +217,7 @@ def flash(
         dropout.state = state.view(torch.int64)
     if strip.packed is not None:
         lse = lse.unflatten(-1, (q.shape[0], -1)).transpose(0, 1)
-    return _cropped(layout.restore(out), v), lse.reshape(q.shape[:-1])
+    return _crop_dim(layout.restore(out), v), lse.reshape(q.shape[:-1])
 
 
 def flash_backward(
@@ -319,9 +225,9 @@ def flash_backward(
     dropout: Dropout | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Run the backward of `flash`."""
-    layout = _FlashLayout.of(strip, *_padded(padded_dim(q, v), grad, q, k, v, out))
+    layout = _FlashLayout.of(strip, *_pad_dim(padded_dim(q, v), grad, q, k, v, out))
     if strip.empty_rows is not None:
-        lse = lse.masked_fill(strip.empty_rows, torch.inf)  # no weight at all
+        lse = lse.masked_fill(strip.empty_rows, torch.inf)  # all weights are 0
     if strip.packed is not None:
         lse = lse.transpose(0, 1).flatten(1).contiguous()
     else:
@@ -335,7 +241,7 @@ def flash_backward(
         *layout.tensors, lse, *layout.sequences, probability(dropout), False, state, none, scale=scale,
         window_size_left=_side(strip.left), window_size_right=_side(strip.right),
     )  # fmt: skip
-    return _cropped_grads((layout.restore(x) for x in grads), q, k, v)
+    return _crop_grads((layout.restore(x) for x in grads), q, k, v)
 
 
 def _side(width: int | None) -> int:
@@ -343,20 +249,25 @@ def _side(width: int | None) -> int:
 
 
 class _FlashLayout(NamedTuple):
-    """Tensors ``[batch, heads, tokens, dim]`` as FlashAttention takes them.
+    """Tensors ``[batch, heads, tokens, dim]`` in the layout of FlashAttention.
 
-    They are ``[batch, tokens, heads, dim]``, and packed ones ``[all tokens, heads, dim]``. Where heads
-    follow one another in memory they are taken as batches of one head, without a copy: the operator's
-    backward would copy what is not in its own order.
+    The layout is ``[batch, tokens, heads, dim]``, or ``[all tokens, heads, dim]`` for packed documents.
+    If heads are consecutive in memory, each becomes a batch of its own, because the operator's backward
+    copies tensors in another order.
+
+    Attributes:
+        tensors: The tensors.
+        sequences: First positions of the documents of rows and of keys, or None, and largest lengths.
+        restore: A function that restores the original layout.
     """
 
     tensors: list[Tensor]
-    sequences: tuple[Any, ...]  # positions where documents begin, or None, and lengths; of rows and keys
+    sequences: tuple[Any, ...]
     restore: Callable[[Tensor], Tensor]
 
     @classmethod
     def of(cls, strip: Strip, *tensors: Tensor) -> "_FlashLayout":
-        """Return the layout of tensors of a strip; the last are key and value, or more."""
+        """Return the layout of tensors of a strip: query, key and value, possibly among others."""
         batch, heads = tensors[0].shape[:2]
         if strip.packed is not None:
             cu_seqlens, longest = strip.packed.cu_seqlens, strip.packed.max_seqlen
@@ -377,7 +288,7 @@ class _FlashLayout(NamedTuple):
 
 @_for_equal_heads
 def plain(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute a strip in plain torch, with its map in memory; no bands, no packed documents."""
+    """Compute a strip in plain torch, with its map in memory, without bands and packed documents."""
     scores = _scores(q, k, strip, scale)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
@@ -391,24 +302,23 @@ def plain_backward(
     """Run the backward of `plain`."""
     weights = (_scores(q, k, strip, scale) - lse[..., None]).exp()
     inner = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
-    of_scores = (weights * ((grad @ v.mT).to(lse.dtype) - inner)).to(q.dtype)
-    return scale * (of_scores @ k), scale * (of_scores.mT @ q), weights.to(v.dtype).mT @ grad
+    dscores = (weights * ((grad @ v.mT).to(lse.dtype) - inner)).to(q.dtype)
+    return scale * (dscores @ k), scale * (dscores.mT @ q), weights.to(v.dtype).mT @ grad
 
 
 def _scores(q: Tensor, k: Tensor, strip: Strip, scale: float) -> Tensor:
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = (q.to(dtype) * scale) @ k.mT.to(dtype)
-    mask = strip.mask(scores.dtype)
+    mask = additive_mask(strip, scores.dtype)
     return scores if mask is None else scores + mask
 
 
-DROPPING: set[Any] = {cudnn, flash}  # the forward functions that take a `Dropout`
 PLAIN = Operator("torch", plain, plain_backward)
 CPU = Operator("cpu flash", cpu, cpu_backward)
-CPU_CAUSAL = Operator("cpu flash", cpu, cpu_backward, Strip(slice(0, 0), slice(0, 0), causal=True))
+CPU_CAUSAL = replace(CPU, strip=Strip(slice(0, 0), slice(0, 0), causal=True))
 BY_NAME = {
-    "cudnn": (cudnn, cudnn_backward),
-    "flash": (flash, flash_backward),
-    "efficient": (efficient, efficient_backward),
-    "packed flash": (flash, flash_backward),
+    "cudnn": Operator("cudnn", cudnn, cudnn_backward, with_dropout=True),
+    "flash": Operator("flash", flash, flash_backward, with_dropout=True),
+    "efficient": Operator("efficient", efficient, efficient_backward),
+    "packed flash": Operator("packed flash", flash, flash_backward, with_dropout=True),
 }

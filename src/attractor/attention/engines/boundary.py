@@ -1,9 +1,10 @@
-"""Keys near a wall that moves with the row, for linear PDEs: the only implementation in torch.
+"""Boundary keys of linear PDEs: keys near a wall that moves with the row. Implementation in torch.
 
-A causal mask or a window ends each row of the map at another key. The weights of keys within reach of
-that end take the steps themselves, in a patch twice the reach wide, and multiply the values as they are.
-All other keys multiply stepped values. `scores`, `spread` and `bands.band_values` serve any walls;
-`causal` is all of attention under a causal mask alone, as one function with its own backward.
+With a causal mask or a window, each row of the map ends at a different key. The weights of keys within
+reach of the end take the steps themselves, in a patch twice as wide as the reach, and multiply the
+original values. The weights of all other keys multiply stepped values. `scores`, `spread` and
+`bands.band_values` are for any walls. `causal` computes attention with a causal mask and no other mask,
+as one function with its own backward.
 """
 
 from typing import Any, NamedTuple
@@ -13,10 +14,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attractor.attention.engines import bands
-from attractor.attention.engines.backends import Operator, in_rows
+from attractor.attention.engines.backends import aligned_rows
+from attractor.attention.engines.strips import Operator
 from attractor.attention.engines.values import Stencil, steps_backward, steps_forward
-from attractor.attention.lengths import first_of, surely, whole_blocks
-from attractor.attention.masks import Scope, along
+from attractor.attention.lengths import round_up, statically_true, take_first
+from attractor.attention.masks import Scope, sliding_entries
 from attractor.attention.pdes import Line
 from attractor.attention.pdes.evolution import Evolution
 from attractor.attention.precision import first_derivatives_only
@@ -24,9 +26,9 @@ from attractor.common.versions import exporting
 
 
 class Band(NamedTuple):
-    """The keys ``i + first`` and `width - 1` more near a moving wall of row i, and their patch.
+    """The boundary keys ``i + first`` to ``i + first + width - 1`` of row i, and their patch.
 
-    Weights spread within the keys ``i + patch`` to ``i + patch + patch_width - 1``.
+    Their weights spread over the patch, the keys ``i + patch`` to ``i + patch + patch_width - 1``.
     """
 
     first: int
@@ -42,12 +44,12 @@ def bands_of(scope: Scope, reach: int) -> list[Band]:
         return []
     if left is not None and right is not None and left + right + 1 <= 2 * reach:
         return [Band(-left, left + right + 1, -left, left + right + 1)]
-    both = []
+    result = []
     if left is not None:
-        both.append(Band(-left, reach, -left, 2 * reach))
+        result.append(Band(-left, reach, -left, 2 * reach))
     if right is not None:
-        both.append(before_wall(right, reach))
-    return both
+        result.append(before_wall(right, reach))
+    return result
 
 
 def before_wall(right: int, reach: int) -> Band:
@@ -56,13 +58,13 @@ def before_wall(right: int, reach: int) -> Band:
 
 
 def scores(query: Tensor, key: Tensor, scope: Scope, scale: float, band: Band) -> Tensor:
-    """Return the scores ``[batch, heads, queries, band.width]`` of the near keys; -inf where masked."""
+    """Return the scores ``[batch, heads, queries, band.width]`` of boundary keys; -inf if masked."""
     dtype = torch.promote_types(query.dtype, torch.float32)
-    near = scale * bands.band_scores(query.to(dtype), key.to(dtype), band.first, band.width)
+    result = scale * bands.band_scores(query.to(dtype), key.to(dtype), band.first, band.width)
     bias = scope.bias_diagonals(band.first, band.width)
     if bias is not None:
-        near = near + bias
-    return near.masked_fill(~scope.diagonals(band.first, band.width, query.device), -torch.inf)
+        result = result + bias
+    return result.masked_fill(~scope.diagonals(band.first, band.width, query.device), -torch.inf)
 
 
 def spread(
@@ -75,15 +77,17 @@ def spread(
     open: Tensor | None = None,
     stencil: Stencil | None = None,
 ) -> Tensor:
-    """Return weights near a wall after their steps in a patch, ``[..., rows, band.patch_width]``.
+    """Return the weights of boundary keys after all steps, ``[..., rows, band.patch_width]``.
 
     Args:
-        weights: Of the near keys, ``[..., rows, band.width]``.
-        keys: Number of keys. None: no patch reaches beyond the last.
-        row: Position of the first of these rows.
-        open: bool ``[..., 1, keys - 1]``, False at walls inside of the sequence. None: there are none,
-            so that all rows away from the ends of the sequence take the same small matrix.
-        stencil: Of the evolution, if it is there.
+        weights: Weights of the boundary keys, ``[..., rows, band.width]``.
+        band: The boundary keys and their patch.
+        evolution: The PDE and its steps.
+        keys: Number of keys, or None if no patch extends beyond the last key.
+        row: Position of the first row.
+        open: bool ``[..., 1, keys - 1]``, False at walls inside the sequence. None if there are no such
+            walls; then all rows away from the ends of the sequence use the same small matrix.
+        stencil: The stencil of the evolution, or None.
     """
     rows, first, width = weights.shape[-2], row + band.patch, band.patch_width
     offset = band.first - band.patch
@@ -91,7 +95,7 @@ def spread(
 
     def step(start: int, stop: int) -> Tensor:
         if open is not None:
-            faces = along(open, first, width - 1, rows)[..., 0, start:stop, :]
+            faces = sliding_entries(open, first, width - 1, rows)[..., 0, start:stop, :]
         else:
             face = torch.arange(start + first, stop + first, device=weights.device)[:, None]
             face = face + torch.arange(width - 1, device=weights.device)
@@ -124,31 +128,32 @@ def causal(
     scale: float,
     matrix: Tensor | None = None,
 ) -> Tensor:
-    """Return attention ``[batch, heads, tokens, value dim]`` under a causal mask and no other.
+    """Return attention ``[batch, heads, tokens, value dim]`` with a causal mask and no other mask.
+
+    In an export, where the number of tokens is free, tokens are appended until the stencil fits. They
+    have no effect, because no row attends to later tokens.
 
     Args:
-        query, key, value: ``[batch, heads, tokens, dim]``, with equal numbers of heads and tokens, as
-            many tokens as the stencil fits.
-        stencil: All steps of the PDE.
-        operator: Computes the softmax over the far keys, a square causal problem.
-        matrix: All steps as `values.short_matrix`, or None.
-
-    An exported program may get any number of tokens: tokens are appended until the stencil fits, since
-    no row sees what follows it.
+        query, key, value: ``[batch, heads, tokens, dim]``, with equal numbers of heads and of tokens.
+            Requires: `stencil.fits` the number of tokens.
+        stencil: The matrices of all steps of the PDE.
+        operator: The operator for the far keys, which are a square causal problem.
+        scale: Scale of the scores.
+        matrix: The result of `values.short_matrix`, or None.
     """
     matrices = stencil.matrix, stencil.top, stencil.bottom, stencil.first, stencil.before_first
     if not exporting():
         return _Causal.apply(query, key, value, *matrices, matrix, operator, scale)
     tokens, block = query.shape[-2], stencil.matrix.shape[-2]
-    if surely(tokens % block == 0) and surely(stencil.fits(tokens)):
+    if statically_true(tokens % block == 0) and statically_true(stencil.fits(tokens)):
         return _Causal.apply(query, key, value, *matrices, None, operator, scale)
-    missing = whole_blocks(tokens, block, least=3) - tokens  # two, but for one, is a case of its own
+    missing = round_up(tokens, block, least=3) - tokens  # two blocks would be a special case
     query, key, value = (pad(x, (0, 0, 0, missing)) for x in (query, key, value))
-    return first_of(_Causal.apply(query, key, value, *matrices, None, operator, scale), tokens)
+    return take_first(_Causal.apply(query, key, value, *matrices, None, operator, scale), tokens)
 
 
 class _Causal(torch.autograd.Function):
-    """Near weights are ``[batch, heads, tokens, reach]``, spread over ``2 reach`` keys by the steps."""
+    """Weights of boundary keys ``[batch, heads, tokens, reach]`` spread over ``2 reach`` keys."""
 
     @staticmethod
     def forward(
@@ -170,20 +175,20 @@ class _Causal(torch.autograd.Function):
         values = value.to(dtype)
         stepped = steps_forward(matrix, top, bottom, values) if short is None else short @ values
         stepped = stepped.to(value.dtype)
-        near = bands.causal_scores(query.to(dtype), key.to(dtype), reach) * scale
-        near[..., :reach, :] += before_first
+        near_scores = bands.causal_scores(query.to(dtype), key.to(dtype), reach) * scale
+        near_scores[..., :reach, :] += before_first
         far, far_lse = operator.forward(
-            in_rows(query)[..., reach:, :], in_rows(key)[..., :size, :], stepped[..., :size, :],
-            operator.strip, scale,
+            aligned_rows(query)[..., reach:, :], aligned_rows(key)[..., :size, :],
+            stepped[..., :size, :], operator.strip, scale,
         )  # fmt: skip
-        scores = torch.cat((near, pad(far_lse, (reach, 0), value=-torch.inf)[..., None]), -1)
+        scores = torch.cat((near_scores, pad(far_lse, (reach, 0), value=-torch.inf)[..., None]), -1)
         weights = scores.softmax(-1)
         weights, share = weights[..., :reach], weights[..., reach:, reach:]
         patch = weights @ bottom
         patch[..., : width - 1, :] = (weights[..., : width - 1, :, None] * first).sum(-2)
         out = bands.causal_values(patch, values)
-        # A saved output must not have been changed in place, nor be another name for one: torch 2.11
-        # compiles that to a gradient of zero.
+        # An alias of an output, or an output changed in place, must not be saved: torch 2.11 compiles
+        # that to a gradient of zero.
         if torch.compiler.is_compiling():
             later = torch.addcmul(out[..., reach:, :], far.to(dtype), share)
             out = torch.cat((out[..., :reach, :], later), -2)
@@ -207,35 +212,34 @@ class _Causal(torch.autograd.Function):
         )
         dtype, (reach, width) = bottom.dtype, bottom.shape[-2:]
         size = query.shape[-2] - reach
-        rows = width - 1  # those that feel the first key's wall
+        rows = width - 1  # rows within reach of the wall before the first key
         grad = grad.contiguous()
-        wide_query, wide_key, wide_value, wide_grad = (x.to(dtype) for x in (query, key, value, grad))
-        of_value = bands.causal_transposed(patch, wide_grad)
-        of_patch = bands.causal_scores(wide_grad, wide_value, width)
-        of_weights = of_patch @ bottom.mT
-        of_weights[..., :rows, :] = (of_patch[..., :rows, None, :] * first).sum(-1)
-        inner = (wide_grad * out.to(dtype)).sum(-1, keepdim=True)
-        of_near = weights * (of_weights - inner) * ctx.scale
-        of_query = bands.causal_values(of_near, wide_key)
-        of_key = bands.causal_transposed(of_near, wide_query)
-        far = ctx.operator.backward(
-            grad[..., reach:, :], out[..., reach:, :], in_rows(query)[..., reach:, :],
-            in_rows(key)[..., :size, :], stepped[..., :size, :], lse[..., reach:], ctx.operator.strip,
-            ctx.scale,
+        q, k, v, do = (x.to(dtype) for x in (query, key, value, grad))
+        dv = bands.causal_transposed(patch, do)
+        dpatch = bands.causal_scores(do, v, width)
+        dweights = dpatch @ bottom.mT
+        dweights[..., :rows, :] = (dpatch[..., :rows, None, :] * first).sum(-1)
+        inner = (do * out.to(dtype)).sum(-1, keepdim=True)
+        dscores = weights * (dweights - inner) * ctx.scale
+        dq = bands.causal_values(dscores, k)
+        dk = bands.causal_transposed(dscores, q)
+        far_dq, far_dk, dstepped = ctx.operator.backward(
+            grad[..., reach:, :], out[..., reach:, :], aligned_rows(query)[..., reach:, :],
+            aligned_rows(key)[..., :size, :], stepped[..., :size, :], lse[..., reach:],
+            ctx.operator.strip, ctx.scale,
         )  # fmt: skip
-        of_query[..., reach:, :] += far[0]
-        of_key[..., :size, :] += far[1]
-        of_stepped = pad(far[2].to(dtype), (0, 0, 0, reach))
-        of_matrix, of_top, of_bottom, of_value = steps_backward(
-            matrix, top, bottom, wide_value, of_stepped, (*ctx.needs_input_grad[3:6], True),
-            onto=of_value,
-        )  # fmt: skip
-        of_first = None
+        dq[..., reach:, :] += far_dq
+        dk[..., :size, :] += far_dk
+        dstepped = pad(dstepped.to(dtype), (0, 0, 0, reach))
+        dmatrix, dtop, dbottom, dv = steps_backward(
+            matrix, top, bottom, v, dstepped, (*ctx.needs_input_grad[3:6], True), onto=dv
+        )
+        dfirst = None
         if ctx.needs_input_grad[5]:
-            later = weights[..., rows:, :].mT @ of_patch[..., rows:, :]
-            of_bottom = of_bottom + later.sum_to_size(bottom.shape)
-            of_first = (weights[..., :rows, :, None] * of_patch[..., :rows, None, :]).sum_to_size(
+            later = weights[..., rows:, :].mT @ dpatch[..., rows:, :]
+            dbottom = dbottom + later.sum_to_size(bottom.shape)
+            dfirst = (weights[..., :rows, :, None] * dpatch[..., :rows, None, :]).sum_to_size(
                 first.shape
             )
-        grads = of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
-        return *grads, of_matrix, of_top, of_bottom, of_first, None, None, None, None
+        grads = dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
+        return *grads, dmatrix, dtop, dbottom, dfirst, None, None, None, None

@@ -1,9 +1,9 @@
-"""Which of torch's attention operators computes a softmax.
+"""The choice among torch's attention operators for a softmax.
 
-On CUDA `choose` takes the operator that `torch.nn.functional.scaled_dot_product_attention` would: cuDNN
-on Hopper and Blackwell, else FlashAttention, else the memory-efficient one, as far as the user allows
-them (`torch.nn.attention.sdpa_kernel`), and as far as `torch.use_deterministic_algorithms` does. Bands
-and packed documents go to FlashAttention. Where no operator can do it, `choose` returns `PLAIN`.
+On CUDA, `choose` returns the operator that `torch.nn.functional.scaled_dot_product_attention` would use:
+cuDNN on Hopper and Blackwell, otherwise FlashAttention, otherwise the memory-efficient one. It respects
+`torch.nn.attention.sdpa_kernel` and `torch.use_deterministic_algorithms`. FlashAttention computes bands
+and packed documents. If no operator is suitable, `choose` returns `PLAIN`.
 """
 
 from collections.abc import Callable
@@ -17,29 +17,20 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from attractor.attention.engines.backends import (
-    BY_NAME,
-    CPU,
-    CPU_CAUSAL,
-    GRID,
-    PLAIN,
-    Operator,
-    PackedSequences,
-    Strip,
-    padded_dim,
-)
+from attractor.attention.engines.backends import BY_NAME, CPU, CPU_CAUSAL, GRID, PLAIN, padded_dim
+from attractor.attention.engines.strips import Operator, PackedSequences, Strip
 from attractor.attention.masks import Scope
 
 HALF = (torch.float16, torch.bfloat16)
 FULL = (torch.float32, torch.float64)
-CUDNN_DIM, FLASH_DIM = 128, 256  # the deepest heads they take
-BAND_DIM = 192  # and FlashAttention on every device, which SDPA is not asked about for bands
+CUDNN_DIM, FLASH_DIM = 128, 256  # largest head dimensions
+BAND_DIM = 192  # largest head dimension of FlashAttention on all devices, for bands
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def constant_when_compiled(function: Function) -> Function:
-    """Do what `torch.compiler.assume_constant_result` does, without importing the compiler now."""
+    """Mark a function like `torch.compiler.assume_constant_result`, without importing the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -50,8 +41,8 @@ def choose(
     """Return the operator for tensors ``[batch, heads, tokens, dim]`` and a scope.
 
     Args:
-        consecutive: Whether a device that cannot be waited for may be told to fail if the tokens of a
-            document are not consecutive.
+        consecutive: Whether an assertion on the device may replace the check that the tokens of each
+            document are consecutive, if the host cannot wait for the device.
     """
     if query.device.type == "cuda":
         return choose_on_cuda(query, key, value, scope, consecutive)
@@ -61,7 +52,7 @@ def choose(
 
 
 def choose_square_causal(query: Tensor, value: Tensor, tokens: int) -> Operator:
-    """Return the operator for a causal problem of as many queries as keys."""
+    """Return the operator for a causal problem with as many queries as keys."""
     if query.device.type == "cpu":
         return CPU_CAUSAL
     if not query.is_cuda:
@@ -82,19 +73,19 @@ def choose_on_cuda(
         strip = _corner(scope)
         if strip.causal:
             if strip.rows.stop - strip.rows.start != strip.columns.stop:
-                return PLAIN  # operators differ on where its diagonal begins
+                return PLAIN  # operators differ in the position of the diagonal
             strip = replace(strip, right=0)
         name = preferred(query.device.index, query.dtype, min(dim, FLASH_DIM))
         fits = dim <= CUDNN_DIM and strip.columns.stop > 1 and max(query.shape[:2]) <= GRID
-        # Compiled by torch 2.11 cuDNN's gradients are wrong: plans are kept for layouts that change.
+        # In code compiled by torch 2.11, cuDNN's gradients are wrong: it reuses plans for other layouts.
         if name == "cudnn" and (not fits or torch.compiler.is_compiling()):
             name = "flash" if flash_works(query.device.index) else "efficient"
         if name == "flash" and dim > FLASH_DIM:
             name = "efficient"
-        # In half precision the efficient operator's gradients are wrong for an output not its own.
+        # In half precision, the efficient operator's gradients are wrong for the output of another one.
         if name == "efficient" and (not efficient_works() or query.dtype not in FULL):
             name = "plain"
-        return Operator(name, *BY_NAME[name], strip) if name != "plain" else PLAIN
+        return replace(BY_NAME[name], strip=strip) if name != "plain" else PLAIN
     if query.dtype not in HALF or dim > BAND_DIM or not flash_works(query.device.index):
         return PLAIN
     if scope.documents is not None and len(scope.documents) != query.shape[0]:
@@ -103,15 +94,15 @@ def choose_on_cuda(
     if strip_or_none is None:
         return PLAIN
     name = "flash" if strip_or_none.packed is None else "packed flash"
-    return Operator(name, *BY_NAME[name], strip_or_none)
+    return replace(BY_NAME[name], strip=strip_or_none)
 
 
 @constant_when_compiled
 def preferred(device: int, dtype: torch.dtype, dim: int) -> str:
-    """Return what SDPA takes for an ordinary problem: "cudnn", "flash", "efficient" or "plain".
+    """Return the operator of SDPA for a standard problem: "cudnn", "flash", "efficient" or "plain".
 
-    Torch is asked about a small problem, once per combination of the settings that count, because
-    compiled code has no tensors yet; `choose` handles what depends on sizes.
+    It is that of a small problem, once per combination of torch's settings, because there are no tensors
+    during compilation; `choose` handles what depends on sizes.
     """
     backends = torch.backends.cuda
     settings = (
@@ -125,9 +116,9 @@ def preferred(device: int, dtype: torch.dtype, dim: int) -> str:
 
 @cache
 def _sdpa_choice(device: int, dtype: torch.dtype, dim: int, settings: tuple[int, ...]) -> str:
-    where = torch.device("cuda", device)
+    shape = (1, 1, 128, dim)
     with torch.enable_grad():
-        like = torch.empty(1, 1, 128, dim, dtype=dtype, device=where, requires_grad=True)
+        like = torch.empty(shape, dtype=dtype, device=f"cuda:{device}", requires_grad=True)
         backend = SDPBackend(torch._fused_sdp_choice(like, like, like, is_causal=True))
     names = {
         SDPBackend.CUDNN_ATTENTION: "cudnn",
@@ -139,7 +130,7 @@ def _sdpa_choice(device: int, dtype: torch.dtype, dim: int, settings: tuple[int,
 
 @constant_when_compiled
 def flash_works(device: int) -> bool:
-    """Return whether FlashAttention is available, enabled, and made for that device."""
+    """Return whether FlashAttention is available, enabled, and supports the device."""
     return torch.backends.cuda.flash_sdp_enabled() and _flash_is_for(device)
 
 
@@ -157,25 +148,26 @@ def efficient_works() -> bool:
 
 
 def may_sync(device: torch.device) -> bool:
-    """Return whether values may be read: not while a graph is traced or captured."""
+    """Return whether the host may read values, which it may not while a graph is traced or captured."""
     if torch.compiler.is_compiling():
         return False
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def first_row(scope: Scope) -> int:
-    """Return the first row to which the band gives a key."""
+    """Return the first row with a key in the band."""
     return 0 if scope.right is None else min(max(-scope.right, 0), scope.queries)
 
 
 def _one_corner(scope: Scope) -> bool:
-    """Return whether rows see all keys but those in a corner, whatever padding and bias say."""
+    """Return whether rows attend to all keys but a corner, apart from padding and bias."""
     corner = scope.left is None and (scope.right is None or scope.right <= 0)
-    corner = corner and scope.offset is None  # which would make a whole map of a row of bias
+    corner = corner and scope.offset is None  # the offset would expand a row of bias to a map
     return corner and scope.documents is None and scope.mask is None
 
 
 def _corner(scope: Scope) -> Strip:
+    """Return the rows and keys of a scope for which `_one_corner` holds."""
     rows = slice(first_row(scope), scope.queries)
     columns = scope.columns(rows)
     bias = scope.bias_tile(rows, columns)
@@ -185,17 +177,17 @@ def _corner(scope: Scope) -> Strip:
     valid = scope.valid_keys[..., columns]
     if not causal:
         return Strip(rows, columns, False, valid, bias, ~valid.any(-1))
-    so_far = valid.long().cumsum(-1)[..., 0, :] > 0  # row i has a key if there is a valid one up to i
-    beyond = (rows.stop - rows.start) - so_far.shape[-1]
-    so_far = torch.cat((so_far, so_far[..., -1:].expand(*so_far.shape[:-1], beyond)), -1)
-    return Strip(rows, columns, True, valid, bias, ~so_far)
+    nonempty = valid.long().cumsum(-1)[..., 0, :] > 0  # row i has a key if there is a valid one up to i
+    missing = (rows.stop - rows.start) - nonempty.shape[-1]
+    nonempty = torch.cat((nonempty, nonempty[..., -1:].expand(*nonempty.shape[:-1], missing)), -1)
+    return Strip(rows, columns, True, valid, bias, ~nonempty)
 
 
 def _band(scope: Scope) -> Strip | None:
-    """Return the rows and keys of a band as FlashAttention takes it, or None if it cannot.
+    """Return the rows and keys of a band for FlashAttention, or None if it cannot compute the band.
 
-    The operator counts from the last row and key, and needs at least as many keys as rows and sides of
-    at least 0. So rows without keys are cut off, and keys without rows.
+    The operator counts from the last row and key, and requires at least as many keys as rows, and sides
+    of at least 0. Therefore rows without keys and keys without rows are excluded.
     """
     left, right = scope.left, scope.right
     if left is not None and right is not None and left + right < 0:
@@ -205,7 +197,7 @@ def _band(scope: Scope) -> Strip | None:
         bottom = min(bottom, max(scope.keys + left, top))
     rows = slice(top, bottom)
     columns = scope.columns(rows)
-    ahead = bottom - columns.stop  # the last row is so much further along than the last key
+    ahead = bottom - columns.stop  # distance of the last row from the last key
     if columns.stop - columns.start < bottom - top:
         return None
     return Strip(
@@ -216,21 +208,21 @@ def _band(scope: Scope) -> Strip | None:
     )
 
 
-TORN = "the tokens of each document, and the valid tokens of each padded row, must be consecutive"
+CONSECUTIVE = "the tokens of each document, and the valid tokens of each padded row, must be consecutive"
 
-# What `_pack` has made of documents: their version then, and strips by the sides of the band.
+# By documents: their version, and the results of `_pack` by the sides of the band.
 _packings: Any = WeakTensorKeyDictionary()
 
 
 def _packed(scope: Scope, consecutive: bool = False) -> Strip | None:
-    """Return a band within documents of consecutive tokens; None if they are not, or cannot be read.
+    """Return a band within documents; None if their tokens are not consecutive, or cannot be read.
 
-    Their number decides on the launch, so the device is waited for: once for a tensor, which all layers
-    of a model may share, until something is written to it. While a graph is captured it cannot be read;
-    if the documents must be `consecutive`, the graph gets room for any number of them.
+    The launch depends on the number of documents, so the host waits for the device, once per tensor of
+    ids until the tensor is changed; all layers of a model may share it. While a graph is captured, the
+    ids cannot be read. If `consecutive` is true, the graph then has room for any number of documents.
 
-    A band to one side of the diagonal is moved onto it: row ``i + shift`` beside key i. Such a pair of
-    two documents is a row without keys.
+    A band on one side of the diagonal is shifted onto it, with row ``i + shift`` at key i. If these
+    belong to two documents, the row has no keys.
     """
     documents = scope.documents
     if documents is None or not scope.queries == scope.keys == documents.shape[-1]:
@@ -249,27 +241,28 @@ def _packed(scope: Scope, consecutive: bool = False) -> Strip | None:
     return strips[sides]
 
 
-def torn(documents: Tensor) -> bool:
-    """Return whether a document of ``[batch, tokens]`` is torn: its tokens are not consecutive.
+def has_split_documents(documents: Tensor) -> bool:
+    """Return whether the tokens of a document in ``[batch, tokens]`` are not consecutive.
 
-    This waits for the device.
+    The host waits for the device.
     """
-    runs, kinds = _runs_and_kinds(documents).tolist()
-    return bool(runs != kinds)
+    changes, changes_if_sorted = _count_changes(documents).tolist()
+    return bool(changes != changes_if_sorted)
 
 
-def check_consecutive(documents: Tensor, also: Tensor | bool = True) -> None:
-    """Let the device fail, without waiting for it, if a document is torn or `also` is False."""
-    torch._assert_async((_runs_and_kinds(documents).diff() == 0) & also, TORN)
+def check_consecutive(documents: Tensor, condition: Tensor | bool = True) -> None:
+    """Assert on the device that documents have consecutive tokens and that a condition holds."""
+    torch._assert_async((_count_changes(documents).diff() == 0) & condition, CONSECUTIVE)
 
 
-def _runs_and_kinds(documents: Tensor) -> Tensor:
-    """Return the number of changes of the ids along the tokens ``[2]``: as they are, and sorted."""
+def _count_changes(documents: Tensor) -> Tensor:
+    """Return the numbers ``[2]`` of changes of the ids along the tokens, unsorted and sorted."""
     ids = documents.sort(dim=-1).values
     return torch.stack([(x[:, 1:] != x[:, :-1]).sum() for x in (documents, ids)])
 
 
 def _pack(scope: Scope, documents: Tensor) -> Strip | None:
+    """Return the strip of `_packed`; None if the tokens of a document are not consecutive."""
     left, right, tokens = scope.left, scope.right, scope.keys
     if left is not None and right is not None and left + right < 0:
         return Strip(slice(0, 0), slice(0, 0))
@@ -285,12 +278,12 @@ def _pack(scope: Scope, documents: Tensor) -> Strip | None:
     ends = begins.nonzero_static(size=most + 1, fill_value=own.numel())[:, 0]
     if may_sync(documents.device):
         before, after = documents[:, :-1], documents[:, 1:]
-        falls = (after < before).sum()  # if there are none no document can be torn
-        found = torch.stack((begins.sum(), ends.diff().max(), falls, (after != before).sum()))
-        count, longest, falls, changes = found.tolist()
-        if count > most or (falls and torn(documents)):
+        decreases = (after < before).sum()  # without a decrease, no document is split
+        numbers = torch.stack((begins.sum(), ends.diff().max(), decreases, (after != before).sum()))
+        count, longest, decreases, changes = numbers.tolist()
+        if count > most or (decreases and has_split_documents(documents)):
             return None
-    else:  # as many documents as there may be, most of them empty
+    else:  # room for the largest number of documents, most of them empty
         check_consecutive(documents, begins.sum() <= most)
         count, longest, changes = most, size, None
     shift = down - along

@@ -1,10 +1,10 @@
-"""Linear PDEs on the values: the map is never built.
+"""Linear PDEs applied to the values, so that the map is never built.
 
-On the key axis a step multiplies the map from the right, so that ``A(Nt) V = A(0) W``, where W are the
-values after the transposed steps. Walls that all rows share (padding, ends of documents) are walls for
-the values. Near walls that move with the row (causal masks, windows) the weights take the steps
-instead (`boundary`), under the same softmax. No stepped value of a far key has seen beyond the wall,
-and no patch reaches beyond it: causality is exact, not up to rounding.
+On the key axis, a step multiplies the map from the right. Therefore ``A(Nt) V = A(0) W``, where W are
+the values after the transposed steps. Walls that all rows share (padding, ends of documents) are walls
+for the values. Near walls that move with the row (causal masks, windows), the weights take the steps
+instead (`boundary`), with the same softmax. No stepped value of a far key depends on keys beyond the
+wall, and no patch extends beyond it, so causality is exact and not only up to rounding.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from attractor.attention.engines import boundary, softmax
-from attractor.attention.engines.backends import Operator
 from attractor.attention.engines.bands import band_values
+from attractor.attention.engines.strips import Operator
 from attractor.attention.engines.values import Stencil, step_values
-from attractor.attention.lengths import surely
+from attractor.attention.lengths import statically_true
 from attractor.attention.masks import Scope
 from attractor.attention.pdes import Line
 from attractor.attention.pdes.evolution import Evolution
@@ -43,31 +43,32 @@ def stepped(
     Args:
         query, key, value: ``[batch, heads, tokens, dim]``, with equal numbers of heads.
         scope: Which keys a query may attend to, without a mask of its own.
-        others: More scores ``[batch, heads, queries, n]`` under the same softmax, and a function that
-            maps their weights to what they add to the output.
+        scale: Scale of the scores.
+        evolution: The PDE and its steps.
+        others: Additional scores ``[batch, heads, queries, n]`` in the same softmax, and a function that
+            maps their weights to their share of the output.
         step: A faster function than `values.step_values` for these tensors, or None.
-        operator: What `selection.choose` returns for the keys that no moving wall is near to. None: it
-            is chosen later.
-        dropout_p: Probability that a weight of the map A(0) is dropped. Requires that walls are the same
-            for all rows, so that every weight meets a stepped value.
+        operator: The result of `selection.choose` for the far keys; None to choose it later.
+        dropout_p: Probability that a weight of the map A(0) is dropped. Requires: walls are the same for
+            all rows, so that every weight multiplies a stepped value.
     """
     open = scope.open_faces()
     dtype = torch.promote_types(query.dtype, torch.float32)
-    near = boundary.bands_of(scope, evolution.reach)
+    bands = boundary.bands_of(scope, evolution.reach)
     stencil = None
-    if open is None and evolution.steps and (near or step is None):
+    if open is None and evolution.steps and (bands or step is None):
         stencil = Stencil.of(evolution, dtype, value.device)
     if not evolution.steps:
         far_values = value
     elif step is not None:
         far_values = step(evolution, value, open)
-    elif stencil is not None and surely(stencil.fits(scope.keys)):
+    elif stencil is not None and statically_true(stencil.fits(scope.keys)):
         far_values = stencil.step(value.to(dtype)).to(value.dtype)
     else:
         far_values = step_values(evolution, value.to(dtype), open).to(value.dtype)
-    if not near and others is None:
+    if not bands and others is None:
         return softmax_attention(query, key, far_values, scope, scale, operator, dropout_p)
-    scores = [boundary.scores(query, key, scope, scale, band) for band in near]
+    scores = [boundary.scores(query, key, scope, scale, band) for band in bands]
     if others is not None:
         scores.append(others[0])
     far = scope.narrowed(evolution.reach)
@@ -75,7 +76,7 @@ def stepped(
     out, weights = softmax.split_softmax(
         query, key, far_values, scores, None if empty else far, scale, operator
     )
-    for weight, band in zip(weights, near):
+    for weight, band in zip(weights, bands):
         patch = boundary.spread(weight, band, evolution, keys=scope.keys, open=open, stencil=stencil)
         out = band_values(patch, value.to(dtype), band.patch, onto=out)
     out = _all_rows(out, scope)
@@ -115,9 +116,9 @@ def softmax_attention(
     operator: Operator | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Return ordinary attention within a scope, zeros for rows that may attend to no key.
+    """Return standard attention within a scope, with zeros for rows that may attend to no key.
 
-    Requires: Without dropout, or with padding and bias only.
+    Requires: `dropout_p` is 0, or the scope has padding and bias only.
     """
     if scope.only_causal:
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
@@ -125,17 +126,15 @@ def softmax_attention(
         return _all_rows(softmax.attention(query, key, value, scope, scale, operator), scope)
     bias, valid = scope.bias, scope.valid_keys
     if bias is not None and bias.dtype != query.dtype:
-        # What is rounded is the distance from the largest, which is small where weights are large.
+        # Round the distance from the largest bias, which is small where weights are large.
         visible = bias if valid is None else bias.masked_fill(~valid, -torch.inf)
         largest = visible.amax(-1, keepdim=True)
         bias = (bias - largest.masked_fill(largest == -torch.inf, 0.0)).clamp(max=0.0)
     if valid is None:
         mask = None if bias is None else bias.to(query.dtype)
         return scaled_dot_product_attention(query, key, value, mask, dropout_p, scale=scale)
-    some = valid.any(
-        -1, keepdim=True
-    )  # operators differ on rows without keys: let them attend, then not
-    mask = valid | ~some
+    some = valid.any(-1, keepdim=True)
+    mask = valid | ~some  # operators differ for rows without keys: let these attend to all keys
     if bias is not None:
         mask = torch.where(mask, bias.to(query.dtype), -torch.inf)
     out = scaled_dot_product_attention(query, key, value, mask, dropout_p, scale=scale)
@@ -143,6 +142,6 @@ def softmax_attention(
 
 
 def _all_rows(out: Tensor, scope: Scope) -> Tensor:
-    """Return out with rows of zeros before it, if the first rows are missing."""
+    """Return the output with rows of zeros in place of missing first rows."""
     missing = scope.queries - out.shape[-2]
     return pad(out, (0, 0, missing, 0)) if missing else out

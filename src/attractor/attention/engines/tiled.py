@@ -1,12 +1,13 @@
 """Any PDE in O(T) memory: the map is computed, stepped and discarded tile by tile.
 
-Backward computes it again. The log-sum-exp of the rows comes first, so that a tile holds weights, which
-dropout acts on before they are stepped. Tiles divide the map in one of two ways:
+The backward pass computes the tiles again. The log-sum-exp of the rows is computed first, so that tiles
+contain weights. Dropout acts on the weights before the steps. Tiles divide the map in one of two ways:
 
-    by destination   a tile and a halo on either side are stepped; what arrives within the tile
+    by destination   The steps act on a tile with a halo on either side, and the result within the tile
                      multiplies its values. For any PDE.
-    by source        the tile's own weights are stepped, out into the halo, and multiply the values
-                     there. For linear steps; far from moving walls, stepped values do as well.
+    by source        The steps spread the weights of a tile into its halo, and the result multiplies the
+                     values of the tile and the halo. For linear steps; far from moving walls, the
+                     weights multiply stepped values instead.
 """
 
 from collections.abc import Iterator
@@ -22,16 +23,16 @@ from torch.utils.checkpoint import checkpoint
 from attractor.attention.engines import softmax
 from attractor.attention.engines.stepped import Others
 from attractor.attention.engines.values import step_values
-from attractor.attention.lengths import strips
+from attractor.attention.lengths import row_ranges
 from attractor.attention.masks import Scope, open_faces
 from attractor.attention.pdes import PDE, Line, take_steps
 from attractor.attention.pdes.evolution import Evolution
 from attractor.attention.precision import accumulate_dtype, first_derivatives_only
 from attractor.common.versions import exporting
 
-COLUMNS = 256  # of a tile, without its halo
-ENTRIES = 1 << 18  # of a tile over all heads, about what stays in a CPU's cache
-ENTRIES_GPU = 1 << 24  # about what keeps a GPU busy
+COLUMNS = 256  # keys per tile, without the halo
+ENTRIES = 1 << 18  # entries per tile over all heads, which fit into the cache of a CPU
+ENTRIES_GPU = 1 << 24  # entries per tile over all heads, enough work for a GPU
 
 
 def tiled(
@@ -48,8 +49,10 @@ def tiled(
 
     Args:
         query, key, value: ``[batch, heads, tokens, dim]``, with equal numbers of heads.
-        scope: Any scope. Its bias gets no gradient.
-        evolution: The tensors of its PDE must be fields of a dataclass to get gradients.
+        scope: Which keys a query may attend to. The bias gets no gradient.
+        scale: Scale of the scores.
+        evolution: The PDE and its steps. Coefficients that need gradients must be fields of a dataclass.
+        dropout_p: Probability that a weight of the map A(0) is dropped.
         others: As in `stepped`.
     """
     dtype, pde = value.dtype, evolution.pde
@@ -57,11 +60,11 @@ def tiled(
     lse = softmax.log_sum_exp(query, key, scope, scale)
     if others is not None:
         more = others[0].logsumexp(-1)
-        nothing = (lse == -torch.inf) & (more == -torch.inf)  # logaddexp has no gradient there but NaN
+        nothing = (lse == -torch.inf) & (more == -torch.inf)  # there the gradient of logaddexp is NaN
         lse = torch.logaddexp(lse.masked_fill(nothing, 0.0), more.masked_fill(nothing, 0.0))
         lse = lse.masked_fill(nothing, -torch.inf)
     stepped = value[..., :0, :]
-    linear_steps = pde.linear or getattr(pde, "split", False)  # a split reaction comes before them
+    linear_steps = pde.linear or getattr(pde, "split", False)  # a split reaction precedes them
     if linear_steps and scope.mask is None and not torch.compiler.is_compiling():
         stepped = step_values(evolution, value, scope.open_faces())
     compiling = torch.compiler.is_compiling()
@@ -88,6 +91,8 @@ def coefficients(pde: PDE) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class _Job:
+    """The arguments of all tiles; `names` are those of the coefficients that are tensors."""
+
     scope: Scope
     scale: float
     pde: Any
@@ -102,13 +107,14 @@ class _Job:
         return self.steps * self.pde.reach
 
     def tiles(self, query: Tensor, stepped: Tensor) -> Iterator["_Tile"]:
+        """Yield all tiles, by source if there are stepped values."""
         scope, by_source = self.scope, stepped.shape[-2] > 0
         entries = ENTRIES if query.device.type == "cpu" else ENTRIES_GPU
         height = max(16, entries // (COLUMNS * max(1, query.shape[0] * query.shape[1])))
         for start in range(0, scope.queries, height):
             rows = slice(start, min(start + height, scope.queries))
             columns = scope.columns(rows)
-            drawn = self._dropout_mask(query, rows, columns)
+            dropout_mask = self._dropout_mask(query, rows, columns)
             for first in range(columns.start, columns.stop, COLUMNS):
                 inner = slice(first, min(first + COLUMNS, columns.stop))
                 outer = slice(
@@ -118,17 +124,18 @@ class _Job:
                 keys, values = (inner, outer) if by_source else (outer, inner)
                 far = by_source and self._far(rows, inner)
                 keep = None
-                if drawn is not None:
-                    keep = drawn[..., keys.start - columns.start : keys.stop - columns.start]
+                if dropout_mask is not None:
+                    keep = dropout_mask[..., keys.start - columns.start : keys.stop - columns.start]
                 yield _Tile(rows, keys, inner if far else values, by_source, far, keep)
 
     def _far(self, rows: slice, columns: slice) -> bool:
+        """Return whether all keys are out of reach of the moving walls of all rows."""
         left, right = self.scope.left, self.scope.right
         clear_left = left is None or columns.start >= rows.stop - 1 - left + self.reach
         return clear_left and (right is None or columns.stop - 1 <= rows.start + right - self.reach)
 
     def _dropout_mask(self, query: Tensor, rows: slice, columns: slice) -> Tensor | None:
-        """Return what dropout keeps of some rows, the same for each call."""
+        """Return the entries of some rows that dropout keeps, the same in each call; None for all."""
         if not self.dropout_p:
             return None
         generator = torch.Generator(query.device).manual_seed(self.seed + rows.start)
@@ -138,7 +145,7 @@ class _Job:
     def output(
         self, tile: "_Tile", q: Tensor, k: Tensor, v: Tensor, lse: Tensor, *coefficients: Tensor
     ) -> Tensor:
-        """Return what a tile adds to the output of its rows."""
+        """Return the share of a tile in the output of its rows."""
         pde = replace(self.pde, **dict(zip(self.names, coefficients))) if coefficients else self.pde
         scores = (q * self.scale) @ k.mT
         bias = self.scope.bias_tile(tile.rows, tile.keys)
@@ -168,11 +175,22 @@ class _Job:
 
 @dataclass(frozen=True, eq=False)
 class _Tile:
+    """A tile of the map.
+
+    Attributes:
+        rows: The rows.
+        keys: The keys whose weights are computed.
+        values: The keys whose values the stepped weights multiply.
+        by_source: Whether the tile is by source, see the module.
+        far: Whether moving walls are out of reach, so that weights multiply stepped values.
+        keep: The weights that dropout keeps, or None.
+    """
+
     rows: slice
-    keys: slice  # whose weights are made
-    values: slice  # which the stepped weights meet
+    keys: slice
+    values: slice
     by_source: bool
-    far: bool  # from all moving walls: stepped values serve
+    far: bool
     keep: Tensor | None
 
 
@@ -192,7 +210,7 @@ class _Tiled(torch.autograd.Function):
         out = query.new_zeros(*query.shape[:-1], value.shape[-1])
         for tile in job.tiles(query, stepped):
             out[..., tile.rows, :] += job.output(
-                tile, *_cut(tile, query, key, value, stepped, lse), *coefficients
+                tile, *_select(tile, query, key, value, stepped, lse), *coefficients
             )
         ctx.job = job
         ctx.save_for_backward(query, key, value, stepped, lse, *coefficients)
@@ -204,38 +222,40 @@ class _Tiled(torch.autograd.Function):
         query, key, value, stepped, lse, *coefficients = ctx.saved_tensors
         job: _Job = ctx.job
         total = [torch.zeros_like(x) for x in (query, key, value, stepped, lse)]
-        slopes = [torch.zeros_like(x) for x in coefficients]
+        grad_coefficients = [torch.zeros_like(x) for x in coefficients]
         for tile in job.tiles(query, stepped):
-            parts = [x.detach() for x in (*_cut(tile, query, key, value, stepped, lse), *coefficients)]
+            parts = [
+                x.detach() for x in (*_select(tile, query, key, value, stepped, lse), *coefficients)
+            ]
             with torch.enable_grad():
                 for part in parts:
                     part.requires_grad_()
                 out = job.output(tile, *parts)
             gradients = torch.autograd.grad(out, parts, grad[..., tile.rows, :], allow_unused=True)
-            dq, dk, dv, dlse = _cut(tile, *total)
-            for sum_, part in zip((dq, dk, dv, dlse, *slopes), gradients):
+            dq, dk, dv, dlse = _select(tile, *total)
+            for sum_, part in zip((dq, dk, dv, dlse, *grad_coefficients), gradients):
                 if part is not None:
                     sum_ += part
-        return *total, None, *slopes
+        return *total, None, *grad_coefficients
 
 
 def _compiled(query: Tensor, key: Tensor, value: Tensor, lse: Tensor, job: _Job) -> Tensor:
-    """Return the output for `torch.compile`, which fuses operations itself: strips of whole rows."""
+    """Return the output in strips of entire rows for `torch.compile`, which fuses operations itself."""
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
     height = job.scope.queries
     if not exporting():
         height = max(16, 16 * ENTRIES // (query.shape[0] * query.shape[1] * job.scope.keys))
     parts = []
-    for start, stop in strips(0, job.scope.queries, height):
+    for start, stop in row_ranges(0, job.scope.queries, height):
         rows = slice(start, stop)
         columns = job.scope.columns(rows)
         tile = _Tile(rows, columns, columns, False, False, None)
-        inputs = _cut(tile, query, key, value, value, lse)
+        inputs = _select(tile, query, key, value, value, lse)
         parts.append(checkpoint(partial(job.output, tile), *inputs, use_reentrant=False))
     return torch.cat(parts, -2)
 
 
-def _cut(
+def _select(
     tile: _Tile, query: Tensor, key: Tensor, value: Tensor, stepped: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return a tile's query, key, value and log-sum-exp, as views."""

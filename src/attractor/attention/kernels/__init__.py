@@ -25,7 +25,7 @@ from attractor.attention.pdes.evolution import Evolution
 from attractor.common.versions import exporting
 
 if TYPE_CHECKING:
-    from attractor.attention.engines.backends import Operator
+    from attractor.attention.engines.strips import Operator
     from attractor.attention.kernels.causal import Documents
 
 REACH = 8  # the largest reach of all steps: sums over neighbours are unrolled
@@ -98,7 +98,7 @@ def attend_row(
     return decode(query, key, value, valid, stencil_table(evolution, value), scale)
 
 
-def packed(
+def pack_documents(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor, evolution: Evolution
 ) -> tuple["Documents | None", str]:
     """Return documents ``[batch, tokens]`` as `attend` accepts them, or why causal kernels cannot.
@@ -109,7 +109,7 @@ def packed(
         return None, ""
     from attractor.attention.kernels import causal
 
-    runs = causal.packed(query, key, value, documents, evolution.reach)
+    runs = causal.pack_documents(query, key, value, documents, evolution.reach)
     return runs, "" if runs is not None else "kernels want every document to be one run of tokens"
 
 
@@ -146,7 +146,7 @@ def attend(
         query, key, value: ``[batch, heads, tokens, dim]``, with equal numbers of tokens if causal. Key
             and value may have fewer heads if the PDE is linear and the same for all heads.
         ids: Of packed documents ``[batch, tokens]``, of causal attention.
-        documents: What `packed` has returned for them. None: they are packed later.
+        documents: What `pack_documents` has returned for them. None: they are packed later.
         operator: For the far keys of a causal call without documents. None: it is chosen later.
         dropout_p: Of the entries of A(0), for linear PDEs.
     """
@@ -181,7 +181,9 @@ def why_no_dropout(query: Tensor, value: Tensor, evolution: Evolution, is_causal
     return causal.why_no_dropout(query, value)
 
 
-def value_stepper(query: Tensor, value: Tensor, evolution: Evolution) -> Callable[..., Tensor] | None:
+def value_step_function(
+    query: Tensor, value: Tensor, evolution: Evolution
+) -> Callable[..., Tensor] | None:
     """Return `stepped_values` if kernels can compute ``[*batch, heads, tokens, dim]``, else None."""
     return None if why_not(query, value, evolution) else stepped_values
 

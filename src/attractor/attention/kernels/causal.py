@@ -17,17 +17,18 @@ import torch
 from torch import Tensor
 
 from attractor.attention.engines import softmax
-from attractor.attention.engines.backends import Dropout, Operator, in_rows, padded_dim
+from attractor.attention.engines.backends import aligned_rows, padded_dim
 from attractor.attention.engines.selection import (
+    CONSECUTIVE,
     FLASH_DIM,
     HALF,
-    TORN,
     check_consecutive,
     choose,
     flash_works,
+    has_split_documents,
     may_sync,
-    torn,
 )
+from attractor.attention.engines.strips import Dropout, Operator
 from attractor.attention.kernels.boundary import (
     CAUSAL,
     boundary_backward_keys,
@@ -37,7 +38,7 @@ from attractor.attention.kernels.boundary import (
     reach_of,
 )
 from attractor.attention.kernels.launch import contiguous_rows
-from attractor.attention.kernels.operators import operator, traced
+from attractor.attention.kernels.operators import custom_operator, is_traced
 from attractor.attention.kernels.values import step
 from attractor.attention.masks import Scope
 from attractor.attention.precision import first_derivatives_only
@@ -64,7 +65,9 @@ class Documents:
         return strip is not None and strip.packed is not None and strip.packed.single
 
 
-def packed(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, reach: int) -> Documents | None:
+def pack_documents(
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, reach: int
+) -> Documents | None:
     """Return the documents of ids ``[batch, tokens]``; None if one of them is not a single run.
 
     The host waits for the device to look at the ids, once per tensor of them.
@@ -75,7 +78,7 @@ def packed(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, reach: 
     checked = operator.strip is not None and operator.strip.packed is not None
     if not checked and not may_sync(documents.device):
         check_consecutive(documents)
-    elif not checked and torn(documents):
+    elif not checked and has_split_documents(documents):
         return None
     open = documents[:, 1:] == documents[:, :-1]
     return Documents(open[:, None, None], scope, operator)
@@ -103,21 +106,21 @@ def causal(
             of which serves as many consecutive heads of query.
         stencil: The table of `stencils.stencil_table`.
         ids: Of documents that do not see each other ``[batch, tokens]``, each a single run of tokens.
-        documents: What `packed` has returned for them. None: they are packed here.
+        documents: What `pack_documents` has returned for them. None: they are packed here.
         operator: Computes the softmax over the far keys, a square causal problem, unless there are
             documents. None: it is chosen here.
         dropout_p: Probability that an entry of A(0) is dropped. The operator draws what it drops of the
             far keys, and `boundary.sides.kept` what is dropped of the boundary keys. Requires that
             `why_no_dropout` is empty.
     """
-    if traced(query):
+    if is_traced(query):
         return cast(Tensor, attend_operator(query, key, value, stencil, scale, ids, float(dropout_p))[0])
     if ids is not None and documents is None:
-        documents = _runs(query, key, value, ids, reach_of(stencil))
+        documents = _pack_or_raise(query, key, value, ids, reach_of(stencil))
     elif documents is not None and documents.single:
         documents = None
-    given = query, key, value, stencil, scale, documents, operator, float(dropout_p)
-    return cast(Tensor, _Causal.apply(*given))
+    arguments = query, key, value, stencil, scale, documents, operator, float(dropout_p)
+    return cast(Tensor, _Causal.apply(*arguments))
 
 
 def why_no_dropout(query: Tensor, value: Tensor) -> str:
@@ -151,24 +154,26 @@ class _Dropout:
         return cls(p, torch.randint(1 << 62, (1,), device=device), Dropout(p))
 
     @classmethod
-    def again(cls, p: float, state: Tensor) -> "_Dropout | None":
+    def from_state(cls, p: float, state: Tensor) -> "_Dropout | None":
         """Return the dropout that has left a state; None if p is 0."""
         return cls(p, state[:1], Dropout(p, state[1:])) if p else None
 
 
 def _state(dropout: _Dropout | None, like: Tensor) -> Tensor:
-    """Return what `_Dropout.again` needs, int64 ``[3]``, or ``[0]`` without dropout."""
+    """Return what `_Dropout.from_state` needs, int64 ``[3]``, or ``[0]`` without dropout."""
     if dropout is None:
         return like.new_empty(0, dtype=torch.int64)
     far = dropout.seed.new_zeros(2) if dropout.far.state is None else dropout.far.state
     return torch.cat((dropout.seed, far))
 
 
-def _runs(query: Tensor, key: Tensor, value: Tensor, ids: Tensor, reach: int) -> Documents | None:
+def _pack_or_raise(
+    query: Tensor, key: Tensor, value: Tensor, ids: Tensor, reach: int
+) -> Documents | None:
     """Return the packed documents of ids, or None if every batch row is a single one."""
-    documents = packed(query, key, value, ids, reach)
+    documents = pack_documents(query, key, value, ids, reach)
     if documents is None:
-        raise ValueError(f"in compiled code, {TORN}; run this batch without torch.compile")
+        raise ValueError(f"in compiled code, {CONSECUTIVE}; run this batch without torch.compile")
     return None if documents.single else documents
 
 
@@ -186,7 +191,7 @@ class _Causal(torch.autograd.Function):
         dropout_p: float,
     ) -> Tensor:
         query, key, value = map(contiguous_rows, (query, key, value))
-        stepped, dropout = _stepped(value, stencil, documents), _Dropout.new(dropout_p, query.device)
+        stepped, dropout = _step_values(value, stencil, documents), _Dropout.new(dropout_p, query.device)
         out, lse = forward(query, key, value, stepped, stencil, scale, documents, operator, dropout)
         ctx.scale, ctx.documents, ctx.operator, ctx.p = scale, documents, operator, dropout_p
         ctx.save_for_backward(query, key, value, stencil, out, lse, _state(dropout, lse))
@@ -197,14 +202,14 @@ class _Causal(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
         q, k, v, stencil, out, lse, state = ctx.saved_tensors
         grads = backward(
-            contiguous_rows(do), q, k, v, _stepped(v, stencil, ctx.documents), stencil, out, lse,
+            contiguous_rows(do), q, k, v, _step_values(v, stencil, ctx.documents), stencil, out, lse,
             ctx.scale, ctx.needs_input_grad[3], ctx.documents, ctx.operator,
-            _Dropout.again(ctx.p, state),
+            _Dropout.from_state(ctx.p, state),
         )  # fmt: skip
         return *grads, None, None, None, None
 
 
-def _stepped(value: Tensor, stencil: Tensor, documents: Documents | None) -> Tensor:
+def _step_values(value: Tensor, stencil: Tensor, documents: Documents | None) -> Tensor:
     """Return the stepped values. Backward computes them again, which takes less than to keep them."""
     return step(value, stencil, None if documents is None else documents.open)
 
@@ -216,8 +221,8 @@ def _attend(
     """Return outputs, their log-sum-exp ``[batch, heads, tokens]``, and the state of the dropout."""
     query, key, value = map(contiguous_rows, (query, key, value))
     with torch.no_grad():
-        documents = None if ids is None else _runs(query, key, value, ids, reach_of(stencil))
-        stepped, dropout = _stepped(value, stencil, documents), _Dropout.new(dropout_p, query.device)
+        documents = None if ids is None else _pack_or_raise(query, key, value, ids, reach_of(stencil))
+        stepped, dropout = _step_values(value, stencil, documents), _Dropout.new(dropout_p, query.device)
         out, lse = forward(query, key, value, stepped, stencil, scale, documents, None, dropout)
         return out, lse, _state(dropout, lse)
 
@@ -237,11 +242,11 @@ def _attend_backward(
     """Return the gradients of query, key, value and the table, whose is empty unless `of_stencil`."""
     do, query, key, value = map(contiguous_rows, (do, query, key, value))
     with torch.no_grad():
-        documents = None if ids is None else _runs(query, key, value, ids, reach_of(stencil))
-        stepped = _stepped(value, stencil, documents)
+        documents = None if ids is None else _pack_or_raise(query, key, value, ids, reach_of(stencil))
+        stepped = _step_values(value, stencil, documents)
         *grads, d_stencil = backward(
             do, query, key, value, stepped, stencil, out, lse, scale, of_stencil, documents, None,
-            _Dropout.again(dropout_p, state),
+            _Dropout.from_state(dropout_p, state),
         )  # fmt: skip
     return *grads, stencil.new_empty(0) if d_stencil is None else d_stencil  # type: ignore[return-value]
 
@@ -266,10 +271,12 @@ def _gradients(ctx: Any, do: Tensor, *_: Any) -> tuple[Any, ...]:
     return *grads, d_stencil if of_stencil else None, None, None, None
 
 
-attend_operator = operator("causal_attention", transparent=False)(_attend)
+attend_operator = custom_operator("causal_attention", transparent=False)(_attend)
 attend_operator.register_fake(_fake_attend)
 attend_operator.register_autograd(_gradients, setup_context=_save)
-attend_backward_operator = operator("causal_attention_backward", transparent=False)(_attend_backward)
+attend_backward_operator = custom_operator("causal_attention_backward", transparent=False)(
+    _attend_backward
+)
 attend_backward_operator.register_fake(_fake_attend_backward)
 
 
@@ -337,20 +344,20 @@ def _far_forward(
         if operator.strip is None:
             far, lse = softmax.attend(q, k, stepped, scope, scale)
             return far, lse[..., reach:]
-        q, k, stepped = (in_rows(x) for x in (q, k, stepped))
-        return operator.forward(*operator.strip.cut(q, k, stepped), operator.strip, scale, *dropout)
+        q, k, stepped = (aligned_rows(x) for x in (q, k, stepped))
+        return operator.forward(*operator.strip.select(q, k, stepped), operator.strip, scale, *dropout)
     cut = q[..., reach:, :], k[..., :size, :], stepped[..., :size, :]
     if operator is None:
         operator = choose(*cut, Scope(size, size, right=0))
     _check_dropout(operator, dropout)
     if operator.strip is not None:
-        return operator.forward(*(in_rows(x) for x in cut), operator.strip, scale, *dropout)
+        return operator.forward(*(aligned_rows(x) for x in cut), operator.strip, scale, *dropout)
     return softmax.attend(*cut, Scope(size, size, right=0), scale)
 
 
 def _check_dropout(operator: Operator, dropout: tuple[Dropout, ...]) -> None:
     """Raise if weights are to be dropped by an operator that leaves them."""
-    if dropout and not operator.drops:
+    if dropout and not operator.takes_dropout:
         raise ValueError(
             "none of torch's attention operators that are enabled drops weights of these tensors; use "
             "method='tiled', or enable FlashAttention"
@@ -371,13 +378,13 @@ def _far_backward(
         if operator.strip is None:
             dq, dk, dv = softmax.attend_backward(do, q, k, stepped, out, lse, scope, scale)
             return dq[..., reach:, :], dk[..., :size, :], dv[..., :size, :]
-        do, out, q, k, stepped = (in_rows(x) for x in (do, out, q, k, stepped))
-        cut = operator.strip.cut(q, k, stepped)
+        do, out, q, k, stepped = (aligned_rows(x) for x in (do, out, q, k, stepped))
+        cut = operator.strip.select(q, k, stepped)
         return operator.backward(do, out, *cut, lse[..., reach:], operator.strip, scale, *dropout)
     cut, lse = (q[..., reach:, :], k[..., :size, :], stepped[..., :size, :]), lse[..., reach:]
     if operator is None:
         operator = choose(*cut, Scope(size, size, right=0))
     if operator.strip is not None:
-        rows = [in_rows(x) for x in (do, out, *cut)]
+        rows = [aligned_rows(x) for x in (do, out, *cut)]
         return operator.backward(*rows, lse, operator.strip, scale, *dropout)
     return softmax.attend_backward(do, *cut, out, lse, Scope(size, size, right=0), scale)

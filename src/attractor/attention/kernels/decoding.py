@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attractor.attention.kernels.device import load_masked
 from attractor.attention.kernels.launch import cdiv, contiguous_rows, power_of_two, table_stride
-from attractor.attention.kernels.operators import operator, operator_or_launch, wrap_triton
+from attractor.attention.kernels.operators import custom_operator, operator_if_traced, wrap_triton
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 KEYS = 64  # of a block
@@ -174,9 +174,9 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
     return query.new_empty(*query.shape[:3], value.shape[-1])
 
 
-decode_operator = operator("decode", transparent=False)(_launch)
+decode_operator = custom_operator("decode", transparent=False)(_launch)
 decode_operator.register_fake(_fake)
-decode = operator_or_launch(decode_operator, _launch)
+decode = operator_if_traced(decode_operator, _launch)
 
 
 def usable(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 TRANSPARENT = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
 
 
-def operator(name: str, transparent: bool = TRANSPARENT) -> Callable[..., Any]:
+def custom_operator(name: str, transparent: bool = TRANSPARENT) -> Callable[..., Any]:
     """Return a decorator that registers an operator ``attractor::name``.
 
     Args:
@@ -28,23 +28,23 @@ def operator(name: str, transparent: bool = TRANSPARENT) -> Callable[..., Any]:
     """
     if transparent and not INTERPRETED:
         return triton_op(f"attractor::{name}", mutates_args=())
-    return lambda launch: custom_op(f"attractor::{name}", directly(launch), mutates_args=())
+    return lambda launch: custom_op(f"attractor::{name}", without_wrapper(launch), mutates_args=())
 
 
-def traced(*inputs: Any) -> bool:
+def is_traced(*inputs: Any) -> bool:
     """Return whether a call must use the operator, since it is compiled or has special tensors."""
     return torch.compiler.is_compiling() or any(
         isinstance(x, Tensor) and type(x) not in (Tensor, Parameter) for x in inputs
     )
 
 
-def operator_or_launch(op: Any, launch: Function) -> Function:
+def operator_if_traced(op: Any, launch: Function) -> Function:
     """Return a function that calls the operator if its first argument is traced, else `launch`."""
-    direct = directly(launch)
+    direct = without_wrapper(launch)
 
     @wraps(launch)
     def call(x: Tensor, *rest: Any) -> Any:
-        return (op if traced(x) else direct)(x, *rest)
+        return (op if is_traced(x) else direct)(x, *rest)
 
     return cast(Function, call)
 
@@ -68,10 +68,10 @@ def differentiable(
     Returns:
         The operator, and a function that computes the same without it wherever nothing is traced.
     """
-    op = operator(name)(launch)
+    op = custom_operator(name)(launch)
     op.register_fake(fake)
     op.register_autograd(backward, setup_context=save)
-    direct = directly(launch)
+    direct = without_wrapper(launch)
 
     def forward(ctx: Any, *inputs: Any) -> Any:
         output = direct(*inputs)
@@ -85,7 +85,7 @@ def differentiable(
 
     @wraps(launch)
     def call(*inputs: Any) -> Any:
-        if traced(*inputs):
+        if is_traced(*inputs):
             return op(*inputs)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
             return function.apply(*inputs)
@@ -94,7 +94,7 @@ def differentiable(
     return op, cast(Function, call)
 
 
-def directly(launch: Function) -> Function:
+def without_wrapper(launch: Function) -> Function:
     """Return a function whose kernels are launched without torch's wrapper, which takes 1 ms each."""
 
     @wraps(launch)
@@ -106,7 +106,7 @@ def directly(launch: Function) -> Function:
 
 
 def wrap_triton(kernel: Any) -> Any:
-    """Return `torch.library.wrap_triton` of a kernel, or the kernel itself within `directly`.
+    """Return `torch.library.wrap_triton` of a kernel, or the kernel itself within `without_wrapper`.
 
     torch looks for a function of this name in the source of transparent operators.
     """

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attractor.attention.kernels.device import from_two
 from attractor.attention.kernels.launch import power_of_two, two_floats
-from attractor.attention.kernels.operators import differentiable, traced, wrap_triton
+from attractor.attention.kernels.operators import differentiable, is_traced, wrap_triton
 from attractor.attention.pdes import AdvectionDiffusion, Diffusion, Line, Wave, take_steps
 from attractor.attention.pdes.evolution import Evolution
 from attractor.attention.precision import accumulate_dtype
@@ -32,16 +32,16 @@ from attractor.attention.precision import accumulate_dtype
 def stencil_table(evolution: Evolution, like: Tensor) -> Tensor:
     """Return the table ``[heads or 1, reach + 1, reach + 1, 2 reach + 1]`` for values like these."""
     dtype, device, stream = accumulate_dtype(like.dtype), like.device, 0
-    if not evolution.constant or traced(like):
-        return _computed(evolution, dtype, device)
+    if not evolution.constant or is_traced(like):
+        return _compute(evolution, dtype, device)
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():  # the graph must keep its table alive by itself
-            return _computed(evolution, dtype, device)
+            return _compute(evolution, dtype, device)
         stream = torch.cuda.current_stream(device).cuda_stream  # another one would have to wait
     key = dtype, device, stream
     if key not in evolution.stencils:
         with torch.inference_mode(False), torch.no_grad():
-            evolution.stencils[key] = _computed(evolution, dtype, device)
+            evolution.stencils[key] = _compute(evolution, dtype, device)
     return evolution.stencils[key]
 
 
@@ -57,7 +57,7 @@ def table_by_steps(evolution: Evolution, dtype: torch.dtype, device: torch.devic
     return table.reshape(-1, reach + 1, reach + 1, 2 * reach + 1)
 
 
-def _computed(evolution: Evolution, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _compute(evolution: Evolution, dtype: torch.dtype, device: torch.device) -> Tensor:
     pde, second = evolution.pde, None
     if type(pde) is Wave:
         first = _as_tensor(pde.c, dtype, device)

@@ -24,7 +24,7 @@ from attractor.attention.kernels.launch import (
     table_stride,
     two_floats,
 )
-from attractor.attention.kernels.operators import operator, operator_or_launch, wrap_triton
+from attractor.attention.kernels.operators import custom_operator, operator_if_traced, wrap_triton
 from attractor.attention.kernels.values.stencil_gradient import BoundarySums, stencil_gradient
 from attractor.attention.precision import accumulate_dtype
 
@@ -262,13 +262,13 @@ def _fake_backward_keys(
     return dk, dv, stencil.new_empty(stencil.shape if args[-1] else 0)
 
 
-forward_operator = operator("boundary_forward")(_forward)
+forward_operator = custom_operator("boundary_forward")(_forward)
 forward_operator.register_fake(_fake_forward)
-backward_rows_operator = operator("boundary_backward_rows")(_backward_rows)
+backward_rows_operator = custom_operator("boundary_backward_rows")(_backward_rows)
 backward_rows_operator.register_fake(_fake_backward_rows)
-backward_keys_operator = operator("boundary_backward_keys")(_backward_keys)
+backward_keys_operator = custom_operator("boundary_backward_keys")(_backward_keys)
 backward_keys_operator.register_fake(_fake_backward_keys)
 
-boundary_forward = operator_or_launch(forward_operator, _forward)
-boundary_backward_rows = operator_or_launch(backward_rows_operator, _backward_rows)
-boundary_backward_keys = operator_or_launch(backward_keys_operator, _backward_keys)
+boundary_forward = operator_if_traced(forward_operator, _forward)
+boundary_backward_rows = operator_if_traced(backward_rows_operator, _backward_rows)
+boundary_backward_keys = operator_if_traced(backward_keys_operator, _backward_keys)

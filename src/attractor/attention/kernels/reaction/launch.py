@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attractor.attention.kernels.launch import cdiv, contiguous_rows, power_of_two, strides
-from attractor.attention.kernels.operators import operator, wrap_triton
+from attractor.attention.kernels.operators import custom_operator, wrap_triton
 from attractor.attention.kernels.reaction.backward import backward_kernel
 from attractor.attention.kernels.reaction.forward import forward_kernel
 from attractor.attention.kernels.reaction.key_gradients import key_gradients_kernel
@@ -82,7 +82,7 @@ def _output(q: Tensor, v: Tensor) -> Tensor:
     return v.new_empty(*q.shape[:-1], v.shape[-1])
 
 
-@operator("reaction_log_sum_exp", transparent=True)
+@custom_operator("reaction_log_sum_exp", transparent=True)
 def log_sum_exp(
     q: Tensor, k: Tensor, is_causal: bool, scale: float, mean: bool
 ) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ def _log_sum_exp_like(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 log_sum_exp.register_fake(_log_sum_exp_like)
 
 
-@operator("reaction", transparent=True)
+@custom_operator("reaction", transparent=True)
 def reaction(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, lse: Tensor, k_mean: Tensor,
     is_causal: bool, scale: float, steps: int,
@@ -127,7 +127,7 @@ def _forward(
     )  # fmt: skip
 
 
-@operator("reaction_backward", transparent=True)
+@custom_operator("reaction_backward", transparent=True)
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, alpha: Tensor, beta: Tensor, lse: Tensor,
     k_mean: Tensor, dq_interior: Tensor | None, excess_interior: Tensor | None, is_causal: bool,
@@ -180,7 +180,7 @@ def _backward_like(
     return _empty(q), _row_numbers(q), dk, dv, dcoefficients
 
 
-@operator("reaction_key_gradients", transparent=True)
+@custom_operator("reaction_key_gradients", transparent=True)
 def key_gradients(
     do: Tensor | None, q: Tensor, k: Tensor, v: Tensor | None, beta: Tensor, lse: Tensor,
     delta: Tensor | None, excess: Tensor, dk_visits: Tensor | None, is_causal: bool, scale: float,
@@ -238,7 +238,7 @@ backward.register_fake(_backward_like)
 key_gradients.register_fake(_key_gradients_like)
 
 
-@operator("split_reaction", transparent=True)
+@custom_operator("split_reaction", transparent=True)
 def split_reaction(
     q: Tensor, k: Tensor, v: Tensor, v_stepped: Tensor, alpha: Tensor, beta: Tensor, lse: Tensor,
     k_mean: Tensor, is_causal: bool, scale: float, steps: int,
@@ -264,7 +264,7 @@ def split_reaction(
     return o
 
 
-@operator("split_reaction_backward", transparent=True)
+@custom_operator("split_reaction_backward", transparent=True)
 def split_backward(
     do: Tensor, q: Tensor, k: Tensor, v_stepped: Tensor, o: Tensor, beta: Tensor, lse: Tensor,
     k_mean: Tensor, is_causal: bool, scale: float, boundary: int, coefficients: bool,

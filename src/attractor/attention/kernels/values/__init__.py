@@ -21,9 +21,9 @@ from attractor.attention.kernels.launch import (
     table_stride,
 )
 from attractor.attention.kernels.operators import (
+    custom_operator,
     differentiable,
-    operator,
-    operator_or_launch,
+    operator_if_traced,
     wrap_triton,
 )
 from attractor.attention.kernels.values.backward import _step_backward
@@ -90,9 +90,9 @@ def _fake_backward(
     return _fake(value), stencil.new_empty(stencil.shape if of_stencil else 0)
 
 
-step_backward_operator = operator("step_values_backward")(_launch_backward)
+step_backward_operator = custom_operator("step_values_backward")(_launch_backward)
 step_backward_operator.register_fake(_fake_backward)
-step_backward = operator_or_launch(step_backward_operator, _launch_backward)
+step_backward = operator_if_traced(step_backward_operator, _launch_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
