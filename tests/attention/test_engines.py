@@ -350,7 +350,7 @@ def test_what_auto_picks_and_why():
         (explain(q, k, v, pde="wave", axis="both"), "dense", "both"),
         (explain(q, k, v, pde="wave", axis="query"), "stepped", "linear"),
         (explain(q, k, v, pde="wave", axis="query", window=3), "dense", "query axis"),
-        (explain(q, k, v, pde="wave", method="dense"), "dense", "asked for"),
+        (explain(q, k, v, pde="wave", method="dense"), "dense", "requested"),
     ]:  # fmt: skip
         assert choice.method == method
         assert reason in choice.reason

@@ -95,7 +95,7 @@ def test_documents_they_are_chosen_for(everywhere):
         {"dropout_p": 0.1, "pde": "reaction_diffusion"},
     ):
         assert explain(q, k, v, **given | other).method != "fused", other
-    with pytest.raises(ValueError, match="every document to be one run of tokens; use 'stepped'"):
+    with pytest.raises(ValueError, match="consecutive tokens of each document; use 'stepped'"):
         pde_attention(q, k, v, method="fused", **given | {"documents": torn})
     with pytest.raises(
         ValueError, match="documents only with is_causal and a linear PDE; use 'stepped'"

@@ -313,7 +313,7 @@ def test_dropout_does_not_change_the_mean():
 
 def test_dropout_without_an_operator_that_drops_raises():
     q, k, v = (random(1, 1, 40, 16) for _ in range(3))
-    with pytest.raises(ValueError, match="drops weights of these tensors; use method='tiled'"):
+    with pytest.raises(ValueError, match="supports dropout for these tensors; use method='tiled'"):
         causal.causal(q, k, v, table_of(pdes.Diffusion(0.2), 2, 1.0, v), 0.3, dropout_p=0.1)
 
 

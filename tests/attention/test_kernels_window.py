@@ -289,7 +289,7 @@ def test_what_the_kernels_do_not_take():
     assert not window_kernels.why_not((8, 0), 4, 1000, 4)
     assert "limit" in window_kernels.why_not((8, -1), 4, 1000, 4)
     assert "global" in window_kernels.why_not((256, 0), window_kernels.GLOBALS + 1, 1000, 4)
-    assert "whole" in window_kernels.why_not((20, 3), 2, 26, 2)
+    assert "complete" in window_kernels.why_not((20, 3), 2, 26, 2)
     evolution = Evolution.of(pdes.ReactionDiffusion(), 2, 1.0)
     q = torch.empty(1, 1, 40, 16, device=DEVICE)
     assert "linear" in windows._why_no_kernels(q, q, (10, 0), 2, evolution)

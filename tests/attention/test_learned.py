@@ -63,7 +63,7 @@ def test_each_head_may_start_elsewhere():
     torch.testing.assert_close(learned.alpha, alpha)
     torch.testing.assert_close(learned.beta, torch.full_like(alpha, 0.03))
     with pytest.raises(
-        ValueError, match="alpha of Diffusion has 3 numbers; give one, or one for each of heads=2"
+        ValueError, match="alpha of Diffusion has 3 numbers; pass one, or one for each of heads=2"
     ):
         LearnedPDE(Diffusion(alpha), heads=2)
 
@@ -259,7 +259,7 @@ WRONG = {
     "no PDE is called 'heat'": ("heat", {}),
     "is not an equation; pass one such as": (Diffusion, {}),
     "dt = 0 must be more than 0": ("wave", {"dt": 0}),
-    r"nobody knows where kappa of Unbounded may go: give it a method interval\(name, dt, axis\)": (Unbounded(), {}),
+    r"the stable values of kappa of Unbounded are unknown: add a method interval\(name, dt, axis\)": (Unbounded(), {}),
     "axis 'keys' is not one of key": ("wave", {"axis": "keys"}),
 }  # fmt: skip
 

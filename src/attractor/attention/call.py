@@ -1,6 +1,6 @@
-"""The arguments of PDE attention, validated and brought into one form.
+"""The arguments of PDE attention, validated and normalised.
 
-`Call` is the only place that checks them: plans and engines rely on it.
+Only `Call` checks them; plans and engines rely on these checks.
 """
 
 import warnings
@@ -35,7 +35,7 @@ Attention = TypeVar("Attention", bound=Callable[..., Any])
 
 
 def autocast_as_sdpa(attention: Attention) -> Attention:
-    """Under autocast, cast query, key and value as SDPA does, and disable autocast inside."""
+    """Cast query, key and value under autocast as SDPA does, and disable autocast inside."""
 
     @wraps(attention)
     def in_one_dtype(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -52,24 +52,24 @@ def autocast_as_sdpa(attention: Attention) -> Attention:
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
-    """Return floats in another dtype, and anything else as it is, to be refused by `Call`."""
+    """Cast floating-point tensors; return anything else unchanged, so that `Call` rejects it."""
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 @dataclass(eq=False)
 class Call:
-    """The arguments of `pde_attention`, validated, in the form that plans and engines take.
+    """The arguments of `pde_attention`, validated, in the form that plans and engines require.
 
-    They are passed as to `pde_attention`, and nothing changes them after `__post_init__`.
+    The constructor has the arguments of `pde_attention`. The attributes do not change afterwards.
 
     Attributes:
-        query, key, value: Tensors with equal dimensions before their tokens, except that key and value
-            may have fewer heads.
+        query, key, value: Tensors with equal dimensions before the tokens, except that key and value may
+            have fewer heads.
         attn_mask: ``[..., queries or 1, keys or 1]``, bool or a bias in at least float32; or None.
         evolution: The equation, the number of its steps and their size.
         key_padding: ``[batch, keys]`` bool, or None.
-        documents: ``[batch, tokens]`` ids, or None. On other axes than the keys, padding is a document
-            of its own, because its rows must not flow into those of valid tokens.
+        documents: ``[batch, tokens]`` ids, or None. On axes other than "key", padding is a document of
+            its own, so that its rows do not flow into rows of valid tokens.
 
     Raises:
         TypeError, ValueError: The arguments do not fit together.
@@ -125,7 +125,7 @@ class Call:
             self.documents = padding.long() if ids is None else 2 * ids.long() + padding
 
     def _normalise_masks(self) -> None:
-        """Check all masks; a mask has rows, a bias is precise, ids have one row per text."""
+        """Check all masks; masks get two dimensions, biases at least float32, ids one row per text."""
         window = self.window
         self.window = tuple(map(as_int, window)) if isinstance(window, tuple | list) else as_int(window)
         mask, query = self.attn_mask, self.query
@@ -140,7 +140,7 @@ class Call:
 
     @property
     def masks(self) -> dict[str, Any]:
-        """Everything that decides which keys a query may attend to, as arguments of `masks.allowed`."""
+        """All masks, as arguments of `masks.allowed`."""
         return {
             "attn_mask": self.attn_mask,
             "is_causal": self.is_causal,
@@ -151,7 +151,7 @@ class Call:
 
     @property
     def has_masks(self) -> bool:
-        """Whether anything but causality and documents decides which keys a query may attend to."""
+        """Whether there are masks other than causality and documents."""
         return not (self.attn_mask is None and self.key_padding is None and self.window is None)
 
     @property
@@ -160,7 +160,7 @@ class Call:
         return 0 in self.query.shape[:-1] or not self.key.shape[-2]
 
     def scope(self) -> Scope:
-        """Return which keys a query may attend to, for tensors of four dimensions."""
+        """Return the scope of all masks, for tensors with four dimensions."""
         mask, lead = self.attn_mask, self.query.shape[:-2]
         if mask is not None:
             mask = mask[(None,) * (max(len(lead), 2) + 2 - mask.ndim)]
@@ -170,10 +170,10 @@ class Call:
         return Scope.of(*lengths, **{**self.masks, "attn_mask": mask})
 
     def valid_keys(self) -> Tensor | None:
-        """Return the keys that a single query may attend to, bool ``[batch or 1, keys]``; None: all.
+        """Return the keys that a single query may attend to, bool ``[batch or 1, keys]``; None for all.
 
-        Requires: Query has four dimensions or less, and nothing but `key_padding` and a bool `attn_mask`
-        that is the same for all heads decides on its keys.
+        Requires: query has at most four dimensions, and the only masks are `key_padding` and a bool
+        `attn_mask` that is the same for all heads.
         """
         valid, mask, keys = self.key_padding, self.attn_mask, self.key.shape[-2]
         if mask is None:
@@ -184,13 +184,13 @@ class Call:
     def flatten_heads(
         self, share_heads: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, float, Evolution]:
-        """Return query, key, value, scale and evolution as engines other than "dense" take them.
+        """Return query, key, value, scale and evolution for all engines except "dense".
 
         The tensors are ``[batch, heads, tokens, dim]``, and the scale is positive.
 
         Args:
-            share_heads: Leave key and value with their own number of heads. Without it, their heads are
-                repeated until there are as many as those of query.
+            share_heads: Whether key and value keep their number of heads. Otherwise their heads are
+                repeated to the number of heads of query.
         """
         query, key, value = four_dimensions(self.query, self.key, self.value, share_heads)
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
@@ -203,7 +203,7 @@ class Call:
 
 
 def _is_usual(query: Any, key: Any, value: Any, enable_gqa: Any) -> bool:
-    """Whether nothing has to be checked or changed about the three tensors, as is usual."""
+    """Return whether the three tensors are valid and need no change, which is the usual case."""
     return (
         isinstance(query, Tensor)
         and isinstance(key, Tensor)
@@ -220,32 +220,32 @@ def _is_usual(query: Any, key: Any, value: Any, enable_gqa: Any) -> bool:
 
 
 def _share(query: Tensor, key: Tensor) -> bool:
-    """Whether heads of key serve several heads of query each, in the same batch."""
+    """Return whether each head of key serves several heads of query, in the same batch."""
     if not query.ndim == key.ndim >= 3 or query.shape[:-3] != key.shape[:-3]:
         return False
-    heads, shared = query.shape[-3], key.shape[-3]
-    return shared > 0 and heads % shared == 0
+    heads, key_heads = query.shape[-3], key.shape[-3]
+    return key_heads > 0 and heads % key_heads == 0
 
 
 def four_dimensions(
     query: Tensor, key: Tensor, value: Tensor, share_heads: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all three as ``[batch, heads, tokens, dim]``; with equal heads, unless `share_heads`."""
+    """Return all three as ``[batch, heads, tokens, dim]``, with equal heads unless `share_heads`."""
     while query.ndim < 4:
         query, key, value = query[None], key[None], value[None]
-    # Compiled code always flattens. Dynamo (torch 2.13) takes an input of torch.func.grad for a tensor
-    # that needs no gradient until an operation returns it, and would leave out an engine's backward.
+    # Compiled code always flattens. Dynamo (torch 2.13) assumes that an input of torch.func.grad needs
+    # no gradient until an operation returns it, and would otherwise omit an engine's backward.
     if query.ndim > 4 or torch.compiler.is_compiling():
         query, key, value = query.flatten(0, -4), key.flatten(0, -4), value.flatten(0, -4)
-    heads, shared = query.shape[1], key.shape[1]
-    if shared not in (0, heads) and not share_heads:
-        key = key.repeat_interleave(heads // shared, dim=1)
-        value = value.repeat_interleave(heads // shared, dim=1)
+    heads, key_heads = query.shape[1], key.shape[1]
+    if key_heads not in (0, heads) and not share_heads:
+        key = key.repeat_interleave(heads // key_heads, dim=1)
+        value = value.repeat_interleave(heads // key_heads, dim=1)
     return query, key, value
 
 
 def check_causality(call: Call) -> None:
-    """Raise or warn if flow through the mask would bring the future into a causal map."""
+    """Raise or warn if flow through the mask lets a causal model see its future."""
     query, key, axis, walls = call.query, call.key, call.axis, call.walls
     if axis == "key" and walls == "mask":
         return
@@ -265,7 +265,7 @@ def check_causality(call: Call) -> None:
         _warned.add(walls)
         warnings.warn(
             f"walls={walls!r} lets attention flow through the causal mask: every token sees the next "
-            "ones, and a language model reads its answers. Use walls='mask' unless that is what you "
-            "want to show.",
+            "ones, so a language model sees the tokens that it predicts. Use walls='mask' except for "
+            "comparisons.",
             stacklevel=4,
         )

@@ -1,8 +1,8 @@
-"""Which keys a query may attend to: as one boolean matrix, or, to avoid T x T entries, as a `Scope`.
+"""Which keys a query may attend to, as a boolean matrix or as a `Scope`, which avoids T x T entries.
 
-Matrices are ``[..., queries, keys]``, True where a query may attend, and broadcast. Positions of queries
-and keys are both counted from 0, as in `torch.nn.functional.scaled_dot_product_attention`. An additive
-mask forbids a key where its entry is at most `WALL` (see `walls_of_bias`); other entries are a bias.
+Matrices broadcast to ``[..., queries, keys]`` and are True where a query may attend. Positions of
+queries and keys are both counted from 0, as in `torch.nn.functional.scaled_dot_product_attention`. An
+entry of an additive mask up to `WALL` forbids the key (see `walls_of_bias`); other entries are a bias.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from torch.nn.functional import pad
 from attractor.attention.lengths import statically_true
 
 Window = int | tuple[int, int]
-WALL = -8192.0  # an entry of an additive mask from here on down forbids its key; see `walls_of_bias`
-FAR = 1e3  # a bias beyond it costs float32 the fourth digit of the scores
-ROWS = 512  # of a map looked at a few rows at a time
+WALL = -8192.0  # largest entry of an additive mask that forbids its key; see `walls_of_bias`
+FAR = 1e3  # for a larger bias, float32 scores lose the fourth digit
+ROWS = 512  # rows of a map that are computed at a time
 
 
 def allowed(
@@ -37,35 +37,35 @@ def allowed(
     Args:
         queries, keys: Number of queries and of keys.
         device: Device of the matrix.
-        attn_mask: bool, True = attend, or a float bias, which forbids keys as `walls_of_bias` says.
-        is_causal: Whether a query attends to keys up to its own position only.
+        attn_mask: bool, True = attend, or a float bias, which forbids keys according to `walls_of_bias`.
+        is_causal: Whether a query attends only to keys up to its own position.
         key_padding: ``[batch, keys]`` bool, True = a valid token.
         documents: ``[batch, tokens]`` ids. A token attends within its own document.
-        window: (left, right), the number of keys that a query sees on either side, -1 for no limit. A
-            single number stands for both.
+        window: (left, right), the numbers of keys before and after its own position that a query
+            attends to, -1 for no limit. A single number stands for both.
     """
-    parts = []
+    masks = []
     if is_causal or window is not None:
         ahead = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
         if is_causal:
-            parts.append(ahead <= 0)
+            masks.append(ahead <= 0)
         left, right = sides(window)
         if left >= 0:
-            parts.append(ahead >= -left)
+            masks.append(ahead >= -left)
         if right >= 0:
-            parts.append(ahead <= right)
+            masks.append(ahead <= right)
     if attn_mask is not None:
-        parts.append(attn_mask if attn_mask.dtype == torch.bool else ~walls_of_bias(attn_mask))
+        masks.append(attn_mask if attn_mask.dtype == torch.bool else ~walls_of_bias(attn_mask))
     if key_padding is not None:
-        parts.append(key_padding[:, None, None, :])
+        masks.append(key_padding[:, None, None, :])
     if documents is not None:
-        parts.append((documents[:, :, None] == documents[:, None, :])[:, None])
-    return all_of(parts)
+        masks.append((documents[:, :, None] == documents[:, None, :])[:, None])
+    return all_of(masks)
 
 
-def all_of(parts: Sequence[Tensor]) -> Tensor | None:
+def all_of(masks: Sequence[Tensor]) -> Tensor | None:
     """Return the conjunction of masks that broadcast, or None if there are none."""
-    return reduce(torch.logical_and, parts) if parts else None
+    return reduce(torch.logical_and, masks) if masks else None
 
 
 def sides(window: Window | None) -> tuple[int, int]:
@@ -78,26 +78,26 @@ def sides(window: Window | None) -> tuple[int, int]:
 def walls_of_bias(bias: Tensor) -> Tensor:
     """Return True where an additive mask forbids a key: where its entry is at most `WALL`, -8192.
 
-    The weight that softmax gives to such a key is exactly 0 in every float type, unless the scores of
-    its row differ by thousands. The threshold lies
+    The softmax weight of such a key is exactly 0 in every float type, unless the scores of its row
+    differ by thousands. The threshold is
 
-    - below what biases reach: ALiBi's steepest usual slope, 1/2 of 8 heads, is above it for 16,384
-      tokens. A longer ALiBi bias crosses it where the weights of all neighbours have been 0 for
-      thousands of keys, so a wall there holds nothing back.
-    - above all numbers that masks are written with: -1e4 (-9984 in bfloat16), -65504, -1e9, the lowest
-      number of any float type, half of it, and sums of these. A bias of up to 1,790 may be added to any
-      of them without opening the wall.
+    - smaller than usual biases. ALiBi's steepest usual slope, 1/2 for 8 heads, exceeds it up to 16,384
+      tokens. In a longer ALiBi bias, the weights of thousands of keys before the threshold are 0, so a
+      wall there has no effect.
+    - larger than the numbers that are used in masks: -1e4 (-9984 in bfloat16), -65504, -1e9, the lowest
+      number of any float type, half of it, and sums of these, even if a bias of up to 1,790 is added.
 
-    It is a power of two, so it is the same number in every float type. NaN is not a wall.
+    It is a power of two, and thus exact in every float type. NaN is not a wall.
     """
     return bias <= WALL
 
 
 def row_offset(bias: Tensor, allowed: Tensor | None) -> Tensor:
-    """Return what can be subtracted from each row of a bias to make it small, ``[..., queries, 1]``.
+    """Return numbers ``[..., queries, 1]`` to subtract from the rows of a bias, to make it small.
 
-    This is the largest bias that a row sees if it is `FAR` from 0, else 0. Scores added to a large bias
-    would be lost in its rounding. Softmax does not change if it is subtracted.
+    The number of a row is its largest bias on allowed keys if this is larger than `FAR` in magnitude,
+    and otherwise 0. The subtraction does not change the softmax. Without it, scores would be lost in the
+    rounding of a large bias.
     """
     bias = bias.detach()
     largest = (bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)).amax(-1, True)
@@ -110,18 +110,15 @@ def without_offset(bias: Tensor, offset: Tensor) -> Tensor:
 
 
 def open_faces(allowed: Tensor, dim: int = -1) -> Tensor:
-    """Return True where weight may flow between neighbours along dim: where both are allowed."""
+    """Return True where two neighbours along dim are both allowed, so that weight may flow."""
     n = allowed.shape[dim]
-    if n <= 1:  # the same for all positions, or there are none
+    if n <= 1:  # the dimension broadcasts, or is empty
         return allowed
     return allowed.narrow(dim, 0, n - 1) & allowed.narrow(dim, 1, n - 1)
 
 
 def sees_no_future(allowed: Tensor | None) -> bool:
-    """Return whether no query may attend to a later key, so that attention is causal.
-
-    This reads the values, so it is not for compiled code.
-    """
+    """Return whether no query may attend to a later key. Requires: the code is not compiled."""
     if allowed is None or allowed.shape[-1] == 1 or allowed.shape[-2] == 1:
         return False
     return not bool(allowed.triu(1).any())
@@ -129,21 +126,21 @@ def sees_no_future(allowed: Tensor | None) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """Which keys a query may attend to, without a matrix where none is needed.
+    """Which keys a query may attend to, without a matrix unless one is necessary.
 
-    Row i may attend to key j if ``-left <= j - i <= right``, j is valid, both are in one document, and
-    `mask` allows it.
+    Row i may attend to key j if ``-left <= j - i <= right``, j is valid, both belong to one document,
+    and `mask` is True.
 
     Attributes:
         queries, keys: Number of queries and of keys.
         left, right: Sides of the band around the diagonal, None for no limit. They may be negative.
         valid_keys: bool ``[batch or 1, heads or 1, 1, keys]``, or None if all keys are valid.
         documents: ids ``[batch, tokens]``, or None.
-        mask: bool ``[batch or 1, heads or 1, queries or 1, keys or 1]``, or None: a mask without a
-            simpler form.
-        bias: Finite floats of such a shape, added to the scores, or None.
-        offset: ``[batch or 1, heads or 1, queries, 1]``, which `bias_tile` subtracts from the bias, or
-            None. See `row_offset`.
+        mask: bool ``[batch or 1, heads or 1, queries or 1, keys or 1]``, a mask that the other
+            attributes cannot express, or None.
+        bias: Finite floats of the same shape that are added to the scores, or None.
+        offset: ``[batch or 1, heads or 1, queries, 1]``, numbers that `bias_tile` subtracts from the
+            bias, or None; see `row_offset`.
     """
 
     queries: int
@@ -168,7 +165,7 @@ class Scope:
         documents: Tensor | None = None,
         window: Window | None = None,
     ) -> "Scope":
-        """Return the scope of the arguments of `allowed`; attn_mask has four dimensions."""
+        """Return the scope for arguments of `allowed`; attn_mask must have four dimensions."""
         left, right = (side if side >= 0 else None for side in sides(window))
         if is_causal:
             right = 0
@@ -177,7 +174,7 @@ class Scope:
             walls = walls_of_bias(attn_mask)
             bias = attn_mask.masked_fill(walls, 0.0)
             some, far = True, True
-            if not torch.compiler.is_compiling():  # the device is waited for once
+            if not torch.compiler.is_compiling():  # one synchronisation with the device
                 some, far = torch.stack((walls.any(), (bias.abs() > FAR).any())).tolist()
             attn_mask = ~walls if some else None
         if attn_mask is not None:
@@ -200,12 +197,12 @@ class Scope:
 
     @property
     def only_causal(self) -> bool:
-        """Whether a query sees all keys up to its own position, and there is no bias."""
+        """Whether a query attends to all keys up to its own position, without a bias."""
         others = self.valid_keys, self.documents, self.mask, self.bias, self.left
         return self.right == 0 and all(x is None for x in others)
 
     def narrowed(self, by: int) -> "Scope":
-        """Return the scope without that many keys at each edge of the band."""
+        """Return the scope without `by` keys at each edge of the band."""
         left = None if self.left is None else self.left - by
         right = None if self.right is None else self.right - by
         return replace(self, left=left, right=right)
@@ -213,35 +210,35 @@ class Scope:
     def open_faces(self) -> Tensor | None:
         """Return bool ``[batch or 1, heads or 1, 1, keys - 1]``, False at walls that all rows share.
 
-        A row never attends to another document, so a wall where a document ends is valid for all rows.
+        The end of a document is a wall for all rows, because no row attends to two documents.
         """
-        parts = []
+        faces = []
         if self.valid_keys is not None:
-            parts.append(self.valid_keys[..., 1:] & self.valid_keys[..., :-1])
+            faces.append(self.valid_keys[..., 1:] & self.valid_keys[..., :-1])
         if self.documents is not None:
-            parts.append((self.documents[:, 1:] == self.documents[:, :-1])[:, None, None, :])
-        return all_of(parts)
+            faces.append((self.documents[:, 1:] == self.documents[:, :-1])[:, None, None, :])
+        return all_of(faces)
 
     def tile(self, rows: slice, columns: slice, device: torch.device) -> Tensor | None:
         """Return bool ``[batch or 1, heads or 1, rows, columns]``, or None if every key is allowed."""
-        parts = []
+        masks = []
         (i, end_i), (j, end_j) = (rows.start, rows.stop), (columns.start, columns.stop)
         cut_left = self.left is not None and j < end_i - 1 - self.left
         if cut_left or (self.right is not None and end_j - 1 > i + self.right):
             row = torch.arange(i, end_i, device=device)[:, None]
             ahead = torch.arange(j, end_j, device=device) - row
             if self.right is not None:
-                parts.append(ahead <= self.right)
+                masks.append(ahead <= self.right)
             if self.left is not None:
-                parts.append(ahead >= -self.left)
+                masks.append(ahead >= -self.left)
         if self.valid_keys is not None:
-            parts.append(self.valid_keys[..., columns])
+            masks.append(self.valid_keys[..., columns])
         if self.documents is not None:
-            own = self.documents[:, rows, None] == self.documents[:, None, columns]
-            parts.append(own[:, None])
+            same = self.documents[:, rows, None] == self.documents[:, None, columns]
+            masks.append(same[:, None])
         if self.mask is not None:
-            parts.append(broadcast_slice(self.mask, rows, columns))
-        return all_of(parts)
+            masks.append(broadcast_slice(self.mask, rows, columns))
+        return all_of(masks)
 
     def diagonals(self, first: int, width: int, device: torch.device) -> Tensor:
         """Return bool ``[..., queries, width]``, whether row i may attend to key i + first + m."""
@@ -257,30 +254,31 @@ class Scope:
         if self.documents is not None:
             ids = sliding_entries(
                 self.documents, first, width, self.queries
-            )  # beyond the ends `ok` is False
+            )  # `ok` is False beyond the ends
             ok = ok & (ids == self.documents[:, :, None])[:, None]
         return ok
 
     def bias_tile(self, rows: slice, columns: slice) -> Tensor | None:
-        """Return what is added to the scores of some rows and keys, shaped as `tile`; or None."""
+        """Return the bias of some rows and keys, with the shape of `tile`, or None."""
         if self.bias is None:
             return None
         bias = broadcast_slice(self.bias, rows, columns)
         return bias if self.offset is None else without_offset(bias, self.offset[..., rows, :])
 
     def _without_offset(self) -> "Scope":
-        """Return a scope with the same softmax whose bias is small."""
+        """Return a scope with the same softmax and a small bias."""
         assert self.bias is not None
         if self.banded or self.documents is not None or self.mask is not None:
-            parts = [self._offset_of(slice(i, i + ROWS)) for i in range(0, self.queries, ROWS)]
-            offset = torch.cat(parts, -2)
+            offsets = [self._offset_of(slice(i, i + ROWS)) for i in range(0, self.queries, ROWS)]
+            offset = torch.cat(offsets, -2)
             if self.bias.shape[-2] == 1 or offset.shape[:2] != self.bias.shape[:2]:
-                return replace(self, offset=offset)  # together they would be a larger tensor
+                return replace(self, offset=offset)  # their difference would be a larger tensor
         else:
             offset = row_offset(self.bias, self.valid_keys)
         return replace(self, bias=without_offset(self.bias, offset))
 
     def _offset_of(self, rows: slice) -> Tensor:
+        """Return `row_offset` for some rows."""
         assert self.bias is not None
         rows = slice(rows.start, min(rows.stop, self.queries))
         columns = slice(0, self.keys)
@@ -289,7 +287,7 @@ class Scope:
         return offset.expand(*offset.shape[:-2], rows.stop - rows.start, 1)
 
     def bias_diagonals(self, first: int, width: int) -> Tensor | None:
-        """Return what is added to the score of row i and key i + first + m; or None."""
+        """Return the bias ``[..., queries, width]`` of row i and key i + first + m, or None."""
         if self.bias is None:
             return None
         row = torch.arange(self.queries, device=self.bias.device)[:, None]
@@ -298,7 +296,7 @@ class Scope:
         return bias if self.offset is None else without_offset(bias, self.offset)
 
     def columns(self, rows: slice) -> slice:
-        """Return the keys that the band allows for some of the rows; possibly none."""
+        """Return the smallest range of keys that contains the band in these rows."""
         start, stop = 0, self.keys
         if self.left is not None:
             start = min(max(rows.start - self.left, 0), self.keys)
@@ -307,7 +305,7 @@ class Scope:
         return slice(start, max(start, stop))
 
     def document_ranges(self) -> tuple[Tensor, Tensor] | None:
-        """Return the first key of each row's document, and one past the last, ``[batch, tokens]``."""
+        """Return the first key of each row's document and one past the last, ``[batch, tokens]``."""
         if self.documents is None:
             return None
         ids, order = self.documents.sort(dim=-1, stable=True)
@@ -317,7 +315,7 @@ class Scope:
 
 
 def sliding_entries(x: Tensor, first: int, width: int, rows: int) -> Tensor:
-    """Return x ``[..., keys]`` as ``[..., rows, width]``: x at i + first + m, 0 beyond its ends."""
+    """Return entries i + first + m of x ``[..., keys]`` as ``[..., rows, width]``, 0 beyond the ends."""
     return entries(x, first, rows + width - 1, -1).unfold(-1, width, 1)
 
 
@@ -331,15 +329,15 @@ def entries(x: Tensor, first: int, count: int, dim: int) -> Tensor:
 
 
 def broadcast_slice(x: Tensor, rows: slice, columns: slice) -> Tensor:
-    """Return a part of a matrix whose dimensions of size 1 stand for all rows or columns."""
+    """Return some rows and columns of a matrix whose dimensions of size 1 broadcast."""
     x = x if x.shape[-2] == 1 else x[..., rows, :]
     return x if x.shape[-1] == 1 else x[..., columns]
 
 
 def _simplify(mask: Tensor, queries: int, keys: int) -> tuple[Tensor | None, bool, Tensor | None]:
-    """Return a mask as (valid keys, whether it is also causal, the mask if it has no such form).
+    """Return (valid keys, whether the mask is also causal, the mask if it has no such form).
 
-    This reads the values, so compiled code takes a mask with rows as it is.
+    This function reads values, so compiled code returns a mask with several rows unchanged.
     """
     last = mask[..., -1:, :].expand(*mask.shape[:-2], 1, keys)
     if mask.shape[-2] == 1:

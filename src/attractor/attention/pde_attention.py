@@ -1,4 +1,4 @@
-"""The entrance to PDE attention: arguments become a `Call`, the call gets a `Plan`, an engine runs."""
+"""PDE attention: arguments become a `Call`, `plan` returns a `Plan` for it, and an engine runs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,49 +44,50 @@ def pde_attention(
     renormalise: bool = False,
     method: str = "auto",
 ) -> Tensor:
-    """Attention whose map moves under a PDE between its softmax and its values.
+    """Compute attention whose map evolves under a PDE between the softmax and the values.
 
-    The first eight arguments are those of `torch.nn.functional.scaled_dot_product_attention`, in its
-    order and meaning, except that `is_causal` may be combined with masks; with ``steps=0`` it is that
-    function. A query that may attend to nothing, however its mask is written, has zero output.
-    Dimensions before the tokens broadcast as they do there.
+    The first eight arguments are those of `torch.nn.functional.scaled_dot_product_attention` (SDPA),
+    with the same order and meaning, except that `is_causal` may be combined with masks. With ``steps=0``
+    the result is that of SDPA. The output of a query that may attend to no key is zero, whatever the
+    form of the mask. Dimensions before the tokens broadcast as in SDPA.
 
     Args:
         query: ``[*batch, heads, queries, dim]``.
         key: ``[*batch, heads, keys, dim]``.
         value: ``[*batch, heads, keys, value dim]``.
-        attn_mask: broadcasts to ``[*batch, heads, queries, keys]``: bool, True = attend, or a float
-            bias. False is a wall, and so is a bias of -8192 or less (`masks.WALL`): softmax does not
-            tell such a key from one of -inf, so a mask may be written with -inf, -1e9, -1e4 or the
-            lowest number of any float type. All other biases, ALiBi's for one, are not walls.
-        dropout_p: probability that an entry of the first map A(0) is dropped; the others are divided by
-            ``1 - dropout_p``. Which entries are dropped differs from SDPA's under the same seed.
-        is_causal: a query attends to keys up to its own position, both counted from 0.
-        scale: of the scores, ``dim ** -0.5`` if None.
-        enable_gqa: query may have a multiple of the heads of key and value.
-        pde: an equation of `attractor.pdes`, one of your own, or a name such as ``"diffusion"``.
-        steps: how many steps the map takes.
-        dt: pseudo-time of a step.
-        axis: along which neighbours are: ``"key"``, or, for attention that is not causal, ``"query"``
-            or ``"both"``.
-        walls: where flow ends: ``"mask"``, at the edges of what a query may attend to;
-            ``"sequence"`` and ``"periodic"`` ignore the mask and exist for comparison: a causal
-            model sees its future through them.
-        key_padding: ``[batch or 1, keys]`` bool, True = a real token.
-        documents: ``[batch or 1, tokens]`` integer ids of packed texts that do not see each other.
-        window: (left, right), how far a query sees on either side, its own position always included,
-            -1 for no limit; a single number stands for both.
-        renormalise: divides every row of A(Nt) by its sum, which reaction and dropout change.
+        attn_mask: A mask that broadcasts to ``[*batch, heads, queries, keys]``: bool, True = attend, or
+            a float bias. False is a wall, and so is a bias of -8192 or less (`masks.WALL`), for which
+            softmax weights are 0. A mask may therefore contain -inf, -1e9, -1e4 or the lowest number of
+            any float type. All other biases, such as ALiBi, are not walls.
+        dropout_p: Probability that an entry of the first map A(0) is dropped; the others are divided by
+            ``1 - dropout_p``. With the same seed, SDPA drops other entries.
+        is_causal: Whether a query attends only to keys up to its own position, both counted from 0.
+        scale: Scale of the scores, ``dim ** -0.5`` if None.
+        enable_gqa: Whether query may have a multiple of the heads of key and value.
+        pde: An equation of `attractor.pdes`, an equation of your own, or a name such as ``"diffusion"``.
+        steps: Number of steps that the map takes.
+        dt: Size of a step in pseudo-time.
+        axis: Axis of the derivatives: ``"key"``, or, unless attention is causal, ``"query"`` or
+            ``"both"``.
+        walls: Where flow ends. ``"mask"`` means at the edges of the masks. ``"sequence"`` and
+            ``"periodic"`` ignore the masks and are for comparisons only, because they let a causal model
+            see its future.
+        key_padding: ``[batch or 1, keys]`` bool, True for valid tokens.
+        documents: ``[batch or 1, tokens]`` integer ids of packed texts. A token attends only to tokens
+            of its own text.
+        window: (left, right), the numbers of keys before and after its own position that a query
+            attends to, -1 for no limit. A single number stands for both.
+        renormalise: Whether to divide every row of A(Nt) by its sum, which reaction and dropout change.
         method: ``"dense"`` builds the map, ``"stepped"`` steps the values of a linear PDE instead,
-            ``"tiled"`` builds any map a tile at a time, ``"fused"`` does it in GPU kernels; ``"auto"``
-            takes the quickest that can, and `explain` tells which.
+            ``"tiled"`` builds the map tile by tile, and ``"fused"`` uses GPU kernels. ``"auto"`` selects
+            the fastest possible method; `explain` returns its choice.
 
     Returns:
-        ``[*batch, heads, queries, value dim]``, in query's dtype.
+        ``[*batch, heads, queries, value dim]``, in the dtype of query.
 
     Raises:
-        TypeError, ValueError: an argument is not what it must be, a step is unstable, or `method` names
-            an engine that cannot do this; no other engine takes its place.
+        TypeError, ValueError: An argument is invalid, a step is unstable, or the engine that `method`
+            names cannot compute the call.
     """
     call = Call(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, pde=pde, steps=steps,
@@ -106,23 +107,23 @@ def pde_attention(
 
 
 def _arguments_of(function: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """Give a function the parameters of another, for readers, `help` and type checkers."""
+    """Return a decorator that gives a function the signature of another one."""
 
-    def give(other: Callable[..., R]) -> Callable[P, R]:
+    def decorate(other: Callable[..., R]) -> Callable[P, R]:
         other.__signature__ = signature(function).replace(  # type: ignore[attr-defined]
             return_annotation=signature(other).return_annotation
         )
         return cast(Callable[P, R], other)
 
-    return give
+    return decorate
 
 
 @_arguments_of(pde_attention)
 def explain(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Plan:
-    """Return how `pde_attention` computes a call with the same arguments, and why.
+    """Return how and why `pde_attention` computes a call with the same arguments.
 
     Raises:
-        TypeError, ValueError: Where `pde_attention` would raise.
+        TypeError, ValueError: As in `pde_attention`.
 
     >>> import torch
     >>> query, key, value = torch.randn(3, 2, 8, 100, 64)
@@ -140,7 +141,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 
 
 def run(call: Call, plan: Plan) -> Tensor:
-    """Return the output ``[*batch, heads, queries, value dim]`` of a call, computed as planned."""
+    """Return the output ``[*batch, heads, queries, value dim]`` of a call according to its plan."""
     if plan.method == "dense":
         return _dense(call)[0]
     if plan.one_query:
@@ -162,15 +163,15 @@ def run(call: Call, plan: Plan) -> Tensor:
         output = boundary.causal(query, key, value, stencil, plan.operator, scale, matrix)
     else:
         scope = call.scope() if plan.scope is None else plan.scope
-        where = query, key, value, scope, scale, evolution
+        arguments = query, key, value, scope, scale, evolution
         if call.axis != "key" or call.walls != "mask":
-            output = without_walls(*where, call.axis, call.walls)
+            output = without_walls(*arguments, call.axis, call.walls)
         elif plan.method == "stepped":
             step = kernels.value_step_function(query, value, evolution)
             dropout_p = call.dropout_p
-            output = stepped(*where, step=step, operator=plan.operator, dropout_p=dropout_p)
+            output = stepped(*arguments, step=step, operator=plan.operator, dropout_p=dropout_p)
         else:
-            output = tiled(*where, dropout_p=call.dropout_p)
+            output = tiled(*arguments, dropout_p=call.dropout_p)
     if call.query.ndim == 4:
         return output
     return output.reshape(*call.query.shape[:-1], output.shape[-1])
@@ -180,11 +181,10 @@ def run(call: Call, plan: Plan) -> Tensor:
 def attention_and_map(
     query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return what `pde_attention` returns by method "dense", and the map A(Nt).
+    """Return the result of `pde_attention` with method "dense", and the map A(Nt).
 
-    Args:
-        query, key, value: As in `pde_attention`, as are all other arguments, except `renormalise` and
-            `method`, which are not taken. There is at least one query and one key.
+    The arguments are those of `pde_attention` without `renormalise` and `method`. Requires: there is at
+    least one query and one key.
     """
     call = Call(query, key, value, *args, **kwargs, renormalise=False, method="dense")
     check_causality(call)
@@ -194,6 +194,6 @@ def attention_and_map(
 def _dense(call: Call) -> tuple[Tensor, Tensor]:
     return dense(
         call.query, call.key, call.value, dropout_p=call.dropout_p, scale=call.scale,
-        pde=call.evolution.pde,
-        steps=call.steps, dt=call.dt, axis=call.axis, walls=call.walls, **call.masks,
+        pde=call.evolution.pde, steps=call.steps, dt=call.dt, axis=call.axis, walls=call.walls,
+        **call.masks,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Checks of the tensors and masks of attention, and the forms that `Call` brings them into."""
+"""Checks of the tensors and masks of attention, and their normalisation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,10 +15,10 @@ METHODS = ("auto", "dense", "stepped", "tiled", "fused")
 def broadcast(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all three with equal dimensions before their tokens, where they broadcast, as in SDPA.
+    """Broadcast the dimensions before the tokens, as SDPA does.
 
-    With `enable_gqa`, key and value may keep fewer heads than query. Shapes that do not fit are returned
-    unchanged, and `check_tensors` rejects them.
+    With `enable_gqa`, key and value may keep fewer heads than query. Tensors that do not broadcast are
+    returned unchanged, and `check_tensors` rejects them.
     """
     unchanged = query, key, value
     if not all(isinstance(x, Tensor) and x.ndim >= 2 for x in unchanged):
@@ -30,18 +30,18 @@ def broadcast(
         return unchanged if shape is None else _expanded(shape, *unchanged)
     ndim = max(3, *(x.ndim for x in unchanged))
     q, k, v = (x[(None,) * (ndim - x.ndim)] for x in unchanged)
-    heads, few = q.shape[-3], (k.shape[-3], v.shape[-3])
+    heads, key_heads = q.shape[-3], (k.shape[-3], v.shape[-3])
     shape = _common(*(x.shape[:-3] for x in (q, k, v)))
-    if shape is None or any(not n or heads % n for n in few):
+    if shape is None or any(not n or heads % n for n in key_heads):
         return unchanged
-    if few[0] != few[1]:
-        k, v = (x.repeat_interleave(heads // n, dim=-3) for x, n in zip((k, v), few))
+    if key_heads[0] != key_heads[1]:
+        k, v = (x.repeat_interleave(heads // n, dim=-3) for x, n in zip((k, v), key_heads))
     (q,), (k, v) = _expanded((*shape, heads), q), _expanded((*shape, k.shape[-3]), k, v)
     return q, k, v
 
 
 def _common(*shapes: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the shape that all of them broadcast to, or None."""
+    """Return the shape that all shapes broadcast to, or None."""
     try:
         return tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError:
@@ -78,7 +78,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
         heads, key_heads, value_heads = query.shape[-3], key.shape[-3], value.shape[-3]
         if not enable_gqa and not heads == key_heads == value_heads:
             raise ValueError(
-                f"{shapes}: the numbers of heads differ; pass enable_gqa=True to share heads, or give "
+                f"{shapes}: the numbers of heads differ; pass enable_gqa=True to share heads, or pass "
                 "one head to broadcast"
             )
         if heads % max(key_heads, 1) or heads % max(value_heads, 1):
@@ -113,7 +113,7 @@ def check_masks(
     if attn_mask is not None:
         if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
             raise ValueError(
-                f"attn_mask is {attn_mask.dtype}; give bools, True = attend, or floats to add"
+                f"attn_mask is {attn_mask.dtype}; pass bools, True = attend, or floats to add"
             )
         sizes = zip(reversed(attn_mask.shape), reversed(shape))
         if attn_mask.ndim > len(shape) or any(m not in (1, s) for m, s in sizes):
@@ -132,7 +132,7 @@ def check_masks(
                 f"{name} {list(ids.shape)} must be {[texts, keys]}, or {[1, keys]} for all texts"
             )
     if key_padding is not None and key_padding.dtype != torch.bool:
-        raise ValueError(f"key_padding is {key_padding.dtype}; give bools, True = a real token")
+        raise ValueError(f"key_padding is {key_padding.dtype}; pass bools, True = a valid token")
     if documents is not None:
         if query.shape[-2] != key.shape[-2]:
             raise ValueError(
@@ -140,7 +140,7 @@ def check_masks(
             )
         no_ids = documents.is_floating_point() or documents.is_complex()
         if no_ids or documents.dtype == torch.bool:
-            raise ValueError(f"documents is {documents.dtype}; give integer ids")
+            raise ValueError(f"documents is {documents.dtype}; pass integer ids")
     if window is not None:
         pair = (window, window) if isinstance(window, int) else window
         sides = isinstance(pair, tuple | list) and len(pair) == 2

@@ -1,12 +1,12 @@
 """Attention by Triton kernels, forward and backward: which calls have kernels, and their dispatch.
 
-Linear PDEs take stepped values (`values`) for a fused operator and boundary keys (`boundary`) near walls
-that move with the row: causal attention, within packed documents too (`causal`), and sliding windows
-(`window`). Reaction-diffusion, exact and split, has kernels of its own (`reaction`).
+For linear PDEs, a fused operator computes most keys with stepped values (`values`), and kernels compute
+boundary keys (`boundary`) near walls that move with the row. `causal` is for causal attention, also
+within packed documents, and `window` for sliding windows. `reaction` has kernels for reaction-diffusion.
 
-Kernels are never required: without Triton, or on another device, plain torch computes the same, and
-`why_not` says why. All modules of this folder import Triton, so ask first. With ``TRITON_INTERPRET=1``
-in the environment before the first import, kernels run on a CPU, slowly, for tests.
+Kernels are optional: without Triton, or on another device, plain torch computes the same results.
+`why_not` returns the reason. All other modules of this folder import Triton, so call `why_not` first. If
+``TRITON_INTERPRET=1`` is set before the first import, kernels run on a CPU, slowly, for tests.
 """
 
 import os
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from attractor.attention.engines.strips import Operator
     from attractor.attention.kernels.causal import Documents
 
-REACH = 8  # the largest reach of all steps: sums over neighbours are unrolled
-DIM = 256  # the largest head dimension: a program holds complete rows
+REACH = 8  # largest reach of all steps, because sums over neighbours are unrolled
+DIM = 256  # largest head dimension, because a program holds entire rows
 TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 DEVICES = ("cuda",)  # where kernels are faster than torch
 
@@ -45,17 +45,17 @@ def why_not(query: Tensor, value: Tensor, evolution: Evolution) -> str:
     if not TRITON:
         return "Triton is missing"
     if exporting():
-        return "exported programs run without attractor, and so without its kernels"
+        return "exported programs run without attractor and its kernels"
     reach = evolution.reach if hasattr(pde, "reach") else 0
     heads = query.shape[-3] if query.ndim > 2 else 1
     if not is_dataclass(pde) or not (pde.linear or type(pde) is ReactionDiffusion):
         return f"there is no kernel for {type(pde).__name__}"
     if not all(_one_per_head(getattr(pde, field.name), heads) for field in fields(pde)):
-        return "kernels take coefficients for all heads or one for each"
+        return "kernels require one set of coefficients, or one per head"
     if not query.numel() or not value.numel():
-        return "there is nothing to do"
+        return "the tensors are empty"
     if not (usable(query, reach) and usable(value, reach)):
-        return f"kernels reach 1 to {REACH} keys, in heads of up to {DIM}"
+        return f"kernels support a reach of 1 to {REACH} keys, and heads of up to {DIM}"
     if not pde.linear:
         from attractor.attention.kernels import reaction
 
@@ -74,10 +74,10 @@ def why_not_row(query: Tensor, key: Tensor, value: Tensor, evolution: Evolution)
     from attractor.attention.kernels import decoding
 
     heads = query.shape[-3] if query.ndim > 2 else 1
-    shared = key.shape[-3] if key.ndim > 2 else 1
-    if not evolution.same_for_all_heads and heads != shared:
+    key_heads = key.shape[-3] if key.ndim > 2 else 1
+    if not evolution.same_for_all_heads and heads != key_heads:
         return "heads that share keys have coefficients of their own"
-    return "" if decoding.usable(query, key, value) else "one query has a kernel without gradients only"
+    return "" if decoding.usable(query, key, value) else "the kernel for one query has no gradients"
 
 
 def attend_row(
@@ -85,12 +85,14 @@ def attend_row(
 ) -> Tensor:
     """Return the output ``[batch, heads, 1, value dim]`` of one query, as in generation with a cache.
 
-    Requires: `why_not_row` is empty for these arguments.
+    Requires: `why_not_row` returns an empty string for these arguments.
 
     Args:
         query: ``[batch, heads, 1, dim]``.
-        key, value: ``[batch, shared heads, keys, dim]``.
-        valid: bool ``[batch or 1, keys]``, True = attend; None: all keys.
+        key, value: ``[batch, key heads, keys, dim]``.
+        valid: bool ``[batch or 1, keys]``, True = attend, or None for all keys.
+        scale: Scale of the scores.
+        evolution: The PDE and its steps.
     """
     from attractor.attention.kernels.decoding import decode
     from attractor.attention.kernels.stencils import stencil_table
@@ -101,26 +103,27 @@ def attend_row(
 def pack_documents(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor, evolution: Evolution
 ) -> tuple["Documents | None", str]:
-    """Return documents ``[batch, tokens]`` as `attend` accepts them, or why causal kernels cannot.
+    """Return documents ``[batch, tokens]`` in the form of `attend`, or None and a reason.
 
-    Compiled code cannot look at them, and leaves that to the operator that it calls.
+    Compiled code cannot read the ids; the operator that it calls does.
     """
     if torch.compiler.is_compiling():
         return None, ""
     from attractor.attention.kernels import causal
 
-    runs = causal.pack_documents(query, key, value, documents, evolution.reach)
-    return runs, "" if runs is not None else "kernels want every document to be one run of tokens"
+    packed = causal.pack_documents(query, key, value, documents, evolution.reach)
+    return packed, "" if packed is not None else "kernels require consecutive tokens of each document"
 
 
 def _one_per_head(coefficient: Any, heads: int) -> bool:
+    """Return whether a coefficient is a number, or a tensor with one entry or ``[heads, 1, 1]``."""
     if not isinstance(coefficient, Tensor) or coefficient.numel() == 1:
         return True
     return coefficient.numel() == heads and coefficient.shape[-3:] == (heads, 1, 1)
 
 
 def usable(x: Tensor, reach: int) -> bool:
-    """Return whether kernels accept values, queries or keys like x, for steps of that reach in all."""
+    """Return whether kernels support x as query, key or value, for this reach of all steps."""
     if not TRITON or not 1 <= reach <= REACH or x.shape[-1] > DIM or x.dtype not in TYPES:
         return False
     return x.device.type == "cuda" or (INTERPRETED and x.device.type == "cpu")
@@ -140,15 +143,19 @@ def attend(
 ) -> Tensor:
     """Return the output ``[batch, heads, queries, value dim]`` of a PDE on the key axis.
 
-    Requires: `why_not` is empty for these arguments.
+    Requires: `why_not` returns an empty string for these arguments.
 
     Args:
         query, key, value: ``[batch, heads, tokens, dim]``, with equal numbers of tokens if causal. Key
             and value may have fewer heads if the PDE is linear and the same for all heads.
-        ids: Of packed documents ``[batch, tokens]``, of causal attention.
-        documents: What `pack_documents` has returned for them. None: they are packed later.
-        operator: For the far keys of a causal call without documents. None: it is chosen later.
-        dropout_p: Of the entries of A(0), for linear PDEs.
+        is_causal: Whether row i attends to keys up to i only.
+        scale: Scale of the scores.
+        evolution: The PDE and its steps.
+        ids: Ids of packed documents ``[batch, tokens]``, for causal attention.
+        documents: The result of `pack_documents` for them; None to pack them later.
+        operator: The operator for the far keys of a causal call without documents; None to choose it
+            later.
+        dropout_p: Dropout probability of the entries of A(0), for linear PDEs.
     """
     from attractor.attention.kernels import causal, reaction
     from attractor.attention.kernels.stencils import stencil_table
@@ -163,17 +170,17 @@ def attend(
     if is_causal:
         options = ids, documents, operator, dropout_p
         return causal.causal(query, key, value, stencil, scale, *options)
-    share = query.shape[1] != key.shape[1]
+    gqa = query.shape[1] != key.shape[1]
     stepped = step(value, stencil, None)
     return scaled_dot_product_attention(
-        query, key, stepped, None, dropout_p, scale=scale, enable_gqa=share
+        query, key, stepped, None, dropout_p, scale=scale, enable_gqa=gqa
     )
 
 
 def why_no_dropout(query: Tensor, value: Tensor, evolution: Evolution, is_causal: bool) -> str:
-    """Return why `attend` cannot drop weights; empty if it can. Requires: `why_not` is empty."""
+    """Return why `attend` cannot drop weights; empty if it can. Requires: `why_not` returns ""."""
     if not evolution.linear:
-        return f"kernels of {type(evolution.pde).__name__} know no dropout"
+        return f"kernels of {type(evolution.pde).__name__} support no dropout"
     if not is_causal:
         return ""
     from attractor.attention.kernels import causal
@@ -189,11 +196,12 @@ def value_step_function(
 
 
 def stepped_values(evolution: Evolution, value: Tensor, open: Tensor | None) -> Tensor:
-    """Return what `engines.values.step_values` returns, by a kernel where there is one.
+    """Return the result of `engines.values.step_values`, by a kernel if there is one.
 
     Args:
+        evolution: The PDE and its steps.
         value: ``[batch, heads, keys, dim]``.
-        open: bool ``[batch or 1, heads or 1, 1, keys - 1]``, False at walls. None: only the ends are
+        open: bool ``[batch or 1, heads or 1, 1, keys - 1]``, False at walls; None if only the ends are
             walls.
     """
     if not usable(value, evolution.reach):

@@ -1,13 +1,13 @@
 """Causal attention of a linear PDE: boundary keys in kernels, far keys in a fused operator.
 
-Its twin in torch is `engines.boundary.causal`. The last keys of a row, within reach of the wall after
-its own, spread their weights over twice the reach (`boundary`); the operator computes all others with
-stepped values. Forward takes three launches: `values.step`, the operator, and `boundary_forward`, which
-puts both under one softmax. Backward gives the operator the merged output and log-sum-exp, and adds the
-boundary's share to what it returns.
+Its twin in torch is `engines.boundary.causal`. The weights of the last keys of a row, within
+reach of its wall, spread over twice the reach (`boundary`). The operator computes all other keys with
+stepped values. Forward has three launches: `values.step`, the operator, and `boundary_forward`, which
+combines both in one softmax. Backward passes the combined output and log-sum-exp to the operator, and
+adds the share of the boundary keys to its result.
 
-Packed documents are walls before a row as well: kernels look for them among the keys within reach, and
-the operator gets a band within documents.
+Packed documents also have a wall before each row: kernels test the keys within reach for it, and the
+operator computes a band within documents.
 """
 
 from dataclasses import dataclass
@@ -46,12 +46,12 @@ from attractor.attention.precision import first_derivatives_only
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Packed documents, each of which is one run of tokens.
+    """Packed documents with consecutive tokens.
 
     Attributes:
         open: bool ``[batch, 1, 1, tokens - 1]``, False between two documents.
         scope: The keys of a row's document that are out of reach of its wall.
-        operator: For these keys.
+        operator: The operator for these keys.
     """
 
     open: Tensor
@@ -60,7 +60,7 @@ class Documents:
 
     @property
     def single(self) -> bool:
-        """Whether every batch row is known to be a single document."""
+        """Whether every batch row is a single document; False if this is unknown."""
         strip = self.operator.strip
         return strip is not None and strip.packed is not None and strip.packed.single
 
@@ -68,9 +68,9 @@ class Documents:
 def pack_documents(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor, reach: int
 ) -> Documents | None:
-    """Return the documents of ids ``[batch, tokens]``; None if one of them is not a single run.
+    """Return the documents of ids ``[batch, tokens]``; None if their tokens are not consecutive.
 
-    The host waits for the device to look at the ids, once per tensor of them.
+    The host waits for the device to read the ids, once per tensor of ids.
     """
     tokens = documents.shape[-1]
     scope = Scope(tokens, tokens, right=-reach, documents=documents)
@@ -97,21 +97,22 @@ def causal(
 ) -> Tensor:
     """Return the output ``[batch, heads, tokens, value dim]``, for any number of tokens.
 
-    Compiled code calls one operator, ``attractor::causal_attention``, and another one in backward. What
-    they run is decided when they run, so that one program serves all lengths.
+    Compiled code calls the operator ``attractor::causal_attention``, and another operator in backward.
+    These choose their kernels at run time, so that one compiled program is valid for all lengths.
 
     Args:
         query: ``[batch, heads, tokens, dim]``.
-        key, value: Likewise. If the stencil is the same for all heads, they may have fewer heads, each
-            of which serves as many consecutive heads of query.
+        key, value: ``[batch, heads, tokens, dim]``. If the stencil is the same for all heads, they may
+            have fewer heads, each of which serves as many consecutive heads of query.
         stencil: The table of `stencils.stencil_table`.
-        ids: Of documents that do not see each other ``[batch, tokens]``, each a single run of tokens.
+        scale: Scale of the scores.
+        ids: Ids of packed documents ``[batch, tokens]``, whose tokens are consecutive.
         documents: What `pack_documents` has returned for them. None: they are packed here.
-        operator: Computes the softmax over the far keys, a square causal problem, unless there are
-            documents. None: it is chosen here.
-        dropout_p: Probability that an entry of A(0) is dropped. The operator draws what it drops of the
-            far keys, and `boundary.sides.kept` what is dropped of the boundary keys. Requires that
-            `why_no_dropout` is empty.
+        operator: The operator for the far keys, a square causal problem, unless there are documents;
+            None to choose it here.
+        dropout_p: Probability that an entry of A(0) is dropped. The operator drops far keys, and
+            `boundary.sides.dropout_factors` drops boundary keys. Requires: `why_no_dropout` returns an
+            empty string.
     """
     if is_traced(query):
         return cast(Tensor, attend_operator(query, key, value, stencil, scale, ids, float(dropout_p))[0])
@@ -137,9 +138,9 @@ class _Dropout:
     """Dropout of the entries of A(0).
 
     Attributes:
-        p: Probability of an entry to be dropped.
-        seed: For the boundary keys, int64 ``[1]``.
-        far: For the far keys.
+        p: Probability that an entry is dropped.
+        seed: Seed for the boundary keys, int64 ``[1]``.
+        far: Dropout of the far keys.
     """
 
     p: float
@@ -148,19 +149,19 @@ class _Dropout:
 
     @classmethod
     def new(cls, p: float, device: torch.device) -> "_Dropout | None":
-        """Return a dropout that draws other entries each time; None if p is 0."""
+        """Return a dropout with a new random seed; None if p is 0."""
         if not p:
             return None
         return cls(p, torch.randint(1 << 62, (1,), device=device), Dropout(p))
 
     @classmethod
     def from_state(cls, p: float, state: Tensor) -> "_Dropout | None":
-        """Return the dropout that has left a state; None if p is 0."""
+        """Return the dropout with a state from `_state`; None if p is 0."""
         return cls(p, state[:1], Dropout(p, state[1:])) if p else None
 
 
 def _state(dropout: _Dropout | None, like: Tensor) -> Tensor:
-    """Return what `_Dropout.from_state` needs, int64 ``[3]``, or ``[0]`` without dropout."""
+    """Return the state for `_Dropout.from_state`, int64 ``[3]``, or ``[0]`` without dropout."""
     if dropout is None:
         return like.new_empty(0, dtype=torch.int64)
     far = dropout.seed.new_zeros(2) if dropout.far.state is None else dropout.far.state
@@ -170,7 +171,7 @@ def _state(dropout: _Dropout | None, like: Tensor) -> Tensor:
 def _pack_or_raise(
     query: Tensor, key: Tensor, value: Tensor, ids: Tensor, reach: int
 ) -> Documents | None:
-    """Return the packed documents of ids, or None if every batch row is a single one."""
+    """Return the packed documents of ids, or None if every batch row is a single document."""
     documents = pack_documents(query, key, value, ids, reach)
     if documents is None:
         raise ValueError(f"in compiled code, {CONSECUTIVE}; run this batch without torch.compile")
@@ -210,7 +211,7 @@ class _Causal(torch.autograd.Function):
 
 
 def _step_values(value: Tensor, stencil: Tensor, documents: Documents | None) -> Tensor:
-    """Return the stepped values. Backward computes them again, which takes less than to keep them."""
+    """Return the stepped values. Backward computes them again, which is cheaper than to store them."""
     return step(value, stencil, None if documents is None else documents.open)
 
 
@@ -239,7 +240,7 @@ def _attend_backward(
     do: Tensor, query: Tensor, key: Tensor, value: Tensor, stencil: Tensor, out: Tensor, lse: Tensor,
     state: Tensor, scale: float, ids: Tensor | None, dropout_p: float, of_stencil: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of query, key, value and the table, whose is empty unless `of_stencil`."""
+    """Return the gradients of query, key, value and the table; the last is empty unless `of_stencil`."""
     do, query, key, value = map(contiguous_rows, (do, query, key, value))
     with torch.no_grad():
         documents = None if ids is None else _pack_or_raise(query, key, value, ids, reach_of(stencil))
@@ -289,8 +290,7 @@ def forward(
 
     Args:
         q, k, v: With contiguous rows; k and v may have fewer heads.
-        stepped: v after all steps. If v is the beginning of a longer sequence, the steps may be those of
-            all of it.
+        stepped: v after all steps; these may be the steps of a longer sequence that begins with v.
     """
     open = None if documents is None else documents.open
     options = () if dropout is None else (dropout.far,)
@@ -331,9 +331,9 @@ def _far_forward(
     q: Tensor, k: Tensor, stepped: Tensor, reach: int, scale: float, documents: Documents | None,
     operator: Operator | None, *dropout: Dropout,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return what the operator computes from keys up to i - reach of row i, for rows from `reach` on.
+    """Return the operator's result for keys up to i - reach of row i, for rows from `reach` on.
 
-    Rows that have none in their document get anything: `boundary_forward` does not look at it.
+    The result is arbitrary for rows without such keys in their document; `boundary_forward` ignores it.
     """
     size = q.shape[-2] - reach
     if size <= 0:
@@ -356,10 +356,10 @@ def _far_forward(
 
 
 def _check_dropout(operator: Operator, dropout: tuple[Dropout, ...]) -> None:
-    """Raise if weights are to be dropped by an operator that leaves them."""
+    """Raise if an operator that cannot drop weights is called with dropout."""
     if dropout and not operator.takes_dropout:
         raise ValueError(
-            "none of torch's attention operators that are enabled drops weights of these tensors; use "
+            "none of torch's enabled attention operators supports dropout for these tensors; use "
             "method='tiled', or enable FlashAttention"
         )
 
@@ -368,7 +368,7 @@ def _far_backward(
     do: Tensor, q: Tensor, k: Tensor, stepped: Tensor, out: Tensor, lse: Tensor, reach: int,
     scale: float, documents: Documents | None, operator: Operator | None, *dropout: Dropout,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return gradients of all queries but the first, and of all keys and stepped values but the last."""
+    """Return gradients of queries from `reach` on, and of keys and stepped values up to ``-reach``."""
     size = q.shape[-2] - reach
     if size <= 0:
         return q[..., :0, :], k[..., :0, :], stepped[..., :0, :]

@@ -1,12 +1,12 @@
 """One query against a cache of keys, under a linear PDE: attention with stepped values, in one pass.
 
 Its twin in torch is `engines.dense`. The walls of a single row do not move, so every key has a stepped
-value. These need not be written to memory: a program computes those of a block of keys from the values
-within reach, which it finds in its cache, and weighs them at once. Keys are divided among programs; a
-second kernel adds up their parts.
+value. Stepped values are not stored: a program computes those of a block of keys from the values within
+reach, which are in its cache, and multiplies them by their weights at once. Keys are divided among
+programs, and a second kernel adds up their partial sums.
 """
 
-# Arguments of kernels have no types that mypy could know.
+# Kernel arguments have no types that mypy knows.
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code=assignment
 
 import torch
@@ -19,15 +19,15 @@ from attractor.attention.kernels.launch import cdiv, contiguous_rows, power_of_t
 from attractor.attention.kernels.operators import custom_operator, operator_if_traced, wrap_triton
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
-KEYS = 64  # of a block
-PROGRAMS = 512  # about as many are started, as long as each has a few blocks
-FEWEST_BLOCKS = 4  # of a program, if they are launched by the replay of a graph
-LEAST_ROWS = 16  # of a product on tensor cores
+KEYS = 64  # keys per block
+PROGRAMS = 512  # approximate number of programs, unless blocks are too few
+MIN_BLOCKS = 4  # smallest number of blocks per program, if the replay of a graph launches them
+MIN_ROWS = 16  # smallest number of rows of a product on tensor cores
 
 
 @triton.jit
 def _room(valid, stride, key, keys, here, REACH: tl.constexpr, MASKED: tl.constexpr):
-    """The numbers of valid keys before and after each key, without a gap, and at most REACH."""
+    """Return the numbers of consecutive valid keys before and after each key, at most REACH."""
     before, after = tl.minimum(key, REACH), tl.minimum(keys - 1 - key, REACH)
     if MASKED:
         left, right = here.to(tl.int32), here.to(tl.int32)
@@ -47,10 +47,10 @@ def _decode(
     DEEP: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     MASKED: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of keys for the GROUP queries that share a head of them.
+    """Compute a chunk of keys for the GROUP queries that share a head of keys.
 
-    If SINGLE, the chunk is all there is. Otherwise a program leaves its sums, their largest score and
-    their total weight.
+    If SINGLE, the chunk contains all keys, and the program stores the output. Otherwise it stores its
+    sums, its largest score and its total weight.
     """
     pair, split = tl.program_id(0), tl.program_id(1)
     batch, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
@@ -109,7 +109,7 @@ def _combine(
     parts, largest_of_parts, total_of_parts, out, splits,
     DEPTH: tl.constexpr, DEEP: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The output of one query from the parts of all chunks; zeros if it has no keys."""
+    """Store the output of one query from the sums of all chunks, zeros if it has no keys."""
     pair = tl.program_id(0).to(tl.int64)
     split, deep = tl.arange(0, SPLITS), tl.arange(0, DEEP)
     some = split < splits
@@ -131,20 +131,21 @@ def _launch(
 
     Args:
         query: ``[batch, heads, 1, dim]``.
-        key, value: ``[batch, shared heads, keys, dim]``; each of their heads serves as many consecutive
+        key, value: ``[batch, key heads, keys, dim]``; each of their heads serves as many consecutive
             heads of query.
         valid: bool ``[batch or 1, keys]``, False for keys that no query may attend to, which are walls.
         stencil: The table of `stencils.stencil_table`, the same for all heads that share keys.
+        scale: Scale of the scores.
     """
     query, key, value = map(contiguous_rows, (query, key, value))
-    (batch, heads, _, dim), (_, shared, keys, depth) = query.shape, value.shape
+    (batch, heads, _, dim), (_, key_heads, keys, depth) = query.shape, value.shape
     out = query.new_empty(batch, heads, 1, depth)
-    group, reach, pairs = heads // shared, int(stencil.shape[-1]) // 2, batch * shared
+    group, reach, pairs = heads // key_heads, int(stencil.shape[-1]) // 2, batch * key_heads
     blocks = cdiv(keys, KEYS)
-    # A second launch takes longer than some more blocks, unless a graph replays it.
+    # A second launch takes longer than a few more blocks, unless a graph replays it.
     replayed = query.is_cuda and torch.cuda.is_current_stream_capturing()
-    fewest = FEWEST_BLOCKS if replayed else 4 * FEWEST_BLOCKS
-    splits = max(1, min(blocks // fewest, PROGRAMS // pairs))
+    min_blocks = MIN_BLOCKS if replayed else 4 * MIN_BLOCKS
+    splits = max(1, min(blocks // min_blocks, PROGRAMS // pairs))
     chunk = cdiv(blocks, splits) * KEYS
     splits = cdiv(keys, chunk)
     parts = largest = total = stencil
@@ -156,12 +157,12 @@ def _launch(
     mask = query if valid is None else valid.view(torch.uint8)
     deep = max(16, power_of_two(int(depth)))
     wrap_triton(_decode)[(pairs, splits)](
-        query, key, value, mask, stencil, out, parts, largest, total, scale, keys, shared, chunk,
+        query, key, value, mask, stencil, out, parts, largest, total, scale, keys, key_heads, chunk,
         query.stride(0), query.stride(1), *key.stride()[:3], *value.stride()[:3],
         0 if valid is None or len(valid) == 1 else mask.stride(0), mask.stride(-1),
         table_stride(stencil), reach, int(dim), int(depth), max(16, power_of_two(int(dim))), deep, group,
-        max(LEAST_ROWS, power_of_two(group)), KEYS, valid is not None, splits == 1, num_warps=4,
-        num_stages=1,  # loads of values in several stages would need more shared memory than there is
+        max(MIN_ROWS, power_of_two(group)), KEYS, valid is not None, splits == 1, num_warps=4,
+        num_stages=1,  # several stages of loads would exceed the shared memory
     )  # fmt: skip
     if splits > 1:
         wrap_triton(_combine)[(batch * heads,)](
@@ -180,6 +181,6 @@ decode = operator_if_traced(decode_operator, _launch)
 
 
 def usable(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether `decode` takes tensors that other kernels take."""
-    needed = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    return query.dtype in TYPES and not needed
+    """Return whether `decode` supports tensors that other kernels support."""
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    return query.dtype in TYPES and not needs_grad

@@ -1,10 +1,11 @@
-"""Functions on the device that all kernels of linear PDEs share.
+"""Device functions of all kernels of linear PDEs.
 
-A tuple of rows holds row n of every strand in its entries ``n H`` to ``n H + H - 1``, one for each of
-the H pieces of a row, as ``[strands, columns / H]``.
+A tuple of rows contains row n of every strand in its entries ``n H`` to ``n H + H - 1``, one entry
+``[strands, columns / H]`` for each of the H pieces of a row. A key or row is *free* if no wall is within
+reach.
 """
 
-# Arguments of kernels have no types that mypy could know; tuples of tiles grow, by addition alone.
+# Kernel arguments have no types that mypy knows; tuples of tiles grow by addition only.
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment,var-annotated"
 # ruff: noqa: RUF005
 
@@ -14,26 +15,26 @@ import triton.language as tl
 
 from attractor.attention.kernels import INTERPRETED
 
-# Arguments whose values need no compiled kernel of their own.
+# Arguments for whose values Triton compiles no separate kernels.
 SIZES = [
     "tokens", "heads", "stencil_h", "begin", "end", "left", "right", "shift", "far_rows", "far_line"
 ]  # fmt: skip
 NVIDIA = tl.constexpr(not INTERPRETED and torch.version.hip is None)
-PIECE = tl.constexpr(8)  # columns whose products are summed first: those of a thread in half precision
-TILE = tl.constexpr(16)  # rows near walls that are computed at a time: at least twice the reach
+PIECE = tl.constexpr(8)  # columns of a thread in half precision, whose products are summed first
+TILE = tl.constexpr(16)  # rows near walls that are computed at a time, at least twice the reach
 
 
 @triton.jit
 def from_two(number, rest, TYPE: tl.constexpr):
-    """A number that was passed as the sum of two."""
+    """Return a number that was passed as the sum of two."""
     return tl.full((), 0.0, TYPE) + number + rest
 
 
 @triton.jit
 def upcast(x, TYPE: tl.constexpr):
-    """x in a type that is at least as precise."""
+    """Convert x to a type that is at least as precise."""
     if NVIDIA and x.dtype == tl.bfloat16 and tl.float32 == TYPE:
-        # Two entries at a time, with one instruction for each: the compiler takes three.
+        # One instruction per entry; the compiler generates three.
         y = tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x],
             dtype=tl.float32, is_pure=True, pack=2,
@@ -45,7 +46,7 @@ def upcast(x, TYPE: tl.constexpr):
 
 @triton.jit
 def load_masked(x, stride, row, column, ok, TYPE: tl.constexpr):
-    """Rows of x in that type, zeros where not ok; only entries that are ok are read."""
+    """Load rows of x in a type, with zeros where not `ok`; other entries are not read."""
     where = row.to(tl.int64)[:, None] * stride + column[None, :]
     return tl.load(x + where, mask=ok, other=0.0).to(TYPE)
 
@@ -55,7 +56,10 @@ def load_piece(
     x, stride, first, rows, n: tl.constexpr, h: tl.constexpr, ENDS: tl.constexpr,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """Piece h of row ``first + n`` of every strand; beyond an end zeros if ENDS, else the row there."""
+    """Load piece h of row ``first + n`` of every strand.
+
+    Beyond the ends of x, this is zero if ENDS, and the first or last row otherwise.
+    """
     column = h * (COLUMNS // H) + tl.arange(0, COLUMNS // H)[None, :]
     row = tl.minimum(tl.maximum(first + n, 0), rows - 1)
     where = x + row.to(tl.int64)[:, None] * stride + column
@@ -75,7 +79,7 @@ def load_rows(
     x, stride, first, rows,
     COUNT: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``first`` to ``first + COUNT - 1`` of every strand; beyond an end the row there."""
+    """Load rows ``first`` to ``first + COUNT - 1`` of every strand; beyond the ends, the last row."""
     tiles = ()
     for n in tl.static_range(COUNT):
         for h in tl.static_range(H):
@@ -88,7 +92,7 @@ def load_pieces(
     x, stride, first, rows, h: tl.constexpr, ENDS: tl.constexpr,
     COUNT: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """Piece h of these rows; beyond an end zeros if ENDS, else the row there."""
+    """Load piece h of rows ``first`` to ``first + COUNT - 1`` of every strand, see `load_piece`."""
     tiles = ()
     for n in tl.static_range(COUNT):
         tiles = tiles + (load_piece(x, stride, first, rows, n, h, ENDS, DIM, COLUMNS, H),)
@@ -99,7 +103,7 @@ def load_pieces(
 def store_piece(
     x, stride, row, tile, ok, h: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, H: tl.constexpr
 ):  # fmt: skip
-    """Write piece h of rows of x, one row per strand, where ok."""
+    """Store piece h of one row of x per strand, where `ok`."""
     column = h * (COLUMNS // H) + tl.arange(0, COLUMNS // H)[None, :]
     mask = ok[:, None]
     if DIM != COLUMNS:
@@ -112,14 +116,14 @@ def store_piece(
 def store_row(
     x, stride, row, tiles, n: tl.constexpr, ok, DIM: tl.constexpr, COLUMNS: tl.constexpr, H: tl.constexpr
 ):  # fmt: skip
-    """Write entry n of a tuple of rows, to `row` of every strand, where ok."""
+    """Store entry n of a tuple of rows to `row` of every strand, where `ok`."""
     for h in tl.static_range(H):
         store_piece(x, stride, row, tiles[n * H + h], ok, h, DIM, COLUMNS, H)
 
 
 @triton.jit
 def columns_of(vectors, COUNT: tl.constexpr, WIDTH: tl.constexpr):
-    """Vectors ``[strands]`` as the first COUNT columns of ``[strands, WIDTH]``; zeros in the others."""
+    """Return ``[strands, WIDTH]`` with COUNT vectors ``[strands]`` as the first columns, then zeros."""
     column = tl.arange(0, WIDTH)[None, :]
     tile = tl.where(column == 0, vectors[0][:, None], 0.0)
     for n in tl.static_range(1, COUNT):
@@ -128,8 +132,8 @@ def columns_of(vectors, COUNT: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def room(open, stride, key, tokens, SPAN: tl.constexpr, FACES: tl.constexpr):
-    """The numbers of keys before and after each key, up to the next wall and at most SPAN."""
+def keys_to_walls(open, stride, key, tokens, SPAN: tl.constexpr, FACES: tl.constexpr):
+    """Return the numbers of keys before and after each key up to the next wall, at most SPAN."""
     before, after = tl.minimum(key, SPAN), tl.minimum(tokens - 1 - key, SPAN)
     if FACES:
         left, right = (key >= 0).to(tl.int32), (key >= 0).to(tl.int32)
@@ -148,16 +152,19 @@ def no_wall(
     open, stride, start, tokens,
     BEFORE: tl.constexpr, AFTER: tl.constexpr, ROWS: tl.constexpr, FACES_SEEN: tl.constexpr,
 ):  # fmt: skip
-    """Whether no wall but the ends of the sequence is among these rows, BEFORE and AFTER more keys."""
+    """Return whether there is no wall inside the sequence among ROWS rows and the keys around them.
+
+    BEFORE, AFTER: Numbers of further keys before and after these rows.
+    """
     face = start - BEFORE + tl.arange(0, FACES_SEEN)
-    seen = (face >= 0) & (face < tl.minimum(start + ROWS + AFTER, tokens) - 1)
-    shut = tl.load(open + face * stride, mask=seen, other=1) == 0
-    return tl.max(shut.to(tl.int32), 0) == 0
+    exists = (face >= 0) & (face < tl.minimum(start + ROWS + AFTER, tokens) - 1)
+    closed = tl.load(open + face * stride, mask=exists, other=1) == 0
+    return tl.max(closed.to(tl.int32), 0) == 0
 
 
 @triton.jit
 def free_stencil(stencil, REACH: tl.constexpr):
-    """The stencil of a key that has no wall within reach, as a tuple of numbers."""
+    """Load the stencil of a free key as a tuple of numbers."""
     weights = ()
     for n in tl.static_range(2 * REACH + 1):
         weights = weights + (tl.load(stencil + (REACH * (REACH + 1) + REACH) * (2 * REACH + 1) + n),)
@@ -166,7 +173,7 @@ def free_stencil(stencil, REACH: tl.constexpr):
 
 @triton.jit
 def zero_products(STRANDS: tl.constexpr, COLUMNS: tl.constexpr, REACH: tl.constexpr, TYPE: tl.constexpr):
-    """Sums for `step_transposed`: one per entry of the stencil and thread's part of a row."""
+    """Return zero sums for `step_transposed`, one per stencil entry and columns of a thread."""
     products = ()
     for _ in tl.static_range(2 * REACH + 1):
         products = products + (tl.zeros([STRANDS, COLUMNS // PIECE], dtype=TYPE),)
@@ -178,13 +185,14 @@ def step_transposed(
     sums, products, grads, weights, value,
     o: tl.constexpr, REACH: tl.constexpr, TYPE: tl.constexpr, OF_STENCIL: tl.constexpr,
 ):  # fmt: skip
-    """Add the transposed steps of rows that have no wall within reach, and the stencil's gradient.
+    """Add the transposed steps of free rows to gradients, and the stencil's gradient to products.
 
     Args:
-        sums: Gradients of values, to which is added.
-        products: Of `zero_products`, to which products of gradients and `value` are added.
+        sums: Gradients of values.
+        products: Sums of products of gradients and `value`, see `zero_products`.
         grads: Gradients of the stepped values, a tuple of the rows within reach, from entry o on.
-        weights: Of `free_stencil`.
+        weights: The stencil, see `free_stencil`.
+        value: The values of these rows.
     """
     more = ()
     for n in tl.static_range(2 * REACH + 1):
@@ -203,12 +211,13 @@ def step_transposed_near_walls(
     sums, free, do, do_t, count, value, stencil, row, before, after, column, inside,
     REACH: tl.constexpr, WIDTH: tl.constexpr, OF_STENCIL: tl.constexpr,
 ):  # fmt: skip
-    """Add the transposed steps of any rows, and the stencil's gradient of rows without walls only.
+    """Add the transposed steps of any rows to gradients, and products of free rows to `free`.
 
     Args:
-        free: ``[rows, WIDTH]``, to which the products of gradients and `value` are added.
-        count: Rows of `do` from here on are zero, and are not in memory.
-        before, after: Of `room` with a span of twice the reach, as all rows within reach need it.
+        sums: Gradients of values.
+        free: Sums of products of gradients and `value`, ``[rows, WIDTH]``.
+        count: Number of rows of `do`; later rows are zero and not in memory.
+        before, after: Results of `keys_to_walls` with a span of twice the reach.
     """
     TYPE: tl.constexpr = stencil.dtype.element_ty
     entry = tl.arange(0, WIDTH)[None, :]
@@ -231,7 +240,7 @@ def step_transposed_near_walls(
 def store_products(
     free_sums, products, near, REACH: tl.constexpr, STRANDS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Write a program's sums ``[2 reach + 1]`` of what both functions above have added."""
+    """Store a program's sums ``[2 reach + 1]`` of the products of both functions above."""
     entry = tl.arange(0, WIDTH)
     sums = tl.zeros([STRANDS, WIDTH], dtype=near.dtype)
     for n in tl.static_range(2 * REACH + 1):

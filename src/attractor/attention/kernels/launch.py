@@ -1,8 +1,8 @@
-"""The shapes of programs and the arguments that all launches of linear kernels share.
+"""The shapes of programs, and arguments of the launches of linear kernels.
 
-A program has strands: runs of neighbouring rows. Each thread holds 16 bytes of a row, or of each of its
-pieces, of one strand. It loads the rows of its run and those within reach once, all of them before the
-first is needed, and computes every sum from registers.
+The rows of a program are divided into strands of consecutive rows. Each thread holds 16 bytes of a row,
+or of each piece of a row, of one strand. It loads the rows of its strand and those within reach once,
+before the first one is used, and computes all sums from registers.
 """
 
 from functools import cache
@@ -22,15 +22,24 @@ TILES = {
     "window_forward": (2, 2, 4),
     "window_backward_rows": (2, 2, 4),
     "window_backward_keys": (2, 4, 4),
-    "few_tokens": (1, 1, 4),  # `step` and its backward, quick to compile
+    "few_tokens": (1, 1, 4),  # `step` and its backward; fast to compile
 }
-FEW_TOKENS = 16  # up to this many tokens, such as global tokens, take the tile "few_tokens"
+FEW_TOKENS = 16  # largest number of tokens, such as global tokens, for the tile "few_tokens"
 
 
 class Shape(NamedTuple):
-    """What a program computes at once; all of them are compile-time constants."""
+    """The shape of a program, in compile-time constants.
 
-    columns: int  # of queries and keys, a power of 2
+    Attributes:
+        columns: Columns of queries and keys, a power of 2.
+        value_columns: Columns of values, a power of 2.
+        strands: Number of strands.
+        run: Number of rows per strand.
+        pieces: Number of pieces per row.
+        warps: Number of warps.
+    """
+
+    columns: int
     value_columns: int
     strands: int
     run: int
@@ -50,7 +59,7 @@ def shape_of(
     """Return the shape of programs of a kernel."""
     pieces, run, warps = tile
     columns, value_columns = (max(16, power_of_two(n)) for n in (dim, value_dim))
-    if pieces > 1:  # of 64 bytes at least
+    if pieces > 1:  # pieces have at least 64 bytes
         pieces = max(1, min(pieces, min(columns, value_columns) * dtype.itemsize // 64))
     run //= (2 if reach > 4 else 1) * (2 if dtype == torch.float64 else 1)  # these need more registers
     strands = max(1, 32 * warps * 16 * pieces // (max(columns, value_columns) * dtype.itemsize))
@@ -58,24 +67,24 @@ def shape_of(
 
 
 def power_of_two(n: int) -> int:
-    """Return the smallest power of two that is not below n, ten times as fast as Triton's function."""
+    """Return the smallest power of two that is at least n, ten times as fast as Triton's function."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def cdiv(n: int, size: int) -> int:
-    """Return how many blocks of that size cover n, which may be a symbol."""
+    """Return n / size rounded up; n may be a symbol."""
     return -(-n // size)
 
 
 def two_floats(number: float) -> tuple[float, float]:
-    """Return a number as the sum of two that float32 represents, which is what kernels accept."""
+    """Return two float32 numbers with this sum, because kernels take no float64 arguments."""
     product = (2.0**29 + 1.0) * number  # subtracting it rounds away all but the leading 24 bits
     high = product - (product - number)
     return high, number - high
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """Return x with the entries of each row next to each other in memory."""
+    """Return x with a contiguous last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -86,7 +95,7 @@ def strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def faces_of(open: Tensor | None, other: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-    """Return a tensor to point to, `other` without faces, and its strides of batch, heads and keys."""
+    """Return the faces, or `other` if they are None, and the strides of batch, heads and keys."""
     if open is None:
         return other, (0, 0, 0)
     faces = open.view(torch.uint8)[..., 0, :]

@@ -1,4 +1,4 @@
-"""Custom operators that contain kernels, and calls that skip the operator where nothing is traced."""
+"""Custom operators that launch kernels, and calls that bypass the operator unless they are traced."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -15,7 +15,7 @@ from attractor.attention.precision import first_derivatives_only
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Compilers of older versions of torch mistake tensors that these kernels read for tensors they write.
+# Compilers of older versions of torch assume that kernels write to tensors that they only read.
 TRANSPARENT = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
 
 
@@ -23,8 +23,8 @@ def custom_operator(name: str, transparent: bool = TRANSPARENT) -> Callable[...,
     """Return a decorator that registers an operator ``attractor::name``.
 
     Args:
-        name: Without the namespace.
-        transparent: Whether compilers see the kernels inside. In the interpreter they never do.
+        name: Name without the namespace.
+        transparent: Whether compilers see the kernels inside; never in the interpreter.
     """
     if transparent and not INTERPRETED:
         return triton_op(f"attractor::{name}", mutates_args=())
@@ -32,14 +32,14 @@ def custom_operator(name: str, transparent: bool = TRANSPARENT) -> Callable[...,
 
 
 def is_traced(*inputs: Any) -> bool:
-    """Return whether a call must use the operator, since it is compiled or has special tensors."""
+    """Return whether a call must use the operator, because of compilation or tensor subclasses."""
     return torch.compiler.is_compiling() or any(
         isinstance(x, Tensor) and type(x) not in (Tensor, Parameter) for x in inputs
     )
 
 
 def operator_if_traced(op: Any, launch: Function) -> Function:
-    """Return a function that calls the operator if its first argument is traced, else `launch`."""
+    """Return a function that calls the operator if its first argument is traced, otherwise `launch`."""
     direct = without_wrapper(launch)
 
     @wraps(launch)
@@ -59,14 +59,14 @@ def differentiable(
     """Register an operator that has a gradient.
 
     Args:
-        name: Of the operator.
-        launch: Computes it with kernels.
-        fake: Returns empty tensors like its outputs.
-        save: ``save(ctx, inputs, output)`` keeps what backward needs.
-        backward: ``backward(ctx, *grads)`` returns the gradients of all inputs.
+        name: Name of the operator.
+        launch: A function that computes the outputs with kernels.
+        fake: A function that returns empty tensors with the shapes of the outputs.
+        save: A function ``save(ctx, inputs, output)`` that stores tensors for backward.
+        backward: A function ``backward(ctx, *grads)`` that returns the gradients of all inputs.
 
     Returns:
-        The operator, and a function that computes the same without it wherever nothing is traced.
+        The operator, and a function that bypasses the operator unless an input is traced.
     """
     op = custom_operator(name)(launch)
     op.register_fake(fake)
@@ -95,7 +95,7 @@ def differentiable(
 
 
 def without_wrapper(launch: Function) -> Function:
-    """Return a function whose kernels are launched without torch's wrapper, which takes 1 ms each."""
+    """Return a function that launches kernels without torch's wrapper, which takes 1 ms per launch."""
 
     @wraps(launch)
     def call(*args: Any) -> Any:
@@ -108,6 +108,6 @@ def without_wrapper(launch: Function) -> Function:
 def wrap_triton(kernel: Any) -> Any:
     """Return `torch.library.wrap_triton` of a kernel, or the kernel itself within `without_wrapper`.
 
-    torch looks for a function of this name in the source of transparent operators.
+    torch searches the source of transparent operators for a function with this name.
     """
     return torch.library.wrap_triton(kernel) if is_wrap_triton_enabled() else kernel

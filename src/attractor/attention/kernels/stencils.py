@@ -1,17 +1,17 @@
-"""The stencil table of a linear PDE: what all its steps make of one key, for every place between walls.
+"""The stencil table of a linear PDE: the weights of all steps, for all positions between walls.
 
-A stepped value is a sum over the keys within reach. Its weights depend only on the numbers of keys
-before and after it up to the next wall, since nothing passes a wall, and a wall out of reach has no
-effect. One small table serves the ends of a sequence, of documents, and padding:
+A stepped value is a weighted sum over the keys within reach. The weights depend only on the numbers of
+keys before and after it up to the next wall, because nothing passes a wall, and a wall out of reach has
+no effect. One small table is therefore valid for the ends of sequences and documents, and for padding:
 
-    table[head, before, after, reach + offset]      before, after = 0 .. reach, the last for "or more"
+    table[head, before, after, reach + offset]      before, after = 0 .. reach, where reach is "or more"
 
-Numbers as coefficients give a table that is computed once per evolution. Tensors need a new table in
-every call: one launch computes it with its derivatives. Steps of torch (`table_by_steps`, the twin)
-would take dozens of launches, forward and backward, in a call whose attention takes six.
+If the coefficients are numbers, the table is computed once per evolution. If they are tensors, each call
+computes it with its derivatives in one launch. The twin in torch, `table_by_steps`, would need dozens of
+launches, in a call whose attention has six.
 """
 
-# Arguments of kernels have no types that mypy could know.
+# Kernel arguments have no types that mypy knows.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from typing import Any
@@ -30,14 +30,14 @@ from attractor.attention.precision import accumulate_dtype
 
 
 def stencil_table(evolution: Evolution, like: Tensor) -> Tensor:
-    """Return the table ``[heads or 1, reach + 1, reach + 1, 2 reach + 1]`` for values like these."""
+    """Return the table ``[heads or 1, reach + 1, reach + 1, 2 reach + 1]`` for values such as `like`."""
     dtype, device, stream = accumulate_dtype(like.dtype), like.device, 0
     if not evolution.constant or is_traced(like):
         return _compute(evolution, dtype, device)
     if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():  # the graph must keep its table alive by itself
+        if torch.cuda.is_current_stream_capturing():  # the graph must own its table
             return _compute(evolution, dtype, device)
-        stream = torch.cuda.current_stream(device).cuda_stream  # another one would have to wait
+        stream = torch.cuda.current_stream(device).cuda_stream  # another stream would have to wait
     key = dtype, device, stream
     if key not in evolution.stencils:
         with torch.inference_mode(False), torch.no_grad():
@@ -46,7 +46,7 @@ def stencil_table(evolution: Evolution, like: Tensor) -> Tensor:
 
 
 def table_by_steps(evolution: Evolution, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the same for any linear PDE, by steps of torch: a unit for every place between walls."""
+    """Return the table of any linear PDE by steps of torch, from a unit per position between walls."""
     reach = evolution.reach
     side = torch.arange(reach + 1, device=device)
     face = torch.arange(2 * reach, device=device)
@@ -58,6 +58,7 @@ def table_by_steps(evolution: Evolution, dtype: torch.dtype, device: torch.devic
 
 
 def _compute(evolution: Evolution, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the table, by the kernel for equations of this library."""
     pde, second = evolution.pde, None
     if type(pde) is Wave:
         first = _as_tensor(pde.c, dtype, device)
@@ -79,7 +80,7 @@ def _as_tensor(coefficient: float | Tensor, dtype: torch.dtype, device: torch.de
 
 @triton.jit
 def _changes(u, left, right, PLACES: tl.constexpr):
-    """The laplacian and the gradient of ``[PLACES]``, through open faces."""
+    """Return the Laplacian and the gradient of u ``[PLACES]``, through open faces."""
     place = tl.arange(0, PLACES)
     higher = tl.gather(u, tl.minimum(place + 1, PLACES - 1), 0)
     lower = tl.gather(u, tl.maximum(place - 1, 0), 0)
@@ -92,9 +93,10 @@ def _make_table(
     first, second, table, derivatives, first_h, second_h, dt, dt_rest,
     STEPS: tl.constexpr, WAVE: tl.constexpr, SECOND: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """One place between walls, of one head: a unit takes all steps, and so do its derivatives.
+    """Store the table entries of one position between walls of one head, and their derivatives.
 
-    A step adds ``a laplacian + b gradient`` to the map, or, for a wave, to what is added to it.
+    A unit takes all steps. A step adds ``a laplacian + b gradient`` to the map, or for a wave, to the
+    velocity, which it adds to the map.
     """
     TYPE: tl.constexpr = table.dtype.element_ty
     head, kind = tl.program_id(0), tl.program_id(1)
@@ -107,21 +109,21 @@ def _make_table(
     if WAVE:
         a, a_by_c = dt * c * (dt * c), 2 * dt * (dt * c)
     place = tl.arange(0, PLACES)
-    right = ((place >= STEPS - before) & (place < STEPS + after)).to(TYPE)  # of the face after a place
+    right = ((place >= STEPS - before) & (place < STEPS + after)).to(TYPE)  # the face after a position
     left = ((place > STEPS - before) & (place <= STEPS + after)).to(TYPE)
     u = (place == STEPS).to(TYPE)
-    velocity, by_first, by_second = u * 0, u * 0, u * 0  # of u, and derivatives of u
+    velocity, by_first, by_second = u * 0, u * 0, u * 0  # velocity, and derivatives of u
     velocity_by_first = u * 0
     for _ in tl.static_range(STEPS):
         laplacian, gradient = _changes(u, left, right, PLACES)
-        of_laplacian, of_gradient = _changes(by_first, left, right, PLACES)
+        d_laplacian, d_gradient = _changes(by_first, left, right, PLACES)
         change = a * laplacian + b * gradient
-        change_by_first = a * of_laplacian + b * of_gradient + a_by_c * laplacian
+        change_by_first = a * d_laplacian + b * d_gradient + a_by_c * laplacian
         if WAVE:
             change, change_by_first = velocity + change, velocity_by_first + change_by_first
         if SECOND:
-            of_laplacian, of_gradient = _changes(by_second, left, right, PLACES)
-            by_second += a * of_laplacian + b * of_gradient + dt * gradient
+            d_laplacian, d_gradient = _changes(by_second, left, right, PLACES)
+            by_second += a * d_laplacian + b * d_gradient + dt * gradient
         velocity, velocity_by_first = change, change_by_first
         u, by_first = u + change, by_first + change_by_first
     size = tl.num_programs(0) * tl.num_programs(1) * (2 * STEPS + 1)
@@ -136,13 +138,15 @@ def _make_table(
 def _launch(
     first: Tensor, second: Tensor | None, dt: float, steps: int, wave: bool, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the table, and its derivatives ``[1 or 2, *shape of the table]`` by the coefficients.
+    """Return the table, and its derivatives ``[1 or 2, *table.shape]`` by the coefficients.
 
     Args:
-        first: Coefficient of the laplacian, or the speed of a wave; one entry per head, or one for all.
-        second: Coefficient of the gradient, likewise. None: 0.
-        wave: Steps add to a velocity, which starts at 0 and is added to the map.
-        like: Has the dtype and the device of the table.
+        first: Coefficient of the Laplacian, or the speed of a wave, with one entry or one per head.
+        second: Coefficient of the gradient, with one entry or one per head; None for 0.
+        dt: Size of a step.
+        steps: Number of steps.
+        wave: Whether the equation is a wave.
+        like: A tensor with the dtype and device of the table.
     """
     table, derivatives = _fake(first, second, dt, steps, wave, like)
     first = first.contiguous()

@@ -1,13 +1,13 @@
-"""Sliding windows with global tokens and a linear PDE, or none: a fused operator, and a few keys more.
+"""Sliding windows with global tokens, with or without a linear PDE.
 
-The twin in torch is `engines.stepped`. A window has two walls, and the keys within reach of either are
-boundary keys (`boundary`). The operator computes all others with stepped values. Global keys are few,
-and lie between walls of their own. All are under one softmax. Without a PDE only global keys are left
-beside the operator.
+The twin in torch is `engines.stepped`. A window has two walls, and the keys within reach of either wall
+are boundary keys (`boundary`). A fused operator computes all other keys with stepped values. There are
+few global keys, which lie between walls of their own. All keys have one softmax. Without a PDE, there
+are no boundary keys.
 
-Kernels compute only rows whose windows are complete. In causal attention the rows before them are
-ordinary causal attention (`causal`) of the same stepped values; otherwise the caller passes the output
-of the first rows and of the last.
+Kernels compute only rows whose windows are complete. In causal attention, the rows before these are
+standard causal attention (`causal`) with the same stepped values. Otherwise the caller passes the output
+of the first and last rows.
 """
 
 from typing import Any
@@ -29,23 +29,23 @@ from attractor.attention.kernels.values import step, step_backward
 from attractor.attention.masks import Scope
 from attractor.attention.precision import accumulate_dtype, first_derivatives_only
 
-GLOBALS = 8  # the most global keys: the code of a kernel grows with them
+GLOBALS = 8  # largest number of global keys, with which the code of a kernel grows
 
 
 def why_not(window: tuple[int, int], global_tokens: int, tokens: int, reach: int) -> str:
-    """Return why these kernels cannot compute such windows; empty if they can.
+    """Return why these kernels cannot compute a window; empty if they can.
 
-    `kernels.why_not` has looked at the tensors.
+    Requires: `kernels.why_not` returns an empty string for the tensors.
     """
     left, right = window
     if left < 0 or right < 0:
-        return "a window without a limit is no window"
+        return "kernels require windows with limits on both sides"
     if left + right < 2 * reach:
-        return f"windows of {left + right + 1} keys have none that is further than {reach} from a wall"
+        return f"windows of {left + right + 1} keys have no key further than {reach} from both walls"
     if global_tokens > GLOBALS:
-        return f"kernels take up to {GLOBALS} global tokens"
+        return f"kernels support up to {GLOBALS} global tokens"
     if tokens <= global_tokens + left + 1 + right:
-        return "no window is whole"
+        return "no window is complete"
     return ""
 
 
@@ -64,12 +64,13 @@ def attend(
 
     Args:
         query, key, value: ``[batch, heads, tokens, dim]``, with equal numbers of heads and tokens.
-        global_key: Of the global tokens ``[batch, heads, count, dim]``.
+        global_key: Keys of the global tokens ``[batch, heads, count, dim]``.
         global_value: Stepped values of the global tokens ``[batch, heads, count, value dim]``.
-        ends: The output of the first rows, including every row whose window adjoins the global tokens,
-            and of the last rows, whose windows go beyond the last key.
+        ends: The output of the first rows, including all rows whose windows adjoin the global tokens,
+            and of the last rows, whose windows extend beyond the last key.
         stencil: The table of `stencils.stencil_table`; None without a PDE.
-        window: (left, right), for which `why_not` is empty.
+        window: (left, right), for which `why_not` returns an empty string.
+        scale: Scale of the scores.
     """
     return _Window.apply(query, key, value, global_key, global_value, *ends, stencil, *window, scale)
 
@@ -83,7 +84,7 @@ def causal(
     left: int,
     scale: float,
 ) -> Tensor:
-    """Return the same for windows (left, 0) with `count` global tokens, without any later key."""
+    """Return the output of causal windows (left, 0) with `count` global tokens."""
     return _CausalWindow.apply(query, key, value, stencil, left, count, scale)
 
 
@@ -118,7 +119,7 @@ class _Window(torch.autograd.Function):
 
 
 class _CausalWindow(torch.autograd.Function):
-    """All rows. The gradients of tensors that are used in several places are added up here."""
+    """The output of all rows. Its backward adds the gradients of tensors with several uses."""
 
     @staticmethod
     def forward(
@@ -126,7 +127,7 @@ class _CausalWindow(torch.autograd.Function):
         count: int, scale: float,
     ) -> Tensor:  # fmt: skip
         query, key, value = map(contiguous_rows, (query, key, value))
-        begin = count + left + 1  # before it are rows whose windows adjoin the global tokens
+        begin = count + left + 1  # the windows of earlier rows adjoin the global tokens
         stepped, global_value = value, value[:, :, :count].to(accumulate_dtype(value.dtype))
         if stencil is not None:
             stepped = step(value, stencil, None)
@@ -154,27 +155,29 @@ class _CausalWindow(torch.autograd.Function):
             do, query, key, value, stepped, key[:, :, :count], global_value, stencil, out, lse,
             (begin, query.shape[2]), (ctx.left, 0), scale, of_stencil,
         )  # fmt: skip
-        more: Any
+        first_grads: Any
         g, q, k, v, w, o = (x[:, :, :begin] for x in (do, query, key, value, stepped, out))
         if stencil is None:
             scope = Scope(begin, begin, right=0)
-            more = softmax.attend_backward(g, q, k, v, o, first_lse, scope, scale)
+            first_grads = softmax.attend_backward(g, q, k, v, o, first_lse, scope, scale)
         else:
-            *more, share = causal_rows.backward(g, q, k, v, w, stencil, o, first_lse, scale, of_stencil)
+            *first_grads, share = causal_rows.backward(
+                g, q, k, v, w, stencil, o, first_lse, scale, of_stencil
+            )
             d_stencil = d_stencil + share if of_stencil else None
         if stencil is not None and count:
             d_global_value, share = step_backward(
                 d_global_value, value[:, :, :count], stencil, None, of_stencil
             )
             d_stencil = d_stencil + share if of_stencil else None
-        grads = [_plus_first(x, part) for x, part in zip(grads, more)]
+        grads = [_add_to_first(x, part) for x, part in zip(grads, first_grads)]
         if count:
-            grads[1:] = _plus_first(grads[1], d_global_key), _plus_first(grads[2], d_global_value)
+            grads[1:] = _add_to_first(grads[1], d_global_key), _add_to_first(grads[2], d_global_value)
         return *grads, d_stencil, None, None, None
 
 
-def _plus_first(x: Tensor, part: Tensor) -> Tensor:
-    """Return x, which nothing else uses, after adding `part` to its first tokens."""
+def _add_to_first(x: Tensor, part: Tensor) -> Tensor:
+    """Add `part` to the first tokens of x in place, and return x."""
     first = x[:, :, : part.shape[2]]
     if torch.compiler.is_compiling():
         return x.slice_scatter(first + part.to(x.dtype), 2, 0, part.shape[2])
@@ -214,7 +217,7 @@ def _backward(
 def _far_forward(
     q: Tensor, k: Tensor, stepped: Tensor, stencil: Tensor | None, window: tuple[int, int], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return what the operator computes from the far keys, for the rows of the band."""
+    """Return the operator's output and log-sum-exp for the far keys and the rows of the band."""
     q, k, stepped = _as_one_sequence(q, k, stepped)
     rows, keys, scope = _far(q.shape[-2], reach_of(stencil), window)
     return softmax.attend(q[..., rows, :], k[..., keys, :], stepped[..., keys, :], scope, scale)
@@ -237,8 +240,8 @@ def _far_backward(
 def _as_one_sequence(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return all heads as one sequence ``[1, 1, tokens, dim]`` if all tensors are contiguous.
 
-    Slices of it are contiguous, as the operator wants them, and need no copies. Rows at the joints see
-    keys of two heads. But these rows are not computed here: their weights are 0.
+    Slices of this sequence are contiguous, as the operator requires, without copies. Rows where two
+    heads adjoin attend to keys of both, but these rows are not computed here, and their weights are 0.
     """
     if all(x.is_contiguous() for x in tensors):
         return tuple(x.view(1, 1, -1, x.shape[-1]) for x in tensors)
@@ -246,7 +249,7 @@ def _as_one_sequence(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _far(tokens: int, reach: int, window: tuple[int, int]) -> tuple[slice, slice, Scope]:
-    """Return the rows and keys for the operator: equally many, so that its band has no negative side."""
+    """Return equal numbers of rows and keys for the operator, so that its band has no negative side."""
     band = band_of(tokens, reach, *window)
     left, right = (side - reach for side in window)
     scope = Scope(

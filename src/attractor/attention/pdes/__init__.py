@@ -33,8 +33,8 @@ Such a class can be defined anywhere, for example for fourth-order smoothing:
 >>> evolve(Smoothing(), row, Line(), steps=1, dt=1.0)
 tensor([-0.0200,  0.0800,  0.8800,  0.0800, -0.0200])
 
-With one more member, ``interval(name, dt, axis)``, its coefficients can be learnt: `LearnedPDE` keeps
-them where the PDE is stable. Where the limits depend on each other, or a coefficient has no effect of
+With a method ``interval(name, dt, axis)``, its coefficients can be learned: `LearnedPDE` keeps them
+where the PDE is stable. Where the limits depend on each other, or a coefficient has no effect of
 first order at 0, ``to_unit(dt, axis)`` and ``from_unit(unit, dt, axis)`` say in which coordinates it
 learns (`AdvectionDiffusion`, `Wave`).
 

@@ -64,7 +64,7 @@ class AdvectionDiffusion:
         return -2 * self.alpha, 2 * self.alpha
 
     def to_unit(self, dt: float, axis: str = "key") -> dict[str, float | Tensor]:
-        """Return the coordinates in which `LearnedPDE` learns: beta first, then what alpha adds."""
+        """Return the coordinates that `LearnedPDE` learns: beta, and alpha between its bounds."""
         most = _most(dt, axis)
         alpha: Any = self.alpha
         beta: Any = self.beta
@@ -73,7 +73,7 @@ class AdvectionDiffusion:
 
     @staticmethod
     def from_unit(unit: dict[str, Tensor], dt: float, axis: str = "key") -> dict[str, Tensor]:
-        """Return alpha and beta, given their coordinates: all with ``|beta| <= 2 alpha <= 1 / dt``."""
+        """Return alpha and beta for coordinates, with ``|beta| <= 2 alpha <= 1 / dt``."""
         most = _most(dt, axis)
         beta = 2 * most * unit["beta"]
         least = beta.abs() / 2
@@ -88,6 +88,6 @@ class AdvectionDiffusion:
 
 
 def _most(dt: float, axis: str) -> float:
-    """Return the largest alpha to learn, less than the stable one by what float32 may lose."""
+    """Return the largest alpha that is learned, with a margin for float32 below the stable limit."""
     check_step_size(dt)
     return (1 - 1e-6) / (2 * dt * dimensions(axis))

@@ -1,4 +1,4 @@
-"""Coefficients that learn and cannot become unstable."""
+"""PDEs with learnable coefficients that remain stable."""
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
@@ -11,43 +11,43 @@ from torch.nn.functional import leaky_relu
 from attractor.attention.pdes.pde import PDE, as_equation
 from attractor.common.checks import check_whole, is_number
 
-MARGIN = 1e-6  # of an interval: rounding must not carry a coefficient over its end
+MARGIN = 1e-6  # part of an interval at its ends that rounding may need
 HALVES = (torch.float16, torch.bfloat16)
 
 
 class LearnedPDE(nn.Module):
     """A PDE whose coefficients are parameters; calling it returns the PDE with their current values.
 
-    A coefficient between 0 and `high` is ``high * |raw| / (1 + |raw|)`` of its parameter `raw`, one
-    between ``-high`` and `high` is ``high * raw / (1 + |raw|)``, where `high` is the limit of stability
-    for steps of size dt. So no optimiser can make training blow up, and a coefficient of 0, where the
-    model computes what it computes without a PDE, has a gradient like any other: one update of Adam
-    changes it by about its learning rate times `high`. A coefficient that training pushes below 0 is
-    reflected: it stays within about one update of 0, and leaves it as soon as its gradient changes sign.
+    With a parameter `raw`, a coefficient between 0 and `high` is ``high * |raw| / (1 + |raw|)``, and a
+    coefficient between ``-high`` and `high` is ``high * raw / (1 + |raw|)``, where `high` is the limit
+    of stability for steps of size dt. Therefore training cannot make the steps unstable. At 0, where the
+    output equals that without a PDE, a coefficient has a gradient, and one update of Adam changes it by
+    about the learning rate times `high`. A coefficient that training pushes below 0 is reflected: it
+    stays within about one update of 0, and increases again once its gradient changes sign.
 
-    Two equations have coordinates of their own, which they define as `to_unit` and `from_unit`. Wave
-    learns c², since the gradient with respect to c is 0 at c = 0. AdvectionDiffusion learns beta first,
-    and alpha between ``|beta| / 2`` and its limit, where maps stay non-negative: there its steps
-    average, and are stable with walls anywhere.
+    Two equations define coordinates of their own, `to_unit` and `from_unit`. Wave learns c², because the
+    gradient with respect to c is 0 at c = 0. AdvectionDiffusion learns beta, and alpha between ``|beta|
+    / 2`` and its limit, where steps are averages: maps remain non-negative, and steps are stable with
+    any walls.
 
-    Parameters stay in float32 in a half-precision model, and so do the coefficients. They are vectors
-    (``alpha_raw [heads]``). Weight decay would pull them toward 0, no PDE, even without a gradient:
-    `no_weight_decay` says so, and `attractor.train.parameter_groups` returns optimiser groups that leave
-    them alone, as do all optimisers that this library makes.
+    In a half-precision model, the parameters and the coefficients remain in float32. The parameters are
+    vectors (``alpha_raw [heads]``). Weight decay would move them toward 0, even without a gradient.
+    Therefore the class declares `no_weight_decay`, which `attractor.train.parameter_groups` and all
+    optimisers of this library respect.
 
-    State dicts of earlier versions hold logits (``alpha_logit``). `load_state_dict` converts them, in
-    float64, to parameters with the same coefficients up to the rounding of the parameters.
+    State dicts of earlier versions contain logits (``alpha_logit``). `load_state_dict` converts them in
+    float64 to parameters with the same coefficients, up to rounding.
 
     Args:
         pde: The initial equation, whose coefficients are numbers or tensors with one number per head, or
             a name such as ``"diffusion"`` for an equation with its default numbers.
-        heads: Number of heads with a coefficient each. None: one coefficient for all heads.
+        heads: Number of heads with coefficients of their own, or None for one set of coefficients.
         dt: Step size for which the equation must be stable.
-        axis: Axis along which steps are taken.
+        axis: Axis of the derivatives.
 
-    A PDE of one's own can be learnt if it is a frozen dataclass and has a method ``interval(name, dt,
-    axis)`` that returns the lowest and the highest stable value of that field; it may use the fields
-    before it. The lowest value is 0, or the negative of the highest.
+    A PDE of your own can be learned if it is a frozen dataclass with a method ``interval(name, dt,
+    axis)`` that returns the lowest and the highest stable value of a field. The method may use the
+    fields before this one. The lowest value must be 0, or the negative of the highest.
 
     >>> learned = LearnedPDE("advection_diffusion", heads=8)
     >>> pde = learned()
@@ -63,7 +63,9 @@ class LearnedPDE(nn.Module):
         super().__init__()
         equation = as_equation(pde)
         if not is_number(dt) or not 0 < dt < float("inf"):
-            raise ValueError(f"dt = {dt} must be more than 0: without a step there is nothing to learn")
+            raise ValueError(
+                f"dt = {dt} must be more than 0, because steps of size 0 have nothing to learn"
+            )
         if heads is not None:
             check_whole("heads", heads, 1)
         self.kind: Any = type(equation)
@@ -87,8 +89,8 @@ class LearnedPDE(nn.Module):
                 low, high = equation.interval(name, self.dt, axis)
                 raise ValueError(
                     f"{name} = {_text(values[name])} of {self.kind.__name__} must lie between "
-                    f"{_text(low)} and {_text(high)}, the upper end excluded, to be learnt with "
-                    f"dt = {dt:g} on axis {axis!r}; start elsewhere, or take other steps"
+                    f"{_text(low)} and {_text(high)}, the upper end excluded, to be learned with "
+                    f"dt = {dt:g} on axis {axis!r}; use another initial value, or another dt"
                 )
             self.start[name] = raw.flatten().tolist()
             dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
@@ -108,7 +110,7 @@ class LearnedPDE(nn.Module):
         for name, signed in self.signed.items():
             raw = getattr(self, f"{name}_raw")[:, None, None]
             raw = raw.float() if raw.dtype in HALVES else raw
-            # |raw|, whose gradient at 0 is -1 here: abs has none there, where training may start
+            # |raw| with the gradient -1 at 0, where training may start; abs has the gradient 0 there
             size = leaky_relu(raw, -1.0)
             unit[name] = (1 - MARGIN) * (raw if signed else size) / (1 + size)
         if hasattr(self.kind, "from_unit"):
@@ -122,7 +124,7 @@ class LearnedPDE(nn.Module):
         return self.kind(**values)
 
     def _raw_of(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the parameters of coefficients ``[heads, 1, 1]``, NaN where there are none."""
+        """Return the parameters of coefficients ``[heads, 1, 1]``, NaN for unstable coefficients."""
         equation = self.kind(**self.options, **values)
         if hasattr(equation, "to_unit"):
             unit = equation.to_unit(self.dt, self.axis)
@@ -153,7 +155,7 @@ class LearnedPDE(nn.Module):
     def _raw_of_logits(self, logits: dict[str, Any]) -> dict[str, Tensor]:
         """Return parameters for the coefficients of an earlier version's ``alpha_logit [heads]``.
 
-        There, coefficients were logistic functions onto the interval in which the PDE is stable.
+        In that version, coefficients were logistic functions onto the interval of stability.
         """
         logits = {name: x.detach().cpu().double()[:, None, None] for name, x in logits.items()}
         values = {**self.options, **logits}
@@ -165,7 +167,7 @@ class LearnedPDE(nn.Module):
             else:
                 values[name] = (1 - MARGIN) * high * logits[name].sigmoid()
         raws = self._raw_of({name: values[name] for name in self.signed})
-        largest = 1 / MARGIN  # a coefficient that had reached its limit
+        largest = 1 / MARGIN  # for a coefficient at its limit
         return {name: raw.nan_to_num(largest).clamp(max=largest).flatten() for name, raw in raws.items()}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LearnedPDE":
@@ -177,7 +179,7 @@ class LearnedPDE(nn.Module):
         return super()._apply(keep, recurse)
 
     def extra_repr(self) -> str:
-        """Return the equation and its learnt coefficients, for ``repr``."""
+        """Return the equation and the names of its coefficients, for ``repr``."""
         heads = len(getattr(self, f"{next(iter(self.signed))}_raw"))
         return f"{self.kind.__name__}, {', '.join(self.signed)}, heads={heads}, dt={self.dt:g}"
 
@@ -191,13 +193,13 @@ def _coefficients(pde: Any) -> list[str]:
     if not names:
         raise ValueError(
             f"{kind} has nothing to learn: make it a frozen dataclass whose coefficients are fields, or "
-            "use it as it is (learn=False)"
+            "pass learn=False"
         )
     if not hasattr(pde, "interval"):
         raise ValueError(
-            f"nobody knows where {' and '.join(names)} of {kind} may go: give it a method "
+            f"the stable values of {' and '.join(names)} of {kind} are unknown: add a method "
             "interval(name, dt, axis) that returns the lowest and the highest stable value of a "
-            "coefficient (pdes.Diffusion has one to copy), or use it as it is (learn=False)"
+            "coefficient (as in pdes.Diffusion), or pass learn=False"
         )
     return names
 
@@ -207,7 +209,7 @@ def _each(pde: Any, name: str, heads: int | None) -> Tensor:
     value = torch.as_tensor(getattr(pde, name), dtype=torch.float64, device="cpu").detach()
     if value.numel() not in (1, heads or 1):
         raise ValueError(
-            f"{name} of {type(pde).__name__} has {value.numel()} numbers; give one, or one for each of "
+            f"{name} of {type(pde).__name__} has {value.numel()} numbers; pass one, or one for each of "
             f"heads={heads} heads"
         )
     return value.reshape(-1, 1, 1).expand(heads or 1, 1, 1)

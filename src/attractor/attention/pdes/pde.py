@@ -75,7 +75,7 @@ def take_steps(pde: PDE, u: Tensor, line: Neighbourhood, steps: int, dt: float) 
     check_tensor("u", u, "[..., positions]")
     pde = as_equation(pde)
     if not hasattr(line, "laplacian"):
-        raise TypeError(f"line is a {type(line).__name__}; give a Line or a Plane")
+        raise TypeError(f"line is a {type(line).__name__}; pass a Line or a Plane")
     velocity = None
     for _ in range(steps):
         u, velocity = pde.step(u, velocity, line, dt)
@@ -137,12 +137,12 @@ def check_dt(pde: Any, dt: float, axis: str, formula: str) -> None:
     if dt <= limit * (1 + 1e-12):
         return
     if limit > 0 and math.isfinite(dt / limit):
-        more = math.ceil(dt / limit * (1 - 1e-12))
-        cure = f"take {more} times as many steps with dt={dt / more:g}, or smaller coefficients"
+        factor = math.ceil(dt / limit * (1 - 1e-12))
+        remedy = f"take {factor} times as many steps with dt={dt / factor:g}, or smaller coefficients"
     else:
-        cure = "choose other coefficients"
+        remedy = "choose other coefficients"
     raise ValueError(
-        f"dt = {dt:g} is unstable for {pde} (limit {limit:g}, {formula}, axis {axis!r}); {cure}"
+        f"dt = {dt:g} is unstable for {pde} (limit {limit:g}, {formula}, axis {axis!r}); {remedy}"
     )
 
 

@@ -59,7 +59,7 @@ class Wave:
 
     @staticmethod
     def from_unit(unit: dict[str, Tensor], dt: float, axis: str = "key") -> dict[str, Tensor]:
-        """Return c, given its coordinate. At 0, c is 1e-6 of the largest, for a finite gradient."""
+        """Return c for a coordinate. At 0, c is 1e-6 of its limit, so that the gradient is finite."""
         most = Wave().interval("c", dt, axis)[1]
         return {"c": most * (unit["c"] + 1e-12).sqrt()}
 

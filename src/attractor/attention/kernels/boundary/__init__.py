@@ -1,8 +1,8 @@
-"""Boundary keys of causal rows and of windows, and global keys: the launches of three kernels.
+"""Launches of three kernels for boundary keys of causal rows and of windows, and for global keys.
 
 The twin in torch is `engines.boundary`. The caller computes the far keys, which are out of reach of both
-walls, with a fused operator and stepped values, for the rows and keys of a `Band`. It passes the
-operator's output here, and in backward gives the operator the merged output and log-sum-exp.
+walls, with a fused operator and stepped values, for the rows and keys of a `Band`. It passes the output
+of the operator to these launches. In backward, the operator gets the combined output and log-sum-exp.
 """
 
 from typing import NamedTuple
@@ -28,11 +28,11 @@ from attractor.attention.kernels.operators import custom_operator, operator_if_t
 from attractor.attention.kernels.values.stencil_gradient import BoundarySums, stencil_gradient
 from attractor.attention.precision import accumulate_dtype
 
-CAUSAL = -1  # as the left side of a band: it never ends
+CAUSAL = -1  # left side of causal rows, which have no limit
 
 
 class Band(NamedTuple):
-    """How rows and far keys are shifted against each other.
+    """The rows and far keys of a fused operator, and their shift.
 
     Attributes:
         rows: The first row that has a far key.
@@ -58,7 +58,7 @@ def reach_of(stencil: Tensor | None) -> int:
 
 
 def _shape(name: str, q: Tensor, v: Tensor, left: int, reach: int) -> tuple[Shape, int]:
-    """Return the shape of programs of a kernel, and how many there are."""
+    """Return the shape of programs of a kernel, and their number."""
     tile = launch.TILES[f"{'causal' if left == CAUSAL else 'window'}_{name}"]
     shape = launch.shape_of(tile, int(q.shape[-1]), int(v.shape[-1]), q.dtype, reach)
     return shape, q.shape[0] * q.shape[1] * cdiv(q.shape[2], shape.rows)
@@ -83,16 +83,18 @@ def _forward(
     Args:
         q, k, v: ``[batch, heads, tokens, dim]``. Without a window, k and v may have fewer heads, each of
             which serves as many consecutive heads of q.
-        far: Output of the far keys for the rows of the band, ``[batch, heads, size, value dim]``; or for
-            all heads as one sequence, ``[1, 1, size, value dim]``.
-        far_lse: Its log-sum-exp. Both may be anything for rows that have no far keys in their document.
-        stencil: The table of `stencils`; None without a PDE, in windows.
-        open: bool ``[batch, 1, 1, tokens - 1]``, False between two documents; only of causal rows.
-        global_k, global_v: Keys and stepped values of the global tokens, in windows.
-        first_rows, last_rows: In windows, outputs of the rows that are not computed here. Their
-            log-sum-exp is infinite: they have no weights.
-        left, right: Of the window; (CAUSAL, 0) for causal rows.
-        seed: Of the dropout of boundary weights, int64 ``[1]``; None without dropout, and in windows.
+        far: Output for the far keys and the rows of the band, ``[batch, heads, size, value dim]``, or
+            ``[1, 1, size, value dim]`` with all heads as one sequence.
+        far_lse: Its log-sum-exp. Both are arbitrary for rows without far keys in their document.
+        stencil: The table of `stencils`; None for windows without a PDE.
+        open: bool ``[batch, 1, 1, tokens - 1]``, False between two documents; for causal rows only.
+        global_k, global_v: Keys and stepped values of the global tokens; for windows only.
+        first_rows, last_rows: Outputs of the rows that are not computed here, for windows only. Their
+            log-sum-exp is infinite, so that their weights are 0.
+        left, right: Sides of the window; (CAUSAL, 0) for causal rows.
+        scale: Scale of the scores.
+        seed: Seed of the dropout of boundary weights, int64 ``[1]``, or None; for causal rows only.
+        dropout_p: Probability of this dropout.
     """
     q, k, v, far = map(contiguous_rows, (q, k, v, far))
     out, lse = like_output(q, v)
@@ -140,7 +142,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, 
 def _globals(
     global_k: Tensor | None, global_v: Tensor | None, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, int]:
-    """Return keys and values of the global tokens, or others to point to, and their number."""
+    """Return keys and values of the global tokens, or k and v if there are none, and their number."""
     if global_k is None or global_v is None:
         return k, v, 0
     return contiguous_rows(global_k), contiguous_rows(global_v), int(global_k.shape[2])
@@ -152,12 +154,14 @@ def _backward_rows(
     end: int, left: int, right: int, scale: float, of_stencil: bool, seed: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q and of the global keys and values, and what `backward_keys` needs.
+    """Return the gradients of q and of the global keys and values, and tensors for `backward_keys`.
+
+    Arguments that are not listed are those of `_forward`.
 
     Args:
-        far: The far keys' share of the gradient of q, for the rows of the band, as in forward.
-        begin, end: In windows, the rows that are computed.
-        seed, dropout_p: As in forward.
+        far: Share of the far keys in the gradient of q, for the rows of the band.
+        begin, end: The rows that are computed; for windows only.
+        of_stencil: Whether the gradient of the table is needed.
 
     Returns:
         The gradient of q; the gradients of the boundary scores and the patch weights ``[batch * heads,
@@ -174,7 +178,7 @@ def _backward_rows(
     )  # fmt: skip
     keys, values, count = _globals(global_k, global_v, k, v)
     if open is not None:
-        edge_sums.zero_()  # programs that are free do not write theirs
+        edge_sums.zero_()  # programs with free rows do not write them
     program_dk = lse.new_empty(programs if count else 0, count, dim)
     program_dv = lse.new_empty(programs if count else 0, count, v.shape[-1])
     table, band = lse if stencil is None else stencil.contiguous(), band_of(tokens, reach, left, right)
@@ -228,9 +232,9 @@ def _backward_keys(
     """Return the gradients of k, v and the table; the last has no entries unless `of_stencil`.
 
     Args:
-        row_weights, sums, edge_sums: Of `backward_rows`.
-        far_dk, far_dv: The far keys' shares of the gradients of keys and stepped values, for the keys of
-            the band.
+        row_weights, sums, edge_sums: Results of `backward_rows`.
+        far_dk, far_dv: Shares of the far keys in the gradients of keys and stepped values, for the keys
+            of the band.
     """
     do, q, k, v, far_dk, far_dv = map(contiguous_rows, (do, q, k, v, far_dk, far_dv))
     stencil, (_, heads, tokens, dim), reach = stencil.contiguous(), k.shape, reach_of(stencil)

@@ -1,10 +1,10 @@
-"""Forward of the boundary keys and global keys, under one softmax with the far keys: the kernel.
+"""Forward kernel of boundary keys and global keys, in one softmax with the far keys.
 
-Its twin in torch is `engines.boundary`. Only rows from `begin` to `end` are computed, and for a row only
-keys of its own document and window, and global keys, are used: no other key can change a bit of it.
+Its twin in torch is `engines.boundary`. Only rows from `begin` to `end` are computed. A row uses only
+keys of its own document and window, and global keys, so no other key can affect it.
 """
 
-# Arguments of kernels have no types that mypy could know; tuples of tiles grow, by addition alone.
+# Kernel arguments have no types that mypy knows; tuples of tiles grow by addition only.
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment,var-annotated"
 # ruff: noqa: RUF005
 
@@ -15,9 +15,9 @@ from attractor.attention.kernels.boundary.sides import (
     add_band,
     add_row,
     boundary_stencil,
+    dropout_factors,
     inner,
     inner_band,
-    kept,
     keys_before,
     load_far,
     load_last,
@@ -46,9 +46,10 @@ def _strands(
     COLUMNS: tl.constexpr, DEEP: tl.constexpr, RUN: tl.constexpr, H: tl.constexpr,
     WINDOW: tl.constexpr, FREE: tl.constexpr, FACES: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``first`` to ``first + RUN - 1`` of every strand; with RUN and H 1 and no WINDOW if not FREE.
+    """Compute rows ``first`` to ``first + RUN - 1`` of every strand.
 
-    A WINDOW has a left side as well, and a log-sum-exp of infinity for rows outside begin .. end.
+    A WINDOW also has a left side, and an infinite log-sum-exp for rows outside begin .. end. If not
+    FREE, RUN and H are 1, and WINDOW is False.
     """
     TYPE: tl.constexpr = lse.dtype.element_ty
     SPAN: tl.constexpr = 2 * REACH
@@ -115,7 +116,7 @@ def _strands(
         totals = totals + (most + tl.log(total),)
         over = 1.0 / total
         if DROPOUT:
-            factors = kept(seed, line + first + o, dropout_p, REACH, TYPE)
+            factors = dropout_factors(seed, line + first + o, dropout_p, REACH, TYPE)
         for m in tl.static_range(ALL):
             if DROPOUT:
                 weights = weights + (exps[m] * over * factors[m],)
@@ -160,9 +161,10 @@ def forward(
     COLUMNS: tl.constexpr, DEEP: tl.constexpr, STRANDS: tl.constexpr, RUN: tl.constexpr, H: tl.constexpr,
     FACES_SEEN: tl.constexpr, WINDOW: tl.constexpr, FACES: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one head: boundary weights after their steps, and global ones, with the far keys.
+    """Store the output of some rows of one head, for boundary keys, global keys and far keys.
 
-    `group` consecutive heads share a head of k and v. DROPOUT drops boundary weights, without a WINDOW.
+    `group` consecutive heads share a head of k and v. DROPOUT applies to boundary weights; it requires
+    that WINDOW is False.
     """
     scale = from_two(scale, scale_rest, lse.dtype.element_ty)
     blocks = tl.cdiv(tokens, STRANDS * RUN)

@@ -1,11 +1,11 @@
-"""Backward of the boundary keys for keys and values, and the transposed steps: the kernel.
+"""Backward kernel of boundary keys, for the gradients of keys and values, with the transposed steps.
 
 Its twin in torch is `engines.boundary`. The gradient of a key is that of the far keys, plus the boundary
 scores' from the rows that have it within reach of their walls. The gradient of a value is that of the
 patches that contain it, plus the far keys' after the transposed steps of all values.
 """
 
-# Arguments of kernels have no types that mypy could know; tuples of tiles grow, by addition alone.
+# Kernel arguments have no types that mypy knows; tuples of tiles grow by addition only.
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment,var-annotated"
 # ruff: noqa: RUF005
 
@@ -17,10 +17,10 @@ from attractor.attention.kernels.device import (
     SIZES,
     TILE,
     free_stencil,
+    keys_to_walls,
     load_masked,
     load_pieces,
     no_wall,
-    room,
     step_transposed,
     step_transposed_near_walls,
     store_piece,
@@ -36,10 +36,10 @@ def _entries(
     START: tl.constexpr, RUN: tl.constexpr, COUNT: tl.constexpr, TYPE: tl.constexpr,
     ROW_STRANDS: tl.constexpr, ROW_RUN: tl.constexpr,
 ):  # fmt: skip
-    """What key o of a strand gets from row ``first + o + n``, at ``o COUNT + n``.
+    """Load the entry of row ``first + o + n`` for key o of a strand, at ``o COUNT + n`` of a tuple.
 
-    Of the COUNT entries that rows have from START on, the last is for key ``first + o`` from the first
-    of these rows. ROW_STRANDS and ROW_RUN are those of the kernel that has written the entries.
+    Of the COUNT entries of a row from START on, the last belongs to key ``first + o`` in the first of
+    these rows. ROW_STRANDS and ROW_RUN are those of the kernel that wrote the entries.
     """
     entries = ()
     for o in tl.static_range(RUN):
@@ -57,7 +57,7 @@ def _near_walls(
     sums, x, x_t, entries, key, after, tokens, column, inside,
     COUNT: tl.constexpr, FACES: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Add to each key what it gets from its own and later rows of its document, COUNT in all."""
+    """Add to each key the shares of COUNT rows of its document, from its own row on."""
     for n in tl.static_range(COUNT):
         ok = (key + n < tokens)[:, None] & inside
         if FACES:
@@ -76,11 +76,11 @@ def _add_group(
     ROW_STRANDS: tl.constexpr, ROW_RUN: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add to the keys of every strand what they get from the rows of all heads that share them.
+    """Add to the keys of every strand the shares of the rows of all heads that share them.
 
     Args:
-        x: Queries or gradients of outputs, of the first head of the group.
-        row_weights: Of that head; each head has ALL entries per row.
+        x: Queries or gradients of outputs of the first head of the group.
+        row_weights: Entries of this head; each head has ALL entries per row.
     """
     for head in range(GROUP):
         entries = _entries(
@@ -109,10 +109,10 @@ def backward_keys(
     ROW_STRANDS: tl.constexpr, ROW_RUN: tl.constexpr, WIDTH: tl.constexpr, FACES_SEEN: tl.constexpr,
     OF_STENCIL: tl.constexpr, WINDOW: tl.constexpr, FACES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of some keys and values of one of their heads, which GROUP heads of rows share.
+    """Store the gradients of some keys and values of one head, which GROUP heads of rows share.
 
-    No far key of a WINDOW has a wall within reach, so all its rows are free, and its GROUP is 1. Without
-    one, the rows between the walls come first, then those near a wall, a tile at a time.
+    No far key of a WINDOW has a wall within reach, so all its rows are free, and GROUP is 1. Otherwise
+    the free rows come first, and then those near a wall, tile by tile.
     """
     TYPE: tl.constexpr = stencil.dtype.element_ty
     SPAN: tl.constexpr = 2 * REACH
@@ -239,7 +239,7 @@ def backward_keys(
             if (corner < start + ROWS) & (corner + TILE > start):
                 row = corner + tl.arange(0, TILE)
                 key = tl.minimum(row, tokens - 1)
-                before, after = room(open, open_t, key, tokens, SPAN, FACES)
+                before, after = keys_to_walls(open, open_t, key, tokens, SPAN, FACES)
                 ok = (row >= start) & (row < tl.minimum(start + ROWS, tokens))
                 if free:
                     ok = ok & (before + after < 2 * SPAN)

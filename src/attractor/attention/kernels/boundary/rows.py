@@ -1,13 +1,12 @@
-"""Backward of the boundary keys and global keys, for queries: the kernel.
+"""Backward kernel of boundary keys and global keys, for the gradients of queries.
 
-Its twin in torch is `engines.boundary`. For each row and side it leaves ``3 reach`` entries in
-`row_weights`, from which `keys` computes the gradients of keys and values: the gradients of the
-boundary scores, times the scale, and the patch weights. Programs also leave sums over their rows: the
-gradients of global keys and values, and products for the gradient of the stencil table
-(`BoundarySums`).
+Its twin in torch is `engines.boundary`. For each row and side, it stores ``3 reach`` entries in
+`row_weights`, from which `keys` computes the gradients of keys and values: the gradients of the boundary
+scores times the scale, and the patch weights. Programs also store sums over their rows: the gradients of
+global keys and values, and products for the gradient of the stencil table (`BoundarySums`).
 """
 
-# Arguments of kernels have no types that mypy could know; tuples of tiles grow, by addition alone.
+# Kernel arguments have no types that mypy knows; tuples of tiles grow by addition only.
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment,var-annotated"
 # ruff: noqa: RUF005
 
@@ -18,9 +17,9 @@ from attractor.attention.kernels.boundary.sides import (
     add_band,
     add_row,
     boundary_stencil,
+    dropout_factors,
     inner,
     inner_band,
-    kept,
     keys_before,
     load_far,
     load_last,
@@ -41,7 +40,7 @@ from attractor.attention.kernels.device import (
     upcast,
 )
 
-FEW = tl.constexpr(16)  # the most global keys, boundary keys of a side, or keys of its patch
+FEW = tl.constexpr(16)  # largest number of global keys, boundary keys per side, and keys per patch
 
 
 @triton.jit
@@ -49,7 +48,7 @@ def _products(left, right, sums, DOTS: tl.constexpr):
     """Add the product of ``[strands, n]`` and ``[strands, m]`` over the strands to ``[n, m]``."""
     if DOTS and NVIDIA and left.dtype != tl.float32:
         sums = tl.dot(tl.trans(left), right, sums)
-    elif DOTS:  # the interpreter takes bfloat16 for whole numbers
+    elif DOTS:  # the interpreter treats bfloat16 as integers
         left, right = left.to(tl.float32), right.to(tl.float32)
         sums = tl.dot(tl.trans(left), right, sums, input_precision="tf32x3")
     else:
@@ -65,17 +64,18 @@ def _side(
     ENTRIES: tl.constexpr, DOTS: tl.constexpr, OF_STENCIL: tl.constexpr,
     LEFT: tl.constexpr, WINDOW: tl.constexpr, FREE: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Add one side's share to the gradients of queries, and write its `row_weights`.
+    """Add the share of one side to the gradients of queries, and store its `row_weights`.
 
     Args:
         deltas: Inner products of outputs and their gradients.
-        row_weights: Of this side. `place` is where the first rows' entries are in a line (`place_of`),
-            and `line` is the distance of one entry from the next.
-        number: What `kept` adds to the number of a row.
+        row_weights: Entries of this side. `place` is the place of the first rows in a line (`place_of`),
+            and `line` is the distance between two entries of a row.
+        number: Number of the first row of the head, for `dropout_factors`.
 
     Returns:
-        The gradients of queries, and products of boundary weights and the gradients of patch weights:
-        in a WINDOW summed over the rows ``[FEW, FEW]``, else a tuple of vectors, summed over the run.
+        The gradients of queries, and products of boundary weights and gradients of patch weights. In a
+        WINDOW, the products are summed over the rows, ``[FEW, FEW]``; otherwise they are a tuple of
+        vectors, summed over the rows of a strand.
     """
     TYPE: tl.constexpr = stencil.dtype.element_ty
     SPAN: tl.constexpr = 2 * REACH
@@ -92,7 +92,7 @@ def _side(
         for n in tl.static_range(SPAN):
             d_weights = d_weights + (d_patch[(o + n) * RUN + o],)
         if DROPOUT:
-            factors = kept(seed, number + first + o, dropout_p, REACH, TYPE)
+            factors = dropout_factors(seed, number + first + o, dropout_p, REACH, TYPE)
         for m in tl.static_range(REACH):
             score = scores[(o + m) * RUN + o] * scale
             if not FREE:
@@ -123,7 +123,9 @@ def _side(
             patch = patch + (patch_weight(weights, 0, table, n, REACH, LEFT),)
         if OF_STENCIL and WINDOW:
             across, along = columns_of(weights, REACH, FEW), columns_of(d_weights, SPAN, FEW)
-            if DOTS and queries[0].dtype != tl.float32:  # of many rows only few are sums of few
+            if (
+                DOTS and queries[0].dtype != tl.float32
+            ):  # few products of many rows are sums of few terms
                 across, along = across.to(tl.bfloat16), along.to(tl.bfloat16)
             products = _products(across, along, products, DOTS)
         elif OF_STENCIL:
@@ -153,7 +155,7 @@ def _global_keys(
     COUNT: tl.constexpr, DIM: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
     DEEP: tl.constexpr, RUN: tl.constexpr, H: tl.constexpr, DOTS: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Add the global keys' share to the gradients of queries; write the program's sums for them."""
+    """Add the share of global keys to the gradients of queries, and store their gradients."""
     keys = load_rows(k, k_t, first * 0, COUNT, COUNT, DIM, COLUMNS, H)
     values = load_rows(v, v_t, first * 0, COUNT, COUNT, DEPTH, DEEP, H)
     d_keys, d_values = (), ()
@@ -198,10 +200,11 @@ def _strands(
     OF_STENCIL: tl.constexpr, WINDOW: tl.constexpr, FREE: tl.constexpr, FACES: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``first`` to ``first + RUN - 1`` of every strand; with RUN and H 1 and no WINDOW if not FREE.
+    """Compute rows ``first`` to ``first + RUN - 1`` of every strand.
 
-    Without a WINDOW products are added to `free_sums` ``[PLACES]`` and, those of keys with a wall within
-    reach before them, to `edge_sums` ``[at least reach, PLACES]``; both are returned.
+    If not WINDOW, products are added to `free_sums` ``[PLACES]``, or, for keys with a wall within reach
+    before them, to `edge_sums` ``[at least reach, PLACES]``; both are returned. If not FREE, RUN and H
+    are 1, and WINDOW is False.
     """
     TYPE: tl.constexpr = lse.dtype.element_ty
     SPAN: tl.constexpr = 2 * REACH
@@ -299,9 +302,9 @@ def backward_rows(
     KINDS: tl.constexpr, DOTS: tl.constexpr, OF_STENCIL: tl.constexpr, WINDOW: tl.constexpr,
     FACES: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of some queries of one head, and what the module says of other outputs.
+    """Store the gradients of some queries of one head, and the other outputs that the module describes.
 
-    `group` consecutive heads share a head of k and v. DROPOUT is that of `forward`.
+    `group` consecutive heads share a head of k and v. DROPOUT is as in `forward`.
     """
     TYPE: tl.constexpr = lse.dtype.element_ty
     SIDES: tl.constexpr = 2 if WINDOW else 1

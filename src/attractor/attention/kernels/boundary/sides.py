@@ -1,32 +1,32 @@
-"""Functions on the device for the keys within reach of a wall that moves with the row.
+"""Device functions for the keys within reach of a wall that moves with the row.
 
-Row i has a wall after key ``i + right``, and in a window one before key ``i - left``: a causal row is a
-window whose right side is 0 and whose left side never ends. The wall has `reach` boundary keys. Their
-weights feel it, take the steps themselves, and spread over a patch of ``2 reach`` keys:
+Row i has a wall after key ``i + right`` and, in a window, another wall before key ``i - left``. A causal
+row is a window whose right side is 0 and whose left side has no limit. Each wall has `reach` boundary
+keys, whose weights take the steps themselves and spread over a patch of ``2 reach`` keys:
 
     right side: boundary key m is i + right - reach + 1 + m, patch key n is i + right - 2 reach + 1 + n
     left side:  boundary key m is i - left + m,              patch key n is i - left + n
 
-All rows whose patches have no second wall are FREE: they have the same stencil, a tuple of numbers.
-The others, at the start of a causal sequence or document, have one entry of the table each.
+Rows whose patches have no second wall are FREE, and have the same stencil, a tuple of numbers. The other
+rows, at the start of a causal sequence or document, each have entries of the table.
 """
 
-# Arguments of kernels have no types that mypy could know; tuples of tiles grow, by addition alone.
+# Kernel arguments have no types that mypy knows; tuples of tiles grow by addition only.
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment,var-annotated"
 # ruff: noqa: RUF005
 
 import triton
 import triton.language as tl
 
-from attractor.attention.kernels.device import load_masked, room, upcast
+from attractor.attention.kernels.device import keys_to_walls, load_masked, upcast
 
 
 @triton.jit
 def keys_before(open, stride, row, tokens, SPAN: tl.constexpr, FACES: tl.constexpr):
-    """The number of keys before a row's own; with FACES in its document, and at most SPAN."""
+    """Return the number of keys before each row's own; with FACES, in its document and at most SPAN."""
     before = row
     if FACES:
-        before, _ = room(open, stride, tl.minimum(row, tokens - 1), tokens, SPAN, True)
+        before, _ = keys_to_walls(open, stride, tl.minimum(row, tokens - 1), tokens, SPAN, True)
     return before
 
 
@@ -34,7 +34,7 @@ def keys_before(open, stride, row, tokens, SPAN: tl.constexpr, FACES: tl.constex
 def load_last(
     x, stride, row, before, tokens, COUNT: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """The last COUNT rows up to each row, as a tuple; zeros for those further back than `before`."""
+    """Load the last COUNT rows up to each row as a tuple, with zeros for those beyond `before`."""
     column = tl.arange(0, COLUMNS)
     inside = (column < DIM)[None, :]
     rows = ()
@@ -49,7 +49,7 @@ def load_last(
 def load_far(
     far, stride, row, before, tokens, REACH: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """What was computed from the far keys of each row; zeros for rows that have none."""
+    """Load the results for the far keys of each row, with zeros for rows without far keys."""
     column = tl.arange(0, COLUMNS)
     ok = ((before >= REACH) & (row < tokens))[:, None] & (column < DIM)[None, :]
     return (load_masked(far, stride, row - REACH, column, ok, far.dtype.element_ty),)
@@ -57,10 +57,10 @@ def load_far(
 
 @triton.jit
 def boundary_stencil(stencil, before, REACH: tl.constexpr, LEFT: tl.constexpr, FREE: tl.constexpr):
-    """What weight 1 of boundary key m gives to patch key n, at ``2 reach m + n``; 0 if out of reach.
+    """Load the weights from boundary key m to patch key n, at ``2 reach m + n``; 0 if out of reach.
 
     Args:
-        before: The number of keys before each row's own; only used if not FREE, and not LEFT then.
+        before: Number of keys before each row's own; used if neither FREE nor LEFT.
     """
     weights = ()
     for m in tl.static_range(REACH):
@@ -85,7 +85,7 @@ def boundary_stencil(stencil, before, REACH: tl.constexpr, LEFT: tl.constexpr, F
 def patch_weight(
     weights, first: tl.constexpr, table, n: tl.constexpr, REACH: tl.constexpr, LEFT: tl.constexpr
 ):  # fmt: skip
-    """What the boundary weights, those of a tuple from `first` on, give to patch key n."""
+    """Return the weight of patch key n for boundary weights in a tuple, from entry `first` on."""
     SURE: tl.constexpr = REACH - 1 if LEFT else 0  # reaches every patch key
     total = weights[first + SURE] * table[SURE * 2 * REACH + n]
     for m in tl.static_range(REACH):
@@ -96,28 +96,28 @@ def patch_weight(
 
 @triton.jit
 def patch_weights(
-    weights, first: tl.constexpr, apart: tl.constexpr, table, REACH: tl.constexpr, RUN: tl.constexpr,
+    weights, first: tl.constexpr, stride: tl.constexpr, table, REACH: tl.constexpr, RUN: tl.constexpr,
     LEFT: tl.constexpr,
 ):  # fmt: skip
-    """`patch_weight` of row o, whose weights begin at ``first + o apart``, at ``2 reach o + n``."""
+    """Return `patch_weight` of row o at ``2 reach o + n``; its weights begin at ``first + o stride``."""
     patch = ()
     for o in tl.static_range(RUN):
         for n in tl.static_range(2 * REACH):
-            patch = patch + (patch_weight(weights, first + o * apart, table, n, REACH, LEFT),)
+            patch = patch + (patch_weight(weights, first + o * stride, table, n, REACH, LEFT),)
     return patch
 
 
 @triton.jit
-def kept(seed, row, p, REACH: tl.constexpr, TYPE: tl.constexpr):
-    """What dropout multiplies each boundary weight of a row by: 0, or 1 / (1 - p).
+def dropout_factors(seed, row, p, REACH: tl.constexpr, TYPE: tl.constexpr):
+    """Return the dropout factors of the boundary weights of each row: 0, or 1 / (1 - p).
 
     Args:
-        row: The number of each row, in which heads and batch are counted as well.
+        row: Number of each row among the rows of all heads and texts.
 
     Returns:
-        A tuple of REACH vectors ``[rows]``, the same for the same seed.
+        A tuple of REACH vectors ``[rows]``, which are the same for the same seed.
     """
-    CALLS: tl.constexpr = (REACH + 3) // 4  # of four numbers each
+    CALLS: tl.constexpr = (REACH + 3) // 4  # each returns four numbers
     factors = ()
     for call in tl.static_range(CALLS):
         first, second, third, fourth = tl.rand4x(seed, row * CALLS + call)
@@ -130,7 +130,7 @@ def kept(seed, row, p, REACH: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def row_of(rows, n: tl.constexpr, H: tl.constexpr):
-    """Entry n of a tuple of rows."""
+    """Return entry n of a tuple of rows."""
     row = ()
     for h in tl.static_range(H):
         row = row + (rows[n * H + h],)
@@ -139,7 +139,7 @@ def row_of(rows, n: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def upcast_rows(rows, COUNT: tl.constexpr, H: tl.constexpr, TYPE: tl.constexpr):
-    """A tuple of rows in a more precise type."""
+    """Convert a tuple of rows to a more precise type."""
     more = ()
     for n in tl.static_range(COUNT * H):
         more = more + (upcast(rows[n], TYPE),)
@@ -148,7 +148,7 @@ def upcast_rows(rows, COUNT: tl.constexpr, H: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def inner(row, rows, n: tl.constexpr, H: tl.constexpr):
-    """The inner products of a row with entry n of a tuple of rows, ``[strands]``."""
+    """Return the inner products ``[strands]`` of a row with entry n of a tuple of rows."""
     products = row[0] * upcast(rows[n * H], row[0].dtype)
     for h in tl.static_range(1, H):
         products += row[h] * upcast(rows[n * H + h], row[0].dtype)
@@ -157,7 +157,7 @@ def inner(row, rows, n: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def inner_band(row, rows, COUNT: tl.constexpr, RUN: tl.constexpr, H: tl.constexpr):
-    """Inner products of row o and ``rows[o + n]``, at ``(o + n) RUN + o``; reads `rows` once."""
+    """Return the inner products of row o and ``rows[o + n]`` at ``(o + n) RUN + o``."""
     products = ()
     for x in tl.static_range(RUN + COUNT - 1):
         for o in tl.static_range(RUN):
@@ -170,7 +170,7 @@ def inner_band(row, rows, COUNT: tl.constexpr, RUN: tl.constexpr, H: tl.constexp
 
 @triton.jit
 def add_row(sums, weight, rows, n: tl.constexpr, H: tl.constexpr):
-    """A row, plus `weight` times entry n of a tuple of rows."""
+    """Return a row plus `weight` times entry n of a tuple of rows."""
     more = ()
     for h in tl.static_range(H):
         more = more + (sums[h] + weight[:, None] * upcast(rows[n * H + h], weight.dtype),)
@@ -179,7 +179,7 @@ def add_row(sums, weight, rows, n: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def add_band(sums, weights, rows, COUNT: tl.constexpr, RUN: tl.constexpr, H: tl.constexpr):
-    """Add ``weights[o COUNT + n] * rows[o + n]`` to row o; reads `rows` once."""
+    """Add ``weights[o COUNT + n] * rows[o + n]`` to row o."""
     for x in tl.static_range(RUN + COUNT - 1):
         more = ()
         for o in tl.static_range(RUN):
@@ -193,7 +193,7 @@ def add_band(sums, weights, rows, COUNT: tl.constexpr, RUN: tl.constexpr, H: tl.
 
 @triton.jit
 def add_shares(row, weights, rows, o: tl.constexpr, COUNT: tl.constexpr):
-    """`add_band` for one tile, row o: one row after the other needs fewer registers."""
+    """Do the same as `add_band` for row o, which needs fewer registers than all rows at once."""
     for n in tl.static_range(COUNT):
         row += weights[o * COUNT + n][:, None] * upcast(rows[o + n], row.dtype)
     return row
@@ -201,10 +201,10 @@ def add_shares(row, weights, rows, o: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def place_of(row, STRANDS: tl.constexpr, RUN: tl.constexpr):
-    """Where a row's entries are in a line of `row_weights`.
+    """Return the place of a row's entries in a line of `row_weights`.
 
-    The rows of a program are laid out as ``[run, strands]``, so that it writes them in one piece.
+    The rows of a program have the layout ``[run, strands]``, so that its stores are contiguous.
     """
-    row = row.to(tl.uint32)  # whose quotients are shifts
+    row = row.to(tl.uint32)  # unsigned quotients are shifts
     of_program = row % (STRANDS * RUN)
     return row - of_program + (of_program % RUN) * STRANDS + of_program // RUN

@@ -1,4 +1,4 @@
-"""Values ``[batch, heads, keys, dim]`` after all steps of a linear PDE, in one pass over them.
+"""Launches for values ``[batch, heads, keys, dim]`` after all steps of a linear PDE.
 
 Its twin in torch is `engines.values.step_values`.
 """
@@ -41,8 +41,8 @@ def _launch(value: Tensor, stencil: Tensor, open: Tensor | None) -> Tensor:
 
     Args:
         value: ``[batch, heads, keys, dim]``.
-        stencil: The table of `stencils`, in float32 for half precision, else in value's dtype.
-        open: bool ``[batch or 1, heads or 1, 1, keys - 1]``, False at walls. None: only the ends are
+        stencil: The table of `stencils`, in at least float32.
+        open: bool ``[batch or 1, heads or 1, 1, keys - 1]``, False at walls; None if only the ends are
             walls.
     """
     value, stencil = contiguous_rows(value), stencil.contiguous()

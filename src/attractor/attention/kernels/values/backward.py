@@ -1,11 +1,11 @@
-"""Gradients of values that took all steps: the kernel. Its twin is the backward of `step_values`.
+"""Backward kernel of stepped values. Its twin in torch is the backward of `step_values`.
 
-The gradient of values is the transposed sum. The gradient of the stencil table is a sum over rows, of
-products of gradients and values: each program adds up those of its rows that have no wall within reach,
-and `stencil_gradient` adds the others.
+The gradient of values is the transposed sum. The gradient of the stencil table is a sum over rows of
+products of gradients and values. Each program sums the products of its free rows, and
+`stencil_gradient` adds those of all other rows.
 """
 
-# Arguments of kernels have no types that mypy could know.
+# Kernel arguments have no types that mypy knows.
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code=assignment
 
 import triton
@@ -15,10 +15,10 @@ from attractor.attention.kernels.device import (
     SIZES,
     TILE,
     free_stencil,
+    keys_to_walls,
     load_masked,
     load_rows,
     no_wall,
-    room,
     step_transposed,
     step_transposed_near_walls,
     store_piece,
@@ -36,7 +36,7 @@ def _step_backward(
     RUN: tl.constexpr, FACES_SEEN: tl.constexpr, WIDTH: tl.constexpr, FACES: tl.constexpr,
     OF_STENCIL: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the values of one program."""
+    """Store the gradients of the values of one program."""
     TYPE: tl.constexpr = stencil.dtype.element_ty
     ROWS: tl.constexpr = STRANDS * RUN
     blocks = tl.cdiv(tokens, ROWS)
@@ -78,7 +78,7 @@ def _step_backward(
         if (corner < start + ROWS) & (corner + TILE > start):
             row = corner + tl.arange(0, TILE)
             key = tl.minimum(row, tokens - 1)
-            before, after = room(open, open_t, key, tokens, 2 * REACH, FACES)
+            before, after = keys_to_walls(open, open_t, key, tokens, 2 * REACH, FACES)
             ok = (row >= start) & (row < tl.minimum(start + ROWS, tokens))
             if free:
                 ok = ok & (before + after < 4 * REACH)

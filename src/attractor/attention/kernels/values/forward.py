@@ -1,10 +1,10 @@
-"""Values after all steps: the kernel. Its twin in torch is `engines.values.step_values`.
+"""Forward kernel of stepped values. Its twin in torch is `engines.values.step_values`.
 
-All rows that have no wall within reach have the same stencil, and a program computes their sums from
-registers. The few other rows are computed a tile at a time, each with its own entries of the table.
+All free rows have the same stencil, and a program computes their sums from registers. The few other rows
+are computed tile by tile, each with its own entries of the table.
 """
 
-# Arguments of kernels have no types that mypy could know.
+# Kernel arguments have no types that mypy knows.
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code=assignment
 
 import triton
@@ -14,10 +14,10 @@ from attractor.attention.kernels.device import (
     SIZES,
     TILE,
     free_stencil,
+    keys_to_walls,
     load_masked,
     load_rows,
     no_wall,
-    room,
     store_piece,
     upcast,
 )
@@ -30,7 +30,7 @@ def _step(
     REACH: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, STRANDS: tl.constexpr,
     RUN: tl.constexpr, FACES_SEEN: tl.constexpr, FACES: tl.constexpr,
 ):  # fmt: skip
-    """The rows of one program: a sum over the keys within reach for each."""
+    """Store the rows of one program, each a sum over the keys within reach."""
     TYPE: tl.constexpr = stencil.dtype.element_ty
     ROWS: tl.constexpr = STRANDS * RUN
     blocks = tl.cdiv(tokens, ROWS)
@@ -63,7 +63,7 @@ def _step(
         if (corner < start + ROWS) & (corner + TILE > start):
             row = corner + tl.arange(0, TILE)
             key = tl.minimum(row, tokens - 1)
-            before, after = room(open, open_t, key, tokens, REACH, FACES)
+            before, after = keys_to_walls(open, open_t, key, tokens, REACH, FACES)
             place = (before * (REACH + 1) + after) * (2 * REACH + 1)
             sums = tl.zeros([TILE, COLUMNS], dtype=TYPE)
             for n in tl.static_range(2 * REACH + 1):

@@ -1,17 +1,16 @@
-"""The gradient of the stencil table, from sums that programs have left and from rows at walls.
+"""The gradient of the stencil table, from sums of other kernels and from rows at walls.
 
-The gradient of an entry is a sum over all rows of its place between walls. Of rows that have no wall
-within reach there are many: programs of other kernels have added up theirs. At an end of a sequence
-there is one row per place, whose products are computed here. Walls inside a sequence take a launch of
-their own (`_walls`). One more launch adds up all sums, one program per place and table, in an order that
-depends on nothing but shapes.
+The gradient of an entry is a sum over all rows at its position between walls. For free rows, programs of
+other kernels have computed partial sums. At each end of a sequence there is one row per position, whose
+products are computed here. Walls inside a sequence have a launch of their own (`_walls`). A last launch
+adds all sums, with one program per position and table, in an order that depends on shapes only.
 
-Keys within reach of a wall that moves with the row (`boundary`) have products of their own. A stepped
-value that a causal row uses has all keys within reach after it, so places with fewer keys after them are
-those of boundary keys alone.
+Keys within reach of a wall that moves with the row (`boundary`) have separate products. A stepped value
+that a causal row uses has all keys within reach after it, so positions with fewer keys after them belong
+to boundary keys only.
 """
 
-# Arguments of kernels have no types that mypy could know.
+# Kernel arguments have no types that mypy knows.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from typing import NamedTuple
@@ -20,12 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attractor.attention.kernels.device import TILE, load_masked, room
+from attractor.attention.kernels.device import TILE, keys_to_walls, load_masked
 from attractor.attention.kernels.launch import cdiv, faces_of, power_of_two, strides
 from attractor.attention.kernels.operators import wrap_triton
 
-PROGRAMS = 1024  # about as many look for rows at walls inside of sequences
-LINES = tl.constexpr(128)  # of sums, or of rows at walls, that are added up at a time
+PROGRAMS = 1024  # approximate number of programs that search for walls inside sequences
+LINES = tl.constexpr(128)  # lines of sums, or rows at walls, that are added at a time
 CHUNKS = [
     "tokens", "count", "batches", "heads", "chunks", "wall_chunks", "boundary_chunks", "edge_chunks"
 ]  # fmt: skip
@@ -35,10 +34,10 @@ class BoundarySums(NamedTuple):
     """Products of boundary weights and the gradients of stepped weights, summed by programs.
 
     Attributes:
-        sums: ``[batch * heads * chunks, sides, reach, 2 reach]`` of keys that have no second wall within
-            reach; the only side is that after a causal row, of a window the left side comes first.
-        edge_sums: ``[batch * heads * chunks, reach, reach, 2 reach]`` of keys that have one, by the
-            number of keys before them; only of causal rows.
+        sums: ``[batch * heads * chunks, sides, reach, 2 reach]``, sums over keys without a second wall
+            within reach. Causal rows have one side, windows have the left and the right side.
+        edge_sums: ``[batch * heads * chunks, reach, reach, 2 reach]``, sums over keys of causal rows
+            with a second wall within reach, by the number of keys before them.
     """
 
     sums: Tensor
@@ -52,9 +51,9 @@ def _walls(
     REACH: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, PLACES: tl.constexpr,
     WIDTH: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Products of gradients and values of rows with a wall within reach, summed per place.
+    """Store products of gradients and values of rows with a wall within reach, summed per position.
 
-    If CAUSAL, only of rows with none after them: `do` has no others.
+    If CAUSAL, only rows without a wall after them count, because `do` is zero for the others.
     """
     TYPE: tl.constexpr = wall_sums.dtype.element_ty
     pair, chunk = tl.program_id(0), tl.program_id(1)
@@ -69,7 +68,7 @@ def _walls(
     for block in range(blocks):
         row = (chunk * blocks + block) * TILE + tl.arange(0, TILE)
         key = tl.minimum(row, tokens - 1)
-        before, after = room(open, open_t, key, tokens, REACH, True)
+        before, after = keys_to_walls(open, open_t, key, tokens, REACH, True)
         near = (before + after < 2 * REACH) & (row < tokens)
         if CAUSAL:
             near = near & (after == REACH)
@@ -90,16 +89,16 @@ def _walls(
 
 
 @triton.jit
-def _added(x, first, apart, pairs, chunks, size, offset, count, WIDTH: tl.constexpr):
-    """The sum ``[WIDTH]`` of entries offset .. offset + count - 1 of lines ``[pairs, chunks, size]``.
+def _sum_lines(x, first, stride, pairs, chunks, size, offset, count, WIDTH: tl.constexpr):
+    """Return the sum ``[WIDTH]`` of entries offset .. offset + count - 1 of ``[pairs, chunks, size]``.
 
-    Only of the pairs first, first + apart, ..., as many as `pairs`.
+    The sum is over `pairs` pairs: first, first + stride, first + 2 stride, ...
     """
     line, entry = tl.arange(0, LINES), tl.arange(0, WIDTH)[None, :]
     sums = tl.zeros([LINES, WIDTH], dtype=x.dtype.element_ty)
     for start in range(0, pairs * chunks, LINES):
         n = start + line
-        chunk = ((n // chunks) * apart + first) * chunks + n % chunks
+        chunk = ((n // chunks) * stride + first) * chunks + n % chunks
         ok = (n < pairs * chunks)[:, None] & (entry < count)
         where = x + chunk.to(tl.int64)[:, None] * size + offset + entry
         sums += tl.load(where, mask=ok, other=0.0)
@@ -108,17 +107,17 @@ def _added(x, first, apart, pairs, chunks, size, offset, count, WIDTH: tl.conste
 
 @triton.jit
 def _at_an_end(
-    do, v, key, first, apart, pairs, tokens, heads, do_b, do_h, do_t, v_b, v_h, v_t,
+    do, v, key, first, stride, pairs, tokens, heads, do_b, do_h, do_t, v_b, v_h, v_t,
     REACH: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
     TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Products of one row of every pair's gradients with the values within reach, summed ``[WIDTH]``."""
+    """Return the products of one row of gradients with the values within reach, summed over pairs."""
     column = tl.arange(0, COLUMNS)[None, :]
     entry = tl.arange(0, WIDTH)[None, :]
     sums = tl.zeros([TILE, WIDTH], dtype=TYPE)
     for start in range(0, pairs, TILE):
         member = start + tl.arange(0, TILE)
-        pair = tl.minimum(member, pairs - 1) * apart + first
+        pair = tl.minimum(member, pairs - 1) * stride + first
         batch, head = (pair // heads).to(tl.int64)[:, None], (pair % heads).to(tl.int64)[:, None]
         ok = (member < pairs)[:, None] & (column < DIM)
         row = (member * 0 + key).to(tl.int64)[:, None]
@@ -139,49 +138,52 @@ def _gather(
     REACH: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
     FACES: tl.constexpr, SIDES: tl.constexpr,
 ):  # fmt: skip
-    """All there is for one place between walls, of one table; SIDES as in `BoundarySums`, 0 if none."""
+    """Store the gradient at one position between walls of one table.
+
+    SIDES: Number of sides in `BoundarySums`, 0 without boundary keys.
+    """
     TYPE: tl.constexpr = d_stencil.dtype.element_ty
     SIZE: tl.constexpr = 2 * REACH * REACH
     ALL: tl.constexpr = 2 * REACH + 1
     LINES_OF_WALLS: tl.constexpr = (REACH + 1) * (REACH + 1) * ALL
     table, place = tl.program_id(0), tl.program_id(1)
     before, after = place // (REACH + 1), place % (REACH + 1)
-    apart, pairs = heads, batches
+    stride, pairs = heads, batches
     if tl.num_programs(0) == 1:
-        apart, pairs = 1, batches * heads
+        stride, pairs = 1, batches * heads
     entry = tl.arange(0, WIDTH)
     total, start = tl.zeros([WIDTH], dtype=TYPE), 0
     if before + after == 2 * REACH:
-        total = _added(free_sums, table, apart, pairs, chunks, ALL, 0, ALL, WIDTH)
+        total = _sum_lines(free_sums, table, stride, pairs, chunks, ALL, 0, ALL, WIDTH)
     elif SIDES > 0 and after < REACH:
         m = REACH - 1 - after
         offset, size = m * 2 * REACH + m, 2 * REACH - m
         if before == REACH:
             offset += (SIDES - 1) * SIZE
-            total = _added(
-                boundary_sums, table, apart, pairs, boundary_chunks, SIDES * SIZE, offset, size, WIDTH
+            total = _sum_lines(
+                boundary_sums, table, stride, pairs, boundary_chunks, SIDES * SIZE, offset, size, WIDTH
             )
         elif SIDES == 1:
             offset += before * SIZE
-            total = _added(
-                edge_sums, table, apart, pairs, edge_chunks, REACH * SIZE, offset, size, WIDTH
+            total = _sum_lines(
+                edge_sums, table, stride, pairs, edge_chunks, REACH * SIZE, offset, size, WIDTH
             )
     elif SIDES == 2:
         start = REACH - before
         offset, size = before * 2 * REACH, before + REACH + 1
-        total = _added(
-            boundary_sums, table, apart, pairs, boundary_chunks, SIDES * SIZE, offset, size, WIDTH
+        total = _sum_lines(
+            boundary_sums, table, stride, pairs, boundary_chunks, SIDES * SIZE, offset, size, WIDTH
         )
     elif FACES:
-        total = _added(
-            wall_sums, table, apart, pairs, wall_chunks, LINES_OF_WALLS, place * ALL, ALL, WIDTH
+        total = _sum_lines(
+            wall_sums, table, stride, pairs, wall_chunks, LINES_OF_WALLS, place * ALL, ALL, WIDTH
         )
     else:
         key = tl.where(before < REACH, before, tokens - 1 - after)
         exists = (key >= 0) & (key < count) & (tl.minimum(key, REACH) == before)
         if exists & (tl.minimum(tokens - 1 - key, REACH) == after):
             total = _at_an_end(
-                do, v, key, table, apart, pairs, tokens, heads, do_b, do_h, do_t, v_b, v_h, v_t,
+                do, v, key, table, stride, pairs, tokens, heads, do_b, do_h, do_t, v_b, v_h, v_t,
                 REACH, DIM, COLUMNS, WIDTH, TYPE,
             )  # fmt: skip
     d_stencil += (table * tl.num_programs(1) + place) * ALL
@@ -200,10 +202,14 @@ def stencil_gradient(
     """Return the gradient of the stencil table.
 
     Args:
-        do: Gradients of the stepped values, of the first keys at least; those of all others are zero.
-            Of windows only the strides are used: none of their rows is near an end.
-        free_sums: Sums over rows without a wall within reach ``[batch * heads * chunks, 2 reach + 1]``.
-        boundary: Of the boundary keys, with the same `open`. None: there are no boundary keys.
+        do: Gradients of the stepped values of the first keys; those of later keys are zero. For windows,
+            which have no rows near the ends, only the strides are used.
+        value: ``[batch, heads, keys, dim]``.
+        open: bool ``[batch or 1, heads or 1, 1, keys - 1]``, False at walls; None if only the ends are
+            walls.
+        stencil: The table.
+        free_sums: Sums over free rows ``[batch * heads * chunks, 2 reach + 1]``.
+        boundary: Sums of the boundary keys, or None if there are none.
     """
     (batch, heads, tokens, dim), reach = value.shape, int(stencil.shape[-1]) // 2
     d_stencil, pairs = stencil.new_empty(stencil.shape), batch * heads
