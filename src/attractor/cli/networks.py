@@ -4,13 +4,10 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from torch import nn
 
-from attractor.cli import network_names as networks
 from attractor.cli.terminal import (
     AsJson,
     Device,
@@ -28,9 +25,12 @@ from attractor.cli.terminal import (
     report_usage_errors,
     say,
 )
-from attractor.residual.probing import probe as probe_network
-from attractor.residual.profile import StiffnessProfile
-from attractor.storage.files import write_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from attractor.cli import network_names as networks
+    from attractor.residual.profile import StiffnessProfile
 
 WHAT = (
     "timm:NAME, torchvision:NAME, transformers:NAME, attractor:NAME, FILE.py:FUNCTION, MODULE:FUNCTION."
@@ -106,7 +106,12 @@ def probe(
     """
     check_device(device)
     need("matplotlib", "report")
+    import torch
+
+    from attractor.cli import network_names as networks
     from attractor.report import stiffness as pictures
+    from attractor.residual.probing import probe as probe_network
+    from attractor.storage.files import write_json
 
     start = time.perf_counter()
     with report_usage_errors():
@@ -173,9 +178,13 @@ def probe(
 
 
 def _before(
-    network: networks.Network, initial: str | None, option: list[str] | None, seed: int
-) -> torch.nn.Module | None:
+    network: "networks.Network", initial: str | None, option: list[str] | None, seed: int
+) -> "torch.nn.Module | None":
     """Return the network with random weights if the network to probe is trained, else None."""
+    import torch
+
+    from attractor.cli import network_names as networks
+
     torch.manual_seed(seed)
     if initial is not None:
         return networks.find(initial, _options(option), pretrained=False).model
@@ -184,11 +193,13 @@ def _before(
 
 def _in_a_module(error: BaseException) -> bool:
     """Return whether an error was raised in the call of a module."""
+    from torch import nn
+
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__") == nn.Module.__module__ for frame, _ in frames)
 
 
-def _show(profile: StiffnessProfile, name: str) -> None:
+def _show(profile: "StiffnessProfile", name: str) -> None:
     columns = ("first", "stage", "blocks", "mean", "largest", "initial", "gate")
     title = f"{name}: NSI of {profile.nsi.shape[0]} inputs, step {profile.step}"
     table = make_table(*columns, title=title)
@@ -206,7 +217,7 @@ def _show(profile: StiffnessProfile, name: str) -> None:
             say(f"TNS with first blocks, step {step}: {totals}")
 
 
-def _draw(profile: StiffnessProfile, kind: str, out: Path) -> None:
+def _draw(profile: "StiffnessProfile", kind: str, out: Path) -> None:
     try:
         profile.plot(kind, out / f"{kind}.png")
     except ValueError as error:  # one block per stage, or gates that do not vary
@@ -214,6 +225,8 @@ def _draw(profile: StiffnessProfile, kind: str, out: Path) -> None:
 
 
 def _options(texts: list[str] | None) -> dict[str, Any]:
+    from attractor.cli import network_names as networks
+
     options = {}
     for text in texts or []:
         key, equals, value = text.partition("=")
