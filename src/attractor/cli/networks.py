@@ -108,6 +108,7 @@ def probe(
     need("matplotlib", "report")
     import torch
 
+    from attractor.cli import network_inputs as inputs_of
     from attractor.cli import network_names as networks
     from attractor.report import stiffness as pictures
     from attractor.residual.probing import probe as probe_network
@@ -118,7 +119,7 @@ def probe(
         check_out(out)
         torch.manual_seed(seed)
         with console.status(f"making {name}"):
-            network = networks.find(name, _options(option), pretrained, weights)
+            network = networks.find(name, networks.parse_options(option), pretrained, weights)
             before = _before(network, initial, option, seed)
         count = noise or inputs
         side = size or network.size
@@ -128,15 +129,15 @@ def probe(
             raise ValueError(f"{' and '.join(sources_passed)} exclude each other; give one")
         batches: Iterator[Any]
         if images is not None:
-            batches = networks.folder_of_images(network, images, count, batch, side)
+            batches = inputs_of.folder_of_images(network, images, count, batch, side)
         elif data is not None:
-            batches = networks.data_set(network, data, folder, count, batch, seed, size)
+            batches = inputs_of.data_set(network, data, folder, count, batch, seed, size)
         elif texts is not None:
-            batches = networks.texts(network, texts, count, batch)
+            batches = inputs_of.texts(network, texts, count, batch)
         elif noise is None and network.inputs is not None:
-            batches = networks.own_inputs(network, count, batch, seed)
+            batches = inputs_of.own_inputs(network, count, batch, seed)
         else:
-            batches = networks.noise(network, count, batch, seed, side)
+            batches = inputs_of.noise(network, count, batch, seed, side)
         with progress_bar() as progress:
             task = progress.add_task(f"probing {name}", total=count)
             try:
@@ -153,7 +154,7 @@ def probe(
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 raise ValueError(
                     f"{name} rejected its inputs ({reason}); "
-                    f"{networks.advice(network, ''.join(sources_passed))}"
+                    f"{inputs_of.advice(network, ''.join(sources_passed))}"
                 ) from error
     _show(profile, name)
     if network.trained and before is None:
@@ -187,7 +188,7 @@ def _before(
 
     torch.manual_seed(seed)
     if initial is not None:
-        return networks.find(initial, _options(option), pretrained=False).model
+        return networks.find(initial, networks.parse_options(option), pretrained=False).model
     return network.fresh() if network.trained and network.fresh is not None else None
 
 
@@ -222,18 +223,6 @@ def _draw(profile: "StiffnessProfile", kind: str, out: Path) -> None:
         profile.plot(kind, out / f"{kind}.png")
     except ValueError as error:  # one block per stage, or gates that do not vary
         say(f"no picture of {kind}: {error}", style="yellow")
-
-
-def _options(texts: list[str] | None) -> dict[str, Any]:
-    from attractor.cli import network_names as networks
-
-    options = {}
-    for text in texts or []:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise ValueError(f"--option {text!r} must be KEY=VALUE, such as depth=29")
-        options[key] = networks.parse(value)
-    return options
 
 
 def _cell(value: Any) -> str:
