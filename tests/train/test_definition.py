@@ -379,7 +379,7 @@ def test_weights_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("attractor.train.runs.write_tensors", full)
+    monkeypatch.setattr("attractor.train.run_folder.write_tensors", full)
     told = r"the weights model.safetensors could not be written to .*; .*epoch-0002 is whole"
     with pytest.raises(OSError, match=told):
         run(out=tmp_path)

@@ -260,7 +260,7 @@ def _defaults(make: Callable[..., Any]) -> dict[str, Any]:
 def _load(model: nn.Module, path: Path) -> None:
     """Load weights from a safetensors file, or from the folder of a finished training."""
     from attractor.storage.tensor_specs import NO_NAN, TensorSpec
-    from attractor.train.runs import WEIGHTS
+    from attractor.train.run_folder import WEIGHTS
     from attractor.train.tensors import CheckpointError, read_tensors
 
     if path.is_dir() and (path / WEIGHTS).is_file():

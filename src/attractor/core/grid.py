@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute_later
 
 from attractor.common.checks import all_finite
+from attractor.core.chunks import Guard, corrected_step, step_loop, take_steps
 from attractor.core.compiling import NotCompiledError, compiled, operations
 from attractor.core.identity import Identity
 from attractor.core.march import LOOP, Loop, March, Survivors, everybody
 from attractor.core.native import native_loop
 from attractor.core.rates import Rate, check_not_modified, version
-from attractor.core.runs import Guard, corrected_step, looped, run
 from attractor.core.splitting import Splitting
 from attractor.core.step import Correction, correction_of_step, with_parameters
 from attractor.core.tableaus import AnyScheme
@@ -87,7 +87,7 @@ def on_grid(
         # Compilers slow down on very long functions, and gcc 12 breaks down.
         inside = None if guard is None else guard.inside
         fixed = (f, scheme, correction, inside, (1,))
-        size = operations(run, fixed, times, dt, u0, None, parameters)
+        size = operations(take_steps, fixed, times, dt, u0, None, parameters)
         check_not_modified(u0, version_before)
         longest = min(longest, COMPILED_OPERATIONS // size + 1)
     length = _chunk_length(n, every, longest)
@@ -160,7 +160,7 @@ def _under_vmap(
     u, (alive, until) = u0, everybody(u0, t)
     states = [u0]
     for i in range(n):
-        (new,), _ = run(
+        (new,), _ = take_steps(
             f, scheme, correction, None, (1,), times[i : i + 1], dt[i : i + 1], u, None, parameters
         )
         lost = alive & ~torch.isfinite(new.detach()).all(-1)
@@ -216,7 +216,7 @@ def _loop(
     if isinstance(scheme, Splitting) and correction is None:  # a step reuses the rate of the last one
         return None
     fixed = (f, scheme, correction, None if guard is None else guard.inside)
-    return partial(compiled(looped, u.device, *fixed, or_plain=False), *fixed)
+    return partial(compiled(step_loop, u.device, *fixed, or_plain=False), *fixed)
 
 
 def _as_numbers(dt: Tensor, t: Tensor) -> Any:

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from attractor.common.checks import all_finite
+from attractor.core.chunks import Guard, LoopResult, guarded_step, take_steps
 from attractor.core.compiling import compiled, components_first
 from attractor.core.rates import Rate
-from attractor.core.runs import Guard, Looped, guarded_step, run
 from attractor.core.step import Correction
 from attractor.core.tableaus import AnyScheme
 from attractor.core.trajectory import Status
 from attractor.core.transforms import is_differentiated
 
 LOOP = 256  # largest number of steps of a compiled loop
-Loop: TypeAlias = Callable[..., Looped]  # (t, dt, count, u, anywhere, parameters), as for `looped`
+Loop: TypeAlias = Callable[..., LoopResult]  # called as `step_loop`: (t, dt, count, u, anywhere, p)
 
 
 class Survivors(NamedTuple):
@@ -147,15 +147,15 @@ class March:
         fixed = (self.f, self.scheme, self.correction, inside)
         u, p = _stand_in(u, survivors), _stand_in(self.parameters, survivors)
         if self.loop is not None:
-            return self._looped_run(self.loop, first, keep[-1], u, survivors, p)
-        steps = run
+            return self._loop_chunk(self.loop, first, keep[-1], u, survivors, p)
+        steps = take_steps
         if keep[-1] == self.compiled_length:
             u, p = components_first(u), None if p is None else components_first(p)
-            steps = compiled(run, u.device, *fixed, keep)
+            steps = compiled(take_steps, u.device, *fixed, keep)
         alive = survivors.alive if survivors is not None and torch.is_grad_enabled() else None
         return steps(*fixed, keep, self.times[first:stop], self.dt[first:stop], u, alive, p)
 
-    def _looped_run(
+    def _loop_chunk(
         self,
         loop: Loop,
         first: int,
@@ -172,7 +172,7 @@ class March:
         if guard is not None and guard.replace is not None:
             anywhere = ~(anyone if survivors is None else survivors.alive)
 
-        def steps(done: int, most: int, u: Tensor, anywhere: Tensor) -> Looped:
+        def steps(done: int, most: int, u: Tensor, anywhere: Tensor) -> LoopResult:
             some = slice(first + done, first + done + LOOP)
             return loop(self.times[some], self.dt[some], torch.tensor(most), u, anywhere, p)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attractor.train.feeds import Feed
 from attractor.train.history import History
-from attractor.train.runs import EpochState, RunFolder
+from attractor.train.run_folder import EpochState, RunFolder
 from attractor.train.stopping import Stop
 from attractor.train.training import Training
 

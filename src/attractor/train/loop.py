@@ -25,7 +25,7 @@ from attractor.train.history import DivergedError, History, Progress, Row
 from attractor.train.join import join
 from attractor.train.place import Place
 from attractor.train.recipe import SHORT, Recipe
-from attractor.train.runs import EpochState, RunFolder
+from attractor.train.run_folder import EpochState, RunFolder
 from attractor.train.steps import Loss
 from attractor.train.training import Training
 

@@ -20,7 +20,7 @@ from attractor.train.feeds import Feed, feed_of
 from attractor.train.history import DivergedError, History
 from attractor.train.place import Place
 from attractor.train.recipe import Recipe
-from attractor.train.runs import EpochState, TrainingState
+from attractor.train.run_folder import EpochState, TrainingState
 from attractor.train.sharding import SHARDINGS, check_sharding, equal_steps, local, shard_optimiser
 from attractor.train.steps import EvaluationStep, Loss, TrainingStep
 

@@ -43,7 +43,7 @@ class Guard:
         return state
 
 
-def run(
+def take_steps(
     f: Rate,
     scheme: AnyScheme,
     correction: Correction | None,
@@ -82,7 +82,7 @@ def run(
     return states, stayed
 
 
-class Looped(NamedTuple):
+class LoopResult(NamedTuple):
     """The result of a loop of steps.
 
     Attributes:
@@ -98,7 +98,7 @@ class Looped(NamedTuple):
     stayed: Tensor
 
 
-def looped(
+def step_loop(
     f: Rate,
     scheme: AnyScheme,
     correction: Correction | None,
@@ -109,7 +109,7 @@ def looped(
     u: Tensor,
     anywhere: Tensor,
     parameters: Tensor | None = None,
-) -> Looped:
+) -> LoopResult:
     """Take `count` steps from u, or fewer if a trajectory leaves the region.
 
     Only the last state is returned. Compiled, this is one loop around one step, which takes the time of
@@ -137,7 +137,7 @@ def looped(
 
     first = is_inside(u)
     start = (torch.zeros((), dtype=torch.long), u, first, torch.ones_like(first))
-    return Looped(*while_loop(more, step, start))
+    return LoopResult(*while_loop(more, step, start))
 
 
 def only_alive(alive: Tensor, f: Rate) -> Rate:
