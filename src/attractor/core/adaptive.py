@@ -40,6 +40,7 @@ from attractor.core.rates import (
 from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.rounds import Control, root_mean_square
 from attractor.core.scheme import Scheme
+from attractor.core.stage_buffer import StageBuffer
 from attractor.core.transforms import is_differentiated
 
 
@@ -50,27 +51,6 @@ class _Attempt(NamedTuple):
     passed: bool
     outputs: tuple[int, int]  # indices of the output times inside: first, stop
     event_time: float | None
-
-
-class _Buffer:
-    """Memory for the stages of a step without a graph, whose weighted sums are one operation each."""
-
-    def __init__(self, scheme: Scheme, u: Tensor) -> None:
-        self.count = len(scheme.b)
-        self.k = u.new_empty(self.count, u.numel())
-        pad = lambda row: [*row, *[0.0] * (self.count - len(row))]
-        rows = [*scheme._a, scheme._b, scheme.error_weights, scheme.lower_error_weights]
-        self.weights = torch.tensor([pad(row) for row in rows], dtype=u.dtype, device=u.device)
-        self.scaled = torch.empty_like(self.weights)
-        self.stages = list(self.k.unbind())
-        self.sums = [(self.k[:i].T, self.scaled[i, :i]) for i in range(self.count)]
-        self.slope, self.error, self.lower_error = (
-            (self.k.T, self.scaled[self.count + i]) for i in range(3)
-        )
-
-    def start(self, k: Tensor, h: float) -> None:
-        self.stages[0].copy_(k)
-        torch.mul(self.weights, h, out=self.scaled)
 
 
 @dataclass
@@ -94,7 +74,7 @@ class _Search:
     last_error: float = 1.0
     event_value: float = 0.0
     event_time: float | None = None
-    buffer: _Buffer | None = None
+    buffer: StageBuffer | None = None
 
     def __post_init__(self) -> None:
         self.clock = self.t_out.detach().double().tolist()
@@ -392,7 +372,7 @@ def solve_adaptive(
 
     traced = torch.is_grad_enabled() or forward_ad._current_level >= 0
     if isinstance(scheme, Scheme) and not traced and torch._C._functorch.maybe_current_level() is None:
-        search.buffer = _Buffer(scheme, u0)
+        search.buffer = StageBuffer(scheme, u0)
 
     values, segment = [u0[None]], 1
     while search.running:
