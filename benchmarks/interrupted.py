@@ -41,7 +41,7 @@ from attractor.ode import make_trajectories
 from attractor.ode.unfinished import Unfinished
 from attractor.reproduce import run, shelf
 from attractor.train import Recipe, checkpoint, tensors, train
-from attractor.train.runs import Kept
+from attractor.train.recent_checkpoints import RecentCheckpoints
 from benchmarks.results import save
 
 TRAININGS, AT_WRITES = 200, 100  # kills, and those of them that wait for a write
@@ -225,7 +225,9 @@ def killed_once(
 
 def reached(folder: Path) -> str:
     """Where the next process goes on."""
-    whole = [p.name for p in Kept(folder, "training").found() if (p / "manifest.json").exists()]
+    whole = [
+        p.name for p in RecentCheckpoints(folder, "training").paths() if (p / "manifest.json").exists()
+    ]
     return (
         "the beginning" if not whole else "within an epoch" if "step" in whole[0] else "an epoch's end"
     )

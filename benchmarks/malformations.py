@@ -53,7 +53,7 @@ from attractor.storage.files import write_json
 from attractor.storage.limits import read_json
 from attractor.train import Recipe, checkpoint, train
 from attractor.train.loop import restored
-from attractor.train.runs import Kept
+from attractor.train.recent_checkpoints import RecentCheckpoints
 from attractor.train.tensors import write_tensors
 from benchmarks.damage import clear, resident, sealed
 from benchmarks.results import save
@@ -169,7 +169,7 @@ def make_training(folder: Path, within: bool) -> None:
             raise StoppedError
         return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
-    recipe, kept = RECIPE, Kept(folder, "training")
+    recipe, kept = RECIPE, RecentCheckpoints(folder, "training")
     with contextlib.suppress(StoppedError):
         train(
             network(),
@@ -180,7 +180,7 @@ def make_training(folder: Path, within: bool) -> None:
             out=folder,
             save_minutes=0.0 if within else 9.0,
         )
-    for old in kept.found()[1:]:
+    for old in kept.paths()[1:]:
         shutil.rmtree(old)
     # A definition without the loss, which is a closure with a counter.
     content = json.loads((folder / "run.json").read_text())
@@ -189,7 +189,7 @@ def make_training(folder: Path, within: bool) -> None:
     from attractor.train.definition import Definition
 
     digest = Definition.from_json(content).digest
-    path = kept.found()[0]
+    path = kept.paths()[0]
     config = json.loads((path / CONFIG).read_text())
     write_json(path / CONFIG, {**config, "run": digest})
     sealed(path)
@@ -219,7 +219,7 @@ WHAT: dict[str, Any] = {}
 
 def unfinished(folder: Path, unit: str) -> Unfinished:
     if unit not in WHAT:
-        last = Kept(folder, "unfinished fit", unit).found()[0]
+        last = RecentCheckpoints(folder, "unfinished fit", unit).paths()[0]
         WHAT[unit] = json.loads((last / CONFIG).read_text())["what"]
     return Unfinished(folder, WHAT[unit], unit)
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from attractor.reproduce import DIRECTIONS, Results, Verdict, all_of, best, find, gains
-from attractor.reproduce.page import largest
 from attractor.reproduce.shelf import home
+from attractor.reproduce.summary import largest
 from attractor.reproduce.verdict import Rule
 from benchmarks.results import save
 

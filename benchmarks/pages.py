@@ -14,9 +14,10 @@ from typing import Any
 from attractor.ode.tuning import TuningReport
 from attractor.reproduce import Results, find
 from attractor.reproduce import results as kept
-from attractor.reproduce.page import anchor, largest, told
-from attractor.reproduce.page import command as command_line
-from attractor.reproduce.verdict import number
+from attractor.reproduce.effects import number
+from attractor.reproduce.page import anchor
+from attractor.reproduce.summary import command as command_line
+from attractor.reproduce.summary import largest, mean_text
 from attractor.storage.files import write_text
 from benchmarks.cases import number as real
 from benchmarks.untuned import held
@@ -616,9 +617,9 @@ def bench() -> str:
         f"{max((r['tokens'] for r in rows if r['forward']['graph']), default=0):,} tokens as replays of "
         "graphs, both sides. Peak memory is beyond the inputs, outputs included, ours and theirs.\n\n"
     )
-    told = lambda r, passes: f"{size_ms(r[passes]['ms'])} ({r[passes]['ratio']:.2f})"
+    cell = lambda r, passes: f"{size_ms(r[passes]['ms'])} ({r[passes]['ratio']:.2f})"
     cells = [
-        [r["kind"], f"{r['tokens']:,}", str(r["batch"]), told(r, "forward"), told(r, "both"),
+        [r["kind"], f"{r['tokens']:,}", str(r["batch"]), cell(r, "forward"), cell(r, "both"),
          f"{100 * r['forward']['of_matrix_rate']:.0f} %",
          f"{size(r['both']['peak_mb'])}, {size(r['both']['peer_peak_mb'])}",
          f"{r['speedup_over_dense']:.0f}x" if "speedup_over_dense" in r else ""]
@@ -821,7 +822,7 @@ def leak() -> str:
     found = reproduced("pde-leak", "gpu")
     config = found.runs[found.arms[0]][found.seeds[0]]["config"]
     size, recipe = config["size"], config["recipes"][config["recipe"]]
-    both = lambda arm, metric: told(found.mean(arm, metric), found.spread(arm, metric))
+    both = lambda arm, metric: mean_text(found.mean(arm, metric), found.spread(arm, metric))
     rows = [
         [arm, *(both(arm, m) for m in ("perplexity", "sample_forced", "left_to_right")),
          "causal" if found.mean(arm, "causal") == 1 else "leaks"]
@@ -855,7 +856,7 @@ def artefact() -> str:
     config = configs[found.arms[0]]
     size, recipe = config["size"], config["recipe"]
     tokens = {"wordpiece": "word pieces", "words": "words"}[config["tokenizer"]]
-    both = lambda arm, metric: told(found.mean(arm, metric), found.spread(arm, metric))
+    both = lambda arm, metric: mean_text(found.mean(arm, metric), found.spread(arm, metric))
     metrics = ("perplexity", "fast_off", "real_off", "sample_forced", "left_to_right")
     rows = [
         [arm, number(experiment.numbers[arm]), *(both(arm, metric) for metric in metrics)]
@@ -1198,7 +1199,7 @@ def attention_summary() -> list[list[str]]:
          f"{'; '.join(three)} (docs/attention.md)"]
     )  # fmt: skip
     found = reproduced("pde-leak", "gpu")
-    each = ", ".join(told(found.mean(arm), found.spread(arm)) for arm in found.arms)
+    each = ", ".join(mean_text(found.mean(arm), found.spread(arm)) for arm in found.arms)
     alone = found.mean(found.arms[-1], "left_to_right")
     rows.append(
         ["WikiText-2 perplexity, one recipe, three seeds: standard, diffusion with walls, without",

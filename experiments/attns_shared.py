@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from attractor.reproduce import Effect, Results, Rule, Verdict, decide, mean_effect, number
-from attractor.reproduce.tasks.solvers import CEILING
+from attractor.reproduce.tasks.solver_settings import CEILING
 
 SOLVE = "attractor.reproduce.tasks.solvers:solve"
 LABELS = {"attns": "AttNS", "neurvec": "NeurVec", "csm": "CSM", "fsnet": "FSNet", "attns_m": "AttNS-m"}

@@ -18,7 +18,7 @@ from attractor.reproduce import (
     decide,
     number,
 )
-from attractor.reproduce.tasks.solvers import CEILING
+from attractor.reproduce.tasks.solver_settings import CEILING
 
 from .attns_shared import (
     CPU,

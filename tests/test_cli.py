@@ -229,7 +229,7 @@ def test_tuning_an_equation_with_parameters(tmp_path, monkeypatch):
         (["own.py"], "write own.py:rate"),
         (["own.py:speed"], "has no function 'speed'; it has rate, sample, of_one"),
         (["own.py:not_a_rate"], "has no function 'not_a_rate'"),
-        (["own.py:of_one"], "a rate is called as rate(t, u); own.py:of_one takes (u)"),
+        (["own.py:of_one"], "a rate is called as rate(t, u), but own.py:of_one takes (u)"),
         (["own.py:rate", "--period", "3"], "does not repeat with period = 3"),
         (["own.py:rate", "--period", "0"], "period = 0"),
         (["own.py:rate", "--epochs", "3"], "--epochs 3 belongs to --recipe paper"),

@@ -88,6 +88,13 @@ def test_import_is_light():
     assert not OPTIONAL & set(loaded.stdout.split())
 
 
+@pytest.mark.parametrize("code", ["import attractor", "import attractor.cli"])
+def test_packages_and_commands_load_torch_when_it_is_needed(code):
+    code = f"import sys; {code}; print(*sorted({{'torch', 'numpy', 'matplotlib'}} & set(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not loaded.stdout.split()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("wing", sorted(WINGS))
 def test_wings_bring_neither_compilers_nor_kernels(wing):

@@ -11,7 +11,7 @@ transformer it is a state that evolves in pseudo-time. This library is one vocab
 >>> trajectory.u.shape
 torch.Size([101, 5, 4])
 
-`import attractor` loads torch and numpy only; the wings load when they are first used.
+`import attractor` loads nothing else; each name loads its module at its first use.
 """
 
 from importlib import import_module
@@ -19,27 +19,27 @@ from typing import TYPE_CHECKING, Any
 
 from attractor.common.lazy import submodule
 from attractor.common.views import register_pictures
-from attractor.core import (
-    Rosenbrock,
-    Scheme,
-    Splitting,
-    Stats,
-    Status,
-    Trajectory,
-    evolve,
-    get_scheme,
-    odeint,
-    odeint_adjoint,
-    odeint_event,
-    stiffness,
-)
-from attractor.core import tableaus as schemes
 
-if TYPE_CHECKING:  # what `__getattr__` below brings, for type checkers and editors
+if TYPE_CHECKING:  # the names that `__getattr__` below loads, for type checkers and editors
     from attractor import attention, data, integrations, jobs, ode, report, reproduce, residual, train
     from attractor.attention import pdes
     from attractor.attention.causality import CausalityError, assert_causal
     from attractor.attention.pde_attention import pde_attention
+    from attractor.core import (
+        Rosenbrock,
+        Scheme,
+        Splitting,
+        Stats,
+        Status,
+        Trajectory,
+        evolve,
+        get_scheme,
+        odeint,
+        odeint_adjoint,
+        odeint_event,
+        stiffness,
+    )
+    from attractor.core import tableaus as schemes
     from attractor.ode import corrections, systems
     from attractor.ode.compare import compare
     from attractor.ode.fitting import fit
@@ -95,6 +95,13 @@ __all__ = [
 ]
 
 _LAZY = {  # name -> module, or module:name in it
+    **{
+        name: f"attractor.core:{name}"
+        for name in (
+            "Rosenbrock", "Scheme", "Splitting", "Stats", "Status", "Trajectory", "evolve", "get_scheme",
+            "odeint", "odeint_adjoint", "odeint_event",
+        )
+    },
     "CausalityError": "attractor.attention.causality:CausalityError",
     "CheckpointError": "attractor.train.checkpoint:CheckpointError",
     "HybridSolver": "attractor.ode.solver:HybridSolver",
@@ -117,10 +124,12 @@ _LAZY = {  # name -> module, or module:name in it
     "report": "attractor.report",
     "reproduce": "attractor.reproduce",
     "residual": "attractor.residual",
+    "schemes": "attractor.core.tableaus",
+    "stiffness": "attractor.core.stiffness",
     "systems": "attractor.ode.systems",
     "train": "attractor.train",
     "tune": "attractor.ode.tuning:tune",
-}
+}  # fmt: skip
 
 
 def _figures() -> Any:
@@ -142,7 +151,9 @@ register_pictures("stiffness", _stiffness_figures)
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         module, _, inside = _LAZY[name].partition(":")
-        return getattr(import_module(module), inside) if inside else import_module(module)
+        value = getattr(import_module(module), inside) if inside else import_module(module)
+        globals()[name] = value  # the next use does not come here
+        return value
     return submodule(__name__, name)
 
 

@@ -444,7 +444,10 @@ def test_wanted_times_inside_a_step_cost_no_operations_of_their_own():
 def test_a_rate_that_takes_time_for_one_number_is_told_so(rate):
     t, u0 = torch.linspace(0, 1, 3), torch.ones(3, 2)
     assert at.evolve(rate, u0, t).ok.all()  # on a grid it is one
-    with pytest.raises(ValueError, match=r"takes t for one number .* t is \[3, 1\]. Use torch.cos"):
+    with pytest.raises(
+        ValueError,
+        match=r"treats t as one number .* t has shape \[3, 1\]. Use tensor operations such as torch.cos",
+    ):
         at.evolve(rate, u0, t, "dopri5", rtol=1e-4)
 
 

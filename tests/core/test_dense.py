@@ -114,9 +114,9 @@ def test_times_per_trajectory():
         solve, (U0.clone().requires_grad_(), times), fast_mode=True, rtol=1e-4
     )
     assert "5 times in [0.1, 4.1]" in repr(solved)
-    with pytest.raises(ValueError, match=r"t has shape \[5, 2\]; give a 1-D tensor of times, or \[n\+1"):
+    with pytest.raises(ValueError, match=r"t has shape \[5, 2\]; pass a 1-D tensor of times, or \[n\+1"):
         at.evolve(lambda t, u: -u, U0, t[:, :2], rtol=1e-5)
-    with pytest.raises(ValueError, match=r"give a 1-D tensor of times$"):
+    with pytest.raises(ValueError, match=r"pass a 1-D tensor of times$"):
         at.evolve(lambda t, u: -u, U0, t)
 
 

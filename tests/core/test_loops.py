@@ -24,9 +24,9 @@ def states(*shape):
 def loops(monkeypatch):
     """One entry per run that was a loop."""
     count = list[int]()
-    looped_run = March._looped_run
+    loop_chunk = March._loop_chunk
     monkeypatch.setattr(
-        March, "_looped_run", lambda self, *args: count.append(1) or looped_run(self, *args)
+        March, "_loop_chunk", lambda self, *args: count.append(1) or loop_chunk(self, *args)
     )
     return count
 

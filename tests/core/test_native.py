@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import attractor as at
+from attractor.core.chunks import Guard, LoopResult, corrected_step
 from attractor.core.grid import native_loop
 from attractor.core.native import compiler
 from attractor.core.native.scalars import Program
-from attractor.core.runs import Guard, Looped, corrected_step
 from attractor.core.tableaus import get_scheme
 
 F64 = dict(dtype=torch.float64)
@@ -22,7 +22,7 @@ def states(*shape, dtype=torch.float64):
 
 
 def steps_in_torch(rate, scheme, correction, guard, t, dt, u, anywhere, parameters):
-    """Return what `attractor.core.runs.looped` describes, from steps in Python."""
+    """Return what `attractor.core.chunks.step_loop` describes, from steps in Python."""
     stayed = inside = torch.ones_like(anywhere)
     for i in range(len(t) + 1):
         if guard is not None:
@@ -31,7 +31,7 @@ def steps_in_torch(rate, scheme, correction, guard, t, dt, u, anywhere, paramete
             break
         stayed = stayed & inside
         u = corrected_step(rate, scheme, correction, t[i], dt[i], u, parameters)
-    return Looped(i, u, inside, stayed)
+    return LoopResult(i, u, inside, stayed)
 
 
 def run_both(rate, u, scheme="rk4", parameters=None, correction=None, guard=None, steps=5, size=0.01):

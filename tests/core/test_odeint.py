@@ -140,7 +140,7 @@ def test_options_reach_the_controller():
         (dict(method="rk4", options={"interp": "quintic"}), "interp = 'quintic' is not one of"),
         (dict(method="scipy_solver", options={"first_step": 1}), "there are solver, min_step, max_step"),
         (dict(method="rk4", options={"step_size": -0.1}), "must be positive"),
-        (dict(method="rk4", options={"step_size": 0.1, "grid_constructor": print}), "not both"),
+        (dict(method="rk4", options={"step_size": 0.1, "grid_constructor": print}), "were both passed"),
     ],
 )
 def test_what_is_not_supported_says_so(how, message):

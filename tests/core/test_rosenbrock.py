@@ -334,7 +334,7 @@ PARTS = dict(
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        (dict(order=5), "claims order 5, but the conditions of order 5 are missed"),
+        (dict(order=5), "claims order 5, but the conditions of order 5 have a residual"),
         (dict(gamma=0), "gamma = 0 must be positive"),
         (dict(a=RODAS4.a[:-1]), r"rows of a have \[0, 1, 2, 3, 4\] entries"),
         (dict(b_low=RODAS4.b), "b_low is not an embedded slope"),

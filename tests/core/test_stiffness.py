@@ -77,7 +77,7 @@ def test_neural_stiffness_index():
     torch.testing.assert_close(by_two, norm(f) / norm(x) / 2)
     with pytest.raises(ValueError, match="keeps the shape"):
         at.stiffness.neural_stiffness_index(x, x[:, :2])
-    with pytest.raises(ValueError, match="step holds zeros"):
+    with pytest.raises(ValueError, match="step contains zeros"):
         at.stiffness.neural_stiffness_index(x, x + f, 0.0)
     with pytest.raises(ValueError, match="at least one feature"):
         at.stiffness.neural_stiffness_index(torch.ones(3), torch.ones(3))
@@ -148,7 +148,7 @@ def test_mean_over_inputs_too():
             b += list(row[blocks])
         areas.append(area_of_union(np.array(a), np.array(b)))
     assert by_stage.item() == pytest.approx(np.mean(areas), rel=1e-12)
-    with pytest.raises(ValueError, match="it is 'input' or 'stage'"):
+    with pytest.raises(ValueError, match="pass 'input' or 'stage'"):
         at.stiffness.total_neural_stiffness(nsi, STAGE, mean="all")
 
 
@@ -170,11 +170,11 @@ def test_proportion_counts_blocks():
     ("nsi", "stage", "message"),
     [
         (torch.rand(9), STAGE, r"nsi has shape \[9\]"),
-        (torch.rand(0, 9), STAGE, "with some inputs"),
-        (torch.rand(2, 9), STAGE[:5], "it labels 9 blocks"),
+        (torch.rand(0, 9), STAGE, "with at least one input"),
+        (torch.rand(2, 9), STAGE[:5], "one label for each of the 9 blocks"),
         (torch.full((2, 9), torch.inf), STAGE, "negative or non-finite"),
         (-torch.rand(2, 9) - 1, STAGE, "negative or non-finite"),
-        (torch.rand(2, 3), torch.arange(3), "set drop_first=False"),
+        (torch.rand(2, 3), torch.arange(3), "pass drop_first=False"),
     ],
 )
 def test_bad_input_is_named(nsi, stage, message):

@@ -6,7 +6,7 @@ Models are in float64; losses and weights after three epochs agree to 1e-10.
 import pytest
 import safetensors.torch
 
-from attractor.train.runs import Kept
+from attractor.train.recent_checkpoints import RecentCheckpoints
 from tests.distributed import sharding_worker, train_worker
 from tests.distributed.launching import launch
 from tests.distributed.test_training import alike
@@ -63,7 +63,7 @@ def test_files_have_the_same_names_and_tensors(one, two, folder, kind):
     shapes = []
     for path in (one_folder, two_folder):
         (_, tensors, config), weights = (
-            Kept(path, "training").load(),
+            RecentCheckpoints(path, "training").load(),
             safetensors.torch.load_file(path / "model.safetensors"),
         )
         shapes.append(

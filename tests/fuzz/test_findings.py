@@ -80,7 +80,7 @@ CASES = {
     ),
     "steps of their own for q and p": (
         lambda: at.schemes.LEAPFROG.slope(rate, 0.0, torch.ones(2, 4), torch.ones(2, 4)),
-        "q and p move together",
+        "q and p are stepped together",
     ),
     "a step that is nothing": (lambda: at.schemes.RK4.slope(rate, 0.0, ONES, None), "dt is a NoneType"),
     "a time that is a text": (lambda: at.schemes.RK4.slope(rate, "0", ONES, 0.1), "t is a str"),
@@ -94,7 +94,7 @@ CASES = {
     ),
     "odeint, too many steps": (
         lambda: at.odeint(rate, ONES, TIMES, method="rk4", options={"step_size": 1e-300}),
-        "take a larger one",
+        "pass a larger one",
     ),
     "odeint, several step sizes": (
         lambda: at.odeint(rate, ONES, TIMES, method="rk4", options={"step_size": ONES}),
@@ -118,7 +118,7 @@ CASES = {
     ),
     "a step that is not real": (
         lambda: at.schemes.RK4.slope(rate, 0.0, ONES, torch.tensor(1j)),
-        "steps are real",
+        "steps must be real",
     ),
     "a Lipschitz constant of no step": (
         lambda: theory.lipschitz_observed(correction(), ONES, ONES, torch.tensor(1j)),
@@ -149,7 +149,7 @@ CASES = {
     "evolve on meta": (lambda: at.evolve(rate, META, TIMES), "meta device"),
     "evolve, times on meta": (lambda: at.evolve(rate, ONES, TIMES.to("meta")), "meta device"),
     "evolve, times are text": (lambda: at.evolve(rate, ONES, "now"), "t is 'now'"),
-    "evolve, complex times": (lambda: at.evolve(rate, ONES, TIMES * 1j), "times are real"),
+    "evolve, complex times": (lambda: at.evolve(rate, ONES, TIMES * 1j), "times must be real"),
     "evolve, every is no whole number": (lambda: at.evolve(rate, ONES, TIMES, every=1.5), "every = 1.5"),
     "evolve, checkpoint is text": (lambda: at.evolve(rate, ONES, TIMES, checkpoint="yes"), "checkpoint = 'yes'"),
     "odeint, tuple of two devices": (lambda: at.odeint(lambda t, y: y, (ONES, META), TIMES), "one device"),
@@ -158,19 +158,19 @@ CASES = {
     "leapfrog on meta": (lambda: at.schemes.LEAPFROG.check_rate(rate, 0.0, torch.ones(4, device="meta")), "meta device"),
     "jacobian of a list": (lambda: at.stiffness.jacobian(rate, [1.0]), "u is a list"),
     "jacobian of no components": (lambda: at.stiffness.jacobian(rate, torch.ones(2, 0)), "d of at least 1"),
-    "jacobian of integers": (lambda: at.stiffness.stiffness_index(rate, torch.ones(2, dtype=torch.int64)), "give floats"),
-    "SAI of a tensor": (lambda: at.stiffness.stiffness_aware_index(ONES), "give a Trajectory"),
+    "jacobian of integers": (lambda: at.stiffness.stiffness_index(rate, torch.ones(2, dtype=torch.int64)), "pass floats"),
+    "SAI of a tensor": (lambda: at.stiffness.stiffness_aware_index(ONES), "pass a Trajectory"),
     "SAI, times that do not fit": (
         lambda: at.stiffness.stiffness_aware_index(
             at.Trajectory(torch.zeros(5), torch.ones(3, 2), at.Stats(0, 0, 0), ONES > 0, ONES)
         ),
-        r"t \[n\+1\]",
+        r"must be \[n\+1\]",
     ),
-    "NSI of two types": (lambda: at.stiffness.neural_stiffness_index(ONES, ONES.double()), "one type"),
+    "NSI of two types": (lambda: at.stiffness.neural_stiffness_index(ONES, ONES.double()), "one dtype"),
     "NSI of two devices": (lambda: at.stiffness.neural_stiffness_index(ONES, META), "x_next is on meta"),
     "NSI of text": (lambda: at.stiffness.neural_stiffness_index("x", ONES), "x is a str"),
     "TNS of a list": (lambda: at.stiffness.total_neural_stiffness([[1.0]], STAGE), "nsi is a list"),
-    "TNS of bytes": (lambda: at.stiffness.total_neural_stiffness(ONES.byte(), STAGE), "give floats"),
+    "TNS of bytes": (lambda: at.stiffness.total_neural_stiffness(ONES.byte(), STAGE), "pass floats"),
     "TNS on meta": (lambda: at.stiffness.total_neural_stiffness(META, STAGE), "meta device"),
     "TNS, drop_first is text": (lambda: at.stiffness.total_neural_stiffness(ONES, STAGE, "yes"), "drop_first = 'yes'"),
     "surface, thresholds on meta": (lambda: at.stiffness.stiffness_surface(ONES, STAGE, META[0], 0.1), "m1 is on meta"),
@@ -182,7 +182,7 @@ CASES = {
     "stages are None": (lambda: at.stiffness.total_neural_stiffness(ONES, None), "stage is None"),
     # systems and corrections
     "a correction of no such option": (lambda: at.corrections.CSM(3, width=4, body="lstm", colour=1), "no option colour"),
-    "a correction of integers": (lambda: at.corrections.Linear(3, dtype=torch.int64), "no type of floats"),
+    "a correction of integers": (lambda: at.corrections.Linear(3, dtype=torch.int64), "not a floating dtype"),
     "a horizon of too many steps": (lambda: whole_steps(1e-300, 1.0), "shorten it"),
     "half a trajectory": (lambda: Plan(1.5, 0.1, 2, 1), "trajectories = 1.5"),
     "a trust region in half precision": (lambda: TrustRegion.around(ONES.half()), "float32 or float64"),
@@ -191,13 +191,13 @@ CASES = {
     "an energy of integers": (lambda: at.systems.HenonHeiles().energy(torch.ones(4, dtype=torch.int64)), "use .float"),
     "exact, times of two dimensions": (lambda: at.systems.Logistic().exact(ONES, torch.ones(1)), r"times \[n\]"),
     "sample, no device": (lambda: at.systems.Lorenz().sample(2, device="nowhere:3"), "cannot be used here"),
-    "sample, no dtype": (lambda: at.systems.Robertson().sample(2, dtype="float"), "no type of floats"),
+    "sample, no dtype": (lambda: at.systems.Robertson().sample(2, dtype="float"), "not a floating dtype"),
     "sample, no generator": (lambda: at.systems.Lorenz().sample(2, 7), "torch.Generator"),
     "sample, half a state": (lambda: at.systems.Lorenz().sample(1.5), "cannot sample 1.5"),
     "SpringMass(2.0)": (lambda: at.systems.SpringMass(2.0), "n = 2.0 must be"),
     "SpringMass, no seed": (lambda: at.systems.SpringMass(2, seed=[1]), r"seed = \[1\]"),
     "a correction of another size": (lambda: correction()(torch.ones(2, 4), torch.ones(2, 4), 0.1), r"\[\*batch, 3\]"),
-    "a correction of another type": (lambda: correction(torch.float64)(ONES, ONES, 0.1), "but the correction of"),
+    "a correction of another type": (lambda: correction(torch.float64)(ONES, ONES, 0.1), "and the correction has"),
     "a correction on another device": (lambda: correction()(META, META, 0.1), "u is on meta"),
     "a correction of half a width": (lambda: at.corrections.AttNS(3, width=2.5), "width = 2.5"),
     "a correction of less than nothing": (lambda: at.corrections.Linear(-1), "dim = -1"),
@@ -206,7 +206,7 @@ CASES = {
         lambda: at.corrections.Linear(3, period=1.0)(ONES, ONES, 0.1, torch.ones(5)), "t has shape"
     ),
     "a trust region of nothing": (lambda: TrustRegion.around(torch.ones(0, 2)), "at least two"),
-    "a trust region's distance of integers": (lambda: TrustRegion(3).distance(ONES.long()), "give floats"),
+    "a trust region's distance of integers": (lambda: TrustRegion(3).distance(ONES.long()), "pass floats"),
     "a horizon of NaN": (lambda: whole_steps(0.1, math.nan), "horizon = nan"),
     "how steep is a Softplus?": (lambda: theory.steepest(nn.Softplus()), "Softplus"),
     "an observed constant of nothing": (
@@ -224,7 +224,7 @@ CASES = {
     "an event after too large a step": (
         lambda: event(method="rk4", options={"step_size": 1e300}), "need the option step_size > 0"
     ),
-    "a method that is a list": (lambda: event(method=["rk4"]), "not a list"),
+    "a method that is a list": (lambda: event(method=["rk4"]), "scheme is a list"),
     "an equation that is no function": (lambda: at.evolve("rate", ONES, torch.arange(3.0)), "f is a str"),
     "a tuned solver's time without an end": (lambda: tuned().solve(ONES[:, :2], math.inf), "not a finite time"),
     "a tuned solver of a list": (lambda: tuned().solve([[1.0, 0.0]], 1.0), "u0 is a list"),
@@ -271,7 +271,7 @@ CASES = {
     "a cache of no equation": (lambda: PDECache(at.pdes.Diffusion), "not an equation"),
     "a line beyond its tensor": (lambda: Line(5).laplacian(ONES), "counts from the end"),
     "a line of no positions": (lambda: Line().gradient(torch.ones(2, 0)), "no positions"),
-    "steps of integers": (lambda: evolve(at.pdes.Diffusion(), ONES.long(), Line(), 1, 1.0), "give floats"),
+    "steps of integers": (lambda: evolve(at.pdes.Diffusion(), ONES.long(), Line(), 1, 1.0), "pass floats"),
     "steps without a line": (lambda: evolve(at.pdes.Diffusion(), ONES, None, 1, 1.0), "give a Line"),
     "a step that overflows": (lambda: evolve(at.pdes.Diffusion(), ONES, Line(), 1, 1e300), "take smaller steps"),
     "coefficients of other heads": (
@@ -295,7 +295,7 @@ CASES = {
     "a reaction that overflows": (lambda: at.pdes.ReactionDiffusion(split=True).start(ONES, 1e9), "more than 87 overflows"),
     "a step that is infinitely too long": (lambda: at.pdes.Diffusion(1e-300).check(math.inf), "dt = inf"),
     # networks and data
-    "a gate of integers for parameters": (lambda: at.gates.SGE(4, dtype=torch.int64), "no type of floats"),
+    "a gate of integers for parameters": (lambda: at.gates.SGE(4, dtype=torch.int64), "not a floating dtype"),
     "a kernel of half a pixel": (lambda: at.gates.ECA(4, kernel_size=1.5), "kernel_size=1.5"),
     "no profile beside": (lambda: a_profile().beside("profile"), "pass a StiffnessProfile"),
     "profiles in a list": (lambda: compare_profiles([a_profile()]), "a dictionary"),
@@ -307,11 +307,11 @@ CASES = {
     "an export of half a step": (lambda: onnx.export(a_solver(), "model.onnx", steps=1.5), "steps = 1.5"),
     "a PDE for no model": (lambda: transformers_.add_pde("model"), "model of transformers"),
     "a gate of a list": (lambda: at.gates.SE(4)([1.0]), "f is a list"),
-    "a gate of integers": (lambda: at.gates.IEBN(4)(torch.ones(2, 4, 3, 3).long()), "give floats"),
+    "a gate of integers": (lambda: at.gates.IEBN(4)(torch.ones(2, 4, 3, 3).long()), "pass floats"),
     "a gate on another device": (lambda: at.gates.ECA(4)(torch.ones(2, 4, 3, 3, device="meta")), "f is on meta"),
     "a gate of no pixels": (lambda: at.gates.CBAM(4)(torch.ones(2, 4, 0, 3)), "takes \\[batch, 4"),
     "a ResNet of two dimensions": (lambda: ResNet(BasicBlock, [1], [4], 2)(ONES), r"\[batch, 3, height, width\]"),
-    "a ResNet of bools": (lambda: ResNet(BasicBlock, [1], [4], 2)(torch.ones(1, 3, 4, 4).bool()), "give floats"),
+    "a ResNet of bools": (lambda: ResNet(BasicBlock, [1], [4], 2)(torch.ones(1, 3, 4, 4).bool()), "pass floats"),
     "a ResNet of no stages": (lambda: ResNet(BasicBlock, [], [4], 2), r"depths = \[\]"),
     "a ResNet of -1 classes": (lambda: ResNet(BasicBlock, [1], [4], -1), "num_classes = -1"),
     "a ViT of no patches": (lambda: vit(8, patch=0), "patch = 0"),
@@ -334,7 +334,7 @@ CASES = {
     "a solver of several steps": (lambda: a_solver(torch.ones(3)), r"dt = a tensor \[3\] must be a number"),
     "a solver of a text for a step": (lambda: a_solver("0.1"), "dt = '0.1' must be a number"),
     "a solver's step of no tensor": (lambda: a_solver().step([1.0, 1.0, 1.0]), "u is a list"),
-    "a solver's step of integers": (lambda: a_solver().step(ONES.long()), "states move continuously"),
+    "a solver's step of integers": (lambda: a_solver().step(ONES.long()), "states must be floating or complex"),
     "a solver's step at a text": (lambda: a_solver().step(ONES, "now"), "t is a str"),
     "a solver up to NaN": (lambda: a_solver().solve(ONES, math.nan), "not a finite time"),
     "a solver without end": (lambda: a_solver().solve(ONES, math.inf), "not a finite time"),
@@ -343,7 +343,7 @@ CASES = {
     "a solver up to several times": (lambda: a_solver().solve(ONES, ONES), "t_end = a tensor"),
     "a fit of NaN trajectories": (lambda: a_fit(trajectories=math.nan), "trajectories = nan"),
     "a fit of a seed that is none": (lambda: a_fit(seed=True), "seed = True"),
-    "a fit of too long a seed": (lambda: a_fit(seed=2**70), "of 64 bits"),
+    "a fit of too long a seed": (lambda: a_fit(seed=2**70), "between -2"),
     "a fit of half an Adam step": (lambda: a_fit(recipe=Ridge(adam_steps=0.5)), "adam_steps = 0.5"),
     # sequences over several processes
     "parts that are no runs": (lambda: Parts(((0, 1),)), "its runs .start, stop."),

@@ -73,7 +73,7 @@ def test_an_embedding_that_is_elsewhere_writes_no_garbage():
     """Its weights are used again for the logits, where no hook of accelerate's brings them."""
     whole = model()
     accelerate.cpu_offload(whole, execution_device=torch.device("cpu"))
-    with pytest.raises(ValueError, match="the embedding on meta"):
+    with pytest.raises(ValueError, match="the embedding is on meta"):
         whole(IDS)
 
 

@@ -80,7 +80,7 @@ def test_parameters_that_do_not_fit_are_refused():
     for wrong, message in (
         (torch.ones(2, 2, **F64), "do not fit"),
         (torch.tensor(1.0), "do not fit"),
-        (torch.ones(3, 2, dtype=torch.long), "give floating numbers"),
+        (torch.ones(3, 2, dtype=torch.long), "pass floating numbers"),
         ([1.0, 2.0], "parameters is a list"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import attractor as at
+from attractor.core.chunks import Guard
 from attractor.core.identity import Identity
-from attractor.core.runs import Guard
 from attractor.core.step import Step
 from attractor.ode.candidates import Candidate
 from attractor.ode.corrections import Polynomial, polynomial_kernel

@@ -94,7 +94,7 @@ def test_a_correction_of_one_argument_is_called_with_the_step():
         assert correction_of_step(correction) is correction
     for correction in (lambda u, slope, dt: u, lambda *args: args[0]):
         assert correction_of_step(correction)(Step(1, 2, 3)) == 1
-    with pytest.raises(TypeError, match="the correction is a str"):
+    with pytest.raises(TypeError, match="correction is a str"):
         correction_of_step("attns")
 
 

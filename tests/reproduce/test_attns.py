@@ -18,8 +18,8 @@ from attractor.reproduce import (
     find,
     run,
 )
-from attractor.reproduce.page import rows
-from attractor.reproduce.tasks import solver_theory, solvers
+from attractor.reproduce.summary import rows
+from attractor.reproduce.tasks import solver_settings, solver_theory, solvers
 from experiments import attns_shared, attns_table1
 
 NAMES = [name for name, e in catalogue().items() if e.paper == "attns"]
@@ -71,7 +71,7 @@ def test_the_error_is_the_mean_over_all_states():
     config = {**SMALL, "system": "spring-mass", "n": 3, "recipe": "default", "correction": None}
     found = solvers.solve(config, Context())["metrics"]
     chain = systems.SpringMass(3)
-    u0 = chain.sample(12, torch.Generator().manual_seed(solvers.TEST_SEED), torch.float64)
+    u0 = chain.sample(12, torch.Generator().manual_seed(solver_settings.TEST_SEED), torch.float64)
     t = torch.arange(21, dtype=torch.float64) * 0.2
     off = (evolve(chain, u0, t, "rk4").u - chain.exact(t, u0)).square()
     assert found["mse"] == found["plain"] == pytest.approx(off.mean().item(), rel=1e-12)
@@ -87,13 +87,17 @@ def test_what_is_lost_counts_as_the_ceiling():
     u = torch.zeros(2, 3, 1, dtype=torch.float64)
     solved = evolve(lambda t, u: u**3, u[0] + torch.tensor([[0.0], [0.0], [9e9]]), torch.arange(5.0))
     found = solvers.error(solved, torch.zeros(5, 3, 1, dtype=torch.float64))
-    assert found == {"mse": solvers.CEILING, "mse_end": solvers.CEILING, "lost": pytest.approx(1 / 3)}
+    assert found == {
+        "mse": solver_settings.CEILING,
+        "mse_end": solver_settings.CEILING,
+        "lost": pytest.approx(1 / 3),
+    }
 
 
 def test_the_paper_s_training_data_are_those_of_its_scheme():
     chain = systems.SpringMass(3)
     u0 = chain.sample(4, torch.Generator().manual_seed(0), torch.float64)
-    ours = solvers.by_scheme(chain, u0, solvers.get_scheme("euler"), 0.2, 3)
+    ours = solver_settings.by_scheme(chain, u0, solver_settings.get_scheme("euler"), 0.2, 3)
     t = torch.arange(601, dtype=torch.float64) * 1e-3
     torch.testing.assert_close(ours, evolve(chain, u0, t, "euler", every=200).u, rtol=1e-11, atol=1e-11)
 
@@ -105,7 +109,7 @@ def test_training_as_printed_learns_and_folds(recipe, correction):
     """What a trained correction adds has the error that its last loss says, in its own units."""
     config = {**SMALL, "system": "2-link", "recipe": recipe, "correction": correction, "epochs": 120}
     context = Context()
-    given = solvers.make_setting(config, context)
+    given = solver_settings.make_setting(config, context)
     pairs = one_step(given.system, given.scheme, given.dt, [given.run], False)
     model, found = solvers.train_as_printed(config, pairs, context, 120, 1.0)
     own = next(model.parameters()).dtype
@@ -118,7 +122,7 @@ def test_training_as_printed_learns_and_folds(recipe, correction):
 
 def test_constant_noise_is_what_a_perfect_correction_would_subtract():
     config = {**SMALL, "system": "elastic"}
-    given = solvers.make_setting(config, Context())
+    given = solver_settings.make_setting(config, Context())
     pairs = one_step(given.system, given.scheme, given.dt, [given.run], False)
     moved = solvers._shift_starts(pairs, 1e-5, given)
     after = moved.u + moved.dt * moved.slope + moved.error
@@ -128,9 +132,11 @@ def test_constant_noise_is_what_a_perfect_correction_would_subtract():
 def test_the_largest_second_derivatives_are_chosen():
     config = {**SMALL, "system": "2-link", "test": 40}
     whole, top = (
-        solvers.make_setting({**config, **more}, Context()).truth for more in ({}, {"top": 0.1})
+        solver_settings.make_setting({**config, **more}, Context()).truth for more in ({}, {"top": 0.1})
     )
-    size = lambda truth: solvers.second_derivative(systems.PendulumChain(2), truth).abs().amax((0, -1))
+    size = lambda truth: (
+        solver_settings.second_derivative(systems.PendulumChain(2), truth).abs().amax((0, -1))
+    )
     assert top.shape[1] == 4
     torch.testing.assert_close(size(top), size(whole).sort(descending=True).values[:4])
 
@@ -239,7 +245,7 @@ def test_no_ratio_of_errors_where_trajectories_are_lost():
     runs = {
         attns_shared.name(s, f"h = {h}, width {w}", "paper"): {
             seed: {
-                "metrics": {"mse": solvers.CEILING if s == lost and h == 3 else 1e-6, "step": h},
+                "metrics": {"mse": solver_settings.CEILING if s == lost and h == 3 else 1e-6, "step": h},
                 "config": {"system": s, "recipe": "paper", "epochs": {s: 500}},
             }
             for seed in (0, 1)

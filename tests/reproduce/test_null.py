@@ -6,8 +6,8 @@ import random
 import pytest
 
 from attractor.reproduce import find
-from attractor.reproduce.page import largest
 from attractor.reproduce.shelf import home
+from attractor.reproduce.summary import largest
 from benchmarks import null
 from benchmarks.pages import load
 

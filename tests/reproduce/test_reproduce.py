@@ -30,11 +30,12 @@ from attractor.reproduce import (
     merge,
     run,
     runner,
+    summary,
 )  # fmt: skip
 from attractor.reproduce import page as pages
+from attractor.reproduce.effects import number
 from attractor.reproduce.results import path_of
 from attractor.reproduce.shelf import home
-from attractor.reproduce.verdict import number
 
 CALLS = []
 
@@ -367,19 +368,19 @@ def test_errors_have_geometric_means():
     found = results(a=[1e-4, 1e-2], b=[1e-3, 1e40])
     assert found.typical("a") == pytest.approx(1e-3)
     assert found.factor("a") == pytest.approx(10 ** (2 / 2**0.5))
-    assert pages.cell(errors, found, "a") == "0.001 ×÷ 26"
-    assert pages.cell(errors, found, "b") == "lost at 1 of 2 seeds"
-    assert pages.cell(errors, results(a=[1e40], b=[2e-5]), "a") == "lost"
-    assert pages.cell(errors, results(a=[1e40], b=[2e-5]), "b") == "2e-05"
+    assert summary.cell(errors, found, "a") == "0.001 ×÷ 26"
+    assert summary.cell(errors, found, "b") == "lost at 1 of 2 seeds"
+    assert summary.cell(errors, results(a=[1e40], b=[2e-5]), "a") == "lost"
+    assert summary.cell(errors, results(a=[1e40], b=[2e-5]), "b") == "2e-05"
     assert math.isnan(results(a=[math.nan], b=[1]).typical("a"))
 
 
 def test_numbers_on_the_page():
     assert number(20748.29) == "20,748"
     assert number(1.77e7 + 0.5) == "1.77e+07"
-    assert pages.told(92.742, 0.131) == "92.74 ± 0.13"
-    assert pages.told(1.2345e-9, 1e-11) == "1.23e-09 ± 1e-11"
-    assert pages.told(5.0, None) == "5"
+    assert summary.mean_text(92.742, 0.131) == "92.74 ± 0.13"
+    assert summary.mean_text(1.2345e-9, 1e-11) == "1.23e-09 ± 1e-11"
+    assert summary.mean_text(5.0, None) == "5"
 
 
 @pytest.mark.slow

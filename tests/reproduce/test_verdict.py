@@ -25,7 +25,8 @@ from attractor.reproduce import (
     quantile,
     within,
 )
-from attractor.reproduce.verdict import combine, mean_effect
+from attractor.reproduce.effects import mean_effect
+from attractor.reproduce.verdict import combine
 
 
 def results(numbers=None, logarithmic=False, **values):

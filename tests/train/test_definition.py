@@ -22,7 +22,7 @@ from attractor.data import images
 from attractor.storage.files import json_bytes
 from attractor.train import CheckpointError, Classify, Recipe, checkpoint, train, train_seeds
 from attractor.train.definition import Definition
-from attractor.train.runs import Kept
+from attractor.train.recent_checkpoints import RecentCheckpoints
 
 pytest.importorskip("accelerate")
 
@@ -283,7 +283,7 @@ def test_a_folder_belongs_to_a_run_before_its_first_checkpoint(tmp_path):
         patch.setattr(Classify, "__call__", stop)
         with pytest.raises(Called):
             run(out=tmp_path)
-    assert not Kept(tmp_path, "training").found()
+    assert not RecentCheckpoints(tmp_path, "training").paths()
     with pytest.raises(CheckpointError, match="seed = 0, not 1"):
         run(recipe=replace(RECIPE, seed=1), out=tmp_path)
     model, _ = run(out=tmp_path)
@@ -311,7 +311,7 @@ def test_a_model_that_was_stopped_is_the_one_that_goes_on(tmp_path):
 def test_runs_of_earlier_versions_are_refused_with_advice(tmp_path):
     run(out=tmp_path)
     (tmp_path / "run.json").unlink()
-    for folder in Kept(tmp_path, "training").found():
+    for folder in RecentCheckpoints(tmp_path, "training").paths():
         tensors, config = checkpoint.load(folder, "training")
         config.pop("run")
         checkpoint.save(folder, "training", tensors, config)
@@ -379,7 +379,7 @@ def test_weights_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("attractor.train.runs.write_tensors", full)
+    monkeypatch.setattr("attractor.train.run_folder.write_tensors", full)
     told = r"the weights model.safetensors could not be written to .*; .*epoch-0002 is whole"
     with pytest.raises(OSError, match=told):
         run(out=tmp_path)

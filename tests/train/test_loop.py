@@ -36,7 +36,7 @@ from attractor.train import (
 )
 from attractor.train.feeds import cut_out, feed_of, pad_images
 from attractor.train.place import Place
-from attractor.train.runs import Kept
+from attractor.train.recent_checkpoints import RecentCheckpoints
 
 pytest.importorskip("accelerate")
 
@@ -639,7 +639,7 @@ def test_only_its_own_folders_are_touched(tmp_path):
     assert (tmp_path / "epoch-0001-best").is_dir()
     for name in ("epoch-9999", "epoch-10000", "epoch-9999-step-000012", "epoch-9999-step-1000000"):
         (tmp_path / name).mkdir()
-    names = [p.name for p in Kept(tmp_path, "training").found()]
+    names = [p.name for p in RecentCheckpoints(tmp_path, "training").paths()]
     assert names == ["epoch-10000", "epoch-9999-step-1000000", "epoch-9999-step-000012", "epoch-9999",
                      "epoch-0002", "epoch-0001"]  # fmt: skip
 
@@ -1302,7 +1302,7 @@ def test_checkpoints_of_older_versions_do_not_tell_how_gates_began(tmp_path):
         return resnet_cifar(11, 10, "se", width=4, in_channels=1)
 
     run(make(), digits(64), recipe=replace(PLAIN, epochs=2), out=tmp_path, save_every=1)
-    last = Kept(tmp_path, "training").found()[0]
+    last = RecentCheckpoints(tmp_path, "training").paths()[0]
     tensors, config = checkpoint.load(last, "training")
     kept = {name: value for name, value in tensors.items() if not name.endswith(".doubled")}
     assert len(kept) < len(tensors)

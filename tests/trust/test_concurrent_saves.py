@@ -22,7 +22,7 @@ from attractor.ode import Ridge
 from attractor.reproduce import Experiment, Scale, results, run
 from attractor.storage import files
 from attractor.train import Recipe, checkpoint, train
-from attractor.train.runs import Kept
+from attractor.train.recent_checkpoints import RecentCheckpoints
 
 fork = multiprocessing.get_context("fork")
 
@@ -210,7 +210,7 @@ def test_one_training_at_a_time_writes_to_a_folder(tmp_path, monkeypatch):
 
     pytest.importorskip("accelerate")
     assert len(locked_call(call, tmp_path, monkeypatch)) == 1
-    assert len(Kept(tmp_path, "training").found()) == 1
+    assert len(RecentCheckpoints(tmp_path, "training").paths()) == 1
 
 
 def test_one_fit_at_a_time_writes_to_a_folder(tmp_path, monkeypatch):

@@ -51,7 +51,7 @@ def test_code_of_a_folder_is_neither_run_nor_offered(foreign):
     folder = foreign(model_type="of its own", auto_map=own)
     (folder / "own.py").write_text(CODE)
     code, said = probed(folder)
-    assert (code, "a network with code of its own is given as FILE.py:FUNCTION" in said) == (2, True)
+    assert (code, "a network with code of its own as FILE.py:FUNCTION" in said) == (2, True)
     assert "[y/N]" not in said
     assert not list(folder.rglob("ran"))
     code, said = probed(folder, "-o", "trust_remote_code=true")

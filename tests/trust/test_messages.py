@@ -16,7 +16,7 @@ from torch import nn
 from attractor.data import images
 from attractor.train import CheckpointError, Classify, DivergedError, Recipe, checkpoint, train
 from attractor.train.history import TerminatedError
-from attractor.train.runs import Kept
+from attractor.train.recent_checkpoints import RecentCheckpoints
 
 pytest.importorskip("accelerate")
 
@@ -64,7 +64,7 @@ def in_call(n, what):
 
 def goes_on(out):
     """The checkpoint left is whole, and leads to where a training without trouble ends."""
-    found = Kept(out, "training").found()
+    found = RecentCheckpoints(out, "training").paths()
     checkpoint.load(found[0], "training")
     # `.next` is left if the disk fails after the switch to a new checkpoint; it is whole then.
     assert {p.name for p in out.rglob(".*")} <= {checkpoint.NEXT}
@@ -120,7 +120,7 @@ def test_the_layer_is_named(tmp_path):
     with pytest.raises(DivergedError, match=told) as found:
         run(tmp_path, fragile(), loss=loss)
     assert (found.value.layer, found.value.step) == ("2.1", 3)
-    assert Kept(tmp_path, "training").found()[0].name == "epoch-0001"
+    assert RecentCheckpoints(tmp_path, "training").paths()[0].name == "epoch-0001"
     assert '"layer": "2.1"' in (tmp_path / "log.jsonl").read_text()
 
 
@@ -148,7 +148,7 @@ def test_a_state_with_weights_that_are_not_finite_is_not_kept(tmp_path):
     told = r"the weights '3\.weight' are not finite after epoch 2, step 4: .*; the last good checkpoint is .*epoch-0001"
     with pytest.raises(DivergedError, match=told):
         run(tmp_path, loss=at_step(8, spoil))
-    tensors, _ = checkpoint.load(Kept(tmp_path, "training").found()[0], "training")
+    tensors, _ = checkpoint.load(RecentCheckpoints(tmp_path, "training").paths()[0], "training")
     assert all(torch.isfinite(v).all() for v in tensors.values() if v.is_floating_point())
 
 
@@ -228,7 +228,7 @@ def test_a_signal_that_takes_the_loader_s_workers_along_loses_nothing(
     with pytest.raises(TerminatedError, match=f"{last} is written"):
         trained(tmp_path)
     monkeypatch.delenv("WORKERS_DIE")
-    assert Kept(tmp_path, "training").found()[0].name == last
+    assert RecentCheckpoints(tmp_path, "training").paths()[0].name == last
     ours, theirs = trained(tmp_path), trained(None)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters()))
 
@@ -262,7 +262,7 @@ def test_handlers_of_the_program_are_its_own(tmp_path):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert came == [1]
-    assert Kept(tmp_path, "training").found()[0].name == "epoch-0003"
+    assert RecentCheckpoints(tmp_path, "training").paths()[0].name == "epoch-0003"
 
 
 def test_without_a_folder_or_in_another_thread_signals_are_left_alone(tmp_path):
@@ -273,7 +273,7 @@ def test_without_a_folder_or_in_another_thread_signals_are_left_alone(tmp_path):
     thread.start()
     thread.join()
     assert seen == [before] * 2
-    assert Kept(tmp_path, "training").found()[0].name == "epoch-0003"
+    assert RecentCheckpoints(tmp_path, "training").paths()[0].name == "epoch-0003"
 
 
 # ---- disks

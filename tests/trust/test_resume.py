@@ -21,7 +21,7 @@ from attractor.data import images
 from attractor.ode import Paper, Ridge
 from attractor.ode.unfinished import Unfinished
 from attractor.train import Classify, Recipe, checkpoint, train
-from attractor.train.runs import Kept
+from attractor.train.recent_checkpoints import RecentCheckpoints
 
 pytest.importorskip("accelerate")
 
@@ -107,7 +107,7 @@ def test_a_break_at_any_call_of_the_model_leaves_no_trace(tmp_path, run):
         out = tmp_path / str(stop)
         with pytest.raises(Interrupted), broken_at(stop):
             run(loss=Classify(), out=out, save_minutes=0)
-        before = Kept(out, "training").found()
+        before = RecentCheckpoints(out, "training").paths()
         assert len(before) == min(2, stop - 1)
         done, within = divmod(stop - 1, STEPS + LOOKS)  # calls of the model that were finished
         step = min(within, STEPS)
@@ -150,7 +150,7 @@ def test_if_the_last_checkpoint_is_damaged_the_one_before_is_taken(tmp_path):
 
     with pytest.raises(Interrupted):
         on_images(out=out, tell=stop, save_minutes=0)
-    last, before = Kept(out, "training").found()
+    last, before = RecentCheckpoints(out, "training").paths()
     assert (last.name, before.name) == ("epoch-0002", "epoch-0001-step-000004")
     content = bytearray((last / "tensors.safetensors").read_bytes())
     content[-1] ^= 1
@@ -161,13 +161,13 @@ def test_if_the_last_checkpoint_is_damaged_the_one_before_is_taken(tmp_path):
     assert len(seen) == 1
     assert "\n" not in str(seen[0].message)
     assert digest(again, out) == digest(model, tmp_path / "whole")
-    assert [p.name for p in Kept(out, "training").found()] == ["epoch-0003", "epoch-0002"]
+    assert [p.name for p in RecentCheckpoints(out, "training").paths()] == ["epoch-0003", "epoch-0002"]
 
 
 def test_a_training_whose_checkpoints_are_all_damaged_is_not_started_anew(tmp_path):
     on_images(out=tmp_path)
     log = (tmp_path / "log.jsonl").read_bytes()
-    for folder in Kept(tmp_path, "training").found():
+    for folder in RecentCheckpoints(tmp_path, "training").paths():
         (folder / "config.json").write_text("{}")
     with pytest.raises(
         at.CheckpointError, match=r"no checkpoint is left in .*; give another out=, or resume=False"
@@ -175,7 +175,7 @@ def test_a_training_whose_checkpoints_are_all_damaged_is_not_started_anew(tmp_pa
         on_images(out=tmp_path)
     assert (tmp_path / "log.jsonl").read_bytes() == log
     on_images(out=tmp_path, resume=False)
-    assert len(Kept(tmp_path, "training").found()) == 2
+    assert len(RecentCheckpoints(tmp_path, "training").paths()) == 2
 
 
 def test_what_killed_processes_leave_is_swept(tmp_path):
@@ -226,7 +226,7 @@ def test_the_callers_random_numbers_are_left_alone():
 def test_checkpoints_with_true_hashes_that_are_not_this_training(tmp_path, change, told):
     with pytest.raises(Interrupted), broken_at(9):
         on_images(loss=Classify(), out=tmp_path, save_minutes=0)
-    last = Kept(tmp_path, "training").found()[0]
+    last = RecentCheckpoints(tmp_path, "training").paths()[0]
     assert last.name == "epoch-0001-step-000002"
     tensors, config = checkpoint.load(last, "training")
     change(tensors, config)
@@ -247,12 +247,12 @@ def _two(folder):
 
     AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attractor.train.loop._Checkpointer.AGREE", 2)
+        patch.setattr("attractor.train.checkpointer.Checkpointer.AGREE", 2)
         whole, history = on_images(loss=Classify())
         with pytest.raises(Interrupted), broken_at(8):
             on_images(loss=Classify(), out=folder, save_minutes=0)
         torch.distributed.barrier()
-        assert Kept(folder, "training").found()[0].name == "epoch-0001-step-000002"
+        assert RecentCheckpoints(folder, "training").paths()[0].name == "epoch-0001-step-000002"
         resumed, again = on_images(loss=Classify(), out=folder)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters()))
     assert [row["train_loss"] for row in again] == pytest.approx([row["train_loss"] for row in history])

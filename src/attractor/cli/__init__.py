@@ -1,16 +1,17 @@
 """The command line.
 
 General: ``attractor demo``, ``report`` and ``doctor``. Solvers: ``attractor trajectories``, ``fit`` and
-``tune`` (`fitting`), ``solve`` and ``compare`` (`solvers`). Residual networks: ``attractor probe``.
-Speed: ``attractor bench``. The papers: ``attractor reproduce``. There is one file per group; importing
-it adds its commands to the application.
+``tune`` (`fitting`), ``solve`` and ``compare`` (`solvers`). Networks: ``attractor train`` (`training`)
+and ``probe`` (`networks`). Speed: ``attractor bench``. The papers: ``attractor reproduce``. There is one
+file per group; importing it adds its commands to the application.
 """
 
-from attractor.cli import fitting, general, networks, pages, papers, solvers, speed, start
+from attractor.cli import fitting, general, networks, pages, papers, solvers, speed, start, training
 from attractor.cli.terminal import app
 
 __all__ = [
-    "app", "fitting", "general", "main", "networks", "pages", "papers", "solvers", "speed", "start"
+    "app", "fitting", "general", "main", "networks", "pages", "papers", "solvers", "speed", "start",
+    "training",
 ]  # fmt: skip
 
 

@@ -1,11 +1,11 @@
 """Arguments and options of equations and solvers, which several commands have, and their values."""
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attractor.cli import equation_names as equations
-from attractor.storage.schema import number, plain, record
+if TYPE_CHECKING:
+    from attractor.cli import equation_names as equations
 
 EQUATION_HELP = "A built-in system, such as elastic-pendulum, or FILE.py:FUNCTION, or MODULE:FUNCTION."
 Equation = Annotated[str, typer.Argument(metavar="EQUATION", help=EQUATION_HELP)]
@@ -36,13 +36,14 @@ ParametersOption = Annotated[
 Horizon = Annotated[
     float | None, typer.Option(help="Duration of a trajectory: a whole number of steps.")
 ]
-HORIZON = record({"horizon": number(5e-324)}, others=plain)  # schema of the file fit.json
 
 
 def find_equation(
     equation: str, option: list[str] | None, parameters: str | None, values: Any = None
-) -> equations.Equation:
-    """Return the equation, which has a sampler of its parameters unless their values are known."""
+) -> "equations.Equation":
+    """Return the equation, which has a sampler of its parameters unless their values are passed."""
+    from attractor.cli import equation_names as equations
+
     problem = equations.find(equation, pairs_of(option), parameters)
     if problem.takes_parameters and problem.parameters is None and values is None:
         raise ValueError(

@@ -4,7 +4,7 @@ import re
 import time
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -38,13 +38,10 @@ from attractor.cli.terminal import (
     say,
     typed_command,
 )
-from attractor.ode import HybridSolver, Paper, make_trajectories
-from attractor.ode import fit as fit_solver
-from attractor.ode.processes import Crew
-from attractor.ode.tuning import TunedSolver
-from attractor.ode.tuning import tune as tune_solver
-from attractor.ode.tuning_sweep import Problem, tune_all
-from attractor.storage.files import discard_folder, write_json
+
+if TYPE_CHECKING:
+    from attractor.ode import HybridSolver, Paper
+    from attractor.ode.tuning_sweep import Problem
 
 
 @app.command(epilog=example("attractor trajectories lorenz --trajectories 10000 --workers 4"))
@@ -75,6 +72,8 @@ def trajectories(
 
     Trajectories in the folder are not computed again.
     """
+    from attractor.ode import make_trajectories
+
     with report_usage_errors():
         check_out(out)
         if engine != "ray":  # its machines may have other devices
@@ -162,7 +161,10 @@ def fit(
     """Fit a correction of a large step; save a solver and a report."""
     check_device(device)
     need("matplotlib", "report")
+    from attractor.ode import fit as fit_solver
+    from attractor.ode.processes import Crew
     from attractor.report import hybrid as report
+    from attractor.storage.files import discard_folder, write_json
 
     start = time.perf_counter()
     with report_usage_errors():
@@ -248,6 +250,10 @@ def tune(
 
     Each of several equations has a folder in --out, and is not tuned again.
     """
+    from attractor.ode.tuning import tune as tune_solver
+    from attractor.ode.tuning_sweep import Problem
+    from attractor.storage.files import write_json
+
     if len(equation) > 1 or engine or workers or address:
         with report_usage_errors():
             check_out(out)
@@ -255,12 +261,11 @@ def tune(
                 check_device(device)
             problems = {}
             for name in dict.fromkeys(equation):
-                found = find_equation(name, option, parameters)
-                (own_horizon,) = require(name, horizon=default(horizon, found.horizon))
+                own = find_equation(name, option, parameters)
+                (own_horizon,) = require(name, horizon=default(horizon, own.horizon))
                 problems[name] = Problem(
-                    found.rate, own_horizon, found.sample, found.parameters,
-                    default(period, found.period),
-                )  # fmt: skip
+                    own.rate, own_horizon, own.sample, own.parameters, default(period, own.period)
+                )
             results = _tune_many(
                 problems, out, error=error, batch=batch, budget=budget, compile=compile, seed=seed,
                 device=device, engine=engine, workers=workers, address=address, threads=threads,
@@ -296,8 +301,12 @@ def tune(
     say(f"{solver.report.seconds:.0f} s. Solver: {out / 'solver'}")
 
 
-def _tune_many(problems: dict[str, Problem], out: Path, **options: Any) -> dict[str, dict[str, Any]]:
+def _tune_many(problems: "dict[str, Problem]", out: Path, **options: Any) -> dict[str, dict[str, Any]]:
     """Tune many equations, save each solver with its report, and show a table; return the reports."""
+    from attractor.ode.tuning import TunedSolver
+    from attractor.ode.tuning_sweep import tune_all
+    from attractor.storage.files import write_json
+
     folders = {name: out / re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-") for name in problems}
     if len(set(folders.values())) < len(folders):
         raise ValueError(f"{', '.join(folders)} have folders of the same name; tune one of them alone")
@@ -334,8 +343,10 @@ def _tune_many(problems: dict[str, Problem], out: Path, **options: Any) -> dict[
     return {name: reports[name] for name in problems}
 
 
-def _recipe(name: str, epochs: int | None) -> str | Paper:
+def _recipe(name: str, epochs: int | None) -> "str | Paper":
     """Return the recipe of that name, or the paper's with another number of epochs."""
+    from attractor.ode import Paper
+
     if epochs is None:
         return name
     if name != Paper.name:
@@ -343,7 +354,7 @@ def _recipe(name: str, epochs: int | None) -> str | Paper:
     return Paper(epochs=epochs)
 
 
-def _show_candidates(solver: HybridSolver) -> None:
+def _show_candidates(solver: "HybridSolver") -> None:
     rows = [row for row in solver.history if "scale" in row and "chosen" not in row]
     if not rows:
         return

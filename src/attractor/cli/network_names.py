@@ -1,32 +1,26 @@
-"""Networks by name, and inputs for them, for the command line.
+"""Networks by name, for the command line.
 
-``timm:resnet50``, ``torchvision:resnet50``, ``transformers:google/vit-base-patch16-224`` (or a kind of
-model with its options, ``transformers:bert``), ``attractor:resnet_cifar``, or a function of one's own
-that returns a module, ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``. Beside that function there may be
-`inputs`, what the network is probed on: a batch, a list of batches, or a function ``inputs(n,
-generator)`` that returns either.
+A name is ``timm:resnet50``, ``torchvision:resnet50``, ``transformers:google/vit-base-patch16-224``, a
+model type of transformers with options as in ``transformers:bert``, ``attractor:resnet_cifar``, or a
+user's function that returns a module, ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``. Beside that function
+there may be `inputs` on which the network is probed: a batch, a list of batches, or a function
+``inputs(n, generator)`` that returns one of these.
 """
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import interpolate
+from torch import nn
 
-from attractor.cli import equation_names as equations
+from attractor.cli.equation_names import find_function
 from attractor.common.checks import nearest
-from attractor.data import images
-from attractor.data.imagefolder import ENDINGS, centre_box, decoded
-from attractor.residual.batch import Batch, is_batch
-from attractor.storage.files import read_text
-from attractor.storage.limits import check_memory, parse_json
+from attractor.storage.limits import parse_json
 
 HUBS = ("timm", "torchvision", "transformers", "attractor")
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -35,24 +29,23 @@ CONVERT = (  # pickled weights may run code, so they are not read
     "AutoModel.from_pretrained(NAME).save_pretrained(FOLDER), and pass transformers:FOLDER; or pass "
     "--random, which needs no weights"
 )
-TOKENS = 64  # of a random text
 
 
 @dataclass(frozen=True)
 class Network:
-    """What the command line knows about a network.
+    """A network and its inputs.
 
     Attributes:
-        name: as it was asked for.
-        model: to be probed.
-        trained: whether its weights are those of a training.
-        fresh: makes the same network with random weights, or None if nobody knows how.
-        size: height and width of its images.
-        mean, std: of the channels of the images that it was trained on.
-        tokenizer: name of its tokenizer, or None.
-        vocabulary: number of tokens that it knows, or None if it takes images.
-        place: the file or module of one's own that it is from, or None.
-        inputs: what stands beside it there under that name, or None.
+        name: The name that the user passed.
+        model: The network.
+        trained: Whether its weights come from a training.
+        fresh: A function that makes the same network with random weights, or None if there is no way.
+        size: Height and width of its images.
+        mean, std: Statistics of the channels of the images that it was trained on.
+        tokenizer: Name of its tokenizer, or None.
+        vocabulary: Number of different tokens; None if the inputs are images.
+        place: The user's file or module, or None.
+        inputs: The attribute `inputs` of that file or module, or None.
     """
 
     name: str
@@ -69,225 +62,229 @@ class Network:
 
 
 def find(
-    what: str,
+    name: str,
     options: dict[str, Any] | None = None,
     pretrained: bool | None = None,
     weights: Path | None = None,
 ) -> Network:
-    """The network called `what`.
+    """Return the network of a name.
 
     Args:
-        options: arguments of the function or configuration that makes it.
-        pretrained: load the weights that its hub offers; None: if it offers some.
-        weights: a file of weights, in safetensors.
+        name: The name.
+        options: Arguments of the function or configuration that makes the network.
+        pretrained: Whether to load the weights of the hub; None: if the hub has them.
+        weights: A file of weights in safetensors.
 
     Raises:
-        ValueError: there is no such network, or its weights cannot be had.
+        ValueError: There is no such network, or its weights cannot be loaded.
     """
-    hub, _, name = what.partition(":")
-    if not name:
-        raise ValueError(
-            f"{what!r} names no network; write {', '.join(h + ':NAME' for h in HUBS)}, FILE.py:FUNCTION"
-        )
+    hub, _, inner = name.partition(":")
+    if not inner:
+        hubs = ", ".join(f"{h}:NAME" for h in HUBS)
+        raise ValueError(f"{name!r} names no network; write {hubs}, FILE.py:FUNCTION")
     options = options or {}
     if weights is not None:
         pretrained = False
     finders = {"timm": _timm, "torchvision": _torchvision, "transformers": _transformers}
     if hub in finders:
-        found = finders[hub](what, name, options, pretrained)
+        network = finders[hub](name, inner, options, pretrained)
     else:
-        found = _function(what, options, asked=weights is None)
+        network = _from_function(name, options, check_weights=weights is None)
         if pretrained:
-            raise ValueError(f"no hub offers weights for {what}; give a file with --weights")
+            raise ValueError(f"no hub offers weights for {name}; pass a file with --weights")
     if weights is None:
-        return found
-    _load(found.model, weights)
-    return replace(found, trained=True)
+        return network
+    _load(network.model, weights)
+    return replace(network, trained=True)
 
 
 def parse(text: str) -> Any:
-    """The value of an option: JSON if it is that, else the text itself."""
+    """Return the value of an option: JSON if the text is JSON, else the text itself."""
     try:
         return parse_json(text.replace("True", "true").replace("False", "false"), "the option")
     except ValueError:
         return text
 
 
-def _timm(what: str, name: str, options: dict[str, Any], pretrained: bool | None) -> Network:
-    timm = _package("timm", "vision")
-    import_module("attractor.integrations.timm").register()  # our own among them
-    if not timm.is_model(name):
-        near = ", ".join(timm.list_models(f"*{name.split('.')[0][:6]}*")[:8])
-        raise ValueError(f"timm has no model {name!r}" + (f"; it has {near} ..." if near else ""))
-    trained = bool(timm.models.is_model_pretrained(name)) if pretrained is None else pretrained
-    fresh = lambda: _made(
-        what, lambda: timm.create_model(name, pretrained=False, **options), options, {}
+def parse_options(texts: list[str] | None, option: str = "--option") -> dict[str, Any]:
+    """Return the parsed values of options of the form KEY=VALUE."""
+    options = {}
+    for text in texts or []:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"{option} {text!r} must be KEY=VALUE, such as depth=29")
+        options[key] = parse(value)
+    return options
+
+
+def _timm(name: str, inner: str, options: dict[str, Any], pretrained: bool | None) -> Network:
+    timm = import_package("timm", "vision")
+    import_module("attractor.integrations.timm").register()  # adds the models of this library
+    if not timm.is_model(inner):
+        near = ", ".join(timm.list_models(f"*{inner.split('.')[0][:6]}*")[:8])
+        raise ValueError(f"timm has no model {inner!r}" + (f"; it has {near} ..." if near else ""))
+    trained = bool(timm.models.is_model_pretrained(inner)) if pretrained is None else pretrained
+    fresh = lambda: _make(
+        name, lambda: timm.create_model(inner, pretrained=False, **options), options, {}
     )
-    make = lambda: timm.create_model(name, pretrained=trained, **options)
-    model = _fetched(make, what) if trained else fresh()
+    make = lambda: timm.create_model(inner, pretrained=trained, **options)
+    model = fetch(make, name) if trained else fresh()
     config = model.default_cfg
-    return Network(what, model, trained, fresh, config["input_size"][-1], config["mean"], config["std"])
+    return Network(name, model, trained, fresh, config["input_size"][-1], config["mean"], config["std"])
 
 
-def _torchvision(what: str, name: str, options: dict[str, Any], pretrained: bool | None) -> Network:
-    models = _package("torchvision", "vision").models
-    if name not in models.list_models():
-        near = ", ".join(n for n in models.list_models() if name[:6] in n)
-        raise ValueError(f"torchvision has no model {name!r}" + (f"; it has {near}" if near else ""))
+def _torchvision(name: str, inner: str, options: dict[str, Any], pretrained: bool | None) -> Network:
+    models = import_package("torchvision", "vision").models
+    if inner not in models.list_models():
+        near = ", ".join(n for n in models.list_models() if inner[:6] in n)
+        raise ValueError(f"torchvision has no model {inner!r}" + (f"; it has {near}" if near else ""))
     trained = pretrained is not False
-    fresh = lambda: _made(what, lambda: models.get_model(name, weights=None, **options), options, {})
-    make = lambda: models.get_model(name, weights="DEFAULT", **options)
-    return Network(what, _fetched(make, what) if trained else fresh(), trained, fresh)
+    fresh = lambda: _make(name, lambda: models.get_model(inner, weights=None, **options), options, {})
+    make = lambda: models.get_model(inner, weights="DEFAULT", **options)
+    return Network(name, fetch(make, name) if trained else fresh(), trained, fresh)
 
 
-def _transformers(what: str, name: str, options: dict[str, Any], pretrained: bool | None) -> Network:
-    library = _package("transformers", "text")
-    kinds = library.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
-    known = name in kinds and not Path(name).is_dir()
-    if known and pretrained:
-        raise ValueError(f"{name} is a kind of model, not one with weights; name one, such as a/b")
+def _transformers(name: str, inner: str, options: dict[str, Any], pretrained: bool | None) -> Network:
+    library = import_package("transformers", "text")
+    model_types = library.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
+    is_type = inner in model_types and not Path(inner).is_dir()
+    if is_type and pretrained:
+        raise ValueError(f"{inner} is a type of model and has no weights; name a model, such as a/b")
     if "trust_remote_code" in options:
         raise ValueError(
-            f"{what}: code of a repository or a folder is not run, so trust_remote_code cannot be set; "
-            "write a function that returns the network, and give it as FILE.py:FUNCTION"
+            f"{name}: code of a repository or a folder is not run, so trust_remote_code cannot be set; "
+            "write a function that returns the network, and pass it as FILE.py:FUNCTION"
         )
     auto = library.AutoConfig
-    defaults = vars(auto.for_model(name)) if known and options else {}
-    config = (
-        _made(what, lambda: auto.for_model(name, **options), options, defaults)
-        if known
-        else _fetched(
-            lambda: auto.from_pretrained(name, trust_remote_code=False, **options),
-            what,
-            "a folder, or a kind with its options as transformers:bert, needs no network; a network "
-            "with code of its own is given as FILE.py:FUNCTION",
+    defaults = vars(auto.for_model(inner)) if is_type and options else {}
+    if is_type:
+        config = _make(name, lambda: auto.for_model(inner, **options), options, defaults)
+    else:
+        config = fetch(
+            lambda: auto.from_pretrained(inner, trust_remote_code=False, **options),
+            name,
+            "a folder, or a model type with options as in transformers:bert, needs no connection; pass "
+            "a network with code of its own as FILE.py:FUNCTION",
         )
-    )
     bare = lambda: library.AutoModel.from_config(config, trust_remote_code=False)
-    fresh = lambda: _made(what, bare, options, defaults)
-    trained = pretrained is not False and not known
+    fresh = lambda: _make(name, bare, options, defaults)
+    trained = pretrained is not False and not is_type
     make = lambda: library.AutoModel.from_pretrained(
-        name, config=config, trust_remote_code=False, use_safetensors=True
+        inner, config=config, trust_remote_code=False, use_safetensors=True
     )
     size = getattr(config, "image_size", None) or 224
     vision = hasattr(config, "num_channels")
     return Network(
-        what,
-        _fetched(make, what, CONVERT) if trained else fresh(),
+        name,
+        fetch(make, name, CONVERT) if trained else fresh(),
         trained,
         fresh,
         size=size if isinstance(size, int) else size[0],
-        tokenizer=None if vision or known else name,
+        tokenizer=None if vision or is_type else inner,
         vocabulary=None if vision else getattr(config, "vocab_size", None),
     )
 
 
-def _function(what: str, options: dict[str, Any], asked: bool) -> Network:
-    place, _, name = what.rpartition(":")
+def _from_function(name: str, options: dict[str, Any], check_weights: bool) -> Network:
+    """Return the network that a function returns.
+
+    Args:
+        check_weights: Whether to find out if a user's function returns trained weights: two networks
+            that it makes are then equal.
+    """
+    place, _, function = name.rpartition(":")
     own = place != "attractor"
-    if own:
-        module = (
-            equations.module_from_file(Path(place))
-            if place.endswith(".py")
-            else equations.module_from_package(place)
-        )
-    else:
-        import attractor.residual as module
-    make = getattr(module, name, None)
-    if not callable(make):
-        there = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        hint = nearest(name, there)
-        raise ValueError(f"{place} has no function {name!r}; it has {', '.join(there) or 'none'}{hint}")
-    if isinstance(make, nn.Module):  # not a function, but what it would return
+    make, module = find_function(name if own else f"attractor.residual:{function}")
+    if isinstance(make, nn.Module):  # a network in place of a function
         if options:
-            raise ValueError(f"{what} is a network, not a function, so it takes no options")
-        made, make = make, lambda: made
-    fresh = lambda: _made(what, lambda: make(**options), options, _defaults(make))
+            raise ValueError(f"{name} is a network, not a function, so it takes no options")
+        network, make = make, lambda: network
+    fresh = lambda: _make(name, lambda: make(**options), options, _defaults(make))
     model = fresh()
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{what} returned a {type(model).__name__}; it must return an nn.Module")
-    # What a function of one's own returns may be trained already, and made anew would be so again.
-    asked = asked and own
-    pairs = zip(model.parameters(), fresh().parameters() if asked else ())
-    same = asked and all(torch.equal(old, new) for old, new in pairs)
-    small = not own and (name == "resnet_cifar" or not name.startswith("resnet"))
+        raise TypeError(f"{name} returned a {type(model).__name__}; it must return an nn.Module")
+    same = False
+    if check_weights and own:
+        pairs = zip(model.parameters(), fresh().parameters())
+        same = all(torch.equal(one, other) for one, other in pairs)
+    small = not own and (function == "resnet_cifar" or not function.startswith("resnet"))
     return Network(
-        what,
+        name,
         model,
         trained=same,
         fresh=None if same else fresh,
         size=32 if small else 224,
-        vocabulary=tokens_of(model),
+        vocabulary=vocabulary_of(model),
         place=place if own else None,
         inputs=getattr(module, "inputs", None) if own else None,
     )
 
 
-def _made(
-    what: str, make: Callable[[], Any], options: dict[str, Any], defaults: Mapping[str, Any]
+def _make(
+    name: str, make: Callable[[], Any], options: dict[str, Any], defaults: Mapping[str, Any]
 ) -> Any:
-    """What `make` returns. Where it fails on an option's value, as ``width % 4`` does on text, the error
-    says which value was given, and what the option is by default; a ValueError of its own is left as it
-    is, if all values are of the kind that they are by default.
+    """Return ``make()``, with errors about options that name the option and its default value.
+
+    A ValueError of the function itself is not changed if all options have the types of their defaults.
     """
     try:
         return make()
     except Exception as error:
-        number = lambda value: isinstance(value, int | float)  # as True and False are
-        wrong = [k for k, v in options.items() if number(defaults.get(k)) and not number(v)]
+        is_number = lambda value: isinstance(value, int | float)  # also True and False
+        wrong = [k for k, v in options.items() if is_number(defaults.get(k)) and not is_number(v)]
         if not options or (
-            isinstance(error, ValueError) and (not wrong or what.startswith("attractor:"))
+            isinstance(error, ValueError) and (not wrong or name.startswith("attractor:"))
         ):
             raise
-        unasked = "unexpected keyword" in str(error)
-        unknown = [k for k in options if unasked and defaults and k not in defaults]
-        given = ", ".join(f"{k} = {options[k]!r}" for k in wrong or unknown or options)
-        told = [f"{k} is a number, such as -o {k}={json.dumps(defaults[k])}" for k in wrong]
+        is_unknown = "unexpected keyword" in str(error)
+        unknown = [k for k in options if is_unknown and defaults and k not in defaults]
+        values = ", ".join(f"{k} = {options[k]!r}" for k in wrong or unknown or options)
+        advice = [f"{k} is a number, such as -o {k}={json.dumps(defaults[k])}" for k in wrong]
         if unknown:
-            told.append(f"its options are {', '.join(defaults)}{nearest(unknown[0], list(defaults))}")
+            advice.append(f"its options are {', '.join(defaults)}{nearest(unknown[0], list(defaults))}")
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        advised = "; ".join(told) or "numbers are written as they are, lists as [1,2], all else is text"
-        raise ValueError(f"{what} cannot be made with {given} ({reason}); {advised}") from error
+        advice = advice or ["write numbers as they are, lists as [1,2], and all else as text"]
+        raise ValueError(
+            f"{name} cannot be made with {values} ({reason}); {'; '.join(advice)}"
+        ) from error
 
 
 def _defaults(make: Callable[..., Any]) -> dict[str, Any]:
-    """The options of a function, with the value that each has if it is not given."""
+    """Return the options of a function with their default values."""
     try:
         return {name: p.default for name, p in inspect.signature(make).parameters.items()}
-    except (TypeError, ValueError):  # some that are written in C have none
+    except (TypeError, ValueError):  # some functions that are written in C have no signature
         return {}
 
 
 def _load(model: nn.Module, path: Path) -> None:
+    """Load weights from a safetensors file, or from the folder of a finished training."""
     from attractor.storage.tensor_specs import NO_NAN, TensorSpec
-    from attractor.train.runs import WEIGHTS
+    from attractor.train.run_folder import WEIGHTS
     from attractor.train.tensors import CheckpointError, read_tensors
 
-    if path.is_dir() and (path / WEIGHTS).is_file():  # the folder of a training that is finished
+    if path.is_dir() and (path / WEIGHTS).is_file():
         path = path / WEIGHTS
     if path.is_dir():
         raise ValueError(
-            f"{path} is a folder without {WEIGHTS}, which a training leaves when it is finished; "
-            "--weights takes a .safetensors file"
+            f"{path} is a folder without {WEIGHTS}, which a finished training leaves; --weights takes a "
+            ".safetensors file"
         )
     if not path.is_file():
         raise ValueError(f"there is no file {path}; --weights takes a .safetensors file")
     try:
         tensors = read_tensors(path)
-        wrong = [
-            name
-            for name, x in tensors.items()
-            if TensorSpec(tuple(x.shape), (x.dtype,), NO_NAN).mismatch(x, {})
-        ]
-        if wrong:
-            raise CheckpointError(f"{wrong[0]} has numbers that are NaN")
+        for name, x in tensors.items():
+            if TensorSpec(tuple(x.shape), (x.dtype,), NO_NAN).mismatch(x, {}):
+                raise CheckpointError(f"{name} has numbers that are NaN")
         model.load_state_dict(tensors)
     except (CheckpointError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:400]
         raise ValueError(f"the weights of {path} do not fit {type(model).__name__}: {reason}") from None
 
 
-def _package(name: str, extra: str) -> Any:
+def import_package(name: str, extra: str) -> Any:
+    """Import an optional package; if it is missing, the error says how to install it."""
     try:
         return __import__(name)
     except ImportError:
@@ -296,161 +293,19 @@ def _package(name: str, extra: str) -> Any:
         ) from None
 
 
-def _fetched(make: Callable[[], Any], what: str, otherwise: str = "--random needs no weights") -> Any:
-    """What a hub gives; its many errors as one."""
+def fetch(make: Callable[[], Any], name: str, advice: str = "--random needs no weights") -> Any:
+    """Return ``make()``, which loads from a hub; its many types of errors become a ValueError."""
     try:
         return make()
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"{what} could not be fetched ({type(error).__name__}: {reason}); {otherwise}"
+            f"{name} could not be fetched ({type(error).__name__}: {reason}); {advice}"
         ) from None
 
 
-def noise(network: Network, n: int, batch: int, seed: int, size: int) -> Iterator[Any]:
-    """Batches of normal noise, or of random tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    channels = channels_of(network.model)
-    _check_images(min(n, batch), channels, size)
-    for start in range(0, n, batch):
-        count = min(batch, n - start)
-        if network.vocabulary is not None:
-            shape = (count, TOKENS)
-            ids = torch.randint(network.vocabulary, shape, generator=generator)
-            named = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            yield named if network.name.startswith("transformers:") else ids
-        else:
-            yield torch.randn(count, channels, size, size, generator=generator)
-
-
-def _check_images(count: int, channels: int, size: int) -> None:
-    """Raise if images ``[count, channels, size, size]`` in float32 do not fit into memory."""
-    check_memory(
-        f"images [{count:,}, {channels}, {size:,}, {size:,}]",
-        4 * count * channels * size**2,
-        "use a smaller --size or --batch",
-    )
-
-
-def own_inputs(network: Network, n: int, batch: int, seed: int) -> Iterator[Any]:
-    """Batches of what stands beside a network of one's own as `inputs`.
-
-    One batch is cut into such as are asked for; a list or an iterator holds batches, which stay as they
-    are. What is one batch, `probe` says.
-    """
-    given, where = network.inputs, f"inputs in {network.place}"
-    if callable(given) and not isinstance(given, Mapping):
-        generator = torch.Generator().manual_seed(seed)
-        try:
-            inspect.signature(given).bind(n, generator)
-        except TypeError:
-            raise ValueError(
-                f"{where} is called as inputs(n, generator), but takes {inspect.signature(given)}; "
-                "write def inputs(n, generator), which returns n inputs"
-            ) from None
-        given = given(n, generator)
-    if not is_batch(given, network.model, where):
-        yield from given
-        return
-    size = Batch.of(given, network.model, None).size
-    last = min(n, size)
-    for start in range(0, last, batch):
-        yield _cut(given, slice(start, min(start + batch, last)), size)
-
-
-def _cut(given: Any, part: slice, size: int) -> Any:
-    """Some of the inputs of a batch; what has no axis for them stays whole."""
-    if isinstance(given, Mapping):
-        return {key: _cut(value, part, size) for key, value in given.items()}
-    if isinstance(given, list | tuple):
-        return tuple(_cut(value, part, size) for value in given)
-    return given[part] if isinstance(given, Tensor) and given.shape[:1] == (size,) else given
-
-
-def advice(network: Network, source: str = "") -> str:
-    """What to give to a network that could not take what it was given, by an option or by itself."""
-    if network.place is None:
-        return "give --size, or --images, --data or --texts that fit it"
-    if network.inputs is not None:
-        own = f"inputs in {network.place}"
-        return f"leave {source} out, and it gets {own}" if source else f"{own} must be what it takes"
-    ids = f"torch.randint({network.vocabulary or 1000}, (n, 64), generator=generator)"
-    return (
-        f"give --size, or --images or --data that fit it, or write into {network.place}, beside it, def "
-        f"inputs(n, generator), which returns n inputs: of a text network token ids, such as {ids}"
-    )
-
-
-def data_set(
-    network: Network, name: str, folder: Path | None, n: int, batch: int, seed: int, size: int | None
-) -> Iterator[Tensor]:
-    """Batches of the test images of a data set; `size` None leaves them as large as they are."""
-    if name == "imagefolder":
-        raise ValueError("--data imagefolder: a folder of image files is read by --images FOLDER")
-    try:
-        found = images.load(name, "test", folder)
-    except FileNotFoundError as error:
-        raise ValueError(str(error)) from None
-    found = found.subset(min(n, len(found)), seed)
-    if channels_of(network.model) == 3:
-        found = found.rgb()
-    for start in range(0, len(found), batch):
-        pictures = found.normalised(slice(start, start + batch))
-        resize = size is not None and (size, size) != tuple(pictures.shape[2:])
-        _check_images(len(pictures), pictures.shape[1], size or 1)
-        yield interpolate(pictures, size, mode="bilinear", antialias=True) if resize else pictures
-
-
-def folder_of_images(network: Network, folder: Path, n: int, batch: int, size: int) -> Iterator[Tensor]:
-    """Batches of the images in a folder and those below it, the middle of each."""
-    if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}; --images takes one with image files")
-    paths = [p for p in sorted(folder.rglob("*")) if p.suffix.lower() in ENDINGS][:n]
-    if not paths:
-        raise ValueError(f"{folder} holds no image files ({', '.join(sorted(ENDINGS))})")
-    image = _package("PIL.Image", "vision").Image
-    _check_images(min(len(paths), batch), 3, size)
-    mean, std = (torch.tensor(x)[:, None, None] for x in (network.mean, network.std))
-    for start in range(0, len(paths), batch):
-        pictures = []
-        for path in paths[start : start + batch]:
-            picture = decoded(path)
-            resized = picture.resize((size, size), image.Resampling.BILINEAR, centre_box(*picture.size))
-            pictures.append(torch.from_numpy(np.array(resized)).permute(2, 0, 1))
-        coloured = (torch.stack(pictures) / 255 - mean) / std
-        yield coloured.mean(1, keepdim=True) if channels_of(network.model) == 1 else coloured
-
-
-def texts(network: Network, path: Path, n: int, batch: int) -> Iterator[Any]:
-    """Batches of the lines of a file, tokenized and padded."""
-    if network.tokenizer is None:
-        otherwise = (
-            "leave it out"
-            if network.place is None
-            else f"write def inputs(n, generator) into {network.place}, which returns n texts as the "
-            "token ids that the network takes"
-        )
-        raise ValueError(f"{network.name} has no tokenizer, so --texts cannot be read; {otherwise}")
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}; --texts takes one with a text a line")
-    name = network.tokenizer
-    auto = _package("transformers", "text").AutoTokenizer
-    tokenizer = _fetched(lambda: auto.from_pretrained(name, trust_remote_code=False), network.name)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    lines = [line for line in read_text(path, link=True).splitlines() if line.strip()][:n]
-    for start in range(0, len(lines), batch):
-        part = lines[start : start + batch]
-        yield tokenizer(part, padding=True, truncation=True, max_length=512, return_tensors="pt")
-
-
-def channels_of(model: nn.Module) -> int:
-    """Channels of a network's images: those of its first convolution."""
-    convolutions = (m for m in model.modules() if isinstance(m, nn.Conv2d))
-    return next((c.in_channels for c in convolutions), 3)
-
-
-def tokens_of(model: nn.Module) -> int | None:
-    """How many tokens a network knows: its first embedding's. None if it has none, or convolutions."""
+def vocabulary_of(model: nn.Module) -> int | None:
+    """Return the size of the first embedding; None if there is none, or if there are convolutions."""
     convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     if any(isinstance(m, convolutions) for m in model.modules()):
         return None

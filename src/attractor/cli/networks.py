@@ -4,13 +4,10 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from torch import nn
 
-from attractor.cli import network_names as networks
 from attractor.cli.terminal import (
     AsJson,
     Device,
@@ -28,9 +25,12 @@ from attractor.cli.terminal import (
     report_usage_errors,
     say,
 )
-from attractor.residual.probing import probe as probe_network
-from attractor.residual.profile import StiffnessProfile
-from attractor.storage.files import write_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from attractor.cli import network_names as networks
+    from attractor.residual.profile import StiffnessProfile
 
 WHAT = (
     "timm:NAME, torchvision:NAME, transformers:NAME, attractor:NAME, FILE.py:FUNCTION, MODULE:FUNCTION."
@@ -106,14 +106,20 @@ def probe(
     """
     check_device(device)
     need("matplotlib", "report")
+    import torch
+
+    from attractor.cli import network_inputs as inputs_of
+    from attractor.cli import network_names as networks
     from attractor.report import stiffness as pictures
+    from attractor.residual.probing import probe as probe_network
+    from attractor.storage.files import write_json
 
     start = time.perf_counter()
     with report_usage_errors():
         check_out(out)
         torch.manual_seed(seed)
         with console.status(f"making {name}"):
-            network = networks.find(name, _options(option), pretrained, weights)
+            network = networks.find(name, networks.parse_options(option), pretrained, weights)
             before = _before(network, initial, option, seed)
         count = noise or inputs
         side = size or network.size
@@ -123,15 +129,15 @@ def probe(
             raise ValueError(f"{' and '.join(sources_passed)} exclude each other; give one")
         batches: Iterator[Any]
         if images is not None:
-            batches = networks.folder_of_images(network, images, count, batch, side)
+            batches = inputs_of.folder_of_images(network, images, count, batch, side)
         elif data is not None:
-            batches = networks.data_set(network, data, folder, count, batch, seed, size)
+            batches = inputs_of.data_set(network, data, folder, count, batch, seed, size)
         elif texts is not None:
-            batches = networks.texts(network, texts, count, batch)
+            batches = inputs_of.texts(network, texts, count, batch)
         elif noise is None and network.inputs is not None:
-            batches = networks.own_inputs(network, count, batch, seed)
+            batches = inputs_of.own_inputs(network, count, batch, seed)
         else:
-            batches = networks.noise(network, count, batch, seed, side)
+            batches = inputs_of.noise(network, count, batch, seed, side)
         with progress_bar() as progress:
             task = progress.add_task(f"probing {name}", total=count)
             try:
@@ -148,7 +154,7 @@ def probe(
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 raise ValueError(
                     f"{name} rejected its inputs ({reason}); "
-                    f"{networks.advice(network, ''.join(sources_passed))}"
+                    f"{inputs_of.advice(network, ''.join(sources_passed))}"
                 ) from error
     _show(profile, name)
     if network.trained and before is None:
@@ -173,22 +179,28 @@ def probe(
 
 
 def _before(
-    network: networks.Network, initial: str | None, option: list[str] | None, seed: int
-) -> torch.nn.Module | None:
+    network: "networks.Network", initial: str | None, option: list[str] | None, seed: int
+) -> "torch.nn.Module | None":
     """Return the network with random weights if the network to probe is trained, else None."""
+    import torch
+
+    from attractor.cli import network_names as networks
+
     torch.manual_seed(seed)
     if initial is not None:
-        return networks.find(initial, _options(option), pretrained=False).model
+        return networks.find(initial, networks.parse_options(option), pretrained=False).model
     return network.fresh() if network.trained and network.fresh is not None else None
 
 
 def _in_a_module(error: BaseException) -> bool:
     """Return whether an error was raised in the call of a module."""
+    from torch import nn
+
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__") == nn.Module.__module__ for frame, _ in frames)
 
 
-def _show(profile: StiffnessProfile, name: str) -> None:
+def _show(profile: "StiffnessProfile", name: str) -> None:
     columns = ("first", "stage", "blocks", "mean", "largest", "initial", "gate")
     title = f"{name}: NSI of {profile.nsi.shape[0]} inputs, step {profile.step}"
     table = make_table(*columns, title=title)
@@ -206,21 +218,11 @@ def _show(profile: StiffnessProfile, name: str) -> None:
             say(f"TNS with first blocks, step {step}: {totals}")
 
 
-def _draw(profile: StiffnessProfile, kind: str, out: Path) -> None:
+def _draw(profile: "StiffnessProfile", kind: str, out: Path) -> None:
     try:
         profile.plot(kind, out / f"{kind}.png")
     except ValueError as error:  # one block per stage, or gates that do not vary
         say(f"no picture of {kind}: {error}", style="yellow")
-
-
-def _options(texts: list[str] | None) -> dict[str, Any]:
-    options = {}
-    for text in texts or []:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise ValueError(f"--option {text!r} must be KEY=VALUE, such as depth=29")
-        options[key] = networks.parse(value)
-    return options
 
 
 def _cell(value: Any) -> str:

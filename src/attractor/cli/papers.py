@@ -126,8 +126,8 @@ def _one(
     name: str, scale: str, out: Path, merge_files: list[Path], options: dict[str, Any], quiet: bool
 ) -> dict[str, Any]:
     from attractor.reproduce import find, from_file, merge, run
-    from attractor.reproduce.page import rows
     from attractor.reproduce.results import path_of
+    from attractor.reproduce.summary import rows
     from attractor.storage.files import json_bytes
 
     experiment = from_file(name) if name.endswith(".py") else find(name)
@@ -157,13 +157,14 @@ def _plain(verdict: Any) -> dict[str, Any]:
 
 
 def _show(experiment: Any, results: Any, verdict: Any) -> None:
-    from attractor.reproduce.page import known, rows, verdict_lines
-    from attractor.reproduce.verdict import number
+    from attractor.reproduce.effects import number
+    from attractor.reproduce.page import verdict_lines
+    from attractor.reproduce.summary import metric_text, rows
 
     unit = f", {experiment.unit}" if experiment.unit else ""
     lines = [
         [row["arm"], "" if row["paper"] is None else number(row["paper"]),
-         row["told"], str(row["seeds"]), *map(known, row["others"].values())]
+         row["text"], str(row["seeds"]), *map(metric_text, row["others"].values())]
         for row in rows(experiment, results)
     ]  # fmt: skip
     columns = ["", "paper", f"ours ({experiment.metric}{unit})", "seeds", *experiment.others]
@@ -196,7 +197,7 @@ def _seeds(text: str) -> list[int]:
 
 def _list(folder: Path, as_json: bool) -> None:
     from attractor.reproduce import catalogue
-    from attractor.reproduce.page import claims, largest, sizes_of, state, worded
+    from attractor.reproduce.summary import claims, largest, sizes_of, state, worded
     from attractor.storage.files import json_bytes
 
     everything = catalogue().values()

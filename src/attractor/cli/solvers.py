@@ -5,14 +5,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-from attractor.cli import equation_names as equations
 from attractor.cli.arguments import (
-    HORIZON,
     SOLVER_HELP,
     Horizon,
     ParametersOption,
@@ -41,17 +38,14 @@ from attractor.cli.terminal import (
     say,
     typed_command,
 )
-from attractor.core import Status
-from attractor.ode import HybridSolver, pretrained
-from attractor.ode.compare import SCHEMES
-from attractor.ode.compare import compare as compare_solver
-from attractor.ode.compare_saved import compare_all
-from attractor.ode.comparison import Comparison
-from attractor.ode.samples import initial_states, sampled_parameters
-from attractor.storage.files import write_json, write_parts
-from attractor.storage.limits import read_json
-from attractor.storage.objects import AnyPath, path_of
-from attractor.storage.schema import check
+
+if TYPE_CHECKING:
+    import torch
+
+    from attractor.cli import equation_names as equations
+    from attractor.ode import HybridSolver
+    from attractor.ode.comparison import Comparison
+    from attractor.storage.objects import AnyPath
 
 
 @app.command(
@@ -94,7 +88,12 @@ def solve(
     """Solve an equation with a saved solver; write CSV and a picture."""
     check_device(device)
     need("matplotlib", "report")
+    import torch
+
+    from attractor.core import Status
+    from attractor.ode.samples import initial_states, sampled_parameters
     from attractor.report import figures
+    from attractor.storage.files import write_parts
 
     with report_usage_errors():
         check_out(out)
@@ -184,6 +183,10 @@ def compare(
     several solvers, or an engine, there is one line per solver, and solvers
     with results in the folder are not measured again.
     """
+    from attractor.ode.compare import SCHEMES
+    from attractor.ode.compare import compare as compare_solver
+    from attractor.storage.files import write_json
+
     if len(solver) > 1 or engine or workers or address:
         with report_usage_errors():
             check_out(out)
@@ -231,8 +234,11 @@ def compare(
 
 
 def _compare_many(
-    solvers: dict[str, AnyPath], out: Path, rate: equations.Equation | None, **options: Any
-) -> dict[str, Comparison]:
+    solvers: "dict[str, AnyPath]", out: Path, rate: "equations.Equation | None", **options: Any
+) -> "dict[str, Comparison]":
+    """Compare several saved solvers, and show a table; return the comparisons by name."""
+    from attractor.ode.compare_saved import compare_all
+
     keys = ("rate", "sample", "parameters", "jax_rate")
     own = {} if rate is None else {key: getattr(rate, key) for key in keys}
     comparisons: dict[str, Comparison] = {}
@@ -253,8 +259,11 @@ def _compare_many(
     return comparisons
 
 
-def _folder(name: str) -> AnyPath:
+def _folder(name: str) -> "AnyPath":
     """Return the folder of a saved solver, or of a pretrained one of the library."""
+    from attractor.ode import pretrained
+    from attractor.storage.objects import path_of
+
     if name.startswith("pretrained:"):
         return pretrained.folder(name.removeprefix("pretrained:"))
     folder = path_of(name)
@@ -274,7 +283,13 @@ def _folder(name: str) -> AnyPath:
 
 def _load(
     name: str, rate: str | None, device: str, parameters: str | None = None, values: Any = None
-) -> tuple[HybridSolver, equations.Equation]:
+) -> "tuple[HybridSolver, equations.Equation]":
+    """Return a saved solver and its equation, with the horizon of its fit if that is in a file."""
+    from attractor.cli import equation_names as equations
+    from attractor.ode import HybridSolver
+    from attractor.storage.limits import read_json
+    from attractor.storage.schema import check, number, plain, record
+
     if parameters is not None and rate is None:
         raise ValueError("--parameters belongs to an equation of your own; pass --rate as well")
     problem = find_equation(rate, None, parameters, values) if rate else None
@@ -287,13 +302,15 @@ def _load(
     if fit_file is not None and fit_file.is_file():  # the default horizon is that of the fit
         with suppress(ValueError):
             content = read_json(fit_file)
-            check(content, HORIZON, fit_file)
+            check(content, record({"horizon": number(5e-324)}, others=plain), fit_file)
             problem = replace(problem, horizon=float(content["horizon"]))
     return hybrid, problem
 
 
-def _numbers(text: str) -> torch.Tensor:
+def _numbers(text: str) -> "torch.Tensor":
     """Return parameters for all trajectories ``[k]`` from a comma-separated list of numbers."""
+    import torch
+
     try:
         return torch.tensor([float(x) for x in text.split(",")], dtype=torch.float64)
     except ValueError:
@@ -303,7 +320,12 @@ def _numbers(text: str) -> torch.Tensor:
         ) from None
 
 
-def _state(text: str, solver: HybridSolver, sample: Any) -> list[float]:
+def _state(text: str, solver: "HybridSolver", sample: Any) -> list[float]:
+    """Return an initial state from a comma-separated list of numbers."""
+    import torch
+
+    from attractor.ode.samples import initial_states
+
     try:
         state = [float(x) for x in text.split(",")]
     except ValueError:

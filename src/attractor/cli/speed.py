@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from attractor.cli.terminal import (
@@ -22,7 +21,6 @@ from attractor.cli.terminal import (
     report_usage_errors,
     say,
 )
-from attractor.common.checks import nearest
 
 TYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 
@@ -67,7 +65,10 @@ def bench(
     matrix rate of this run, and count the bytes and operations of attention
     without a PDE.
     """
+    import torch
+
     from attractor.bench import run
+    from attractor.common.checks import nearest
     from attractor.storage.files import check_target, write_json
 
     check_device(device)
@@ -105,6 +106,8 @@ def bench(
 def _config(name: str, device: str) -> Any:
     """Return the configuration of the model to measure."""
     from importlib.util import find_spec
+
+    import torch
 
     from attractor.bench import model
 

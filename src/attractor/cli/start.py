@@ -7,7 +7,6 @@ import typer
 from rich.markup import escape
 
 import attractor
-from attractor import doctor as doctor_job
 from attractor.cli.terminal import (
     AsJson,
     Device,
@@ -59,6 +58,8 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Show versions, devices and missing packages, and run a self-check."""
+    from attractor import doctor as doctor_job
+
     check_device(device)
     environment: dict[str, Any] = {"versions": doctor_job.versions(), "devices": doctor_job.devices()}
     results: list[dict[str, Any]] = []

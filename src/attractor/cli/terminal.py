@@ -2,6 +2,8 @@
 
 The exit status of a command is 0 on success, 1 if a check or a comparison failed, 2 if an argument was
 wrong, 130 after Ctrl-C and 143 after SIGTERM. Results go to stdout, errors to stderr.
+
+The modules of commands import torch and the library inside their functions, so that --help is fast.
 """
 
 import errno
@@ -11,20 +13,16 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from typer.core import TyperGroup
-
-from attractor import doctor as doctor_job
-from attractor.storage.limits import check_folder
-from attractor.storage.objects import AS_PATH
 
 console = Console()
 errors = Console(stderr=True)
@@ -159,6 +157,9 @@ def check_out(folder: Path | str) -> None:
     Args:
         folder: A `Path` must be one of this machine; text may be a URL.
     """
+    from attractor.storage.limits import check_folder
+    from attractor.storage.objects import AS_PATH
+
     if isinstance(folder, Path) and AS_PATH.match(str(folder)):
         raise ValueError(
             f"--out {folder} is in an object store, and the results of this command, which include "
@@ -169,19 +170,23 @@ def check_out(folder: Path | str) -> None:
 
 def check_device(device: str) -> None:
     """Exit with a list of the devices if a device cannot be used."""
+    import torch
+
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
+        from attractor.doctor import devices
+
         reason = str(error).splitlines()[0].split(" device type at start")[0]
         raise typer.BadParameter(
-            f"{device!r} cannot be used here ({reason}); there is {', '.join(doctor_job.devices())}",
+            f"{device!r} cannot be used here ({reason}); there is {', '.join(devices())}",
             param_hint="--device",
         ) from None
 
 
 def need(package: str, extra: str) -> None:
     """Exit with the command that installs an optional package if it is missing."""
-    if next(row for row in doctor_job.optional() if row["package"] == package)["version"] is None:
+    if find_spec(package) is None:
         errors.print(f"[red]Error:[/] {package} is missing; install it with: "
                      f"pip install 'attractor\\[{extra}]'", soft_wrap=True, highlight=False)  # fmt: skip
         raise typer.Exit(2)
@@ -189,7 +194,9 @@ def need(package: str, extra: str) -> None:
 
 def origin() -> dict[str, Any]:
     """Return what is written with results: the command that repeats them, and versions."""
-    return {"command": typed_command(), "versions": doctor_job.versions()}
+    from attractor.doctor import versions
+
+    return {"command": typed_command(), "versions": versions()}
 
 
 def typed_command() -> str:

@@ -1,4 +1,4 @@
-"""Keywords that have moved: old calls keep working, with a DeprecationWarning."""
+"""Deprecated keywords, which still work with a DeprecationWarning."""
 
 import functools
 import warnings
@@ -10,11 +10,11 @@ R = TypeVar("R")
 
 
 def moved_into(target: str, *names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator for a function some keywords of which have become entries of another one.
+    """Return a decorator for a function whose former keywords are now entries of another keyword.
 
     Args:
         target: The keyword, which takes a dictionary.
-        names: The former keywords. None has always been the same as leaving one out.
+        names: The former keywords, for which None means that they are not passed.
 
     >>> @moved_into("options", "depth")
     ... def build(options=None):

@@ -1,4 +1,4 @@
-"""Submodules that are attributes of their package before anybody has imported them."""
+"""Submodules that are imported at their first use as an attribute of the package."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -6,7 +6,7 @@ from types import ModuleType
 
 
 def submodule(package: str, name: str) -> ModuleType:
-    """Import a submodule at its first use as an attribute; what a package's ``__getattr__`` calls.
+    """Import and return a submodule; the function for ``__getattr__`` of a package.
 
     Raises:
         AttributeError: the package has no public submodule of that name.

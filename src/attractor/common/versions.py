@@ -1,4 +1,4 @@
-"""Versions of what numbers depend on, to be written beside them, and what torch exports."""
+"""Versions of packages that results depend on, and whether torch exports."""
 
 import platform
 from collections.abc import Callable
@@ -9,8 +9,8 @@ import torch
 
 
 def versions() -> dict[str, str]:
-    """Of the library, torch, numpy and Python."""
-    from attractor import __version__  # it imports this package
+    """Return the versions of this library, torch, NumPy and Python."""
+    from attractor import __version__  # not at the top, because attractor imports this package
 
     return {
         "attractor": __version__,
@@ -20,6 +20,6 @@ def versions() -> dict[str, str]:
     }
 
 
-# Whether torch.export records the code that runs. `torch.compiler.is_exporting` says so too, but is
-# always True in what torch 2.10 and 2.11 compile.
+# Whether torch.export is tracing. `torch.compiler.is_exporting` is always True in code that torch 2.10
+# and 2.11 compile.
 exporting: Callable[[], bool] = partial(getattr, torch.compiler, "_is_exporting_flag")

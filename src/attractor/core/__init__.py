@@ -1,4 +1,4 @@
-"""The common ground of all three wings: states that move in time.
+"""Time stepping, which solvers, residual networks and PDE attention share.
 
 A *state* is one tensor whose last dimension is the state's own and whose leading dimensions are a
 batch of independent trajectories. A *rate* is any callable ``(t, u) -> du/dt``. A *scheme* turns a
@@ -10,7 +10,7 @@ rate into a slope ``S``, so that a plain step is ``u + dt * S``; a *correction* 
 >>> trajectory.u.shape, trajectory.ok.all().item(), trajectory.stats.rate_calls
 (torch.Size([11, 3, 1]), True, 40)
 
-This folder knows torch and `attractor.common`, and nothing else of the library.
+This folder imports torch and `attractor.common`, and nothing else of the library.
 """
 
 from types import ModuleType

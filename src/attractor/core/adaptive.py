@@ -1,9 +1,9 @@
 """Error control with one step size for the whole state, as in torchdiffeq.
 
-`control` gives every trajectory of a batch its own clock. Here there is one, so that times and step
-sizes are Python numbers and a step consists of the scheme's operations and an error estimate. A graph is
-recorded while the steps are found: a rejected attempt is not connected to the result, and step sizes are
-constants.
+In `control` every trajectory of a batch has its own time. Here there is one time, so that times and step
+sizes are Python numbers, and a step consists of the operations of the scheme and an error estimate. The
+graph is recorded during the search for steps: rejected attempts are not connected to the result, and
+step sizes are constants.
 """
 
 import math
@@ -30,16 +30,17 @@ from attractor.core.events import bracketed_root, differentiated_root
 from attractor.core.interpolant import coefficients, evaluate
 from attractor.core.rates import (
     Rate,
+    add_increment,
     call_rate,
-    check_kept,
-    check_unwritten,
-    moved,
+    check_distinct,
+    check_not_modified,
     version,
     weighted_sum,
 )
 from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.rounds import Control, root_mean_square
 from attractor.core.scheme import Scheme
+from attractor.core.stage_buffer import StageBuffer
 from attractor.core.transforms import is_differentiated
 
 
@@ -48,29 +49,8 @@ class _Attempt(NamedTuple):
     t1: float
     jump: bool  # the rate is discontinuous at t1
     passed: bool
-    wanted: tuple[int, int]  # indices of the wanted times inside: first, stop
+    outputs: tuple[int, int]  # indices of the output times inside: first, stop
     event_time: float | None
-
-
-class _Buffer:
-    """Memory for the stages of a step without a graph: a weighted sum of them is one operation."""
-
-    def __init__(self, scheme: Scheme, u: Tensor) -> None:
-        self.count = len(scheme.b)
-        self.k = u.new_empty(self.count, u.numel())
-        pad = lambda row: [*row, *[0.0] * (self.count - len(row))]
-        rows = [*scheme._a, scheme._b, scheme.error_weights, scheme.lower_error_weights]
-        self.weights = torch.tensor([pad(row) for row in rows], dtype=u.dtype, device=u.device)
-        self.scaled = torch.empty_like(self.weights)
-        self.stages = list(self.k.unbind())
-        self.sums = [(self.k[:i].T, self.scaled[i, :i]) for i in range(self.count)]
-        self.slope, self.error, self.lower_error = (
-            (self.k.T, self.scaled[self.count + i]) for i in range(3)
-        )
-
-    def start(self, k: Tensor, h: float) -> None:
-        self.stages[0].copy_(k)
-        torch.mul(self.weights, h, out=self.scaled)
 
 
 @dataclass
@@ -83,7 +63,7 @@ class _Search:
     control: Control
     stops: Stops
     callbacks: Callbacks
-    adjoint: Callbacks  # those of the backward pass
+    adjoint: Callbacks  # in the backward pass
     event: Event | None
     clock: list[float] = field(init=False)
     sign: float = field(init=False)
@@ -94,7 +74,7 @@ class _Search:
     last_error: float = 1.0
     event_value: float = 0.0
     event_time: float | None = None
-    buffer: _Buffer | None = None
+    buffer: StageBuffer | None = None
 
     def __post_init__(self) -> None:
         self.clock = self.t_out.detach().double().tolist()
@@ -105,7 +85,8 @@ class _Search:
         ordered = sorted({*self.stops.times, *self.stops.jumps}, key=lambda s: s * self.sign)
         self.stop_times = [s for s in ordered if s * self.sign > self.t * self.sign]
         self.jumps = frozenset(self.stops.jumps)
-        # The error of a cubic is in no estimate, so it must be of an order that the steps do not outdo.
+        # No estimate contains the error of a cubic, so steps end at the output times where the scheme
+        # is more accurate than a cubic.
         self.lands = not self.scheme.interpolates
         self.differentiates_times = is_differentiated(self.t_out)
 
@@ -131,7 +112,7 @@ class _Search:
         return min(100 * h0, h1, abs(self.clock[-1] - self.t))
 
     def propose(self) -> tuple[float, float, bool]:
-        """Return the start and end of the next attempt, and whether its end is a wanted time."""
+        """Return the start and end of the next attempt, and whether its end is an output time."""
         control, sign = self.control, self.sign
         if self.attempts >= control.max_steps:
             self.give_up()
@@ -152,7 +133,7 @@ class _Search:
         f, scheme, t, t1, jump = self.f, self.scheme, attempt.t, attempt.t1, attempt.jump
         h = t1 - t
         if self.event is not None and abs(t1) > 1e-2 * torch.finfo(u.dtype).max:
-            self.give_up()  # steps without an event grow until no number holds them
+            self.give_up()  # without an event steps grow until they overflow
         end = lambda: self.at(t1, u, -self.sign * jump)
         if self.buffer is not None:
             assert isinstance(scheme, Scheme)
@@ -170,14 +151,14 @@ class _Search:
             last, bound = end(), "max" if self.sign > 0 else "min"
             before = lambda s, x: f(s.clamp(**{bound: last}), x)
             stages = scheme.stages(before if jump else f, self.at(t, u), u, h, first=k)
-            u1 = moved(u, h, scheme.b, stages)
+            u1 = add_increment(u, h, scheme.b, stages)
             return u1, call_rate(f, last, u1), stages
         stages = [k]
         for row, c in zip(scheme._a[1:], scheme._c[1:]):
             time = end() if c == 1 else self.at(t + c * h, u)
-            stages.append(call_rate(f, time, moved(u, h, row, stages)))
-            check_kept(f, time, u, stages)
-        u1 = moved(u, h, scheme._b, stages)
+            stages.append(call_rate(f, time, add_increment(u, h, row, stages)))
+            check_distinct(f, time, u, stages)
+        u1 = add_increment(u, h, scheme._b, stages)
         if scheme.first_same_as_last:
             return u1, stages[-1], stages
         return u1, call_rate(f, end(), u1), stages
@@ -213,7 +194,9 @@ class _Search:
         factor = control.factor(error, self.last_error, self.scheme.error_order)
         longer = size * factor
         if passed and ended and self.lands and longer < abs(self.h):
-            longer = abs(self.h)  # a step cut short at a wanted time says little about the next one
+            longer = abs(
+                self.h
+            )  # a step that was shortened at an output time does not predict the next one
         self.h = longer
         if passed:
             self.t, self.last_error = attempt.t1, error
@@ -249,34 +232,34 @@ class _Search:
         """Take up to `most` accepted steps from u, whose rate is k.
 
         Args:
-            record: Attempts to make again, as the backward pass of a checkpoint does. If it is empty,
-                steps are searched for, and it is filled.
+            record: Attempts to repeat, as in the backward pass of a checkpoint. If it is empty,
+                steps are searched for and appended to it.
 
         Returns:
-            States ``[m, d]`` at the wanted times inside the steps, and the last state and rate.
+            States ``[m, d]`` at the output times inside the steps, and the last state and rate.
         """
-        known = list(record)
-        callbacks = self.adjoint if known else self.callbacks
+        replay = list(record)
+        callbacks = self.adjoint if replay else self.callbacks
         values, accepted, i = list[Tensor](), 0, 0
-        while i < len(known) if known else self.running and accepted < most:
-            if known:
-                attempt, ended, i = known[i], False, i + 1
+        while i < len(replay) if replay else self.running and accepted < most:
+            if replay:
+                attempt, ended, i = replay[i], False, i + 1
             else:
                 t, t1, ended = self.propose()
                 attempt = _Attempt(t, t1, t1 in self.jumps, False, (0, 0), None)
-                # A rate that is a gradient itself makes a checkpoint repeat the steps so far while this
-                # one is taken, so that it must be known already.
+                # A rate that is a gradient itself makes a checkpoint repeat the steps so far during this
+                # step, which must be in the record then.
                 record.append(attempt)
             about = self.about(callbacks, attempt, u)
             _call(callbacks.step, about)
             u1, k1, stages = self.take(attempt, u, k)
-            if not known:
+            if not replay:
                 error = self.error(attempt.t1 - attempt.t, u, u1, k1, stages)
                 first, passed = self.upcoming, self.judge(attempt, ended, error)
-                record[-1] = attempt = attempt._replace(passed=passed, wanted=(first, self.upcoming))
+                record[-1] = attempt = attempt._replace(passed=passed, outputs=(first, self.upcoming))
             _call(callbacks.accept if attempt.passed else callbacks.reject, about)
             if attempt.passed:
-                if self.event is not None and not known:
+                if self.event is not None and not replay:
                     self.look(attempt, u, u1, k1, stages)
                     record[-1] = attempt = attempt._replace(event_time=self.event_time)
                 values += self.inside(attempt, u, u1, k1, stages)
@@ -301,16 +284,16 @@ class _Search:
     def inside(
         self, attempt: _Attempt, u: Tensor, u1: Tensor, k1: Tensor, stages: list[Tensor]
     ) -> list[Tensor]:
-        """Return states at the wanted times inside a step, and at the event, ``[m, d]``."""
-        first, stop = attempt.wanted
+        """Return states at the output times inside a step, and at the event, ``[m, d]``."""
+        first, stop = attempt.outputs
         h = attempt.t1 - attempt.t
         if self.event is None:
             if first == stop:
                 return []
             if not self.differentiates_times and self.clock[first] == attempt.t1:
                 return [u1[None]]
-            wide = torch.float32 if u.device.type == "mps" else torch.float64
-            theta = ((self.t_out[first:stop].to(wide) - attempt.t) / h).to(u.real.dtype)[:, None]
+            time_dtype = torch.float32 if u.device.type == "mps" else torch.float64
+            theta = ((self.t_out[first:stop].to(time_dtype) - attempt.t) / h).to(u.real.dtype)[:, None]
             if not self.differentiates_times:
                 theta = theta.detach()
         else:
@@ -321,7 +304,7 @@ class _Search:
         return [evaluate(u, u1, inner, theta)]
 
     def look(self, attempt: _Attempt, u: Tensor, u1: Tensor, k1: Tensor, stages: list[Tensor]) -> None:
-        """Look for an event in an accepted step; sets `event_time`."""
+        """Search for an event in an accepted step, and set `event_time` if there is one."""
         assert self.event is not None
         with torch.no_grad():
             before, after = self.event_value, self.event(self.at(attempt.t1, u1), u1.detach()).item()
@@ -357,23 +340,23 @@ def solve_adaptive(
 
     Args:
         f: The rate, called with t ``[]`` and u ``[d]``.
-        t: Wanted times ``[n+1]``. With an event only the first one and the direction count.
+        t: Output times ``[n+1]``. With an event only the first one and the direction are used.
         scheme: A scheme with an embedded pair.
         event: ``(t, u) -> []``; the solution ends where it crosses zero. Its time and state have
             gradients by the implicit function theorem.
-        checkpoint: Keep about the square root of the number of steps in the graph, and take the steps
-            between again in the backward pass; `adjoint` has the callbacks of these.
+        checkpoint: Keep about the square root of the number of steps in the graph, and repeat the steps
+            between in the backward pass, with the callbacks `adjoint`.
 
     Raises:
         FloatingPointError: The step size vanished, the state became non-finite, or `control.max_steps`
             was reached.
     """
     search = _Search(f, t, scheme, control, stops, callbacks, adjoint, event)
-    u, start, written = u0, search.at(search.t, u0), version(u0)
+    u, start, version_before = u0, search.at(search.t, u0), version(u0)
     k = call_rate(f, start, u0)
-    check_unwritten(u0, written)
+    check_not_modified(u0, version_before)
     if search.differentiates_times:
-        # Starting later by s is starting from u0 - s f(t0, u0): this carries the gradient of t[0].
+        # A start that is later by s is a start from u0 - s f(t0, u0), which has the gradient of t[0].
         late = t[0].to(u0.real.dtype)
         u = u0 - k.detach() * (late - late.detach())
         k = call_rate(f, start, u)
@@ -389,7 +372,7 @@ def solve_adaptive(
 
     traced = torch.is_grad_enabled() or forward_ad._current_level >= 0
     if isinstance(scheme, Scheme) and not traced and torch._C._functorch.maybe_current_level() is None:
-        search.buffer = _Buffer(scheme, u0)
+        search.buffer = StageBuffer(scheme, u0)
 
     values, segment = [u0[None]], 1
     while search.running:

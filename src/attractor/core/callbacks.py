@@ -1,4 +1,4 @@
-"""What `odeint` asks of a solver with one clock, adaptive or not, and what it gets back."""
+"""Arguments and results of the solvers of `odeint`, which have one step size for the whole state."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ NO_CALLBACKS, NO_STOPS = Callbacks(), Stops()
 
 
 class Solution(NamedTuple):
-    """States ``[n+1, d]`` at the wanted times, or at the start and at the time ``[]`` of an event."""
+    """States ``[n+1, d]`` at the output times, or at the start and at the time ``[]`` of an event."""
 
     u: Tensor
     event_time: Tensor | None

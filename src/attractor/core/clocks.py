@@ -1,4 +1,4 @@
-"""Whether a rate accepts a time per trajectory, as it needs to under error control."""
+"""Call a rate with a time per trajectory, as error control requires."""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from attractor.core.rates import Linearised, Rate, call_rate
 from attractor.core.rounds import as_time
 from attractor.core.step import with_parameters
 
-# How torch says that a tensor of several numbers is not one.
+# Messages of torch on tensors of several numbers in place of one.
 _ONE_NUMBER = re.compile("one element tensors|converted to Scalar|more than one value is ambiguous")
 
 
@@ -20,7 +20,7 @@ class OneTimeError(ValueError):
 
 @dataclass(frozen=True)
 class _OfComponents:
-    """A rate that works on the components of u, and so wants times [*batch] to go with them."""
+    """A rate that computes with the components of u ``[*batch]``, and so with times ``[*batch]``."""
 
     f: Rate
 
@@ -38,11 +38,14 @@ def _of_components(f: Rate) -> Rate:
 def fitted_to_time(
     f: Rate, t: Tensor, u0: Tensor, parameters: Tensor | None
 ) -> tuple[Rate, Tensor, int]:
-    """Return the rate for times ``[*batch, 1]``, its value at the start, and the calls that were made.
+    """Return the rate for times ``[*batch, 1]``, its value at the start, and the number of calls.
 
-    ``u * t`` needs times [*batch, 1], ``x * t`` with ``x, y = u.unbind(-1)`` needs [*batch]. The
-    wrong one gives the wrong shape, so one call tells which a rate wants; another one tells whether
-    a trajectory sees its neighbours' times.
+    ``u * t`` requires times ``[*batch, 1]``, and ``x * t`` with ``x, y = u.unbind(-1)`` requires
+    ``[*batch]``. With the wrong shape the rate fails or returns a wrong shape, so that one call decides
+    between the two. Another call checks that a trajectory does not depend on the times of others.
+
+    Raises:
+        OneTimeError: The rate does not accept a time per trajectory.
     """
     start = as_time(t[:1] if t.dim() == 1 else t[0][..., None], u0).expand(*u0.shape[:-1], 1)
     try:
@@ -55,9 +58,10 @@ def fitted_to_time(
             if not _ONE_NUMBER.search(str(error)):
                 raise error from None
             raise OneTimeError(
-                f"the rate takes t for one number ({error}), but under error control every trajectory "
-                f"has its own time: t is {list(start.shape)}. Use torch.cos(t), torch.where(t < 1, ...) "
-                "and the like; or a grid of times, without rtol and atol, where t is one number"
+                f"the rate treats t as one number ({error}), but under error control every trajectory "
+                f"has its own time, and t has shape {list(start.shape)}. Use tensor operations such as "
+                "torch.cos(t) or torch.where(t < 1, ...), or solve without rtol and atol, where t is "
+                "one number"
             ) from None
     if start.numel() == 1 or len(t) == 1:
         return f, k, 1
@@ -70,6 +74,6 @@ def fitted_to_time(
     if bool(((beside - alone).abs() > rounding * alone.abs().max()).any()):
         raise OneTimeError(
             "the rate mixes the times of different trajectories; under error control each has its own "
-            "time, and t has shape [*batch, 1]: let t multiply states or rates, not a matrix"
+            "time, and t has shape [*batch, 1]: multiply states or rates by t, not a matrix"
         )
     return f, k, 2

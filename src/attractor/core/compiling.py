@@ -1,4 +1,4 @@
-"""`torch.compile` for runs of steps: one compiled copy a rate, laid out so that it vectorises."""
+"""`torch.compile` for chunks of steps: one compiled copy per rate, in a layout that vectorises."""
 
 import warnings
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# On the CPU: a C++ wrapper, because runs are so short that a Python one would cost more than their
-# arithmetic; and no second thread for a few thousand numbers, for which it would only wait.
+# On the CPU: a C++ wrapper, because a Python one would take longer than the arithmetic of a chunk, and
+# no second thread for a few thousand numbers, whose start would take longer than their computation.
 CPU_OPTIONS = {"cpp_wrapper": True, "cpp.min_chunk_size": 16_384}
 VECTORS = {"AVX512": 64, "AVX2": 32, "SVE256": 32}  # bytes of a vector of this machine; else 16
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
-LANES = 4  # numbers in a vector from which sines and powers of vectors are faster than of numbers
+LANES = 4  # numbers per vector, from which vector functions are faster than scalar ones
 
 
 _NUMBERS = count()
@@ -27,14 +27,14 @@ _NUMBERS = count()
 def compiled(
     run: Callable[..., Any], device: torch.device, *fixed: Any, or_plain: bool = True
 ) -> Callable[..., Any]:
-    """`run`, compiled for a device; the same copy again for the same fixed arguments.
+    """Return `run`, compiled for a device; the same copy for the same fixed arguments.
 
-    torch counts recompilations for each code object and gives up after eight. A copy with a code
-    object of its own for each rate keeps the ninth rate as fast as the first.
+    torch counts recompilations per code object and stops after eight. Each rate therefore gets a copy
+    with a code object of its own.
 
     Args:
-        or_plain: Whether `run` itself is called, with a warning, if torch cannot compile it; else calls
-            raise NotCompiledError.
+        or_plain: Whether to call `run` itself, with a warning, if torch cannot compile it; otherwise
+            calls raise NotCompiledError.
     """
     keys = (x if _hashable(x) else _Identity(x) for x in fixed)
     return _compiled(run, device.type, or_plain, *keys)
@@ -50,7 +50,8 @@ def _compiled(run: Callable[..., Any], device: str, or_plain: bool, *fixed: Any)
         with ComponentsFirst():
             return run(*args)
 
-    # Under one name torch would take what differs between rates (a run's length) for one that varies.
+    # With one name torch would treat values that differ between rates, such as the number of steps, as
+    # dynamic.
     code = laid_out.__code__.replace(co_name=f"laid_out_{next(_NUMBERS)}")
     copy = FunctionType(code, laid_out.__globals__, closure=laid_out.__closure__)
     fast = torch.compile(copy, options=dict(CPU_OPTIONS) if device == "cpu" else None)
@@ -62,10 +63,10 @@ def _compiled(run: Callable[..., Any], device: str, or_plain: bool, *fixed: Any)
             try:
                 return fast(*args)
             except (torch._dynamo.exc.TorchDynamoException, AssertionError) as error:
-                # An assertion of the compiler's; one of the rate's own is raised again by `run`.
+                # An assertion of the compiler; `run` raises one of the rate again.
                 reason = (str(error).strip().splitlines() or ["an assertion of the compiler"])[0]
                 if or_plain:
-                    warnings.warn(f"not compiled, going on without ({reason})", stacklevel=2)
+                    warnings.warn(f"the steps are not compiled ({reason})", stacklevel=2)
         if or_plain:
             return run(*args)
         raise NotCompiledError(reason)
@@ -74,21 +75,21 @@ def _compiled(run: Callable[..., Any], device: str, or_plain: bool, *fixed: Any)
 
 
 def vectorised(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """`ComponentsFirst`, if vectors of this machine hold enough numbers of a dtype; else nothing.
+    """Return `ComponentsFirst` if vectors of this machine hold enough numbers of a dtype, else no mode.
 
-    Modes do not reach the bodies of compiled loops, so that each one enters this.
+    Modes do not apply to the bodies of compiled loops, so that each body enters this context.
     """
     enough = VECTORS.get(CAPABILITY, 16) >= LANES * dtype.itemsize
     return ComponentsFirst() if enough else nullcontext()
 
 
 def components_first(u: Tensor) -> Tensor:
-    """u with each component contiguous in memory: the layout in which compiled runs hand on states."""
+    """Return u with each component contiguous in memory, the layout of states in compiled chunks."""
     return u.movedim(-1, 0).contiguous().movedim(0, -1)
 
 
 def operations(run: Callable[..., Any], fixed: tuple[Any, ...], *args: Any) -> int:
-    """How many operations of torch ``run(*fixed, *args)`` makes; counted once for the same `fixed`."""
+    """Return the number of torch operations of ``run(*fixed, *args)``, counted once per `fixed`."""
     key = (run, *(x if _hashable(x) else _Identity(x) for x in fixed))
     if key not in _COUNTED:
         if len(_COUNTED) >= 64:
@@ -101,7 +102,7 @@ _COUNTED: dict[Any, int] = {}
 
 
 def count_operations(call: Callable[[], Any]) -> int:
-    """How many operations of torch a call makes; what compiled code grows with."""
+    """Return the number of torch operations of a call."""
     with _Counter() as counter:
         call()
     return counter.count
@@ -111,7 +112,7 @@ class ComponentsFirst(TorchFunctionMode):
     """Lay out the results of ``stack(..., dim=-1)`` and ``cat(..., dim=-1)`` component by component.
 
     A rate such as ``stack((du_0, du_1), -1)`` would write its components d numbers apart, which
-    compiled code cannot vectorise. The values and shapes are the same, only strides differ.
+    compiled code cannot vectorise. Values and shapes are unchanged; only strides differ.
     """
 
     def __torch_function__(
@@ -139,21 +140,21 @@ class _Counter(TorchDispatchMode):
 
 
 class _Identity:
-    """A dictionary key for things that cannot be one themselves."""
+    """A dictionary key for an object that is not hashable."""
 
-    def __init__(self, thing: Any) -> None:
-        self.thing = thing
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self.thing is other.thing
+        return isinstance(other, _Identity) and self.value is other.value
 
     def __hash__(self) -> int:
-        return id(self.thing)
+        return id(self.value)
 
 
-def _hashable(thing: Any) -> bool:
+def _hashable(value: Any) -> bool:
     try:
-        hash(thing)
+        hash(value)
     except TypeError:
         return False
     return True

@@ -1,12 +1,13 @@
-"""Error control: a step size for every trajectory of the batch.
+"""Error control with a step size per trajectory.
 
-All trajectories make an attempt in each round, each with its own time and step; those that fail
-their error test try again with a smaller step in the next round (see `rounds`). States at the wanted
-times are interpolated; where that would be coarser than the steps are, steps end there. With `compile`,
-the rounds in which no trajectory comes to a wanted time before the last one are one compiled loop.
+In each round every trajectory attempts a step, with its own time and step size. Where the error test
+fails, the next round repeats the attempt with a smaller step (see `rounds`). States at output times are
+interpolated; if the interpolant is less accurate than the steps, steps end at the output times. With
+`compile`, the rounds in which no trajectory reaches an output time before the last one are one compiled
+loop.
 
-The rounds keep no graph. If gradients are wanted, the accepted steps are taken once more with them
-(see `replay`).
+The rounds record no graph. If gradients are required, the accepted steps are repeated with a graph (see
+`replay`).
 """
 
 from dataclasses import replace
@@ -21,7 +22,8 @@ from attractor.core.dense import Segment, SteppedOutput
 from attractor.core.events import Event, EventSearch
 from attractor.core.interpolant import coefficients
 from attractor.core.native import native_rounds
-from attractor.core.rates import Rate, check_unwritten, version
+from attractor.core.output_times import Output, needs_interpolant, states_inside
+from attractor.core.rates import Rate, check_not_modified, version
 from attractor.core.replay import Round, differentiated
 from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.round_loop import compiled_rounds
@@ -40,9 +42,8 @@ from attractor.core.step import with_parameters
 from attractor.core.tableaus import ALL, AnyScheme
 from attractor.core.trajectory import Events, Stats, Status, Trajectory
 from attractor.core.transforms import has_tangent, is_differentiated, is_transformed
-from attractor.core.wanted import Output, needs_interpolant, states_inside
 
-SHORT = 4  # Python takes the rounds if a wanted time is no more than so many steps away.
+SHORT = 4  # steps to the next output time, up to which the rounds run in Python
 
 
 def controlled(
@@ -61,24 +62,24 @@ def controlled(
     """Return states at the times t, ``[n+1]`` or ``[n+1, *batch]``, under error control. See `evolve`.
 
     Args:
-        parameters: Of each trajectory ``[*batch, k]``, see `check_parameters`.
+        parameters: Parameters of each trajectory ``[*batch, k]``; see `check_parameters`.
     """
     if not isinstance(scheme, Scheme | Rosenbrock) or scheme.b_low is None:
         pairs = [s.name for s in ALL.values() if isinstance(s, Scheme | Rosenbrock) and s.b_low]
         raise ValueError(
-            f"{scheme.name} has no embedded pair to estimate its error with; leave out rtol and "
+            f"{scheme.name} has no embedded pair, which error control requires; leave out rtol and "
             f"atol, or use one of {', '.join(pairs)}"
         )
     if u0.numel() == 0:
-        nobody = torch.zeros(u0.shape[:-1], dtype=torch.long, device=u0.device)
+        none = torch.zeros(u0.shape[:-1], dtype=torch.long, device=u0.device)
         until = t[-1].detach().expand(u0.shape[:-1])
         states = u0.expand(len(t), *u0.shape)
-        return Trajectory(t, states, Stats(0, 0, 0, nobody, nobody), nobody == 0, until)
+        return Trajectory(t, states, Stats(0, 0, 0, none, none), none == 0, until)
     if compile and parameters is not None:
         parameters = components_first(parameters)
-    has_weights, written = torch.is_grad_enabled() and _uses_gradients(f, parameters), version(u0)
+    has_weights, version_before = torch.is_grad_enabled() and _uses_gradients(f, parameters), version(u0)
     f, k, calls = fitted_to_time(f, t, u0, parameters)
-    check_unwritten(u0, written)
+    check_not_modified(u0, version_before)
     wants_grad = has_weights or _differentiable(u0, t, k)
     trajectory, rounds = _forward(
         f, u0.detach(), k.detach(), t.detach(), scheme, control, parameters, compile, wants_grad, dense,
@@ -108,9 +109,9 @@ def _forward(
     dense: bool = False,
     events: tuple[Event, ...] = (),
 ) -> tuple[Trajectory, list[Round]]:
-    """Return the states, without gradients, and the rounds if they are kept or gradients turn up."""
+    """Return the states without gradients, and the rounds if `keep`, or if gradients are required."""
     rate = with_parameters(f, parameters)
-    graphs = compile and isinstance(scheme, Scheme)  # of torch; others are compiled in C or not at all
+    graphs = compile and isinstance(scheme, Scheme)  # by torch; others are compiled in C or not at all
     step_of = compiled(attempt, u0.device, f, scheme) if graphs else attempt
     clock = t_out.to(torch.float32 if u0.device.type == "mps" else torch.float64)
     last, batch = len(clock) - 1, u0.shape[:-1]
@@ -119,12 +120,15 @@ def _forward(
     shortest = torch.finfo(clock.dtype).eps ** 2 * (end - begin).abs()
     exact = not positive(control.atol)
     rules = Rules(scheme, control, control.rtol, control.atol, exact, sign, shortest)
-    # The error of a cubic is in no estimate, so it must be of an order that the steps do not outdo.
+    # No estimate contains the error of a cubic, so steps end at the output times where the scheme
+    # is more accurate than a cubic.
     lands = not scheme.interpolates
 
     output = Output(clock, sign, u0)
     rounds, segments = list[Round](), list[Segment]()
-    which = torch.full(batch, -1, dtype=torch.long, device=u0.device)  # the event that ended it
+    which = torch.full(
+        batch, -1, dtype=torch.long, device=u0.device
+    )  # index of the event that ended a trajectory
     calls = steps = 0
     silent = keep  # attempts record no graph
     t = begin.expand(*batch, 1)
@@ -158,12 +162,12 @@ def _forward(
             pause = torch.where((output.upcoming < last)[..., None], output.next(), sign * torch.inf)
             if _far_from(pause, now):
                 limit = control.max_steps - steps
-                looped = _looped(f, rules, goal, pause, limit, now, parameters)
-                if looped is None:
+                result = _run_loop(f, rules, goal, pause, limit, now, parameters)
+                if result is None:
                     may_loop = False
                 else:
-                    taken, now = looped
-                    steps, calls = steps + taken, calls + taken * rate_calls(scheme)
+                    count, now = result
+                    steps, calls = steps + count, calls + count * rate_calls(scheme)
                     done = ~now.active & (now.status == Status.OK)
                     output.upcoming = output.upcoming.masked_fill(done, last + 1)
                     output.states[last] = now.u
@@ -173,19 +177,19 @@ def _forward(
         step = rules.propose(now, goal)
         size, t1 = step.size, step.t1
         place = as_time(t, u), as_time(size, u), u, k, None, parameters
-        # The lost and the finished stand still; what they evaluate is thrown away.
+        # Lost and finished trajectories have steps of size 0, whose results are not used.
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not silent):
                 u1, k1, stages = step_of(f, scheme, *place)
         except RuntimeError as failure:
             if not silent or "does not require grad" not in str(failure):
                 raise
-            silent = False  # the rate is a gradient itself, such as Hamilton's equations by autograd
+            silent = False  # the rate is a gradient itself, as for Hamilton's equations by autograd
             u1, k1, stages = step_of(f, scheme, *place)
         calls += rate_calls(scheme)
         if not keep and _differentiable(u1, k1, *stages):
-            # A parameter comes into play only now. Once more from the start, keeping the rounds: to
-            # keep them always, in case this happens, would take memory from all who want no gradients.
+            # A parameter that requires a gradient is used here for the first time. The solve starts
+            # again and keeps the rounds; to keep them in all solves would take memory without need.
             again, rounds = _forward(
                 f, u0, k0, t_out, scheme, control, parameters, compile, True, dense, events
             )
@@ -201,16 +205,16 @@ def _forward(
         if event is not None:
             t1 = torch.where(stops, t + event[0] * size, t1)
             which = torch.where(stops[..., 0], event[1], which)
-        wanted = output.passed(passed, t1)
-        if wanted is not None:
-            theta = wanted.theta(clock, t, size, u)
+        pairs = output.passed(passed, t1)
+        if pairs is not None:
+            theta = pairs.theta(clock, t, size, u)
             inside = event is not None or needs_interpolant(scheme, theta)
             own = segment() if inside else None
-            output.flat[wanted.times, wanted.rows] = states_inside(scheme, u1, own, wanted, theta)
+            output.flat[pairs.times, pairs.rows] = states_inside(scheme, u1, own, pairs, theta)
         if (keep or dense) and bool(passed.any()):
             moves = torch.where(passed, size, 0.0)
             if keep:
-                rounds.append(Round(t, moves, passed, wanted, None if event is None else event[0]))
+                rounds.append(Round(t, moves, passed, pairs, None if event is None else event[0]))
             else:
                 segments.append(segment()._replace(h=moves))
         calls += segment.cache_info().currsize * len(scheme.extra_stages)
@@ -255,7 +259,7 @@ def _far_from(pause: Tensor, now: Progress) -> bool:
     return bool((far[..., 0] | ~now.active).all())
 
 
-def _looped(
+def _run_loop(
     f: Rate,
     rules: Rules,
     goal: Tensor,
@@ -264,17 +268,17 @@ def _looped(
     now: Progress,
     parameters: Tensor | None,
 ) -> tuple[int, Progress] | None:
-    """Call `compiled_rounds`; None where only Python can take the rounds."""
+    """Call `compiled_rounds`; return None if only Python can run the rounds."""
     try:
-        taken, later = compiled_rounds(f, rules, goal, pause, limit, now, parameters)
-    except NotCompiledError:  # nothing inside a loop can be left to Python
+        count, later = compiled_rounds(f, rules, goal, pause, limit, now, parameters)
+    except NotCompiledError:  # Python cannot run a part of a loop
         return None
-    # A parameter that came into play in the loop has no gradient there.
-    return None if _differentiable(later.u) else (taken, later)
+    # The loop computes no gradients of parameters that it uses for the first time.
+    return None if _differentiable(later.u) else (count, later)
 
 
 def _uses_gradients(f: Rate, parameters: Tensor | None) -> bool:
-    """Return whether f is, takes or closes over something with gradients, perhaps used later."""
+    """Return whether f, its closure or the parameters contain tensors that require gradients."""
     cells = getattr(f, "__closure__", None) or ()
     for thing in (f, parameters, *(cell.cell_contents for cell in cells)):
         if isinstance(thing, Tensor) and thing.requires_grad:
@@ -285,7 +289,7 @@ def _uses_gradients(f: Rate, parameters: Tensor | None) -> bool:
 
 
 def _differentiable(*tensors: Tensor) -> bool:
-    """Return whether a derivative of one of them may be asked for, in reverse or forward mode."""
+    """Return whether one of the tensors may be differentiated, in reverse or forward mode."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True
     return any(is_transformed(x) or has_tangent(x) for x in tensors)

@@ -23,7 +23,7 @@ class Segment(NamedTuple):
     inner: Sequence[Tensor]  # [*batch, d] each; see `interpolant`
 
     def at(self, theta: Tensor) -> Tensor:
-        """Return the states ``[*batch, d]`` at parts theta ``[*batch, 1]`` of the steps."""
+        """Return the states ``[*batch, d]`` at fractions theta ``[*batch, 1]`` of the steps."""
         return evaluate(self.u, self.u1, self.inner, theta.to(self.u.real.dtype))
 
 
@@ -35,13 +35,13 @@ class SteppedOutput:
     segments: Sequence[Segment]
 
     def __call__(self, t: Tensor) -> Tensor:
-        """Return states at times t ``[n, *batch]``. Trajectories stay where their last step ended."""
+        """Return states at times t ``[n, *batch]``; after its last step a trajectory does not change."""
         u0 = self.u0
         if not self.segments:
             return u0.expand(len(t), *u0.shape)
         starts, sizes = (torch.stack([getattr(s, name) for s in self.segments])[..., 0] for name in "th")
         sign = -1.0 if bool((sizes < 0).any()) else 1.0
-        # A trajectory that did not step, or has ended, has ended where it was before.
+        # Where a trajectory did not step, its end is that of the step before.
         ends = torch.where(sizes != 0, sign * (starts + sizes), -torch.inf).cummax(0).values
         times = t.detach().to(ends.dtype)
         # [*batch, steps] and [*batch, n]
@@ -49,8 +49,8 @@ class SteppedOutput:
         index = torch.searchsorted(last_axis(ends), last_axis(sign * times)).movedim(-1, 0)
         index = index.clamp(max=len(self.segments) - 1)
         final = ends[-1]
-        moved = torch.searchsorted(last_axis(ends), last_axis(final[None])).movedim(-1, 0)
-        index = torch.minimum(index, moved)
+        last_step = torch.searchsorted(last_axis(ends), last_axis(final[None])).movedim(-1, 0)
+        index = torch.minimum(index, last_step)
 
         def pick(name: str) -> Tensor:
             return _pick(torch.stack([getattr(s, name) for s in self.segments]), index)
@@ -66,13 +66,13 @@ class SteppedOutput:
 
 
 def _pick(values: Tensor, index: Tensor) -> Tensor:
-    """``values[index[i, b], b]`` for values ``[steps, *batch, d]`` and index ``[n, *batch]``."""
+    """Return ``values[index[i, b], b]`` for values ``[steps, *batch, d]`` and index ``[n, *batch]``."""
     return values.gather(0, index[..., None].expand(*index.shape, values.shape[-1]))
 
 
 @dataclass(frozen=True)
 class GridOutput:
-    """Interpolants between the states of a grid, computed where they are asked for.
+    """Interpolants between the states of a grid, computed for the steps that are evaluated.
 
     Attributes:
         scheme: A scheme whose own interpolant is used, or None for the cubic Hermite interpolant through

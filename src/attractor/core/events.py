@@ -148,9 +148,9 @@ def _event_value(event: Event, t: Tensor, u: Tensor) -> Tensor:
     """Return the value of an event function ``[*batch]``, in the precision of time."""
     value = event(as_time(t, u), u)
     if not isinstance(value, Tensor) or value.shape != u.shape[:-1]:
-        got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        description = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(
-            f"an event function returned {got} for states of shape {list(u.shape)}; it must return one "
-            f"number per trajectory, {list(u.shape[:-1])}"
+            f"an event function returned {description} for states of shape {list(u.shape)}; it must "
+            f"return one number per trajectory, {list(u.shape[:-1])}"
         )
     return value.detach().to(t.dtype)

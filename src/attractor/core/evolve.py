@@ -1,4 +1,4 @@
-"""The entrance of the step loop: on a grid of times (`grid`), or under error control (`control`)."""
+"""`evolve`: solve on a grid of times (`grid`), or under error control (`control`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from attractor.common.checks import is_whole
 from attractor.core.control import controlled
 from attractor.core.dense import GridOutput
 from attractor.core.events import Event
-from attractor.core.grid import kept_states, on_grid
+from attractor.core.grid import on_grid, output_indices
 from attractor.core.problem import check_parameters, check_problem
 from attractor.core.rates import Linearised, Rate
 from attractor.core.rosenbrock import Rosenbrock
@@ -126,7 +126,9 @@ def evolve(
         t = check_problem(u0, t, per_trajectory=controls_error)
     parameters = check_parameters(u0, parameters)
     if not is_whole(every) or every < 1:
-        raise ValueError(f"every = {every!r} keeps nothing; use 1 for all states, 10 for each tenth")
+        raise ValueError(
+            f"every = {every!r} must be a whole number of at least 1, such as 10 for each tenth state"
+        )
     if checkpoint is not None and not (
         checkpoint in (True, False) or (is_whole(checkpoint) and checkpoint > 0)
     ):
@@ -143,16 +145,16 @@ def evolve(
             raise ValueError(
                 "events need error control; pass rtol or atol, or use odeint with step_size"
             )
-        solved = on_grid(
+        trajectory = on_grid(
             f, u0, t, scheme, correction, parameters=parameters, every=every, compile=compile,
             checkpoint=checkpoint,
         )  # fmt: skip
         if not dense:
-            return solved
+            return trajectory
         own = isinstance(scheme, Scheme | Rosenbrock) and scheme.dense_weights and correction is None
         rate = with_parameters(f, parameters)
-        output = GridOutput(rate, t, solved.u, solved.until, scheme if own else None)  # type: ignore[arg-type]
-        return replace(solved, dense=output)
+        output = GridOutput(rate, t, trajectory.u, trajectory.until, scheme if own else None)  # type: ignore[arg-type]
+        return replace(trajectory, dense=output)
 
     if correction is not None:
         raise ValueError(
@@ -166,13 +168,13 @@ def evolve(
     )
     with without_vmap("error control"):
         return controlled(
-            f, u0, t[kept_states(len(t) - 1, every)], scheme, control, parameters=parameters,
+            f, u0, t[output_indices(len(t) - 1, every)], scheme, control, parameters=parameters,
             compile=compile, checkpoint=checkpoint, dense=dense, events=_as_events(events),
         )  # fmt: skip
 
 
 def _as_events(events: Event | Sequence[Event] | None) -> tuple[Event, ...]:
-    found = () if events is None else (events,) if callable(events) else tuple(events)
-    if not all(callable(event) for event in found):
+    functions = () if events is None else (events,) if callable(events) else tuple(events)
+    if not all(callable(event) for event in functions):
         raise TypeError("events must be a function (t, u) -> [*batch], or a list of such functions")
-    return found
+    return functions

@@ -1,7 +1,7 @@
-"""Fixed steps with one clock, for what `odeint` offers and a plain grid does not.
+"""Fixed steps for the options of `odeint` that `grid.on_grid` does not have.
 
-These are events, callbacks, interpolation at wanted times, rates that are not called at discontinuities,
-Adams methods and implicit Runge-Kutta methods. All other fixed steps are taken by `grid.on_grid`.
+These are events, callbacks, interpolation at output times, rates that are not called at discontinuities,
+Adams methods and implicit Runge-Kutta methods.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from attractor.core.callbacks import NO_CALLBACKS, Callbacks, Event, Solution
 from attractor.core.events import bracketed_root, differentiated_root
 from attractor.core.interpolant import evaluate, hermite
-from attractor.core.rates import Rate, call_rate, check_kept, moved
+from attractor.core.rates import Rate, add_increment, call_rate, check_distinct
 from attractor.core.scheme import Scheme
 from attractor.core.transforms import is_differentiated
 
@@ -28,7 +28,7 @@ NO_HISTORY: History = ((), 0.0)
 
 
 class Moment(NamedTuple):
-    """A step to take: from t to t1 ``[]``, dt a number, or a tensor where times are differentiated."""
+    """A step from t to t1 ``[]``; dt is a number, or a tensor where times are differentiated."""
 
     t: Tensor
     t1: Tensor
@@ -40,7 +40,12 @@ StepRule: TypeAlias = Callable[[Rate, Moment, Tensor, History], tuple[Tensor, Te
 
 
 def explicit_rule(scheme: Scheme, perturb: bool = False) -> StepRule:
-    """Steps of an explicit scheme. With `perturb` no rate is called exactly at a step's ends."""
+    """Return the steps of an explicit scheme.
+
+    Args:
+        scheme: The scheme.
+        perturb: Whether the rate is not called exactly at the ends of a step.
+    """
 
     def step(f: Rate, moment: Moment, u: Tensor, history: History) -> tuple[Tensor, Tensor, History]:
         t, t1, dt = moment
@@ -49,22 +54,22 @@ def explicit_rule(scheme: Scheme, perturb: bool = False) -> StepRule:
             time = t if c == 0 else t1 if c == 1 else t + c * dt
             if perturb and c in (0, 1):
                 time = beside(time, t1 if c == 0 else t)
-            stages.append(call_rate(f, time, moved(u, dt, row, stages) if stages else u))
+            stages.append(call_rate(f, time, add_increment(u, dt, row, stages) if stages else u))
             if len(stages) > 1:
-                check_kept(f, time, u, stages)
-        return moved(u, dt, scheme._b, stages), stages[0], history
+                check_distinct(f, time, u, stages)
+        return add_increment(u, dt, scheme._b, stages), stages[0], history
 
     return step
 
 
 def beside(t: Tensor, other: Tensor) -> Tensor:
-    """The number next to t in the direction of another one, with the gradient of t."""
+    """Return the next floating-point number from t towards another one, with the gradient of t."""
     now = t.detach()
     return t + (torch.nextafter(now, other.detach()) - now)
 
 
 class _Part(NamedTuple):
-    """The states at the wanted times in a part of the grid, and what the next part starts from."""
+    """The states at the output times in a part of the grid, and the start of the next part."""
 
     values: list[Tensor]
     u: Tensor
@@ -83,12 +88,12 @@ def solve_fixed(
     adjoint: Callbacks = NO_CALLBACKS,
     checkpoint: bool = False,
 ) -> Solution:
-    """Step u0 ``[d]`` along the grid, and interpolate the states at the times t between its points.
+    """Step u0 ``[d]`` along a grid, and interpolate the states at the times t between its points.
 
     Args:
         f: The rate, called with t ``[]`` and u ``[d]``.
-        t: Wanted times ``[n+1]``, from ``grid[0]`` to ``grid[-1]``.
-        interp: "linear" or "cubic"; None if all wanted times are points of the grid.
+        t: Output times ``[n+1]``, from ``grid[0]`` to ``grid[-1]``.
+        interp: "linear" or "cubic"; None if all output times are points of the grid.
         checkpoint: Keep the square root of the number of steps in the graph; see `solve_adaptive`.
     """
     n, sign = len(grid) - 1, -1.0 if bool(grid[-1] < grid[0]) else 1.0
@@ -96,19 +101,19 @@ def solve_fixed(
     times, sizes = grid.to(real), grid.diff().to(real)
     as_tensor = is_differentiated(t) or is_differentiated(grid)
     dts: Any = sizes if as_tensor else sizes.tolist()
-    clock, wanted = (sign * grid.detach()).tolist(), (sign * t.detach()).tolist()
-    before = _counts(wanted, clock)
+    clock, outputs = (sign * grid.detach()).tolist(), (sign * t.detach()).tolist()
+    before = _counts(outputs, clock)
 
-    def run(first: int, stop: int, taken: list[bool], u: Tensor, history: History) -> _Part:
-        own, values = adjoint if taken else callbacks, list[Tensor]()
-        taken.append(True)
+    def run(first: int, stop: int, calls: list[None], u: Tensor, history: History) -> _Part:
+        own, values = adjoint if calls else callbacks, list[Tensor]()
+        calls.append(None)
         for i in range(first, stop):
             if own.step is not None:
                 own.step(times[i], u.detach(), sizes[i])
             u1, k0, history = rule(f, Moment(times[i], times[i + 1], dts[i]), u, history)
             inside = range(before[i], before[i + 1])
             if inside:
-                exact = wanted[inside[-1]] == clock[i + 1] and not (interp and as_tensor)
+                exact = outputs[inside[-1]] == clock[i + 1] and not (interp and as_tensor)
                 within = inside[:-1] if exact else inside
                 if within:
                     theta = ((t[within[0] : within[-1] + 1] - grid[i]) / (grid[i + 1] - grid[i])).to(
@@ -126,7 +131,7 @@ def solve_fixed(
     spacing = math.isqrt(n) + 1 if checkpoint and torch.is_grad_enabled() else max(n, 1)
     u, history, values = u0, NO_HISTORY, [u0[None]]
     for first in range(0, n, spacing):
-        work = first, min(first + spacing, n), list[bool](), u, history
+        work = first, min(first + spacing, n), list[None](), u, history
         if spacing < n or (checkpoint and torch.is_grad_enabled()):
             with set_checkpoint_early_stop(adjoint == NO_CALLBACKS):
                 new, u, history = recompute_later(run, *work, use_reentrant=False)
@@ -156,7 +161,7 @@ def solve_fixed_until(
     start, dt, u, history = t.detach()[0].double().item(), sign * step, u0, NO_HISTORY
     at = lambda x: u0.real.new_full((), x)
     if is_differentiated(t):
-        # Starting later by s is starting from u0 - s f(t0, u0): this carries the gradient of t[0].
+        # A start that is later by s is a start from u0 - s f(t0, u0), which has the gradient of t[0].
         late = t[0].to(real)
         u = u0 - call_rate(f, at(start), u0).detach() * (late - late.detach())
     value = event(at(start), u0.detach()).item()
@@ -191,14 +196,14 @@ def solve_fixed_until(
 def _curve(
     interp: str, f: Rate, t1: Tensor, dt: Tensor, u: Tensor, u1: Tensor, k0: Tensor
 ) -> Callable[[Tensor], Tensor]:
-    """States between u and u1, at parts theta of the step."""
+    """Return the function from fractions theta of a step to states between u and u1."""
     if interp == "linear":
         return lambda theta: u + theta * (u1 - u)
     inner = hermite(u, u1, k0, call_rate(f, t1, u1), dt)
     return lambda theta: evaluate(u, u1, inner, theta)
 
 
-def _counts(wanted: list[float], clock: list[float]) -> list[int]:
-    """How many wanted times are not after each point of the grid."""
-    times = torch.tensor(wanted, dtype=torch.float64)
+def _counts(outputs: list[float], clock: list[float]) -> list[int]:
+    """Return the number of output times up to each point of the grid."""
+    times = torch.tensor(outputs, dtype=torch.float64)
     return torch.searchsorted(times, torch.tensor(clock, dtype=torch.float64), right=True).tolist()

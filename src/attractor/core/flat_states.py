@@ -34,7 +34,7 @@ def flatten(func: Callable[..., Any], y0: State) -> tuple[Rate, Tensor, Callable
         raise TypeError("y0 must be a tensor or a tuple or dict of tensors")
     if len({y.device for y in parts}) > 1:
         devices = ", ".join(str(y.device) for y in parts)
-        raise ValueError(f"y0 holds tensors on {devices}; give all on one device")
+        raise ValueError(f"y0 has tensors on {devices}; pass all on one device")
     shapes, sizes = [y.shape for y in parts], [y.numel() for y in parts]
     keys = list(y0) if isinstance(y0, dict) else None
 
@@ -49,8 +49,8 @@ def flatten(func: Callable[..., Any], y0: State) -> tuple[Rate, Tensor, Callable
         rates: Any = func(t.reshape(()), restore(u))
         if isinstance(y0, Tensor):
             if not isinstance(rates, Tensor) or rates.shape != y0.shape:
-                got = list(rates.shape) if isinstance(rates, Tensor) else type(rates).__name__
-                raise ValueError(f"func returned {got} for a state of shape {list(y0.shape)}")
+                description = list(rates.shape) if isinstance(rates, Tensor) else type(rates).__name__
+                raise ValueError(f"func returned {description} for a state of shape {list(y0.shape)}")
             return rates.reshape(-1)
         if keys is not None:
             if not isinstance(rates, dict) or set(rates) != set(keys):

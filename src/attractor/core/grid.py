@@ -1,11 +1,11 @@
-"""Steps on a grid of times, without error control: which runs there are, and how they are compiled.
+"""Steps on a grid of times, without error control.
 
-Steps are taken in short *runs* (ten or so) without looking, because a non-finite state stays non-finite
-under ``u + dt * S``; one look at the end of a run is enough. Only when a trajectory was lost is the run
-repeated step by step to find its last finite state, with the lost rows replaced by a healthy neighbour's
-state so that they disturb nobody's gradients. A run is also what `compile=True` compiles and what
-`checkpoint=` recomputes. Compiled runs without gradients on the CPU are longer: one loop of machine code
-from one kept state to the next.
+Steps are taken in *chunks* of about ten. A non-finite state stays non-finite under ``u + dt * S``, so
+that one check at the end of a chunk is enough. If a trajectory was lost, the chunk is repeated step by
+step to find its last finite state; the rows of lost trajectories are then replaced by the state of a
+finite one, so that they do not affect shared gradients. `compile=True` compiles a chunk, and
+`checkpoint=` recomputes chunks. Without gradients on the CPU, a compiled chunk is one loop of machine
+code from one saved state to the next.
 """
 
 import math
@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute_later
 
 from attractor.common.checks import all_finite
+from attractor.core.chunks import Guard, corrected_step, step_loop, take_steps
 from attractor.core.compiling import NotCompiledError, compiled, operations
 from attractor.core.identity import Identity
 from attractor.core.march import LOOP, Loop, March, Survivors, everybody
 from attractor.core.native import native_loop
-from attractor.core.rates import Rate, check_unwritten, version
-from attractor.core.runs import Guard, corrected_step, looped, run
+from attractor.core.rates import Rate, check_not_modified, version
 from attractor.core.splitting import Splitting
 from attractor.core.step import Correction, correction_of_step, with_parameters
 from attractor.core.tableaus import AnyScheme
@@ -35,9 +35,9 @@ from attractor.core.transforms import (
     under_vmap,
 )
 
-COMPILED_OPERATIONS = 1_000  # in an unrolled compiled run: ten steps of a small system
-SHORT = 4  # so few steps between kept states are unrolled
-RUN = 10  # steps per run: enough to hide the cost of starting one, few enough to compile in seconds
+COMPILED_OPERATIONS = 1_000  # in an unrolled compiled chunk: ten steps of a small system
+SHORT = 4  # up to so many steps between saved states are unrolled
+CHUNK = 10  # steps: enough to hide the cost of a start, few enough to compile in seconds
 
 
 def on_grid(
@@ -55,17 +55,17 @@ def on_grid(
     guard: Guard | None = None,
     may_loop: bool = True,
 ) -> Trajectory:
-    """`evolve` without error control.
+    """Solve as `evolve`, without error control.
 
     Args:
         parameters: Of each trajectory ``[*batch, k]``, see `check_parameters`.
-        watch: Look for non-finite states after each run. False lets them stay and spread.
+        watch: Check for non-finite states after each chunk.
         guard: Where the correction may be applied.
-        may_loop: Whether compiled runs may be loops.
+        may_loop: Whether compiled chunks may be loops.
     """
     if watch and guard is None and under_vmap():
         return _under_vmap(f, u0, t, scheme, correction, parameters, every)
-    n, saved, written = len(t) - 1, kept_states(len(t) - 1, every), version(u0)
+    n, saved, version_before = len(t) - 1, output_indices(len(t) - 1, every), version(u0)
     real = u0.real.dtype if u0.is_complex() else u0.dtype
     times, dt = t.to(real), t.diff().to(real)
     correction = correction_of_step(correction)
@@ -73,24 +73,24 @@ def on_grid(
         scheme.check_rate(with_parameters(f, parameters), when, u0)
 
     spacing = n if not checkpoint else math.isqrt(n) + 1 if checkpoint is True else int(checkpoint)
-    longest = max(1, min(RUN, spacing))
+    longest = max(1, min(CHUNK, spacing))
     recompute = bool(checkpoint) and torch.is_grad_enabled()
     loop: Loop | None = None
     if may_loop and compile and n and not recompute:
         problem = times, dt, u0, parameters
         loop = _loop(f, scheme, correction, guard, min(n, every), *problem)
     if loop is not None:
-        longest = min(LOOP, every)  # a loop keeps its last state only
-        if isinstance(loop, partial):  # a compiled loop is always passed as many times
+        longest = min(LOOP, every)  # a loop returns its last state only
+        if isinstance(loop, partial):  # a compiled loop has inputs of one shape
             times, dt = (torch.cat((x, x.new_zeros(LOOP))) for x in (times, dt))
     elif compile and n:
         # Compilers slow down on very long functions, and gcc 12 breaks down.
         inside = None if guard is None else guard.inside
         fixed = (f, scheme, correction, inside, (1,))
-        size = operations(run, fixed, times, dt, u0, None, parameters)
-        check_unwritten(u0, written)
+        size = operations(take_steps, fixed, times, dt, u0, None, parameters)
+        check_not_modified(u0, version_before)
         longest = min(longest, COMPILED_OPERATIONS // size + 1)
-    length = _run_length(n, every, longest)
+    length = _chunk_length(n, every, longest)
     march = March(
         f=f, scheme=scheme, correction=correction, parameters=parameters, t=t, times=times,
         dt=dt if compile else _as_numbers(dt, t), saved=frozenset(saved), loop=loop,
@@ -103,8 +103,8 @@ def on_grid(
     survivors = None if not watch or is_finite else everybody(u0, t)
     record = Record(u0, len(saved))
     record.put(u0)
-    runs = _runs(n, every, length)
-    for group in _groups(runs, spacing) if recompute else ([one] for one in runs):
+    chunks = _chunks(n, every, length)
+    for group in _groups(chunks, spacing) if recompute else ([one] for one in chunks):
         if survivors is not None and not bool(survivors.alive.any()):
             break
         if recompute:
@@ -112,18 +112,18 @@ def on_grid(
         else:
             try:
                 result = march.segment(group, u, survivors)
-            except NotCompiledError:  # nothing inside a loop can be left to Python
+            except NotCompiledError:  # Python cannot run a part of a loop
                 return on_grid(
                     f, u0, t, scheme, correction, parameters=parameters, every=every, compile=True,
                     checkpoint=checkpoint, watch=watch, guard=guard, may_loop=False,
                 )  # fmt: skip
         if not lengths:
-            check_unwritten(u0, written)
+            check_not_modified(u0, version_before)
         states, u, survivors, took = result
         lengths += took
         for state in states:
             record.put(state)
-    while len(record) < len(saved):  # nobody left: the last finite states stay
+    while len(record) < len(saved):  # all are lost: the last finite states remain
         record.put(u)
 
     if survivors is None:
@@ -148,19 +148,19 @@ def _under_vmap(
     parameters: Tensor | None,
     every: int,
 ) -> Trajectory:
-    """`on_grid` where torch.func.vmap hides all values, so that no decision may depend on them.
+    """Solve as `on_grid` under torch.func.vmap, which hides the values on which decisions depend.
 
-    All trajectories take all steps, one after the other and not compiled. A lost trajectory keeps its
-    last finite state, as elsewhere, but its own gradient is non-finite.
+    All trajectories take all steps, one by one and not compiled. A lost trajectory keeps its last finite
+    state, but its gradient is non-finite.
     """
-    n, saved = len(t) - 1, frozenset(kept_states(len(t) - 1, every))
+    n, saved = len(t) - 1, frozenset(output_indices(len(t) - 1, every))
     real = u0.real.dtype if u0.is_complex() else u0.dtype
     times, dt = t.to(real), _as_numbers(t.diff().to(real), t)
     correction = correction_of_step(correction)
     u, (alive, until) = u0, everybody(u0, t)
     states = [u0]
     for i in range(n):
-        (new,), _ = run(
+        (new,), _ = take_steps(
             f, scheme, correction, None, (1,), times[i : i + 1], dt[i : i + 1], u, None, parameters
         )
         lost = alive & ~torch.isfinite(new.detach()).all(-1)
@@ -174,7 +174,7 @@ def _under_vmap(
 
 
 def _all_of(u: Tensor, t: Tensor) -> Survivors:
-    """Return all trajectories, followed to the end; each of them is finite."""
+    """Return all trajectories as survivors up to the last time. Requires: all of them are finite."""
     alive = torch.ones(u.shape[:-1], dtype=torch.bool, device=u.device)
     return Survivors(alive, t[-1].detach().expand(u.shape[:-1]).clone())
 
@@ -190,12 +190,12 @@ def _loop(
     u: Tensor,
     parameters: Tensor | None,
 ) -> Loop | None:
-    """Return a loop of steps, the correction's own or a compiled one; None if runs cannot be loops.
+    """Return a loop of steps, that of the correction or a compiled one; None if there can be no loop.
 
-    Loops run on the CPU, for real states, and where nobody wants gradients.
+    Loops run on the CPU, for real states and without gradients.
 
     Args:
-        steps: Number of steps between kept states.
+        steps: Number of steps between saved states.
     """
     if u.device.type != "cpu" or u.is_complex() or not u.numel() or is_transformed(u):
         return None
@@ -216,7 +216,7 @@ def _loop(
     if isinstance(scheme, Splitting) and correction is None:  # a step reuses the rate of the last one
         return None
     fixed = (f, scheme, correction, None if guard is None else guard.inside)
-    return partial(compiled(looped, u.device, *fixed, or_plain=False), *fixed)
+    return partial(compiled(step_loop, u.device, *fixed, or_plain=False), *fixed)
 
 
 def _as_numbers(dt: Tensor, t: Tensor) -> Any:
@@ -224,20 +224,20 @@ def _as_numbers(dt: Tensor, t: Tensor) -> Any:
     return dt if is_differentiated(t) or is_vmapped(t) else dt.tolist()
 
 
-def kept_states(n: int, every: int) -> list[int]:
-    """Return which of the states 0..n are kept."""
+def output_indices(n: int, every: int) -> list[int]:
+    """Return the indices of the states 0..n that are saved."""
     return [*range(0, n, every), n] if n else [0]
 
 
-def _run_length(n: int, every: int, most: int) -> int:
-    """Return the steps per run: runs end where states are kept, and few shorter runs are left over."""
+def _chunk_length(n: int, every: int, most: int) -> int:
+    """Return the number of steps per chunk, such that chunks end at saved states and few are shorter."""
     if every <= most:
         return min(most // every * every, n)
     return min(range(most, max(most // 2, 1) - 1, -1), key=lambda length: every % length)
 
 
-def _runs(n: int, every: int, length: int) -> list[tuple[int, int]]:
-    """Return the runs (first, stop) that cover steps 0..n."""
+def _chunks(n: int, every: int, length: int) -> list[tuple[int, int]]:
+    """Return the chunks (first, stop) that cover steps 0..n."""
     block = max(every, length)
     return [
         (first, min(first + length, start + block, n))
@@ -246,10 +246,10 @@ def _runs(n: int, every: int, length: int) -> list[tuple[int, int]]:
     ]
 
 
-def _groups(runs: list[tuple[int, int]], steps: int) -> list[list[tuple[int, int]]]:
-    """Return consecutive runs gathered to about that many steps."""
+def _groups(chunks: list[tuple[int, int]], steps: int) -> list[list[tuple[int, int]]]:
+    """Return consecutive chunks, grouped to about a number of steps."""
     groups: list[list[tuple[int, int]]] = []
-    for first, stop in runs:
+    for first, stop in chunks:
         if groups and stop - groups[-1][0][0] <= steps:
             groups[-1].append((first, stop))
         else:

@@ -1,4 +1,4 @@
-"""The step that leaves the state as it is: what a correction is added to that replaces the rate."""
+"""A scheme whose step does not change the state, for corrections that replace the rate."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from attractor.core.step import Step
 class Identity:
     """A scheme of order 0 with the slope 0, which never calls the rate.
 
-    A correction of it is the whole flow map, ``u(t + dt) = u(t) + Q``.
+    With it a correction is the whole flow map, ``u(t + dt) = u(t) + Q``.
 
     >>> Identity().slope(None, 0.0, torch.ones(2), 0.1)
     tensor([0., 0.])

@@ -48,7 +48,7 @@ TABLEAUS: dict[str, tuple[Sequence[Sequence[float]], Sequence[float]]] = {
 
 
 def implicit_rule(name: str, perturb: bool = False, max_iters: int = ITERATIONS) -> StepRule:
-    """Steps of an implicit method of `TABLEAUS`.
+    """Return the steps of an implicit method of `TABLEAUS`.
 
     Newton's method with exact Jacobians ``[stages * d, stages * d]`` finds the stages without a graph.
     One more iteration with a graph, in which the Jacobian is a constant, gives the first derivatives of
@@ -59,7 +59,7 @@ def implicit_rule(name: str, perturb: bool = False, max_iters: int = ITERATIONS)
 
     def step(f: Rate, moment: Moment, u: Tensor, history: History) -> tuple[Tensor, Tensor, History]:
         if u.is_complex():
-            raise TypeError(f"{name} is implemented for real states; u is of {u.dtype}")
+            raise TypeError(f"{name} is implemented for real states; u has dtype {u.dtype}")
         t, t1, dt = moment
         size = dt.item() if isinstance(dt, Tensor) else dt
         a, b = (torch.tensor(x, dtype=u.dtype, device=u.device) for x in (rows, weights))

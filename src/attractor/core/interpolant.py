@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.core.rates import Rate, call_rate, moved, weighted_sum
+from attractor.core.rates import Rate, add_increment, call_rate, weighted_sum
 from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.scheme import Scheme
 
@@ -48,10 +48,10 @@ def coefficients(
     inner = hermite(u, u1, stages[0], k1, h)
     if not scheme.dense_weights:
         return inner
-    known = [*stages] if scheme.first_same_as_last else [*stages, k1]
+    rates = [*stages] if scheme.first_same_as_last else [*stages, k1]
     for row in scheme.extra_stages:
-        known.append(call_rate(f, t + sum(row) * h, moved(u, h, row, known)))
-    return inner + [h * weighted_sum(row, known) for row in scheme.dense_weights]
+        rates.append(call_rate(f, t + sum(row) * h, add_increment(u, h, row, rates)))
+    return inner + [h * weighted_sum(row, rates) for row in scheme.dense_weights]
 
 
 def evaluate(u: Tensor, u1: Tensor, inner: Sequence[Tensor], theta: Any) -> Tensor:

@@ -39,7 +39,7 @@ def linearised(name: str, f: Rate, t: Any, u: Tensor) -> tuple[Tensor, Tensor]:
     return jacobian, in_time
 
 
-def solved(matrix: Tensor) -> Callable[[Tensor], Tensor]:
+def linear_solver(matrix: Tensor) -> Callable[[Tensor], Tensor]:
     """Return the function that solves ``(I + matrix) x = y`` for y ``[*batch, d]``.
 
     The solution is NaN where the matrix ``[*batch, d, d]`` is not finite, and not finite where it is

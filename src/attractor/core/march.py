@@ -1,4 +1,4 @@
-"""Steps along a grid of times, in runs: guarded, compiled, and repeated where a trajectory is lost."""
+"""Chunks of steps along a grid of times: guarded, compiled, and repeated where a trajectory is lost."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from attractor.common.checks import all_finite
+from attractor.core.chunks import Guard, LoopResult, guarded_step, take_steps
 from attractor.core.compiling import compiled, components_first
 from attractor.core.rates import Rate
-from attractor.core.runs import Guard, Looped, guarded_step, run
 from attractor.core.step import Correction
 from attractor.core.tableaus import AnyScheme
 from attractor.core.trajectory import Status
 from attractor.core.transforms import is_differentiated
 
-LOOP = 256  # steps of a compiled loop at most
-Loop: TypeAlias = Callable[..., Looped]  # (t, dt, count, u, anywhere, parameters), as for `looped`
+LOOP = 256  # largest number of steps of a compiled loop
+Loop: TypeAlias = Callable[..., LoopResult]  # called as `step_loop`: (t, dt, count, u, anywhere, p)
 
 
 class Survivors(NamedTuple):
-    """Trajectories that are still followed, and the time up to which each one was; ``[*batch]`` each."""
+    """The trajectories that are not lost, and the last valid time of each; ``[*batch]`` each."""
 
     alive: Tensor
     until: Tensor
@@ -29,17 +29,17 @@ class Survivors(NamedTuple):
 
 @dataclass(frozen=True)
 class March:
-    """Steps along a grid of times, in runs. Survivors are None as long as no trajectory was lost.
+    """Steps along a grid of times, in chunks. Survivors are None as long as no trajectory was lost.
 
     Attributes:
         t: Times as the caller passed them.
         times: Times in the precision of the states, for the rate.
         dt: Step sizes: numbers, or a tensor where steps are compiled or differentiated.
-        saved: Indices of the states to keep.
-        compiled_length: Runs of this many steps are compiled; 0: none.
+        saved: Indices of the states to save.
+        compiled_length: Number of steps of the chunks that are compiled; 0 for none.
         loop: A loop of steps in machine code.
-        watch: Whether lost trajectories are looked for.
-        outside: Trajectories ``[*batch]`` outside of the guarded region, per step; filled by runs.
+        watch: Whether to check for lost trajectories.
+        outside: Trajectories ``[*batch]`` outside of the guarded region, by step; chunks fill it.
     """
 
     f: Rate
@@ -57,38 +57,38 @@ class March:
     outside: dict[int, Tensor]
 
     def segment(
-        self, runs: list[tuple[int, int]], u: Tensor, survivors: Survivors | None
+        self, chunks: list[tuple[int, int]], u: Tensor, survivors: Survivors | None
     ) -> tuple[list[Tensor], Tensor, Survivors | None, list[int]]:
-        """Take several runs: the states to keep, the last one, who survived, and the runs' lengths."""
-        states, took = list[Tensor](), list[int]()
-        for first, stop in runs:
-            new, survivors, lengths = self._advance(first, stop, u, survivors)
-            u, took = new[-1], took + lengths
+        """Take several chunks; return the saved states, the last one, the survivors, and the lengths."""
+        states, lengths = list[Tensor](), list[int]()
+        for first, stop in chunks:
+            new, survivors, own = self._advance(first, stop, u, survivors)
+            u, lengths = new[-1], lengths + own
             states += new if stop in self.saved else new[:-1]
-        return states, u, survivors, took
+        return states, u, survivors, lengths
 
     def _advance(
         self, first: int, stop: int, u: Tensor, survivors: Survivors | None
     ) -> tuple[list[Tensor], Survivors | None, list[int]]:
-        """Take a run: its states to keep and the last, who survived it, and the lengths of its runs."""
+        """Take a chunk; return its saved states and the last one, the survivors, and the lengths."""
         keep = tuple(i - first for i in range(first + 1, stop + 1) if i in self.saved or i == stop)
         states, took = self._attempt(first, keep, u, survivors)
-        states = _of_living(survivors, states, [u] * len(keep))
+        states = _of_survivors(survivors, states, [u] * len(keep))
         if not self.watch or all_finite(states[-1]):
             return states, survivors, took
 
-        # A trajectory was lost. Step by step: which one, when, and where was it last?
+        # A trajectory was lost: single steps find which one, and its last finite state.
         before, survivors, single = self._step_by_step(first, keep, u, survivors)
         if not bool(survivors.alive.any()):
             return before, survivors, [*took, *single]
-        # The survivors again by the same run as ever, so that they get the same bits.
+        # The survivors repeat the same chunk, so that their states are the same to the last bit.
         states, again = self._attempt(first, keep, u, survivors)
-        return _of_living(survivors, states, before), survivors, [*took, *single, *again]
+        return _of_survivors(survivors, states, before), survivors, [*took, *single, *again]
 
     def _step_by_step(
         self, first: int, keep: tuple[int, ...], u: Tensor, survivors: Survivors | None
     ) -> tuple[list[Tensor], Survivors, list[int]]:
-        """Take the same run one step at a time: a lost trajectory stays where it was before."""
+        """Take the same chunk one step at a time; a lost trajectory keeps its last finite state."""
         states, took = list[Tensor](), list[int]()
         alive, until = survivors or everybody(u, self.t)
         for i in range(first, first + keep[-1]):
@@ -107,7 +107,7 @@ class March:
     def _attempt(
         self, first: int, keep: tuple[int, ...], u: Tensor, survivors: Survivors | None
     ) -> tuple[list[Tensor], list[int]]:
-        """Take a run, by guarded steps where they are needed; its states and the lengths of its runs."""
+        """Take a chunk, with guarded steps outside of the region; return its states and the lengths."""
         states, inside = self._run(first, keep, u, survivors)
         took = [keep[-1]]
         if self.guard is None or inside is None:
@@ -120,7 +120,7 @@ class March:
             self.outside.setdefault(first, left)
             return states, took
         if is_differentiated(states[-1]):
-            # Corrected steps from outside may overflow, and must not reach gradients that all share.
+            # Corrected steps outside may overflow, and must not enter shared gradients.
             if bool(stayed.any()):
                 states, _ = self._run(first, keep, u, Survivors(stayed, self.t[-1]))
                 took.append(keep[-1])
@@ -136,7 +136,7 @@ class March:
     def _run(
         self, first: int, keep: tuple[int, ...], u: Tensor, survivors: Survivors | None
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Take keep[-1] steps from u. Lost trajectories stand still.
+        """Take keep[-1] steps from u. The states of lost trajectories are replaced.
 
         Returns:
             The states after the steps in `keep`, and with a guard the trajectories ``[*batch]`` that
@@ -147,15 +147,15 @@ class March:
         fixed = (self.f, self.scheme, self.correction, inside)
         u, p = _stand_in(u, survivors), _stand_in(self.parameters, survivors)
         if self.loop is not None:
-            return self._looped_run(self.loop, first, keep[-1], u, survivors, p)
-        steps = run
+            return self._loop_chunk(self.loop, first, keep[-1], u, survivors, p)
+        steps = take_steps
         if keep[-1] == self.compiled_length:
             u, p = components_first(u), None if p is None else components_first(p)
-            steps = compiled(run, u.device, *fixed, keep)
+            steps = compiled(take_steps, u.device, *fixed, keep)
         alive = survivors.alive if survivors is not None and torch.is_grad_enabled() else None
         return steps(*fixed, keep, self.times[first:stop], self.dt[first:stop], u, alive, p)
 
-    def _looped_run(
+    def _loop_chunk(
         self,
         loop: Loop,
         first: int,
@@ -164,7 +164,7 @@ class March:
         survivors: Survivors | None,
         p: Tensor | None,
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Take the same steps by a compiled loop, which stops where the guard has to step."""
+        """Take the same steps by a compiled loop, which stops where the guard replaces a step."""
         guard = self.guard
         u, p = components_first(u), None if p is None else components_first(p)
         anyone = torch.ones(u.shape[:-1], dtype=torch.bool, device=u.device)
@@ -172,19 +172,19 @@ class March:
         if guard is not None and guard.replace is not None:
             anywhere = ~(anyone if survivors is None else survivors.alive)
 
-        def steps(done: int, most: int, u: Tensor, anywhere: Tensor) -> Looped:
+        def steps(done: int, most: int, u: Tensor, anywhere: Tensor) -> LoopResult:
             some = slice(first + done, first + done + LOOP)
             return loop(self.times[some], self.dt[some], torch.tensor(most), u, anywhere, p)
 
         done = 0
         while done < count:
-            taken, u, inside, still = steps(done, count - done, u, anywhere)
-            done, stayed = done + int(taken), stayed & still
+            n, u, inside, still = steps(done, count - done, u, anywhere)
+            done, stayed = done + int(n), stayed & still
             if done == count:
                 break
             assert guard is not None
             left, i = ~(inside | anywhere), first + done
-            self.outside.setdefault(i, left)  # runs are repeated where a trajectory is lost
+            self.outside.setdefault(i, left)  # chunks are repeated where a trajectory is lost
             own = None if p is None else p[left]
             guarded = guard.step(self.f, self.times[i], self.dt[i], u[left], own)
             others = steps(done, 1, u, anyone).u
@@ -192,7 +192,7 @@ class March:
         return [u], None if guard is None or guard.replace is not None else stayed
 
     def _guarded_run(self, first: int, keep: tuple[int, ...], u: Tensor) -> list[Tensor]:
-        """Take the same run, in which the guard replaces every step that starts outside."""
+        """Take the same chunk, in which the guard replaces every step that starts outside."""
         assert self.guard is not None
         states = list[Tensor]()
         for i in range(first, first + keep[-1]):
@@ -216,26 +216,26 @@ class March:
         if self.outside:
             # Steps after a trajectory was lost do not count.
             sign = -1.0 if len(self.t) > 1 and bool(self.t[-1] < self.t[0]) else 1.0
-            taken = torch.searchsorted(sign * self.t.detach(), sign * until.contiguous())
+            step_count = torch.searchsorted(sign * self.t.detach(), sign * until.contiguous())
             for step, outside in self.outside.items():
-                count += outside & (step < taken)
+                count += outside & (step < step_count)
             left = Status.EXTRAPOLATED if self.guard.replace is None else Status.GUARDED
             status = status.masked_fill(alive & (count > 0), left)
         return status, None if self.guard.replace is None else count
 
 
 def everybody(u: Tensor, t: Tensor) -> Survivors:
-    """Return all trajectories whose state is finite, followed to the end."""
+    """Return all trajectories whose state is finite, as survivors up to the last time."""
     finite = torch.isfinite(u.detach()).all(-1)
     return Survivors(finite, torch.where(finite, t[-1].detach(), t[0].detach()))
 
 
 def _stand_in(u: Any, survivors: Survivors | None) -> Any:
-    """Return u with the state of a living trajectory in place of every lost one; None stays None.
+    """Return u with the state of a surviving trajectory in place of every lost one; None stays None.
 
-    Always a node of its own in the graph: gradients of a run add up there before they meet those of
-    a kept state, so that the order of additions, and with it every bit, is the same with and
-    without a loss.
+    The result is always a new node of the graph. The gradients of a chunk are added up there before
+    those of a saved state are added, so that the order of additions, and every bit, is the same with
+    and without a loss.
     """
     if u is None:
         return None
@@ -245,8 +245,8 @@ def _stand_in(u: Any, survivors: Survivors | None) -> Any:
     return torch.where(survivors.alive[..., None], u, donor)
 
 
-def _of_living(survivors: Survivors | None, new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
-    """Return the new states of the living, and the old ones of the lost."""
+def _of_survivors(survivors: Survivors | None, new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
+    """Return the new states of survivors, and the old states of lost trajectories."""
     if survivors is None:
         return new
     return [torch.where(survivors.alive[..., None], a, b) for a, b in zip(new, old)]

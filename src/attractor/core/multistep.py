@@ -6,7 +6,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from attractor.core.fixed import History, Moment, StepRule, beside, explicit_rule
-from attractor.core.rates import Rate, call_rate, moved
+from attractor.core.rates import Rate, add_increment, call_rate
 from attractor.core.tableaus import RK4_38
 
 LEAST_ORDER, MOST_ORDER, ITERATIONS = 4, 12, 4
@@ -42,7 +42,7 @@ def adams_rule(
     max_order: int = MOST_ORDER,
     max_iters: int = ITERATIONS,
 ) -> StepRule:
-    """Steps of Adams-Bashforth, corrected by Adams-Moulton if `implicit`.
+    """Return the steps of Adams-Bashforth, corrected by Adams-Moulton if `implicit`.
 
     The order grows with the number of past rates, up to max_order. The first steps, and those after a
     change of the step size, are taken by the 3/8 rule.
@@ -61,13 +61,15 @@ def adams_rule(
         rates = (k0, *(rates if even else ()))[: max_order - 1]
         if len(rates) < LEAST_ORDER - 1:
             return start(f, moment, u, history)[0], k0, (rates, size)
-        new = moved(u, dt, adams_weights(len(rates), implicit=False), rates)
+        new = add_increment(u, dt, adams_weights(len(rates), implicit=False), rates)
         if implicit:
             own, *past = adams_weights(len(rates) + 1, implicit=True)
-            base = moved(u, dt, past, rates)
+            base = add_increment(u, dt, past, rates)
             for _ in range(max_iters):
                 before = new
-                new = moved(base, dt, (own,), (call_rate(f, beside(t1, t) if perturb else t1, new),))
+                new = add_increment(
+                    base, dt, (own,), (call_rate(f, beside(t1, t) if perturb else t1, new),)
+                )
                 allowed = atol + rtol * (new - u).detach().abs()
                 if bool(((new - before).detach().abs() <= allowed).all()):
                     break

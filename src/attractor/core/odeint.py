@@ -112,32 +112,32 @@ def odeint_adjoint(
     adjoint_options: dict[str, Any] | None = None,
     adjoint_params: Any = None,
 ) -> Any:
-    """`odeint` whose gradients take less memory: about the square root of the number of steps.
+    """Solve as `odeint`, with gradients in the memory of about the square root of the number of steps.
 
     torchdiffeq solves a second equation backward in time, whose solution is the gradient of the exact
-    flow, up to its own errors. Here every so many steps a state is kept, and the steps between are
-    taken again in the backward pass: the gradients are `odeint`'s, of the steps that were taken. So
-    there is no adjoint equation to choose a method or tolerances for: arguments such as `adjoint_rtol`
-    are accepted and not used. All parameters that func uses get gradients, be func a module or not, and
-    those that it does not use get zeros, as in torchdiffeq: `adjoint_params`, by default the parameters
-    of a module. The attributes callback_step_adjoint, callback_accept_step_adjoint and
-    callback_reject_step_adjoint of func are called at the steps that are taken again.
+    flow, with an error of its own. This function stores a state every few steps, and repeats the steps
+    between in the backward pass, so that the gradients are those of `odeint`. There is no adjoint
+    equation: arguments such as `adjoint_rtol` are accepted and not used. All parameters that func uses
+    get gradients, also if func is not a module. Those of `adjoint_params`, by default the parameters of
+    a module, that func does not use get zeros, as in torchdiffeq. The attributes
+    callback_step_adjoint, callback_accept_step_adjoint and callback_reject_step_adjoint of func are
+    called at the repeated steps.
 
-    With method "scipy_solver" the gradients of y0, t and `adjoint_params` do come from the adjoint
-    equation, which SciPy solves too.
+    With method "scipy_solver" SciPy solves the adjoint equation for the gradients of y0, t and
+    `adjoint_params`.
     """
     if adjoint_params is None:
         adjoint_params = func.parameters() if isinstance(func, nn.Module) else ()
-    wanted = [p for p in (*adjoint_params, *args) if isinstance(p, Tensor) and p.requires_grad]
+    tensors = [p for p in (*adjoint_params, *args) if isinstance(p, Tensor) and p.requires_grad]
     if method != SCIPY:
         check_checkpoint(True)
     with without_vmap(f"odeint_adjoint with method {_label(method)}"):
         solution = _solve(
-            func, y0, t, rtol, atol, method, options, event_fn, args, checkpoint=True, parameters=wanted
+            func, y0, t, rtol, atol, method, options, event_fn, args, checkpoint=True, parameters=tensors
         )
-    if not wanted or not torch.is_grad_enabled() or method == SCIPY:
+    if not tensors or not torch.is_grad_enabled() or method == SCIPY:
         return solution
-    with_zeros = lambda part: _WithZeros.apply(part, *wanted)
+    with_zeros = lambda part: _WithZeros.apply(part, *tensors)
     if event_fn is not None:
         when, solution = solution
         return with_zeros(when), map_parts(with_zeros, solution)
@@ -167,8 +167,10 @@ def odeint_event(
         The time of the event, and the solution ``[2, *y0.shape]`` at t0 and there. Both have gradients.
     """
     if not isinstance(t0, Tensor) or t0.numel() != 1:
-        got = f"has shape {list(t0.shape)}" if isinstance(t0, Tensor) else f"is a {type(t0).__name__}"
-        raise TypeError(f"t0 {got}; pass a tensor of one time, such as torch.tensor(0.0)")
+        description = (
+            f"has shape {list(t0.shape)}" if isinstance(t0, Tensor) else f"is a {type(t0).__name__}"
+        )
+        raise TypeError(f"t0 {description}; pass a tensor of one time, such as torch.tensor(0.0)")
     if not callable(event_fn):
         raise TypeError(f"event_fn is a {type(event_fn).__name__}; pass a function (t, y) -> values")
     if not callable(odeint_interface):
@@ -222,7 +224,7 @@ def _solve(
     t = check_problem(flat, t)
     if hasattr(method, "correction"):
         if event_fn is not None:
-            raise ValueError("a HybridSolver has no events; use a Scheme as method")
+            raise ValueError("a HybridSolver does not support events; use a Scheme as method")
         return solve_by_hybrid(func, y0, t, method, options, checkpoint)
     if isinstance(y0, dict | tuple | list) and isinstance(options.get("norm"), str):
         raise ValueError("norm must be a function of the state")
@@ -236,7 +238,7 @@ def _solve(
         event = _event(event_fn, t, flat, unflatten, args)
     if method == SCIPY:
         if event is not None:
-            raise ValueError("scipy_solver has no events here; use another method")
+            raise ValueError("scipy_solver does not support events here; use another method")
         warn_of_unused(callbacks, SCIPY, ())
         tolerances = flat_tolerance("rtol", rtol, y0), flat_tolerance("atol", atol, y0)
         if parameters is None or not torch.is_grad_enabled():
@@ -268,8 +270,8 @@ def _solve(
     plain = scheme is not None and not (perturb or interp or event or callbacks.step or adjoint.step)
     if plain:
         assert scheme is not None
-        grid, wanted = grid_of(func, y0, t, options)
-        return unflatten(on_grid(rate, flat, grid, scheme, watch=False, checkpoint=checkpoint).u[wanted])
+        grid, index = grid_of(func, y0, t, options)
+        return unflatten(on_grid(rate, flat, grid, scheme, watch=False, checkpoint=checkpoint).u[index])
     rule = rule_of(method, scheme, perturb, options, rtol, atol)
     if event is not None:
         step = options.pop("step_size", None)
@@ -308,8 +310,12 @@ def _event(
         if is_number(first):
             first = torch.as_tensor(first)
         if not isinstance(first, Tensor) or not first.is_floating_point() or not first.numel():
-            got = f"{first.dtype} {list(first.shape)}" if isinstance(first, Tensor) else repr(first)
-            raise TypeError(f"event_fn returned {got}; return real numbers that cross zero at the event")
+            description = (
+                f"{first.dtype} {list(first.shape)}" if isinstance(first, Tensor) else repr(first)
+            )
+            raise TypeError(
+                f"event_fn returned {description}; return real numbers that cross zero at the event"
+            )
         check_values("the tensor that event_fn returned", first)
         if bool(torch.isnan(first).any()):
             raise ValueError(

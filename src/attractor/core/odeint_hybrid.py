@@ -18,7 +18,7 @@ def solve_by_hybrid(
 ) -> Tensor:
     """Return the states at the times t ``[n]``, whole steps of the solver's dt after the first one."""
     if options or not isinstance(y0, Tensor):
-        raise ValueError("a HybridSolver takes no options, and a single tensor for y0")
+        raise ValueError("with a HybridSolver as method, pass no options, and one tensor as y0")
     if (torch.is_grad_enabled() and t.requires_grad) or has_tangent(t):
         raise ValueError(
             "t requires a gradient, but a HybridSolver's step is fixed, so its times have none; pass "
@@ -33,12 +33,12 @@ def solve_by_hybrid(
         raise ValueError(f"t must be whole steps of the solver's dt = {solver.dt:g} after t[0]")
     grid = clock[0] + torch.arange(int(steps[-1]) + 1).to(clock) * solver.dt
     _check_along(func, solver.rate, clock[:1], y0[None])
-    solved = on_grid(
+    trajectory = on_grid(
         func, solver._converted(y0), grid.to(solver.device), solver.scheme, solver.correction,
         watch=False, checkpoint=checkpoint, guard=None if is_transformed(y0) else solver._guard(None),
     )  # fmt: skip
-    _check_along(func, solver.rate, grid, solved.u)
-    return solved.u[steps.long()].to(y0)
+    _check_along(func, solver.rate, grid, trajectory.u)
+    return trajectory.u[steps.long()].to(y0)
 
 
 def _check_along(func: Any, rate: Any, t: Tensor, u: Tensor) -> None:

@@ -99,7 +99,7 @@ def _times(name: str, times: Any) -> list[float]:
 def grid_of(
     func: Any, y0: Any, t: Tensor, options: dict[str, Any], merge: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Return the grid to step on and, if the wanted times are merged into it, their indices."""
+    """Return the grid to step on and, if the output times are merged into it, their indices."""
     step, constructor = options.pop("step_size", None), options.pop("grid_constructor", None)
     if options:
         raise ValueError(
@@ -107,7 +107,7 @@ def grid_of(
             "there are step_size, grid_constructor, perturb, interp"
         )
     if step is not None and constructor is not None:
-        raise ValueError("give step_size or grid_constructor, not both")
+        raise ValueError("step_size and grid_constructor were both passed; pass one of them")
     if (step is None and constructor is None) or len(t) == 1:
         return t, torch.arange(len(t))
     if constructor is not None:
@@ -117,7 +117,7 @@ def grid_of(
             raise ValueError(f"step_size = {step!r} must be positive, also backward in time")
         length = ((t[-1] - t[0]).abs() / step).ceil().item()
         if not length <= MOST_STEPS:
-            raise ValueError(f"step_size = {step} makes {length:g} steps; take a larger one")
+            raise ValueError(f"step_size = {step} makes {length:g} steps; pass a larger one")
         count = int(length)
         own = t[0] + (t[-1] - t[0]).sign() * step * torch.arange(count, device=t.device, dtype=t.dtype)
     if not merge:
@@ -125,12 +125,12 @@ def grid_of(
         if bool(first != t[0]):
             raise ValueError(f"grid_constructor starts at {first.item():g}, but t at {t[0].item():g}")
         return torch.cat((first, inner[(inner - t[-1]) * (t[-1] - t[0]) < 0], last)), torch.arange(0)
-    # Points of the grid that a wanted time all but repeats give way to it.
+    # Points of the grid that nearly coincide with an output time are left out.
     sign = -1.0 if bool(t[-1] < t[0]) else 1.0
     after = torch.searchsorted(sign * t.detach(), sign * own.detach()).clamp(1, len(t) - 1)
     apart = torch.minimum((own - t[after]).abs(), (own - t[after - 1]).abs())
-    near = apart <= 1e-3 * (own.diff().abs().min() if len(own) > 1 else 0)
-    inside = ((own - t[0]) * (own - t[-1]) < 0) & ~near
+    coincides = apart <= 1e-3 * (own.diff().abs().min() if len(own) > 1 else 0)
+    inside = ((own - t[0]) * (own - t[-1]) < 0) & ~coincides
     grid, order = torch.cat((t, own[inside])).sort(descending=sign < 0)
     return grid, order.argsort()[: len(t)]
 
@@ -140,12 +140,12 @@ def rule_of(
 ) -> StepRule:
     """Return the step of a fixed method."""
     if isinstance(method, str) and method in ADAMS:
-        chosen = {key: options.pop(key) for key in ("max_order", "max_iters") if key in options}
+        kwargs = {key: options.pop(key) for key in ("max_order", "max_iters") if key in options}
         rtol, atol = (float(x) if is_number(x) else y for x, y in ((rtol, 1e-7), (atol, 1e-9)))
-        return adams_rule(ADAMS[method], rtol, atol, perturb, **chosen)
+        return adams_rule(ADAMS[method], rtol, atol, perturb, **kwargs)
     if isinstance(method, str) and method in TABLEAUS:
-        chosen = {"max_iters": options.pop("max_iters")} if "max_iters" in options else {}
-        return implicit_rule(method, perturb, **chosen)
+        kwargs = {"max_iters": options.pop("max_iters")} if "max_iters" in options else {}
+        return implicit_rule(method, perturb, **kwargs)
     if not isinstance(scheme, Scheme):
         raise ValueError(
             f"a {type(scheme).__name__} has no perturb, interp, events or callbacks with fixed steps; "

@@ -38,10 +38,10 @@ def masked(f: Callable[..., Tensor], where: Tensor) -> Callable[..., Tensor]:
     rate = lambda t, u, *p: torch.where(where, own(t, u, *p), 0.0)
     if not isinstance(f, Linearised):
         return rate
-    given = f.jacobian
+    jacobian_of = f.jacobian
 
     def jacobian(t: Any, u: Tensor, *p: Tensor) -> Any:
-        value = given(t, u, *p)
+        value = jacobian_of(t, u, *p)
         pair = isinstance(value, tuple | list)
         matrix, *in_time = value if pair else (value,)
         matrix = torch.where(where[..., None], matrix, 0.0)
@@ -50,22 +50,28 @@ def masked(f: Callable[..., Tensor], where: Tensor) -> Callable[..., Tensor]:
     return Linearised(rate, jacobian)
 
 
-_OTHER_TYPE = re.compile("same dtype|scalar type|Input type")  # how torch says that types differ
+_OTHER_TYPE = re.compile("same dtype|scalar type|Input type")  # messages of torch on unequal dtypes
 
 
 def check_state(u: Any, t: Any = 0.0, dt: Any = 0.0) -> None:
-    """Raise unless u is a tensor that can move, and t and dt broadcast against it."""
+    """Raise unless u is a floating or complex tensor, and t and dt broadcast against it."""
     check_tensor("u", u, "[*batch, d]", floating=False)
     if not (u.is_floating_point() or u.is_complex()):
-        raise TypeError(f"u is of {u.dtype}; states move continuously: use u.float() or .double()")
+        raise TypeError(
+            f"u has dtype {u.dtype}; states must be floating or complex: use u.float() or u.double()"
+        )
     for name, x in (("t", t), ("dt", dt)):
         if not isinstance(x, Tensor):
             if not is_number(x):
-                raise TypeError(f"{name} is a {type(x).__name__}; give a number, or a tensor")
+                raise TypeError(f"{name} is a {type(x).__name__}; pass a number or a tensor")
         elif x.is_complex() and not u.is_complex():
-            raise TypeError(f"{name} is of {x.dtype} but u of {u.dtype}; times and steps are real")
+            raise TypeError(
+                f"{name} has dtype {x.dtype} and u has {u.dtype}; times and steps must be real"
+            )
         elif x.device != u.device and (x.dim() or x.device.type != "cpu"):
-            raise ValueError(f"{name} is on {x.device} but u on {u.device}; move one with .to(...)")
+            raise ValueError(
+                f"{name} is on {x.device} and u is on {u.device}; move one of them with .to(...)"
+            )
         elif not broadcasts(x, u.shape) and (name == "dt" or not broadcasts(x, u.shape[:-1])):
             raise ValueError(f"{name} {list(x.shape)} does not broadcast against u {list(u.shape)}")
 
@@ -85,7 +91,7 @@ def weighted_sum(weights: Sequence[float], terms: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def moved(u: Tensor, dt: Any, weights: Sequence[float], terms: Sequence[Tensor]) -> Tensor:
+def add_increment(u: Tensor, dt: Any, weights: Sequence[float], terms: Sequence[Tensor]) -> Tensor:
     """Return ``u + dt * weighted_sum(weights, terms)``, in fewer operations where dt is a number."""
     if not isinstance(dt, float):
         return u + dt * weighted_sum(weights, terms)
@@ -96,22 +102,27 @@ def moved(u: Tensor, dt: Any, weights: Sequence[float], terms: Sequence[Tensor])
 
 
 def call_rate(f: Rate, t: Any, u: Tensor) -> Tensor:
-    """Return ``f(t, u)``, with a clear error when it is not a rate of u."""
+    """Return ``f(t, u)``.
+
+    Raises:
+        TypeError: The rate did not return a tensor.
+        ValueError: The result differs from u in shape or dtype, or the rate does not accept this dtype.
+    """
     try:
         du = f(t, u)
     except RuntimeError as error:
         if not _OTHER_TYPE.search(str(error)):
             raise
         raise ValueError(
-            f"the rate failed for a state in {u.dtype}: {error}. If it holds weights or constants of "
-            "another type, use rate.to(u.dtype), such as network.double(), or give states of its type"
+            f"the rate failed for a state in {u.dtype}: {error}. If its weights or constants have "
+            "another dtype, convert them, for example by network.double(), or pass states in their dtype"
         ) from error
     if not isinstance(du, Tensor):
         raise TypeError(f"the rate returned a {type(du).__name__}; it must return a tensor like u")
     if du.shape != u.shape:
         raise ValueError(
             f"the rate returned shape {list(du.shape)} for a state of shape {list(u.shape)}; "
-            "they must be equal (the last dimension is the state's, the others are the batch's)"
+            "they must be equal (the last dimension is that of the state, the others are the batch)"
         )
     if du.dtype != u.dtype:
         raise ValueError(
@@ -121,19 +132,19 @@ def call_rate(f: Rate, t: Any, u: Tensor) -> Tensor:
     return du
 
 
-def check_same_rate(given: Rate, expected: Rate, t: Any, u: Tensor, message: str) -> None:
+def check_same_rate(rate: Rate, expected: Rate, t: Any, u: Tensor, message: str) -> None:
     """Raise if two rates differ at states u ``[*batch, d]``; non-finite values are not compared.
 
     Args:
-        message: What the rates are; the difference and the remedy are added.
+        message: Description of the rates, to which the difference and the remedy are added.
 
     Raises:
         ValueError: They differ by more than rounding.
     """
-    if given is expected or not u.numel():
+    if rate is expected or not u.numel():
         return
     with torch.no_grad():
-        ours, theirs = (call_rate(f, t, u.detach()) for f in (given, expected))
+        ours, theirs = (call_rate(f, t, u.detach()) for f in (rate, expected))
     difference, size = (x.abs().nan_to_num(0.0, 0.0).max().item() for x in (ours - theirs, theirs))
     if difference > max(1e-6, math.sqrt(torch.finfo(u.dtype).eps)) * size + 1e-12:
         raise ValueError(
@@ -144,17 +155,16 @@ def check_same_rate(given: Rate, expected: Rate, t: Any, u: Tensor, message: str
 
 
 def version(u: Tensor) -> int:
-    """Return how often u was written to; 0 where torch does not count."""
+    """Return how often u was modified in place; 0 where torch does not count."""
     return 0 if u.is_inference() else u._version
 
 
-def check_unwritten(u: Tensor, before: int) -> None:
-    """Raise if a rate has written into the state it was given."""
+def check_not_modified(u: Tensor, before: int) -> None:
+    """Raise if a rate has modified its argument u in place."""
     if version(u) != before:
         raise ValueError(
-            "the rate writes into the state it is given (u0 has been overwritten as well), so that "
-            "later stages start from another one; let it return a new tensor: -u instead of u.neg_(), "
-            "or u = u.clone() first"
+            "the rate modifies its argument u in place, and so has changed u0, from which later stages "
+            "start; return a new tensor: -u instead of u.neg_(), or use u = u.clone() first"
         )
 
 
@@ -163,8 +173,8 @@ def _owner(x: Tensor) -> Tensor:
     return x if x._base is None else x._base
 
 
-def check_kept(f: Rate, t: Any, u: Tensor, stages: Sequence[Tensor]) -> None:
-    """Raise if the last two stages are one tensor that every call of the rate fills."""
+def check_distinct(f: Rate, t: Any, u: Tensor, stages: Sequence[Tensor]) -> None:
+    """Raise if the last two stages are one tensor, which every call of the rate overwrites."""
     du = stages[-1]
     if torch.compiler.is_compiling() or _owner(du) is not _owner(stages[-2]):
         return
@@ -172,6 +182,6 @@ def check_kept(f: Rate, t: Any, u: Tensor, stages: Sequence[Tensor]) -> None:
     f(t, u)
     if version(du) != before:
         raise ValueError(
-            "the rate returns the same tensor every time and writes into it, so that a step's rates are "
-            "all the last one; return a new tensor, or .clone() of the buffer"
+            "the rate returns the same tensor in every call and overwrites it, so that all rates of a "
+            "step are the last one; return a new tensor, or a .clone() of the buffer"
         )

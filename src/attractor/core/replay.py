@@ -1,6 +1,6 @@
-"""Gradients under error control: the accepted steps once more, with a graph.
+"""Gradients under error control: the accepted steps are repeated with a graph.
 
-No rejected step is differentiated, step sizes are constants, and `checkpoint` works as on a grid.
+Rejected steps are not differentiated, step sizes are constants, and `checkpoint` works as on a grid.
 """
 
 import math
@@ -14,6 +14,7 @@ from attractor.core.compiling import compiled
 from attractor.core.dense import Segment, SteppedOutput
 from attractor.core.events import Event, differentiated_root
 from attractor.core.interpolant import coefficients
+from attractor.core.output_times import Pairs, needs_interpolant, states_inside
 from attractor.core.rates import Rate, call_rate
 from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.rounds import as_time, attempt, rate_calls
@@ -21,17 +22,16 @@ from attractor.core.scheme import Scheme
 from attractor.core.step import with_parameters
 from attractor.core.trajectory import Events
 from attractor.core.transforms import is_differentiated
-from attractor.core.wanted import Pairs, needs_interpolant, states_inside
 
 
 class Round(NamedTuple):
-    """A round with at least one accepted step; a step is 0 where there was none. [*batch, 1] each."""
+    """A round with an accepted step, ``[*batch, 1]`` each; h is 0 where no step was accepted."""
 
     t: Tensor
     h: Tensor
-    moving: Tensor  # False: finished, rejected or lost in this round
-    wanted: Pairs | None
-    event: Tensor | None  # where in the step an event ends a trajectory; NaN for the others
+    moving: Tensor  # False where a trajectory is finished or lost, or its attempt was rejected
+    pairs: Pairs | None  # output times inside of the steps
+    event: Tensor | None  # fraction of the step at which an event ends a trajectory, else NaN
 
 
 def differentiated(
@@ -48,11 +48,11 @@ def differentiated(
     events: tuple[Event, ...],
     happened: Events | None,
 ) -> tuple[dict[str, Any], int]:
-    """Take the accepted steps again, with gradients.
+    """Repeat the accepted steps with gradients.
 
     Returns:
-        The fields of the trajectory with gradients: states at the wanted times [n+1, *batch, d], events
-        and dense output; and how often the rate was called.
+        The fields of the trajectory that have gradients (states ``[n+1, *batch, d]``, events and dense
+        output), and the number of calls of the rate.
     """
     rate = with_parameters(f, parameters)
     step_of = compiled(attempt, u0.device, f, scheme) if compile else attempt
@@ -61,16 +61,16 @@ def differentiated(
     def replay(part: list[Round], u: Tensor, k: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
         nonlocal calls
         values = []
-        for t, h, moving, wanted, event in part:
-            # Those that do not move are given a mover's place, or a lost one's NaN would reach
-            # the gradients of a parameter that all share.
+        for t, h, moving, pairs, event in part:
+            # Trajectories that do not move get the state of one that does, because the NaN of a lost one
+            # would enter the gradients of shared parameters.
             donor = tuple(moving[..., 0].nonzero()[0])
             here = torch.where(moving, u, u.detach()[donor])
             first = torch.where(moving, k, k.detach()[donor])
             when = torch.where(moving, t, t[donor])
             place = as_time(when, u), as_time(h, u), here
             u1, k1, stages = step_of(f, scheme, *place, first, moving, parameters)
-            theta = None if wanted is None else wanted.theta(t_out, t, h, u)
+            theta = None if pairs is None else pairs.theta(t_out, t, h, u)
             segment: Segment | None = None
             if dense or event is not None or (theta is not None and needs_interpolant(scheme, theta)):
                 own = lambda t, u, moving=moving: torch.where(moving, rate(t, u), 0.0)
@@ -79,8 +79,8 @@ def differentiated(
                 calls += len(scheme.extra_stages)
                 if dense:
                     segments.append(segment)
-            if wanted is not None and theta is not None:
-                values.append(states_inside(scheme, u1, segment, wanted, theta))
+            if pairs is not None and theta is not None:
+                values.append(states_inside(scheme, u1, segment, pairs, theta))
             if event is not None and segment is not None:
                 u1 = torch.where(event.isnan(), u1, segment.at(event.nan_to_num()))
             u, k = torch.where(moving, u1, u), torch.where(moving, k1, k)
@@ -88,7 +88,7 @@ def differentiated(
 
     u = u0
     if is_differentiated(t_out):
-        # Starting later by s is starting from u0 - s f(t0, u0): this carries the gradient of t[0].
+        # A start that is later by s is a start from u0 - s f(t0, u0), which has the gradient of t[0].
         start = as_time(t_out[:1] if t_out.dim() == 1 else t_out[0][..., None], u0)
         u = u0 - k.detach() * (start - start.detach())
         k = call_rate(rate, start.detach().expand(*u0.shape[:-1], 1), u)
@@ -123,11 +123,11 @@ def differentiated(
             torch.where(halted, state, torch.nan),
             index,
         )
-    # The last state where a wanted time was not reached.
+    # The state at output times that were not reached is the last one.
     out = torch.cat((u0[None], u.expand(len(t_out) - 1, *u.shape)))
-    pairs = [r.wanted for r in rounds if r.wanted is not None]
-    if pairs:
-        rows, index = map(torch.cat, zip(*pairs))
+    all_pairs = [r.pairs for r in rounds if r.pairs is not None]
+    if all_pairs:
+        rows, index = map(torch.cat, zip(*all_pairs))
         out = out.flatten(1, -2) if u.dim() > 1 else out[:, None]
         out = out.index_put((index, rows), torch.cat(values)).reshape(len(t_out), *u.shape)
     output = SteppedOutput(u0, segments) if dense else None

@@ -14,8 +14,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from attractor.core.linearisation import linearised, solved
-from attractor.core.rates import Rate, call_rate, check_kept, check_state, moved, weighted_sum
+from attractor.core.linearisation import linear_solver, linearised
+from attractor.core.rates import (
+    Rate,
+    add_increment,
+    call_rate,
+    check_distinct,
+    check_state,
+    weighted_sum,
+)
 from attractor.core.step import Step, with_parameters
 from attractor.core.tableau_checks import Coefficient, as_fractions, check_stages, checked_order
 from attractor.core.trees import rosenbrock_defect
@@ -70,7 +77,7 @@ class Rosenbrock:
     d: Row = field(init=False, default=(), repr=False, compare=False)
     error_weights: Row = field(init=False, default=(), repr=False, compare=False)
 
-    # What `Scheme` has and these schemes do not.
+    # Attributes of `Scheme` that have no meaning here.
     lower_error_weights = ()
     extra_stages = ()
     first_same_as_last = False
@@ -109,8 +116,8 @@ class Rosenbrock:
                     f"{stages} weights in b they need {list(range(stages))}"
                 )
             put(key, tuple(_floats(name, row) for row in rows))
-        whole = {"b": b, "b_low": b_low, **{f"dense_rows[{i}]": x for i, x in enumerate(dense_rows)}}
-        for key, row in whole.items():
+        full_rows = {"b": b, "b_low": b_low, **{f"dense_rows[{i}]": x for i, x in enumerate(dense_rows)}}
+        for key, row in full_rows.items():
             if row is not None and len(row) != stages:
                 raise ValueError(f"{name}: {key} has {len(row)} entries but b has {stages}")
         put("b", _floats(name, b))
@@ -122,10 +129,10 @@ class Rosenbrock:
         put("d", tuple((beta - alpha).sum(1).tolist()))
         reached = _order(weights, alpha, beta, order)
         if reached < order:
+            residual = rosenbrock_defect(reached + 1, weights, alpha, beta)
             raise ValueError(
-                f"{name}: claims order {order}, but the conditions of order {reached + 1} are missed by "
-                f"{rosenbrock_defect(reached + 1, weights, alpha, beta):.3g}; check the coefficients, "
-                f"or pass order={reached}"
+                f"{name}: claims order {order}, but the conditions of order {reached + 1} have a "
+                f"residual of {residual:.3g}; check the coefficients, or pass order={reached}"
             )
         if self.b_low is not None:
             low = np.array(self.b_low) @ (beta - alpha)
@@ -190,7 +197,7 @@ class Rosenbrock:
             t: Time, a number or a tensor that broadcasts against ``[*batch, 1]``.
             u: States ``[*batch, d]``, real.
             dt: Step size, likewise.
-            first: The rate at u, if it is known.
+            first: The rate at u; None to compute it.
         """
         check_state(u, t, dt)
         _check_real(self.name, u)
@@ -202,17 +209,17 @@ class Rosenbrock:
                 )
         jacobian, in_time = linearised(self.name, f, t, u)
         matrix = -self.gamma * (dt[..., None] if isinstance(dt, Tensor) and dt.dim() else dt) * jacobian
-        solve = solved(matrix)
+        solve = linear_solver(matrix)
         k: list[Tensor] = []  # Dynamo cannot call list[Tensor]
         rates: list[Tensor] = []
         for i, (a, c) in enumerate(zip(self.a, self.c)):
             if i:
-                rates.append(call_rate(f, t + self.alpha[i] * dt, moved(u, dt, a, k)))
-                check_kept(f, t, u, rates)
+                rates.append(call_rate(f, t + self.alpha[i] * dt, add_increment(u, dt, a, k)))
+                check_distinct(f, t, u, rates)
             else:
                 rates.append(call_rate(f, t, u) if first is None else first)
-            known = rates[-1] + (self.d[i] * dt) * in_time
-            k.append(solve(self.gamma * (known + weighted_sum(c, k) if k else known)))
+            right = rates[-1] + (self.d[i] * dt) * in_time
+            k.append(solve(self.gamma * (right + weighted_sum(c, k) if k else right)))
         return k
 
     def check_rate(self, f: Rate, t: Any, u: Tensor) -> None:
@@ -233,7 +240,7 @@ def _rows(name: str, *matrices: Any) -> list[Any]:
 def _floats(name: str, row: Sequence[Coefficient]) -> Row:
     values = tuple(map(float, as_fractions(name, row)))
     if not all(map(math.isfinite, values)):
-        raise ValueError(f"{name}: {list(row)!r} holds coefficients that are not finite")
+        raise ValueError(f"{name}: {list(row)!r} contains coefficients that are not finite")
     return values
 
 
@@ -248,8 +255,8 @@ def _order(b: Any, alpha: Any, beta: Any, most: int) -> int:
 def _check_real(name: str, u: Tensor) -> None:
     if u.is_complex():
         raise TypeError(
-            f"{name} is implemented for real states, and u is of {u.dtype}; use torch.view_as_real and "
-            "a rate of real and imaginary parts"
+            f"{name} is implemented for real states, and u has dtype {u.dtype}; use torch.view_as_real "
+            "and a rate of real and imaginary parts"
         )
 
 

@@ -32,30 +32,30 @@ def loop(
         pause: The loop ends before a round in which an active trajectory would step to this time or
             beyond it, ``[*batch, 1]``; infinite for trajectories that may step up to their goal.
         limit: Largest number of rounds ``[]``.
-        now: The trajectories, laid out by `as_carried`.
+        now: The trajectories, laid out by `to_loop`.
 
     Returns:
         The number of rounds ``[]``, and the trajectories after them.
     """
 
-    def more(rounds: Tensor, *carried: Tensor) -> Tensor:
-        now = _from_carried(carried)
+    def more(rounds: Tensor, *values: Tensor) -> Tensor:
+        now = _from_loop(values)
         waits = now.active & ((now.t + now.h - pause) * rules.sign >= 0)[..., 0]
         return now.active.any() & ~waits.any() & (rounds < limit)
 
-    def one_round(rounds: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
-        now = _from_carried(carried)
+    def one_round(rounds: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        now = _from_loop(values)
         step = rules.propose(now, goal)
         t, h = as_time(now.t, now.u), as_time(step.size, now.u)
         with vectorised(now.u.dtype):
             u1, k1, stages = attempt(f, rules.scheme, t, h, now.u, now.k, None, parameters)
         verdict = rules.judge(now, step, u1, k1, stages)
         done = (verdict.passed & step.arrives)[..., 0]
-        return rounds + 1, *as_carried(rules.advance(now, step, verdict, u1, k1, step.t1, done))
+        return rounds + 1, *to_loop(rules.advance(now, step, verdict, u1, k1, step.t1, done))
 
     start = torch.zeros((), dtype=torch.long, device=goal.device)
-    rounds, *carried = while_loop(more, one_round, (start, *now))
-    return rounds, _from_carried(carried)
+    rounds, *values = while_loop(more, one_round, (start, *now))
+    return rounds, _from_loop(values)
 
 
 def compiled_rounds(
@@ -83,17 +83,17 @@ def compiled_rounds(
         control=control, rtol=number(rules.rtol), atol=number(rules.atol), sign=number(rules.sign)
     )
     own = None if parameters is None else parameters.detach()
-    rounds, later = fast(f, rules, goal, pause, torch.tensor(limit), as_carried(now), own)
+    rounds, later = fast(f, rules, goal, pause, torch.tensor(limit), to_loop(now), own)
     return int(rounds), later
 
 
-def as_carried(now: Progress) -> Progress:
+def to_loop(now: Progress) -> Progress:
     """Return the trajectories as `loop` carries them: contiguous, with times and errors ``[*batch]``."""
     fresh = lambda x: x.clone(memory_format=torch.contiguous_format)  # with the strides of its shape
     now = now._replace(t=now.t[..., 0], h=now.h[..., 0], error=now.error[..., 0])
     return Progress(*map(fresh, now))
 
 
-def _from_carried(carried: Sequence[Tensor]) -> Progress:
-    now = Progress(*carried)
+def _from_loop(values: Sequence[Tensor]) -> Progress:
+    now = Progress(*values)
     return now._replace(t=now.t[..., None], h=now.h[..., None], error=now.error[..., None])

@@ -28,19 +28,19 @@ def root_mean_square(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Control:
-    """How step sizes are chosen.
+    """Settings of error control.
 
     Attributes:
-        rtol, atol: Error allowed in a step, ``atol + rtol * |u|`` per component: numbers, or tensors
+        rtol, atol: Allowed error of a step, ``atol + rtol * |u|`` per component: numbers, or tensors
             that broadcast to the state ``[*batch, d]``.
-        safety: The next step aims at this part of the largest that would just pass.
-        grow, shrink: Most a step may change by from one attempt to the next.
+        safety: Factor of the next step size, relative to the largest one that would pass.
+        grow, shrink: Largest and smallest ratio of the step sizes of two attempts.
         beta: Exponent of the previous error in the next step size (PI control; Hairer and Wanner II,
             IV.2). 0 is the elementary controller.
         first: Size of the first step; None estimates it (Hairer, Norsett, Wanner I, II.4).
-        least, most: Bounds on a step's size.
-        max_steps: Attempts after which trajectories that have not arrived are given up.
-        norm: Error in units of the allowed error ``[*batch, d]`` -> ``[*batch, 1]``.
+        least, most: Bounds of the step size.
+        max_steps: Number of attempts after which a trajectory that has not reached the last time ends.
+        norm: Function from errors in units of the allowed error ``[*batch, d]`` to ``[*batch, 1]``.
     """
 
     rtol: float | Tensor = 1e-7
@@ -71,7 +71,7 @@ class Control:
         for name in ("safety", "grow", "shrink", "beta", "first", "least", "most", "max_steps"):
             value = getattr(self, name)
             if not is_number(value) and not (name == "first" and value is None):
-                raise TypeError(f"{name} is a {type(value).__name__}; give a number")
+                raise TypeError(f"{name} is a {type(value).__name__}; pass a number")
             if value is not None and math.isnan(value):
                 raise ValueError(f"{name} is not a number")
         if not (positive(self.rtol) or positive(self.atol)):
@@ -169,8 +169,8 @@ class Rules(NamedTuple):
 
     Attributes:
         scheme: A scheme with an embedded pair.
-        control: How step sizes are chosen. Its tolerances are not read.
-        rtol, atol: Tolerances as in `Control`; tensors in compiled code, which then serves all values.
+        control: Settings of error control. Its tolerances are not used.
+        rtol, atol: Tolerances as in `Control`; tensors in compiled code, which is then valid for all.
         exact: Whether an allowed error of 0 is possible, so that an error of 0 must count as exact.
         sign: Direction of time, 1 or -1.
         shortest: Step size ``[]`` or ``[*batch, 1]`` below which a step has vanished at time 0.
@@ -188,9 +188,9 @@ class Rules(NamedTuple):
         """Return the steps of the next round; none goes beyond `goal`, ``[]`` or ``[*batch, 1]``."""
         active, later = now.active[..., None], now.t + now.h
         arrives = active & ((goal - later) * self.sign <= 0)
-        size = torch.where(arrives, goal - now.t, later - now.t)  # what the clock can tell
+        size = torch.where(arrives, goal - now.t, later - now.t)  # as the time represents it
         size = torch.where(active, size, 0.0)
-        # The clock may round a step up.
+        # The rounding of the time may increase a step.
         at_least = torch.minimum(size.abs(), now.h.abs()) <= self.control.least
         return Proposal(size, torch.where(arrives, goal, now.t + size), arrives, at_least)
 
@@ -206,12 +206,12 @@ class Rules(NamedTuple):
 
     def _error(self, now: Progress, step: Proposal, u1: Tensor, stages: list[Tensor]) -> Tensor:
         """Return the norm of the error over the allowed error, in the precision of the tolerances."""
-        scheme, wide, h = self.scheme, now.t.dtype, as_time(step.size, u1)
-        allowed = self.atol + self.rtol * torch.maximum(now.u.abs(), u1.abs()).to(wide)
+        scheme, dtype, h = self.scheme, now.t.dtype, as_time(step.size, u1)
+        allowed = self.atol + self.rtol * torch.maximum(now.u.abs(), u1.abs()).to(dtype)
         divided = _over if self.exact else torch.div
 
         def estimate(weights: tuple[float, ...]) -> Tensor:
-            error = (h * weighted_sum(weights, stages)).abs().to(wide)
+            error = (h * weighted_sum(weights, stages)).abs().to(dtype)
             return self.control.norm(divided(error, allowed))
 
         error = estimate(scheme.error_weights)
@@ -267,7 +267,7 @@ class Rules(NamedTuple):
         factor = factor.nan_to_num(control.shrink, posinf=control.grow)
         size = step.size * rounded(factor.clamp(control.shrink, control.grow))
         if not self.scheme.interpolates:
-            # A step cut short at a wanted time says little about the next one.
+            # A step that was shortened at an output time does not predict the next one.
             size = torch.where(verdict.passed & step.arrives & (size.abs() < now.h.abs()), now.h, size)
         size = torch.where(now.active[..., None], size, now.h)
         return size.abs().clamp(control.least, control.most) * self.sign
@@ -294,7 +294,7 @@ def attempt(
 
 
 def rate_calls(scheme: Scheme | Rosenbrock) -> int:
-    """Return the number of rate calls of an attempt whose first stage is known."""
+    """Return the number of rate calls of an attempt whose first stage is passed."""
     return len(scheme.b) - scheme.first_same_as_last + isinstance(scheme, Rosenbrock)
 
 
@@ -309,13 +309,13 @@ def first_step(
     control: Control,
 ) -> Tensor:
     """Estimate the size of the first step [*batch, 1] (Hairer, Norsett, Wanner I, II.4)."""
-    wide = lambda x: x.abs().to(begin.dtype)
-    scale = control.atol + control.rtol * wide(u)
-    d0, d1 = control.norm(_over(wide(u), scale)), control.norm(_over(wide(k), scale))
+    size = lambda x: x.abs().to(begin.dtype)
+    scale = control.atol + control.rtol * size(u)
+    d0, d1 = control.norm(_over(size(u), scale)), control.norm(_over(size(k), scale))
     small = (d0 < 1e-5) | (d1 < 1e-5)
     h0 = torch.where(small, 1e-6, 0.01 * d0 / d1).nan_to_num(1e-6).clamp(min=1e-200)
     bend = call_rate(f, as_time(begin + sign * h0, u), u + sign * as_time(h0, u) * k).detach() - k
-    d2 = control.norm(_over(wide(bend), scale)) / h0
+    d2 = control.norm(_over(size(bend), scale)) / h0
     order = scheme.error_order + 1
     steepest = torch.maximum(d1, d2).nan_to_num(1e15)
     h1 = torch.where(steepest <= 1e-15, (h0 * 1e-3).clamp(min=1e-6), (0.01 / steepest) ** (1 / order))
@@ -326,8 +326,8 @@ def first_step(
 def rounded(x: Tensor) -> Tensor:
     """Return x rounded to twelve bits, by Veltkamp's splitting.
 
-    The last bit of a power depends on where in the batch it is computed (vector units and the rest
-    of a loop differ); rounded, a trajectory takes the same steps in any company, almost surely.
+    The last bit of a power depends on its position in the batch, because vector units and the remainder
+    of a loop differ. After rounding a trajectory takes the same steps in every batch, almost surely.
     """
     bits = 1 - math.frexp(torch.finfo(x.dtype).eps)[1]  # of the mantissa after its first one
     large = x * float(2 ** (bits + 1 - 12) + 1)

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.core.rates import Rate, call_rate, check_kept, check_state, moved, weighted_sum
+from attractor.core.rates import (
+    Rate,
+    add_increment,
+    call_rate,
+    check_distinct,
+    check_state,
+    weighted_sum,
+)
 from attractor.core.step import Step, with_parameters
 from attractor.core.tableau_checks import (
     Coefficient,
@@ -32,11 +39,11 @@ class Scheme:
     exact; with floats they hold to 1e-10 (for tableaus with irrational entries).
 
     Args:
-        name: What `get_scheme` and tables call it.
+        name: Name for `get_scheme` and tables.
         a: One row of weights per stage; row i needs its first i entries. The empty first row
             may be left out.
         b: Weights of the stages in the slope.
-        c: The stages' times, in steps.
+        c: Times of the stages, as fractions of a step.
         order: Order of convergence, checked against the order conditions.
         b_low: Weights of an embedded slope of lower order; with it the scheme can control its error.
         b_lower: Weights of a second embedded slope, of a still lower order. The two estimates e and
@@ -53,7 +60,7 @@ class Scheme:
             sum of its row.
 
     Raises:
-        ValueError: a row does not add up to its c, the weights do not add up to 1, the scheme is
+        ValueError: A row does not add up to its c, the weights do not add up to 1, the scheme is
             implicit, or the order conditions of `order` do not hold.
 
     >>> Scheme("heun", a=[[], [1]], b=["1/2", "1/2"], c=[0, 1], order=2)
@@ -100,13 +107,13 @@ class Scheme:
         dense_rows: Sequence[Sequence[Coefficient]] = (),
         dense_a: Sequence[Sequence[Coefficient]] = (),
     ) -> None:
-        rows_given = [*a, b, c, *(row for row in (b_low, dense, b_lower) if row is not None)]
-        rows_given += [*dense_rows, *dense_a]
-        if not all(hasattr(row, "__len__") and not isinstance(row, str) for row in rows_given):
+        every_row = [*a, b, c, *(row for row in (b_low, dense, b_lower) if row is not None)]
+        every_row += [*dense_rows, *dense_a]
+        if not all(hasattr(row, "__len__") and not isinstance(row, str) for row in every_row):
             raise TypeError(
                 f"{name}: a is a list of rows, b, c, b_low, dense and b_lower are rows of coefficients"
             )
-        exact = all(isinstance(x, Rational | str) for row in rows_given for x in row)
+        exact = all(isinstance(x, Rational | str) for row in every_row for x in row)
         tolerance = 0 if exact else 1e-10
         stages = len(b)
         rows = [*([[]] if len(a) == stages - 1 else []), *a]
@@ -159,14 +166,16 @@ class Scheme:
         put("_c", tuple(map(float, self.c)))
         put("error_weights", tuple(float(b - low) for b, low in zip(self.b, self.b_low or ())))
         put("lower_error_weights", tuple(float(b - low) for b, low in zip(self.b, self.b_lower or ())))
-        known = stages + (not self.first_same_as_last)
+        rate_count = stages + (not self.first_same_as_last)
         for i, row in enumerate(self.dense_a):
-            if len(row) != known + i:
+            if len(row) != rate_count + i:
                 raise ValueError(
-                    f"{name}: row {i} of dense_a has {len(row)} entries; it needs {known + i}"
+                    f"{name}: row {i} of dense_a has {len(row)} entries; it needs {rate_count + i}"
                 )
-        if any(len(row) != known + len(self.dense_a) for row in self.dense_rows):
-            raise ValueError(f"{name}: a row of dense_rows needs {known + len(self.dense_a)} entries")
+        if any(len(row) != rate_count + len(self.dense_a) for row in self.dense_rows):
+            raise ValueError(
+                f"{name}: a row of dense_rows needs {rate_count + len(self.dense_a)} entries"
+            )
         rows = [*([] if self.dense is None else [self.dense]), *self.dense_rows]
         put("dense_weights", tuple(tuple(map(float, row)) for row in rows))
         put("extra_stages", tuple(tuple(map(float, row)) for row in self.dense_a))
@@ -176,8 +185,8 @@ class Scheme:
         return self._hash  # fractions hash slowly, and schemes are looked up in every run
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Made anew where it is unpickled: the hash of a name differs from process to process.
-        # Coefficients that were floats are floats again, for their checks are not exact.
+        # Unpickling makes a new scheme, because the hash of a name differs between processes. Inexact
+        # coefficients are passed as floats, so that their checks have a tolerance.
         own = lambda row: row if self.exact or row is None else tuple(map(float, row))
         rows = lambda rows: tuple(map(own, rows))
         pair = own(self.b_low), own(self.dense), own(self.b_lower)
@@ -202,10 +211,10 @@ class Scheme:
         """Return S, so that a plain step is ``u + dt * S``.
 
         Args:
-            f: the rate, ``(t, u) -> du/dt`` with the shape of u.
-            t: time, a number or a tensor that broadcasts against u.
-            u: state ``[*batch, d]``.
-            dt: step, likewise; negative steps go back in time.
+            f: The rate, ``(t, u) -> du/dt`` with the shape of u.
+            t: Time, a number or a tensor that broadcasts against u.
+            u: State ``[*batch, d]``.
+            dt: Step size, likewise; negative for steps back in time.
         """
         return weighted_sum(self._b, self.stages(f, t, u, dt, self.rate_calls))
 
@@ -223,16 +232,16 @@ class Scheme:
         count: int | None = None,
         first: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return the rates k_i at the first `count` stages (all by default); `first` is k_1 if known."""
+        """Return the rates k_i at the first `count` stages, by default all; `first` may pass k_1."""
         check_state(u, t, dt)
         if isinstance(dt, float) and torch.finfo(u.dtype).max < abs(dt) < math.inf:
             raise ValueError(
-                f"dt = {dt:g} is more than {u.dtype} holds; use a smaller step, or u.double()"
+                f"dt = {dt:g} is more than {u.dtype} can represent; use a smaller step, or u.double()"
             )
         k = [call_rate(f, t, u) if first is None else first]
         for row, c in zip(self._a[1:count], self._c[1:count]):
-            k.append(call_rate(f, t + c * dt, moved(u, dt, row, k)))
-            check_kept(f, t, u, k)
+            k.append(call_rate(f, t + c * dt, add_increment(u, dt, row, k)))
+            check_distinct(f, t, u, k)
         return k
 
     def check_rate(self, f: Rate, t: Any, u: Tensor) -> None:

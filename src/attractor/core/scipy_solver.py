@@ -1,4 +1,4 @@
-"""Solutions by SciPy's `solve_ivp`, with gradients by the adjoint equation if they are asked for."""
+"""Solutions by SciPy's `solve_ivp`, with gradients by the adjoint equation if they are required."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,21 +36,21 @@ def solve_scipy(f: Rate, u0: Tensor, t: Tensor, rtol: Any, atol: Any, options: d
     if len(t) == 1:
         return start[None].clone()
 
-    wide = torch.complex128 if start.is_complex() else torch.float64
+    dtype = torch.complex128 if start.is_complex() else torch.float64
 
     def rate_of_arrays(time: float, y: Any) -> Any:
         with torch.no_grad():
             slope = call_rate(f, start.real.new_full((), time), torch.as_tensor(y).to(start))
-        return slope.cpu().to(wide).numpy()
+        return slope.cpu().to(dtype).numpy()
 
     tolerances = [x.cpu().double().numpy() if isinstance(x, Tensor) else x for x in (rtol, atol)]
-    solved = solve_ivp(
-        rate_of_arrays, (times[0], times[-1]), start.cpu().to(wide).numpy(), method=solver, t_eval=times,
-        rtol=tolerances[0], atol=tolerances[1], **options,
+    solution = solve_ivp(
+        rate_of_arrays, (times[0], times[-1]), start.cpu().to(dtype).numpy(), method=solver,
+        t_eval=times, rtol=tolerances[0], atol=tolerances[1], **options,
     )  # fmt: skip
-    if not solved.success:
-        raise FloatingPointError(f"SciPy's {solver} gave up: {solved.message}")
-    return torch.as_tensor(solved.y.T.copy()).to(start)
+    if not solution.success:
+        raise FloatingPointError(f"SciPy's {solver} gave up: {solution.message}")
+    return torch.as_tensor(solution.y.T.copy()).to(start)
 
 
 def solve_scipy_adjoint(
@@ -87,13 +87,13 @@ class _Adjoint(torch.autograd.Function):
         real = states.real.dtype
 
         def augmented(time: Tensor, y: Tensor) -> Tensor:
-            """Rates of the state, of its gradient, of the starting time's and of the parameters'."""
+            """Return the rates of the state and of the gradients of state, time and parameters."""
             with torch.enable_grad():
                 u, when = y[:d].detach().requires_grad_(), time.detach().requires_grad_()
                 slope = call_rate(f, when, u)
-                wanted = (u, when, *parameters)
-                found = torch.autograd.grad(slope, wanted, -y[d : 2 * d], allow_unused=True)
-            parts = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found)]
+                inputs = (u, when, *parameters)
+                gradients = torch.autograd.grad(slope, inputs, -y[d : 2 * d], allow_unused=True)
+            parts = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, gradients)]
             return torch.cat([slope.detach(), *(g.reshape(-1).to(y) for g in parts)])
 
         adjoint = gradient.new_zeros(d + 1 + sum(sizes))

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from attractor.common.checks import check_values
-from attractor.core.rates import Rate, call_rate, check_state, moved
+from attractor.core.rates import Rate, add_increment, call_rate, check_state
 from attractor.core.step import Step, with_parameters
 from attractor.core.tableau_checks import Coefficient, as_fractions, check_stages, checked_order
 from attractor.core.trees import defect
 
-Halves: TypeAlias = tuple[Tensor | None, Tensor | None]  # q' and p', where they are known
+Halves: TypeAlias = tuple[Tensor | None, Tensor | None]  # q' and p', or None to compute them
 
 
 @dataclass(frozen=True)
 class Splitting:
-    """Kick, drift, kick, drift, ...: exact flows of the two halves of a separable system in turn.
+    """A symplectic scheme of kicks and drifts, the exact flows of the halves of a separable system.
 
     The state stacks positions and momenta, ``u = (q, p)``, with ``q' = v(t, p)`` and
     ``p' = a(t, q)``. A kick moves p by ``kick[i] * dt * a``, a drift moves q by
@@ -26,9 +26,9 @@ class Splitting:
     bounded, where a Runge-Kutta scheme's grows.
 
     Args:
-        name: What `get_scheme` and tables call it.
-        kick: Parts of a step for each kick; zeros allowed.
-        drift: Parts of a step for each drift, as many as kicks or one less.
+        name: Name for `get_scheme` and tables.
+        kick: Fraction of a step for each kick; zeros are allowed.
+        drift: Fraction of a step for each drift, as many as kicks or one less.
         order: Order of convergence, checked to 1e-10.
 
     >>> Splitting("leapfrog", kick=(0.5, 0.5), drift=(1,), order=2)
@@ -46,7 +46,7 @@ class Splitting:
         if len(kick) - len(drift) not in (0, 1):
             raise ValueError(
                 f"{name}: {len(kick)} kicks and {len(drift)} drifts do not alternate; "
-                "give as many drifts as kicks, or one less"
+                "pass as many drifts as kicks, or one less"
             )
         check_stages(name, len(kick))
         object.__setattr__(self, "name", name)
@@ -56,19 +56,19 @@ class Splitting:
         for what, parts in (("kicks", self.kick), ("drifts", self.drift)):
             if abs(sum(parts) - 1) > 1e-10:
                 raise ValueError(f"{name}: the {what} add up to {sum(parts)}, not to 1")
-        # A splitting is a partitioned Runge-Kutta method: a kick sees the drifts before it, a drift
-        # the kicks before it and its own. Trees then alternate between the two tableaus.
-        seen_by_kick = [[d * (j < i) for j, d in enumerate(self.drift)] for i in range(len(kick))]
-        seen_by_drift = [[k * (j <= i) for j, k in enumerate(self.kick)] for i in range(len(drift))]
+        # A splitting is a partitioned Runge-Kutta method: a kick depends on the drifts before it, a
+        # drift on the kicks before it and its own. Trees then alternate between the two tableaus.
+        kick_matrix = [[d * (j < i) for j, d in enumerate(self.drift)] for i in range(len(kick))]
+        drift_matrix = [[k * (j <= i) for j, k in enumerate(self.kick)] for i in range(len(drift))]
         for p in range(1, order + 1):
             miss = max(
-                defect(p, self.kick, seen_by_kick, seen_by_drift),
-                defect(p, self.drift, seen_by_drift, seen_by_kick),
+                defect(p, self.kick, kick_matrix, drift_matrix),
+                defect(p, self.drift, drift_matrix, kick_matrix),
             )
             if miss > 1e-10:
                 raise ValueError(
-                    f"{name}: claims order {order}, but the conditions of order {p} are missed by "
-                    f"{float(miss):.3g}; with these coefficients say order={p - 1}"
+                    f"{name}: claims order {order}, but the conditions of order {p} have a residual of "
+                    f"{float(miss):.3g}; with these coefficients pass order={p - 1}"
                 )
 
     def __repr__(self) -> str:
@@ -77,52 +77,55 @@ class Splitting:
 
     @property
     def rate_calls(self) -> int:
-        """Calls of the whole rate a step (a call gives both halves; one of them is used)."""
+        """Calls of the rate per step, each of which computes both halves, of which one is used."""
         return sum(map(bool, (*self.kick, *self.drift)))
 
     @property
     def saved_calls(self) -> int:
-        """Calls that a step is spared by the step before it: 1 if it begins as that one ends."""
+        """Calls that the halves of the step before save: 1 if steps begin as they end, else 0."""
         order = [i % 2 for i, x in enumerate(_alternating(self.kick, self.drift)) if x]
         return int(order[0] == order[-1])
 
     def slope(self, f: Rate, t: Any, u: Tensor, dt: Any) -> Tensor:
-        """S, so that ``u + dt * S`` is the symplectic step. Arguments as in `Scheme.slope`."""
+        """Return S, so that ``u + dt * S`` is the symplectic step. Arguments as in `Scheme.slope`."""
         return self._slope_after(f, t, u, dt)[0]
 
     def step(self, f: Rate, t: Any, u: Tensor, dt: Any, parameters: Tensor | None = None) -> Step:
-        """The plain step from u; it has no stages. Arguments as in `Scheme.step`."""
+        """Return the plain step from u, which has no stages. Arguments as in `Scheme.step`."""
         return Step(u, self.slope(with_parameters(f, parameters), t, u, dt), dt, t, (), parameters)
 
     def _slope_after(
-        self, f: Rate, t: Any, u: Tensor, dt: Any, known: Halves = (None, None)
+        self, f: Rate, t: Any, u: Tensor, dt: Any, halves: Halves = (None, None)
     ) -> tuple[Tensor, Halves]:
-        """The slope, and the halves of the rate that hold for the next step, if u moves by it alone.
+        """Return the slope, and the halves of the rate that the next step can use.
 
-        Where a step ends as the next one begins, with a kick or with a drift, both have the same
-        rate: `known` from the step before saves a call.
+        If steps begin and end with a kick, or begin and end with a drift, the last half of a step is the
+        first one of the next step. Requires: u changes by this slope alone.
+
+        Args:
+            halves: The halves that the step before returned, which save one call of the rate.
         """
         half = _half(self.name, u, t, dt)
         q, p = q0, p0 = u[..., :half], u[..., half:]
-        moved_q = moved_p = None
-        velocity, force = known
-        kicked = drifted = 0.0  # parts of the step done so far; time runs with the other half's
+        slope_q = slope_p = None
+        velocity, force = halves
+        kicked = drifted = 0.0  # fractions of the step so far; the time is that of the other half
         for kick, drift in zip(self.kick, (*self.drift, 0.0)):
             if kick:
                 if force is None:
                     force = call_rate(f, t + drifted * dt, torch.cat((q, p), -1))[..., half:]
-                moved_p = kick * force if moved_p is None else moved_p.add(force, alpha=kick)
-                p, velocity = moved(p0, dt, (1.0,), (moved_p,)), None
+                slope_p = kick * force if slope_p is None else slope_p.add(force, alpha=kick)
+                p, velocity = add_increment(p0, dt, (1.0,), (slope_p,)), None
             kicked += kick
             if drift:
                 if velocity is None:
                     velocity = call_rate(f, t + kicked * dt, torch.cat((q, p), -1))[..., :half]
-                moved_q = drift * velocity if moved_q is None else moved_q.add(velocity, alpha=drift)
-                q, force = moved(q0, dt, (1.0,), (moved_q,)), None
+                slope_q = drift * velocity if slope_q is None else slope_q.add(velocity, alpha=drift)
+                q, force = add_increment(q0, dt, (1.0,), (slope_q,)), None
             drifted += drift
-        assert moved_q is not None, "drifts add up to 1"
-        assert moved_p is not None, "kicks add up to 1"
-        return torch.cat((moved_q, moved_p), -1), (velocity, force)
+        assert slope_q is not None, "drifts add up to 1"
+        assert slope_p is not None, "kicks add up to 1"
+        return torch.cat((slope_q, slope_p), -1), (velocity, force)
 
     def check_rate(self, f: Rate, t: Any, u: Tensor) -> None:
         """Raise ValueError if q' depends on q, or p' on p: then kicks and drifts are not exact."""
@@ -154,7 +157,9 @@ def _half(name: str, u: Tensor, t: Any = 0.0, dt: Any = 0.0) -> int:
     check_state(u, t, dt)
     for what, x in (("t", t), ("dt", dt)):
         if isinstance(x, Tensor) and x.dim() and x.shape[-1] != 1:
-            raise ValueError(f"{what} {list(x.shape)} must be [*batch, 1]: q and p move together")
+            raise ValueError(
+                f"{what} {list(x.shape)} must be [*batch, 1], because q and p are stepped together"
+            )
     if u.dim() == 0 or u.shape[-1] % 2 or not u.shape[-1]:
         raise ValueError(f"{name} needs a state (q, p) of even size, not one of shape {list(u.shape)}")
     return u.shape[-1] // 2

@@ -1,4 +1,4 @@
-"""One plain step, as a correction sees it."""
+"""A plain step, the argument of a correction."""
 
 import inspect
 from collections.abc import Callable
@@ -19,9 +19,9 @@ class Step(NamedTuple):
         u: The state ``[*batch, d]`` from which the step starts.
         slope: The slope ``[*batch, d]`` of the scheme.
         dt: The step size.
-        t: The time of u; None if it is not known.
+        t: The time of u, or None.
         stages: The rates ``[*batch, d]`` at the stages of a Runge-Kutta scheme, whose weighted sum is
-            the slope. They cost nothing further. Empty for a splitting.
+            the slope. Empty for a splitting.
         parameters: The parameters ``[*batch, k]`` of each trajectory; None for a rate without them.
     """
 
@@ -34,7 +34,7 @@ class Step(NamedTuple):
 
 
 def with_parameters(f: Callable[..., Tensor], parameters: Tensor | None) -> Callable[..., Tensor]:
-    """The rate ``(t, u) -> du/dt`` of ``f(t, u, p)`` for the parameters p; f itself without them."""
+    """Return the rate ``(t, u) -> du/dt`` of ``f(t, u, p)`` for the parameters p; f if p is None."""
     if parameters is None:
         return f
     if isinstance(f, Linearised):
@@ -56,9 +56,9 @@ class _OfSlope:
 
 
 def correction_of_step(correction: Correction | None) -> Correction | None:
-    """The correction with the call ``correction(step)``.
+    """Return the correction with the call ``correction(step)``.
 
-    A callable that has a true attribute `takes_step`, or takes one argument only, has this call already.
+    A function with a true attribute `takes_step`, or with one argument, is returned unchanged.
     Others are called with ``(u, slope, dt)``, and with t as a fourth argument if they have a true
     attribute `timed`.
     """
@@ -66,7 +66,7 @@ def correction_of_step(correction: Correction | None) -> Correction | None:
         return correction
     if not callable(correction):
         raise TypeError(
-            f"the correction is a {type(correction).__name__}; give a callable (step) or (u, slope, dt)"
+            f"correction is a {type(correction).__name__}; pass a function (step) or (u, slope, dt)"
         )
     if _takes_one_argument(correction):
         return correction

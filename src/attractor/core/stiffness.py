@@ -1,15 +1,15 @@
-"""How fast a trajectory turns, whatever it is a trajectory of.
+"""Measures of stiffness, for solutions of equations and for the features of residual networks.
 
-For rates and their solutions: the stiffness index SI and its data-driven stand-in SAI. For the
-features of residual networks: the neural stiffness index NSI of every block, and the total neural
-stiffness TNS. Definitions from the StepNet paper (Huang et al., "Understanding self-attention
-mechanism via dynamical system perspective", ICCV 2023).
+For rates and their solutions: the stiffness index SI, and the stiffness-aware index SAI, which is
+computed from a trajectory. For residual networks: the neural stiffness index NSI of every block, and
+the total neural stiffness TNS. The definitions are those of the StepNet paper (Huang et al.,
+"Understanding self-attention mechanism via dynamical system perspective", ICCV 2023).
 
-Thresholds come in pairs: a block of an input exceeds (m1, m2) if its NSI is at least m2 and at
-least 1 + m1 times the mean NSI of its stage. Three things follow the notes to that paper rather
-than its text: a stage's first block is left out of means and maxima (`drop_first`); the mean is
-taken over the blocks of one input, or over all inputs too (`mean="stage"`), as the paper is not of
-one mind; and the integral over all thresholds is exact instead of a sum over a grid.
+Thresholds come in pairs: a block of an input exceeds (m1, m2) if its NSI is at least m2 and at least
+1 + m1 times the mean NSI of its stage. There are three differences from the paper. The first block of
+a stage is excluded from means and maxima (`drop_first`). The mean is over the blocks of one input, or
+over all inputs as well (`mean="stage"`), because the paper uses both. The integral over all thresholds
+is exact, not a sum over a grid.
 """
 
 from collections.abc import Callable
@@ -26,9 +26,9 @@ Mean: TypeAlias = Literal["input", "stage"]
 
 
 def jacobian(f: Rate, u: Tensor, t: Any = 0.0) -> Tensor:
-    """``df_i/du_j`` of each trajectory, ``[*batch, d, d]``.
+    """Return the Jacobian ``df_i/du_j`` of each trajectory, ``[*batch, d, d]``.
 
-    One backward pass a component, which any rate allows whose trajectories are independent.
+    It takes one backward pass per component. Requires: trajectories do not depend on each other.
     """
     check_tensor("u", u, "[*batch, d]", floating=False)
     if u.is_complex():
@@ -53,12 +53,12 @@ def jacobian(f: Rate, u: Tensor, t: Any = 0.0) -> Tensor:
 
 
 def stiffness_index(f: Rate, u: Tensor, t: Any = 0.0) -> Tensor:
-    """SI: the largest ``|Re lambda|`` over the eigenvalues of the Jacobian of f at u.
+    """Return SI, the largest ``|Re lambda|`` over the eigenvalues of the Jacobian of f at u.
 
     Args:
-        f: the rate.
-        u: states ``[*batch, d]``, real.
-        t: time, for rates that depend on it.
+        f: The rate.
+        u: States ``[*batch, d]``, real.
+        t: Time, for rates that depend on it.
 
     Returns:
         ``[*batch]``; NaN where the Jacobian is not finite.
@@ -75,13 +75,13 @@ def stiffness_index(f: Rate, u: Tensor, t: Any = 0.0) -> Tensor:
 
 
 def stiffness_aware_index(trajectory: Trajectory) -> Tensor:
-    """SAI: ``|(u' - u) / (t' - t)| / |u|`` between neighbouring states, ``[n, *batch]``.
+    """Return SAI, ``|(u' - u) / (t' - t)| / |u|`` between neighbouring states, ``[n, *batch]``.
 
-    Infinite where a state is exactly zero and moves on, zero where it stays.
+    It is infinite where a state is exactly zero and the next one is not, and zero where both are.
     """
     if not isinstance(trajectory, Trajectory):
         raise TypeError(
-            f"trajectory is a {type(trajectory).__name__}; give a Trajectory, as evolve does"
+            f"trajectory is a {type(trajectory).__name__}; pass a Trajectory, the result of evolve"
         )
     u, t = trajectory.u, trajectory.t
     for name, x in (("t", t), ("u", u)):
@@ -89,25 +89,26 @@ def stiffness_aware_index(trajectory: Trajectory) -> Tensor:
             f"trajectory.{name}", x, "[n+1]" if name == "t" else "[n+1, *batch, d]", floating=False
         )
     if not (u.is_floating_point() or u.is_complex()) or not t.is_floating_point():
-        raise TypeError(f"a trajectory's t and u are floats, not {t.dtype} and {u.dtype}")
+        raise TypeError(f"t and u of a trajectory must be floating; they are {t.dtype} and {u.dtype}")
     if t.dim() != 1 or u.dim() < 2 or len(t) != len(u):
         raise ValueError(
-            f"a trajectory has t [n+1] and u [n+1, *batch, d], not {[*t.shape]} and {[*u.shape]}"
+            f"t and u of a trajectory must be [n+1] and [n+1, *batch, d]; they are {[*t.shape]} and "
+            f"{[*u.shape]}"
         )
     check_beside("trajectory.t", t, "u", u)
     dt = t.diff().abs().to(u.real.dtype if u.is_complex() else u.dtype)
-    moved = torch.linalg.vector_norm(u[1:] - u[:-1], dim=-1) / dt.reshape(-1, *[1] * (u.dim() - 2))
-    return _ratio(moved, torch.linalg.vector_norm(u[:-1], dim=-1))
+    speed = torch.linalg.vector_norm(u[1:] - u[:-1], dim=-1) / dt.reshape(-1, *[1] * (u.dim() - 2))
+    return _ratio(speed, torch.linalg.vector_norm(u[:-1], dim=-1))
 
 
 def neural_stiffness_index(x: Tensor, x_next: Tensor, step: Tensor | float | None = None) -> Tensor:
-    """NSI: ``|(x_next - x) / step| / |x|``, a sample at a time.
+    """Return NSI, ``|(x_next - x) / step| / |x|``, per sample.
 
     Args:
-        x, x_next: features before and after a residual block ``[inputs, ...]``.
-        step: the block's step size, broadcasting against x; None is 1. With a gate F for a step,
-            pass the block's ungated output as ``x_next - x`` and no step instead: dividing by a
-            gate that is nearly closed loses all digits.
+        x, x_next: Features before and after a residual block ``[inputs, ...]``.
+        step: The step size of the block, which broadcasts against x; None for 1. If the step size is a
+            gate F, pass ``x + f(x)``, without the gate, as `x_next`, and no step: dividing by a gate
+            near 0 loses all digits.
 
     Returns:
         ``[inputs]``.
@@ -116,48 +117,49 @@ def neural_stiffness_index(x: Tensor, x_next: Tensor, step: Tensor | float | Non
     check_tensor("x_next", x_next, "like x")
     check_beside("x_next", x_next, "x", x)
     if x.dtype != x_next.dtype:
-        raise ValueError(f"x is of {x.dtype} but x_next of {x_next.dtype}; give both in one type")
+        raise ValueError(f"x has dtype {x.dtype} and x_next has {x_next.dtype}; pass both in one dtype")
     if x.shape != x_next.shape:
         raise ValueError(
-            f"x has shape {list(x.shape)} but x_next {list(x_next.shape)}; a residual block keeps the "
-            "shape (for a stage's first block, pass the projected shortcut as x)"
+            f"x has shape {list(x.shape)} and x_next has {list(x_next.shape)}; a residual block keeps "
+            "the shape (for the first block of a stage, pass the projected shortcut as x)"
         )
     if x.dim() < 2:
-        raise ValueError(f"x has shape {list(x.shape)}; give [inputs, ...] with at least one feature")
+        raise ValueError(f"x has shape {list(x.shape)}; pass [inputs, ...] with at least one feature")
     move = x_next - x
     if step is not None:
         if not isinstance(step, Tensor) and not is_number(step):
-            raise TypeError(f"step is a {type(step).__name__}; give a number, or a tensor like x")
+            raise TypeError(f"step is a {type(step).__name__}; pass a number, or a tensor like x")
         check_beside("step", step, "x", x)
         check_values("x", x)
         step = torch.as_tensor(step, dtype=x.dtype, device=x.device)
         if step.dim() > x.dim() or any(s not in (1, n) for s, n in zip(step.shape[::-1], x.shape[::-1])):
             raise ValueError(f"step {list(step.shape)} does not broadcast to x {list(x.shape)}")
         if bool((step == 0).any()):
-            raise ValueError("step holds zeros; a step size must not vanish")
+            raise ValueError("step contains zeros; step sizes must not be 0")
         move = move / step
-    wide = torch.float32 if x.dtype.itemsize < 4 else None  # half precision overflows at 65,504
-    norms = [torch.linalg.vector_norm(y.flatten(1), dim=1, dtype=wide) for y in (move, x)]
+    norm_dtype = torch.float32 if x.dtype.itemsize < 4 else None  # half precision overflows at 65,504
+    norms = [torch.linalg.vector_norm(y.flatten(1), dim=1, dtype=norm_dtype) for y in (move, x)]
     return _ratio(*norms)
 
 
 def total_neural_stiffness(
     nsi: Tensor, stage: Tensor, drop_first: bool = True, mean: Mean = "input"
 ) -> Tensor:
-    """TNS: the integral of `stiffness_surface` over all thresholds, exactly.
+    """Return TNS, the exact integral of `stiffness_surface` over all thresholds.
 
-    For one input the thresholds that some block exceeds are the union of the rectangles
-    ``[0, a] x [0, b]`` of its blocks, with ``b = NSI`` and ``a = NSI / mean - 1``. Within a stage
-    the largest NSI covers the others, so there is one rectangle a stage; sorted by a from the
-    widest, a running maximum of b makes the union a staircase.
+    For one input, the thresholds that some block exceeds are the union of the rectangles
+    ``[0, a] x [0, b]`` of its blocks, with ``b = NSI`` and ``a = NSI / mean - 1``. Within a stage the
+    rectangle of the largest NSI contains the others, so there is one rectangle per stage. In descending
+    order of a, with a running maximum of b, the union is a staircase.
 
-    A stage with one block left has no a to speak of and adds nothing, see `silent_stages`.
+    A stage with a single block has ``a = 0`` and contributes nothing; see `silent_stages`.
 
     Args:
-        nsi: ``[inputs, blocks]``.
-        stage: the stage of every block ``[blocks]``, any labels.
-        drop_first: leave out every stage's first block.
-        mean: "input": mean over an input's blocks of a stage; "stage": over all inputs as well.
+        nsi: NSI ``[inputs, blocks]``.
+        stage: The stage of every block ``[blocks]``, any labels.
+        drop_first: Exclude the first block of every stage.
+        mean: "input" for the mean over the blocks of a stage for each input; "stage" for the mean over
+            all inputs as well.
 
     Returns:
         The mean over inputs, a tensor of no dimension.
@@ -170,10 +172,10 @@ def total_neural_stiffness(
 
 
 def silent_stages(stage: Tensor, drop_first: bool = True, mean: Mean = "input") -> list[int]:
-    """The labels of the stages that TNS says nothing of, whatever their NSI.
+    """Return the labels of the stages that contribute nothing to TNS, whatever their NSI.
 
-    One block alone is as stiff as the mean of its stage, over an "input"; over the "stage" it can still
-    be stiffer on one input than on another.
+    With ``mean="input"`` the NSI of a single block equals the mean of its stage. With ``mean="stage"``
+    a single block can exceed the mean on some inputs.
 
     >>> import torch
     >>> silent_stages(torch.tensor([0, 0, 1, 1, 1])), silent_stages(torch.tensor([0, 0, 1]), False)
@@ -182,9 +184,9 @@ def silent_stages(stage: Tensor, drop_first: bool = True, mean: Mean = "input") 
     check_tensor("stage", stage, "[blocks]", floating=False)
     check_values("stage", stage)
     if mean not in ("input", "stage"):
-        raise ValueError(f"mean = {mean!r}; it is 'input' or 'stage'")
-    needed = (2 if mean == "input" else 1) + int(drop_first)
-    return [s for s in stage.unique().tolist() if int((stage == s).sum()) < needed]
+        raise ValueError(f"mean = {mean!r}; pass 'input' or 'stage'")
+    least = (2 if mean == "input" else 1) + int(drop_first)
+    return [s for s in stage.unique().tolist() if int((stage == s).sum()) < least]
 
 
 def stiffness_surface(
@@ -195,9 +197,9 @@ def stiffness_surface(
     drop_first: bool = True,
     mean: Mean = "input",
 ) -> Tensor:
-    """The part of the inputs that have some block exceeding the thresholds (m1, m2).
+    """Return the share of inputs for which some block exceeds the thresholds (m1, m2).
 
-    Numbers give a tensor of no dimension, 1-D tensors the whole grid ``[len(m1), len(m2)]``.
+    For numbers the result has no dimension; for 1-D tensors it is ``[len(m1), len(m2)]``.
     """
     a, b = _rectangles(nsi, stage, drop_first, mean)
     return _over_grid(m1, m2, a, b, lambda exceeds: exceeds.any(dim=1))
@@ -211,54 +213,58 @@ def stiffness_proportion(
     drop_first: bool = True,
     mean: Mean = "input",
 ) -> Tensor:
-    """The part of all blocks of all inputs that exceed the thresholds (m1, m2).
+    """Return the share of blocks, over all inputs, that exceed the thresholds (m1, m2).
 
-    Numbers give a tensor of no dimension, 1-D tensors the whole grid ``[len(m1), len(m2)]``.
+    For numbers the result has no dimension; for 1-D tensors it is ``[len(m1), len(m2)]``.
     """
-    kept = _kept_blocks(nsi, stage, drop_first)
-    a = torch.cat([_relative(nsi[:, blocks], mean) for blocks in kept], dim=1)
-    b = torch.cat([nsi[:, blocks] for blocks in kept], dim=1)
+    stages = _blocks_by_stage(nsi, stage, drop_first)
+    a = torch.cat([_relative(nsi[:, blocks], mean) for blocks in stages], dim=1)
+    b = torch.cat([nsi[:, blocks] for blocks in stages], dim=1)
     return _over_grid(m1, m2, a, b, lambda exceeds: exceeds)
 
 
 def _rectangles(nsi: Tensor, stage: Tensor, drop_first: bool, mean: Mean) -> tuple[Tensor, Tensor]:
-    """Corners (a, b), each [inputs, stages], of the rectangles of exceeded thresholds."""
-    kept = _kept_blocks(nsi, stage, drop_first)
-    a = torch.stack([_relative(nsi[:, blocks], mean).amax(dim=1) for blocks in kept], dim=1)
-    b = torch.stack([nsi[:, blocks].amax(dim=1) for blocks in kept], dim=1)
+    """Return the corners (a, b), each ``[inputs, stages]``, of the rectangles of exceeded thresholds."""
+    stages = _blocks_by_stage(nsi, stage, drop_first)
+    a = torch.stack([_relative(nsi[:, blocks], mean).amax(dim=1) for blocks in stages], dim=1)
+    b = torch.stack([nsi[:, blocks].amax(dim=1) for blocks in stages], dim=1)
     return a, b
 
 
-def _kept_blocks(nsi: Tensor, stage: Tensor, drop_first: bool) -> list[Tensor]:
-    """For every stage, the indices of the blocks that count."""
+def _blocks_by_stage(nsi: Tensor, stage: Tensor, drop_first: bool) -> list[Tensor]:
+    """Return the indices of the blocks of every stage, without the first ones if `drop_first`."""
     check_tensor("nsi", nsi, "[inputs, blocks]")
     check_values("nsi", nsi)
     check_beside("stage", stage, "nsi", nsi)
     if not isinstance(drop_first, bool):
-        raise TypeError(f"drop_first = {drop_first!r}; it is True or False")
+        raise TypeError(f"drop_first = {drop_first!r}; pass True or False")
     if nsi.dim() != 2 or nsi.shape[0] == 0:
-        raise ValueError(f"nsi has shape {list(nsi.shape)}; give [inputs, blocks] with some inputs")
+        raise ValueError(
+            f"nsi has shape {list(nsi.shape)}; pass [inputs, blocks] with at least one input"
+        )
     try:
         stage = torch.as_tensor(stage, device=nsi.device)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"stage is {stage!r}; give the stage of every block [blocks]") from None
+        raise TypeError(f"stage is {stage!r}; pass the stage of every block [blocks]") from None
     if stage.shape != nsi.shape[1:]:
-        raise ValueError(f"stage has shape {list(stage.shape)}; it labels {nsi.shape[1]} blocks")
-    if not bool((torch.isfinite(nsi) & (nsi >= 0)).all()):
-        raise ValueError("nsi holds negative or non-finite values; was a feature exactly zero?")
-    blocks = [(stage == s).nonzero()[:, 0][int(drop_first) :] for s in stage.unique()]
-    kept = [b for b in blocks if len(b)]
-    if not kept:
         raise ValueError(
-            "every stage has one block only, and drop_first leaves none; set drop_first=False"
+            f"stage has shape {list(stage.shape)}; pass one label for each of the {nsi.shape[1]} blocks"
         )
-    return kept
+    if not bool((torch.isfinite(nsi) & (nsi >= 0)).all()):
+        raise ValueError("nsi contains negative or non-finite values; was a feature exactly zero?")
+    blocks = [(stage == s).nonzero()[:, 0][int(drop_first) :] for s in stage.unique()]
+    blocks = [b for b in blocks if len(b)]
+    if not blocks:
+        raise ValueError(
+            "every stage has only one block, which drop_first excludes; pass drop_first=False"
+        )
+    return blocks
 
 
 def _relative(nsi: Tensor, mean: Mean) -> Tensor:
-    """NSI / mean - 1 within a stage; 0 where all are 0."""
+    """Return NSI / mean - 1 within a stage; 0 where all NSI are 0."""
     if mean not in ("input", "stage"):
-        raise ValueError(f"mean = {mean!r}; it is 'input' or 'stage'")
+        raise ValueError(f"mean = {mean!r}; pass 'input' or 'stage'")
     mu = nsi.mean(dim=1, keepdim=True) if mean == "input" else nsi.mean()
     return torch.where(mu > 0, nsi / mu, 1.0) - 1
 
@@ -266,11 +272,15 @@ def _relative(nsi: Tensor, mean: Mean) -> Tensor:
 def _over_grid(
     m1: Tensor | float, m2: Tensor | float, a: Tensor, b: Tensor, gather: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """For each pair of thresholds the mean of gather([a >= m1 and b >= m2]), a and b [inputs, ...]."""
-    for name, given in (("m1", m1), ("m2", m2)):
-        if not isinstance(given, Tensor) and not is_number(given):
-            raise TypeError(f"{name} = {given!r}; give a number, or a 1-D tensor of thresholds")
-        check_beside(name, given, "nsi", a)
+    """Return the mean of ``gather(a >= m1 and b >= m2)`` for each pair of thresholds.
+
+    Args:
+        a, b: Tensors ``[inputs, ...]``.
+    """
+    for name, value in (("m1", m1), ("m2", m2)):
+        if not isinstance(value, Tensor) and not is_number(value):
+            raise TypeError(f"{name} = {value!r}; pass a number, or a 1-D tensor of thresholds")
+        check_beside(name, value, "nsi", a)
     first = torch.as_tensor(m1, dtype=a.dtype, device=a.device)
     second = torch.as_tensor(m2, dtype=a.dtype, device=a.device)
     if not first.numel():

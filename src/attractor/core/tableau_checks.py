@@ -20,7 +20,7 @@ COMMON_BITS = 2048  # of the common denominator of all coefficients
 def checked_order(name: str, order: int) -> int:
     """Return the order of a scheme if it is a whole number of at least 1; raise otherwise."""
     if not isinstance(order, int) or isinstance(order, bool) or order < 1:
-        raise ValueError(f"{name}: order {order!r} is not an order; it is a whole number from 1 on")
+        raise ValueError(f"{name}: order {order!r} must be a whole number of at least 1")
     return order
 
 
@@ -78,7 +78,7 @@ def lower_row(name: str, i: int, row: Sequence[Coefficient], stages: int) -> tup
     if any(values[i:]):
         raise ValueError(
             f"{name}: stage {i} uses stages from {i} on, so the scheme is implicit; "
-            "only explicit schemes (a strictly lower triangular) can be stepped here"
+            "only explicit schemes (a strictly lower triangular) are supported here"
         )
     if len(values) < i or len(values) > stages:
         raise ValueError(f"{name}: row {i} of a has {len(values)} entries; it needs {i}")
@@ -105,13 +105,13 @@ def require_order(
     order: int,
     tolerance: float,
 ) -> None:
-    """Raise if the weights b with the stages a are not of an order."""
+    """Raise unless the weights b with the stages a have the order."""
     reached = order_of(b, a, order, tolerance)
     if reached == 0:
         raise ValueError(f"{name}: {what} adds up to {sum(b)}, not to 1")
     if reached < order:
         miss = float(defect(reached + 1, b, a))
         raise ValueError(
-            f"{name}: claims order {order}, but the conditions of order {reached + 1} are missed by "
-            f"{miss:.3g}; with these coefficients say order={reached}"
+            f"{name}: claims order {order}, but the conditions of order {reached + 1} have a residual "
+            f"of {miss:.3g}; with these coefficients pass order={reached}"
         )

@@ -1,4 +1,4 @@
-"""The schemes we ship, as their textbooks print them. `get_scheme` finds them by name."""
+"""The built-in schemes, with coefficients as in their sources; `get_scheme` returns them by name."""
 
 from difflib import get_close_matches
 from typing import TypeAlias
@@ -230,16 +230,16 @@ ALL: dict[str, Scheme | Splitting | Rosenbrock] = {
     scheme.name: scheme for scheme in (*_OWN, RODAS4, RODAS5P)
 }
 
-IDENTITY = Identity()  # not in ALL, because alone it solves nothing
+IDENTITY = Identity()  # not in ALL, because it solves nothing without a correction
 
 
 def get_scheme(name: str | AnyScheme) -> AnyScheme:
-    """The scheme of that name, such as ``"rk4"``; a scheme is handed back as it is."""
+    """Return the scheme of a name, such as ``"rk4"``; a scheme is returned unchanged."""
     if isinstance(name, AnyScheme):
         return name
     if not isinstance(name, str):
         raise TypeError(
-            f"a scheme is a name, a Scheme, a Rosenbrock or a Splitting, not a {type(name).__name__}"
+            f"scheme is a {type(name).__name__}; pass a name, a Scheme, a Rosenbrock or a Splitting"
         )
     if name == IDENTITY.name:
         return IDENTITY

@@ -1,4 +1,4 @@
-"""What a solve returns: states over time, their cost, and the status of each trajectory."""
+"""The result of a solve: states over time, their cost, and the status of each trajectory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,7 +105,7 @@ class Trajectory:
     """States over time.
 
     Attributes:
-        t: Times ``[n+1]``, or ``[n+1, *batch]`` if each trajectory was given its own.
+        t: Times ``[n+1]``, or ``[n+1, *batch]`` if each trajectory has its own times.
         u: States ``[n+1, *batch, d]``.
         stats: Rate calls, correction calls and steps.
         ok: ``[*batch]``, False where the trajectory was not followed to the last time: a state became
@@ -173,10 +173,10 @@ class Trajectory:
             )
         per_trajectory, beyond = times.dim() > 1, None
         if isinstance(self.dense, SteppedOutput):
-            whole = times if per_trajectory else times.reshape(-1, *[1] * len(batch))
+            expanded = times if per_trajectory else times.reshape(-1, *[1] * len(batch))
             bounds = torch.stack((self.t[0], self.t[-1])).detach()
             low, high = bounds.min(0).values, bounds.max(0).values
-            checked = whole.expand(len(times), *batch)
+            checked = expanded.expand(len(times), *batch)
             sign = torch.sign(self.t[-1] - self.t[0]).detach()
             beyond = (checked - self.until) * sign > 0  # after an event, or where a trajectory was lost
         elif per_trajectory:
@@ -194,7 +194,7 @@ class Trajectory:
         return states[0] if single else states
 
     def _summary(self) -> str:
-        """The number of trajectories per status that is not OK."""
+        """Return the number of trajectories per status other than OK."""
         total = self.status.numel()
         counts = [(reason, int((self.status == status).sum())) for status, reason in _REASONS.items()]
         return ", ".join(f"{n} of {total} {reason}" for reason, n in counts if n) or "all ok"
@@ -285,5 +285,5 @@ class Record:
         self._next += 1
 
     def finish(self) -> Tensor:
-        """All states, stacked in front."""
+        """Return all states, stacked along a new first dimension."""
         return torch.stack(self._list) if self._buffer is None else self._buffer

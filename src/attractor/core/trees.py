@@ -19,7 +19,7 @@ Number: TypeAlias = Fraction | float
 
 @cache
 def trees(nodes: int) -> tuple[Tree, ...]:
-    """All rooted trees with that many nodes: 1, 1, 2, 4, 9, 20, 48, ... of them."""
+    """Return all rooted trees with a number of nodes; there are 1, 1, 2, 4, 9, 20, 48, ..."""
     smaller = [tree for n in range(1, nodes) for tree in trees(n)]
 
     def forests(left: int, first: int) -> Iterator[Tree]:
@@ -35,13 +35,13 @@ def trees(nodes: int) -> tuple[Tree, ...]:
 
 @cache
 def size(tree: Tree) -> int:
-    """Number of nodes."""
+    """Return the number of nodes."""
     return 1 + sum(map(size, tree))
 
 
 @cache
 def density(tree: Tree) -> int:
-    """The product of the sizes of all subtrees (gamma in the literature)."""
+    """Return the product of the sizes of all subtrees (gamma in the literature)."""
     return size(tree) * prod(map(density, tree))
 
 
@@ -51,12 +51,13 @@ def defect(
     a: Sequence[Sequence[Number]],
     other: Sequence[Sequence[Number]] | None = None,
 ) -> Number:
-    """By how much the conditions with that many nodes are missed, at most. 0: all hold.
+    """Return the largest residual of the order conditions with a number of nodes; 0 if all hold.
 
     Args:
-        nodes: of the trees.
-        b, a: the tableau: fractions, for an exact answer, or floats.
-        other: for partitioned methods, which alternate between `a` and `other` with the depth of a node.
+        nodes: Number of nodes of the trees.
+        b, a: The tableau, in fractions for an exact result, or in floats.
+        other: Second tableau of a partitioned method, which alternates between `a` and `other` with the
+            depth of a node.
     """
     exact = isinstance(b[0], Fraction)
     depths, other = (1, a) if other is None else (2, other)
@@ -64,11 +65,11 @@ def defect(
 
     @cache
     def weights(tree: Tree, depth: int) -> Any:
-        """w_i(tree) at each stage i."""
-        found = np.ones(len(matrices[depth]), dtype=object if exact else float)
+        """Return w_i(tree) for each stage i."""
+        product = np.ones(len(matrices[depth]), dtype=object if exact else float)
         for child in tree:
-            found = found * (matrices[depth] @ weights(child, (depth + 1) % depths))
-        return found
+            product = product * (matrices[depth] @ weights(child, (depth + 1) % depths))
+        return product
 
     row = np.array(b, dtype=object if exact else float)
     one = Fraction(1) if exact else 1.0
@@ -76,7 +77,7 @@ def defect(
 
 
 def rosenbrock_defect(nodes: int, b: Any, alpha: Any, beta: Any) -> float:
-    """Return by how much the order conditions of a Rosenbrock method with that many nodes are missed.
+    """Return the largest residual of the order conditions of a Rosenbrock method.
 
     Hairer and Wanner II, IV.7: the conditions of Runge-Kutta methods, where a node with one child takes
     ``beta = alpha + Gamma`` in place of alpha.
@@ -96,8 +97,8 @@ def rosenbrock_defect(nodes: int, b: Any, alpha: Any, beta: Any) -> float:
 
 
 def _matrix(rows: Sequence[Sequence[Number]], columns: int, exact: bool) -> Any:
-    """The rows, which may end early, as a matrix with that many columns."""
-    made = np.zeros((len(rows), columns), dtype=object if exact else float)
+    """Return rows of different lengths as a matrix, padded with zeros."""
+    matrix = np.zeros((len(rows), columns), dtype=object if exact else float)
     for i, row in enumerate(rows):
-        made[i, : len(row)] = row
-    return made
+        matrix[i, : len(row)] = row
+    return matrix

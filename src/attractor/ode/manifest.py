@@ -26,7 +26,7 @@ MODULES = (
     "attractor.core.tableaus",
     "attractor.core.grid",
     "attractor.core.march",
-    "attractor.core.runs",
+    "attractor.core.chunks",
     "attractor.ode.samples",
     "attractor.ode.trajectories",
 )

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from attractor.common.checks import MOST_STEPS, as_number, check_values, is_whole
 from attractor.common.views import html_table
 from attractor.core import Trajectory, get_scheme
+from attractor.core.chunks import Guard, correction_term, guarded_step
 from attractor.core.grid import on_grid
 from attractor.core.problem import check_initial, check_parameters
 from attractor.core.rates import Rate, check_state
-from attractor.core.runs import Guard, correction_term, guarded_step
 from attractor.core.step import correction_of_step
 from attractor.core.tableaus import AnyScheme
 from attractor.core.transforms import is_transformed, without_vmap

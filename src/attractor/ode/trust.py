@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from attractor.common.checks import check_input, check_number, check_tensor, check_values, check_whole
 from attractor.core import get_scheme
+from attractor.core.chunks import Guard
 from attractor.core.clocks import OneTimeError
 from attractor.core.control import controlled
 from attractor.core.rates import Rate
 from attractor.core.rounds import Control
-from attractor.core.runs import Guard
 from attractor.core.step import with_parameters
 from attractor.core.tableaus import AnyScheme
 from attractor.core.transforms import is_differentiated

@@ -13,7 +13,7 @@ from attractor.storage.files import lock_folder
 from attractor.storage.objects import AnyPath
 from attractor.storage.schema import Schema, check, mapping, number, plain, record
 from attractor.train.checkpoint import CheckpointError
-from attractor.train.runs import Kept
+from attractor.train.recent_checkpoints import RecentCheckpoints
 
 
 class Unfinished:
@@ -34,7 +34,7 @@ class Unfinished:
     ) -> None:
         self.writes = writes
         self.what = json.loads(json.dumps(what))
-        self.kept = None if out is None else Kept(out, "unfinished fit", unit)
+        self.kept = None if out is None else RecentCheckpoints(out, "unfinished fit", unit)
         self.saved, self.began, self.before = time.monotonic(), time.monotonic(), 0.0
 
     @property
@@ -93,7 +93,7 @@ class Unfinished:
         self, count: int, tensors: dict[str, Tensor], numbers: dict[str, Any], last: bool = False
     ) -> None:
         """Keep a state, if that is due and it is not kept yet."""
-        if self.kept and self.due(last) and self.kept.last != self.kept.place(count):
+        if self.kept and self.due(last) and self.kept.last != self.kept.path(count):
             config = {"what": self.what, "seconds": self.seconds, **numbers}
             self.kept.save(count, 0, tensors, config)
             self.saved = time.monotonic()

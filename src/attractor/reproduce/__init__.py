@@ -24,12 +24,7 @@ On the command line: ``attractor reproduce --list``, ``attractor reproduce stepn
 from types import ModuleType
 
 from attractor.common.lazy import submodule
-from attractor.reproduce.experiment import Experiment, Scale
-from attractor.reproduce.results import Results, load, merge
-from attractor.reproduce.runner import run
-from attractor.reproduce.shelf import catalogue, find, from_file, papers
-from attractor.reproduce.tasks import Context
-from attractor.reproduce.verdict import (
+from attractor.reproduce.effects import (
     CONTRADICTED,
     DIRECTIONS,
     EXACT,
@@ -38,20 +33,27 @@ from attractor.reproduce.verdict import (
     SUPPORTED,
     Deviation,
     Effect,
+    compare,
+    margin,
+    mean_effect,
+    number,
+    quantile,
+    values_of,
+)
+from attractor.reproduce.experiment import Experiment, Scale
+from attractor.reproduce.results import Results, load, merge
+from attractor.reproduce.runner import run
+from attractor.reproduce.shelf import catalogue, find, from_file, papers
+from attractor.reproduce.tasks import Context
+from attractor.reproduce.verdict import (
     Rule,
     Verdict,
     all_of,
     below,
     best,
     combine,
-    compare,
     decide,
     gains,
-    margin,
-    mean_effect,
-    number,
-    quantile,
-    values_of,
     within,
 )
 

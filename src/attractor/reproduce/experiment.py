@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from attractor.reproduce.effects import INCONCLUSIVE, NOT_RUN
 from attractor.reproduce.results import Results
-from attractor.reproduce.verdict import INCONCLUSIVE, NOT_RUN, Verdict
+from attractor.reproduce.verdict import Verdict
 
 Config = Mapping[str, Any]  # JSON values only
 SCALES = ("smoke", "cpu", "gpu")

@@ -1,97 +1,33 @@
 """Write the pages of results and claims, with their pictures, from the files of results."""
 
-import math
 import re
-import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from attractor.reproduce.effects import DIRECTIONS, number
 from attractor.reproduce.experiment import SCALES, Experiment
+from attractor.reproduce.page_text import CLAIMS, COVERAGE, HEAD, RULES
 from attractor.reproduce.results import Results, load
 from attractor.reproduce.shelf import catalogue, papers, uncovered
-from attractor.reproduce.verdict import DIRECTIONS, EXACT, Verdict, combine, number
+from attractor.reproduce.summary import (
+    claims,
+    code,
+    command,
+    largest,
+    literal,
+    metric_text,
+    rows,
+    sizes_of,
+    state,
+    worded,
+)
+from attractor.reproduce.verdict import Verdict, combine
 from attractor.storage.files import check_target, write_text
 
-HEAD = """# Results
-
-Tables and figures of the papers, run again on real data: what the paper reports beside what we
-measured, under the paper's protocol and under a fair one, with the verdict on each. [The
-claims](claims.md) are one table per paper; this page is its appendix. Numbers are means over seeds,
-"±" their standard deviation; of errors, which differ by factors, the geometric mean, and "×÷" the
-factor of one standard deviation.
-
-This page is made by `attractor reproduce --page docs/results.md` from the files in
-experiments/results.
-
-"""
-
-RULES = """## How claims are judged
-
-Direction and size are separate questions.
-
-**Direction.** A claim is one comparison or several, each an effect that is positive if it goes the
-paper's way. One comparison is *supported* if the 95 % confidence interval of the effect lies above
-0, *contradicted* if it lies below 0, and else *inconclusive*: a significant lag is treated like a
-significant lead, and an insignificant lag like an insignificant lead. The interval is Student's,
-over the differences at the same seeds; of one seed it takes the deviation of other runs of the same
-kind, if there are any, and their degrees of freedom. A claim is supported if all its comparisons
-are, each at 95 %, and contradicted if one of them is, at 95 % for all of them together
-(Bonferroni). So either word is wrong at most once in forty times. A training that is much shorter
-than the paper's, and a check that cannot fail, leave a claim inconclusive. *Not run: no data* means
-that what the experiment needs is not at hand. "So far": seeds or arms are still missing.
-
-**Size.** The measured share of the claimed effect, with its 95 % interval; ratios are compared by
-their logarithms. *Smaller*: the interval lies below 100 %. *Larger*: it lies above. *As claimed*:
-it contains 100 % and not 0. *Opposite*: it lies below 0. *Unclear*: it contains 0 and 100 %. Where
-the paper prints no number there is no size. Of a claim with several comparisons the table shows
-their mean, or the one with the least lead where something is said to be best.
-
-**These rules were changed after the results were known.** Before, one word was given for both
-questions: "holds", "holds in direction" for an insignificant lead or a small effect, "cannot be
-tested" for an insignificant lag, "does not hold". Under equal arms half of all verdicts then
-favoured the paper. No run was made or left out for the change. Changed beside that: an arm that is
-said to be best is compared with every other one; a training that is too short speaks for neither
-side, where it could support a claim in direction; epochs of half of the data count as epochs
-(attns-fig4); what untrained networks pass as well (stepnet-fig6) and a bound that no error could
-exceed (attns-theorem51) support nothing; the Longformer is judged where no token sees the future
-(pde-table3); thresholds of single runs are Student's; claims with several parts are judged part by
-part. [A simulation with equal arms](trust.md#verdicts-under-equal-arms) shows how often each word
-occurs by chance.
-
-Of the 50 experiments of that day the former rules gave 9 "holds", 12 "holds in direction", 10 "does
-not hold", 16 "cannot be tested" and 3 no word; the present ones gave 11 supported, 10 contradicted,
-22 inconclusive, 4 not run and 3 no word. From "does not hold" to supported went pde-table3, to
-inconclusive pde-table1; from "holds" to inconclusive attns-theorem51 and stepnet-fig6; to
-contradicted went attns-fig4 ("cannot be tested") and pde-mixing ("holds in direction"). Of the
-other 11 "holds in direction" 3 are supported and 8 inconclusive.
-
-"""
-
 LEVELS = ("with all of its training", "partly", "on small data", "not at all")
-COVERAGE = """## Coverage
 
-The tables and figures of the papers that show results. *With all of its training*: as long as the
-paper's, as far as it is known, with all arms that are judged. *Partly*: a shorter training, a smaller
-model, or some of the rows. *On small data*: on data that come with the library, too small for a verdict.
-"""
-
-CLAIMS = """# Claims
-
-What the papers say, and what we measured. Each row is a claim; its name leads to all numbers. [How
-claims are judged](#how-claims-are-judged) is below the tables. An effect is positive, or a factor
-above 1, if it goes the paper's way; brackets are 95 % confidence intervals. "Training" is the share
-of the paper's training: of its epochs, or for language models of the tokens of its 20 epochs. The
-AttNS paper prints no epochs; 100 % are the 500 of the code of NeurVec, which it names.
-
-This page is made by `attractor reproduce --page docs/results.md` from the files in
-experiments/results.
-
-"""
 
 FEW = 8  # maximum number of arms that are listed in a sentence, not in a table
-LOST = 1e39  # larger errors are those of solvers with a non-finite trajectory
 
 FINDINGS = {  # headings of the main findings, and the experiments that show them
     "Perplexity once the evaluation is the same for both models": ("pde-artefact",),
@@ -99,84 +35,6 @@ FINDINGS = {  # headings of the main findings, and the experiments that show the
     "AttNS and NeurVec once their inputs are normalised": ("attns-normalised",),
     "TNS once its value before training is shown": ("stepnet-initial-cifar100", "stepnet-initial"),
 }
-
-
-def largest(experiment: Experiment, folder: Path | str) -> Results | None:
-    """Return the results at the largest scale with complete runs, else with any runs; None for none."""
-    scales = [s for s in reversed(SCALES) if s in experiment.scales and s != "smoke"]
-    candidates = [load(experiment, scale, folder) for scale in scales]
-    candidates = [results for results in candidates if any(results.runs.values())]
-    return next((r for r in candidates if r.complete), candidates[0] if candidates else None)
-
-
-def state(experiment: Experiment, folder: Path | str) -> str:
-    """Return the scale and the number of runs of an experiment, in a few words."""
-    results = largest(experiment, folder)
-    if results is None:
-        return "no data" if experiment.missing else "not yet"
-    run_count = sum(len(runs) for runs in results.runs.values())
-    missing_count = len(results.missing())
-    total = f" of {run_count + missing_count}" if missing_count else ""
-    return f"{results.scale}, {run_count}{total}"
-
-
-def worded(experiment: Experiment, results: Results | None) -> str:
-    """Return the direction, with "so far" if runs are missing; empty without a verdict."""
-    verdict = experiment.verdict(results)
-    if verdict is None:
-        return ""
-    partly = results is not None and results.complete and results.partly
-    return f"{verdict.direction} so far" if partly else verdict.direction
-
-
-def sizes_of(verdict: Verdict | None) -> str:
-    """Return the sizes of a verdict and its parts, in a few words; empty if the paper has no numbers."""
-    return "" if verdict is None else "; ".join(filter(None, (part.size for part in verdict.claims)))
-
-
-def claims(experiment: Experiment, folder: Path | str) -> list[dict[str, Any]]:
-    """Return one row per claim of an experiment, as in the page of claims.
-
-    An experiment without a verdict has one row without a direction.
-    """
-    results = largest(experiment, folder)
-    verdict = experiment.verdict(results)
-    scale = None if results is None else experiment.scales[results.scale]
-    partly = results is not None and results.complete and results.partly
-    common = {
-        "experiment": experiment.name,
-        "scale": None if results is None else results.scale,
-        "training": scale.training if scale is not None else "",
-        "complete": not partly,
-    }
-    if verdict is None:
-        small = results is not None and results.complete
-        why = "runs are too small to judge" if small else "runs are missing"
-        return [{**common, "claim": experiment.claim.rstrip("."), "direction": None, "why": why}]
-    return [{**common, **_claim(experiment, part, results)} for part in verdict.claims]
-
-
-def _claim(experiment: Experiment, verdict: Verdict, results: Results | None) -> dict[str, Any]:
-    effect = verdict.headline
-    row: dict[str, Any] = {
-        "claim": verdict.claim or experiment.claim.rstrip("."),
-        "direction": verdict.direction, "size": verdict.size, "caveat": verdict.caveat,
-        "why": verdict.why, "paper": "", "ours": "", "seeds": None, "tally": verdict.tally(),
-    }  # fmt: skip
-    if effect is None or results is None:
-        return row
-    if experiment.unit == "%" and not effect.unit and not effect.ratio:
-        effect = replace(effect, unit="points")
-    unit = f" {effect.unit}" if effect.unit else ""
-    if effect.paper is not None:
-        row["paper"] = f"{'factor ' * effect.ratio}{effect.shown(effect.paper)}{unit}"
-    low, high = effect.interval()
-    seeds = max(map(len, results.runs.values())) if effect.deviation == EXACT else len(effect.samples)
-    row |= {
-        "ours": verdict.measurement or str(effect), "value": effect.value, "low": low, "high": high,
-        "effect": effect.paper, "seeds": seeds,
-    }  # fmt: skip
-    return row
 
 
 def claims_page(folder: Path | str) -> str:
@@ -262,77 +120,6 @@ def titles(everything: Mapping[str, Experiment]) -> dict[str, str]:
     return {paper: all_titles.get(paper, paper) for paper in short_names}
 
 
-def rows(experiment: Experiment, results: Results) -> list[dict[str, Any]]:
-    """Return one row per arm: the paper's number, ours with spread and seeds, and other metrics."""
-    return [
-        {
-            "arm": arm,
-            "paper": experiment.numbers.get(arm),
-            "mean": results.typical(arm) if experiment.logarithmic else results.mean(arm),
-            "spread": results.factor(arm) if experiment.logarithmic else results.spread(arm),
-            "told": cell(experiment, results, arm),
-            "seeds": len(results.values(arm)),
-            "others": {m: other(experiment, results, arm, m) for m in experiment.others},
-        }
-        for arm in results.arms
-        if results.runs.get(arm)
-    ]
-
-
-def cell(experiment: Experiment, results: Results, arm: str) -> str:
-    """Format an arm's metric with its spread over seeds."""
-    if not experiment.logarithmic:
-        return told(results.mean(arm), results.spread(arm))
-    values = results.values(arm)
-    lost_count = sum(x >= LOST for x in values)
-    if lost_count:
-        return "lost" if lost_count == len(values) else f"lost at {lost_count} of {len(values)} seeds"
-    mean, factor = results.typical(arm), results.factor(arm)
-    return number(mean) if factor is None or math.isnan(mean) else f"{number(mean)} ×÷ {factor:.2g}"
-
-
-def other(experiment: Experiment, results: Results, arm: str, metric: str) -> float:
-    """Return the mean of a further metric, geometric if the experiment's is; NaN if an arm lacks it."""
-    if not all(metric in run["metrics"] for run in results.runs[arm].values()):
-        return math.nan
-    factors = experiment.logarithmic and min(results.values(arm, metric)) > 0
-    return results.typical(arm, metric) if factors else results.mean(arm, metric)
-
-
-def known(x: float) -> str:
-    """Format a number: a dash for NaN, and "lost" for errors of solvers with non-finite trajectories."""
-    return "–" if math.isnan(x) else "lost" if x >= LOST / 100 else number(x)
-
-
-def told(mean: float, spread: float | None) -> str:
-    """Format a mean with its spread, with equally many decimals unless it is very small or large."""
-    if math.isnan(mean):
-        return "NaN"
-    if spread is None:
-        return number(mean)
-    if 0.01 <= abs(mean) < 1e4 and spread > 0:
-        places = min(max(0, 1 - math.floor(math.log10(spread))), 4)
-        return f"{mean:.{places}f} ± {spread:.{places}f}"
-    return f"{number(mean)} ± {number(spread)}"
-
-
-def literal(text: str) -> str:
-    """Return a string of a results file as one line of Markdown without any markup."""
-    return re.sub(r"([\\`*\[\]{}()<>&$|~#!^@%])", r"\\\1", " ".join(text.split()))
-
-
-def code(text: str) -> str:
-    """Return a string of a results file as an inline code span of Markdown."""
-    return f"`{' '.join(text.replace('`', ' ').split())}`"
-
-
-def command(experiment: Experiment, scale: str) -> str:
-    """Return the command that makes the results of an experiment at a scale."""
-    device = " --device cuda" if scale == "gpu" else ""
-    data = " --data FOLDER" if experiment.data else ""
-    return f"attractor reproduce {shlex.quote(experiment.name)} --scale {scale}{device}{data}"
-
-
 def section(experiment: Experiment, folder: Path | str, pictures: Path) -> str:
     """Return the section of an experiment on the page of results."""
     results = largest(experiment, folder)
@@ -353,9 +140,9 @@ def section(experiment: Experiment, folder: Path | str, pictures: Path) -> str:
             [
                 row["arm"],
                 "" if row["paper"] is None else number(row["paper"]),
-                row["told"],
+                row["text"],
                 str(row["seeds"]),
-                *map(known, row["others"].values()),
+                *map(metric_text, row["others"].values()),
             ]
             for row in rows(experiment, results)
         ]
@@ -421,7 +208,7 @@ def larger(experiment: Experiment, results: Results, folder: Path | str) -> list
         if scale not in experiment.scales:
             continue
         partial = load(experiment, scale, folder)
-        values = [[row["arm"], row["told"], str(row["seeds"])] for row in rows(experiment, partial)]
+        values = [[row["arm"], row["text"], str(row["seeds"])] for row in rows(experiment, partial)]
         if len(values) > FEW:
             lines.append(f"Of scale {scale} there are so far:\n")
             lines.append(_table(["", f"ours ({experiment.metric})", "seeds"], values))

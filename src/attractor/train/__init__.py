@@ -27,10 +27,12 @@ from attractor.train import checkpoint
 from attractor.train.capture import compiled_blocks, repeated_blocks
 from attractor.train.checkpoint import CheckpointError
 from attractor.train.classify import Classify
+from attractor.train.evaluation import evaluate
 from attractor.train.groups import parameter_groups
 from attractor.train.history import DivergedError, History, Progress, Seeds, TerminatedError
-from attractor.train.loop import evaluate, train, train_seeds
+from attractor.train.loop import train
 from attractor.train.recipe import PAPER, SHORT, Recipe
+from attractor.train.seeds import train_seeds
 
 __all__ = [
     "PAPER",

@@ -11,7 +11,7 @@ from attractor.train.feeds import Feed
 from attractor.train.history import Progress, Row
 from attractor.train.place import Place
 from attractor.train.recipe import Recipe
-from attractor.train.runs import EpochState
+from attractor.train.run_folder import EpochState
 
 StepSums = tuple[Tensor, dict[str, int]]  # sums [names], and the number of items by name
 Tell = Callable[[Progress], None]

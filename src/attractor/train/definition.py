@@ -7,7 +7,7 @@ way in which steps are captured are not part of the definition: they change resu
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -29,12 +29,14 @@ from attractor.train.recipe import Recipe
 
 FORMAT = 1
 FREE = ("capture",)  # fields of a recipe that may change when a run is resumed
+# Fields that may change when a run is extended.
+SCHEDULE = ("epochs", "learning_rate", "warmup", "schedule", "milestones", "decay", "floor")
 OUTLINE = mapping(text(100_000))  # fingerprints by path
 DEFINITION = record(
     {"format": number(whole=True), "recipe": recipes.SCHEMA, "frozen": listing(text()),
      "tied": listing(listing(text())),
      **dict.fromkeys(("model", "weights", "loss", "train_data", "valid_data"), OUTLINE)},
-    {"steps": number(0, whole=True)},
+    {"steps": number(0, whole=True), "extends": listing(text())},
 )  # fmt: skip
 LOADER = ("dataset", "batch_size", "drop_last", "sampler", "batch_sampler", "collate_fn")
 
@@ -51,6 +53,7 @@ class Definition:
         tied: groups of names that refer to one tensor.
         loss, train_data, valid_data: their outlines (`attractor.storage.fingerprint`).
         steps: steps per epoch.
+        extends: digests of the definitions that this run had before it was extended.
     """
 
     recipe: dict[str, Any]
@@ -62,6 +65,7 @@ class Definition:
     train_data: dict[str, str]
     valid_data: dict[str, str]
     steps: int = 0
+    extends: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -82,7 +86,8 @@ class Definition:
         names_of: dict[int, list[str]] = {}
         for name, value in tensors:
             names_of.setdefault(id(value), []).append(name)
-        fields = {k: v for k, v in asdict(recipe).items() if k not in FREE} | {"precision": precision}
+        fields = {k: v for k, v in recipe.settings().items() if k not in FREE}
+        fields |= {"precision": precision}
         return cls(
             recipe={k: repr(v) if v == math.inf else _as_list(v) for k, v in fields.items()},
             model={path: _module(part, prints) for path, part in model.named_modules()},
@@ -107,16 +112,27 @@ class Definition:
         fault = mismatch(content, DEFINITION)
         if fault is not None:
             raise ValueError(fault)
-        return cls(**{name: value for name, value in content.items() if name != "format"})
+        fields = {name: value for name, value in content.items() if name != "format"}
+        return cls(**fields | {"extends": tuple(content.get("extends", ()))})
 
     def to_json(self) -> dict[str, Any]:
         """Return the definition as it is written to the folder of the run."""
-        return {"format": FORMAT, **asdict(self)}
+        fields = asdict(self)
+        extends = list(fields.pop("extends"))
+        return {"format": FORMAT, **fields} | ({"extends": extends} if extends else {})
 
     @property
     def digest(self) -> str:
-        """The fingerprint of the whole definition."""
-        return fingerprint(self.to_json())
+        """The fingerprint of the definition, without those of the runs that it extends."""
+        return fingerprint({k: v for k, v in self.to_json().items() if k != "extends"})
+
+    def extension_of(self, other: "Definition") -> "Definition":
+        """Return this definition as an extension of a run that differs in the schedule at most."""
+        if self.digest == other.digest:
+            return other
+        old = {k: v for k, v in other.recipe.items() if k not in SCHEDULE}
+        new = {k: v for k, v in self.recipe.items() if k in SCHEDULE}
+        return replace(other, recipe=old | new, extends=(*other.extends, other.digest))
 
     def unlike(self, other: "Definition") -> list[str]:
         """List the differences from another run, as "X, not Y" with X of this run."""

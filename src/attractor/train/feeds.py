@@ -6,6 +6,7 @@ batch from them: ``feed.batch(*inputs)`` runs inside the step, on the device, wi
 
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, Protocol
 
@@ -36,6 +37,10 @@ class Feed(Protocol):
         """Return the batch that the loss is called with."""
         ...
 
+    def batches_of(self, *inputs: Tensor) -> Iterator[Any]:
+        """Yield the batches of a step; there are several if gradients are accumulated."""
+        ...
+
     def size(self, *inputs: Tensor) -> int:
         """Return the number of samples in these inputs."""
         ...
@@ -52,6 +57,9 @@ def feed_of(data: Any, recipe: Recipe, *, train: bool, like: Tensor, share: Shar
         like: a parameter of the model, for device and dtype.
         share: the rank of this process and the number of processes.
     """
+    if train and recipe.accumulate > 1:
+        one = feed_of(data, replace(recipe, accumulate=1), train=True, like=like, share=share)
+        return AccumulationFeed(one, recipe.accumulate)
     if hasattr(data, "images") and hasattr(data, "labels"):
         return ImageFeed(data, recipe, train=train, like=like, share=share)
     if isinstance(data, Dataset):
@@ -60,6 +68,45 @@ def feed_of(data: Any, recipe: Recipe, *, train: bool, like: Tensor, share: Shar
             "it (an ImageFolder has .loader(batch))"
         )
     return BatchFeed(data, recipe, train=train, device=like.device, share=share)
+
+
+class AccumulationFeed:
+    """The steps of another feed, several of which are one step here."""
+
+    def __init__(self, feed: Feed, count: int) -> None:
+        self.feed, self.count, self.unit, self.steps = feed, count, feed.unit, feed.steps // count
+        if not self.steps:
+            raise ValueError(
+                f"accumulate = {count} is more than the {feed.steps} batches of an epoch; use fewer"
+            )
+
+    def epoch(self, epoch: int, first: int = 0) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the inputs of the batches of each step, one after the other."""
+        batches = self.feed.epoch(epoch, first * self.count)
+
+        def steps() -> Iterator[tuple[Tensor, ...]]:
+            for _ in range(first, self.steps):
+                inputs = list(islice(batches, self.count))
+                if len(inputs) == self.count:
+                    yield tuple(chain.from_iterable(inputs))
+
+        return steps()
+
+    def batch(self, *inputs: Tensor) -> Any:
+        """Return the list of batches."""
+        return list(self.batches_of(*inputs))
+
+    def batches_of(self, *inputs: Tensor) -> Iterator[Any]:
+        """Yield the batches."""
+        return (self.feed.batch(*own) for own in self._parts(inputs))
+
+    def size(self, *inputs: Tensor) -> int:
+        """Return the number of samples of all batches."""
+        return sum(self.feed.size(*own) for own in self._parts(inputs))
+
+    def _parts(self, inputs: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+        size = len(inputs) // self.count
+        return [inputs[i : i + size] for i in range(0, len(inputs), size)]
 
 
 class ImageFeed:
@@ -164,6 +211,10 @@ class ImageFeed:
             return x, labels
         (other, others), weight = self.gather(inputs[1]), inputs[2]
         return torch.lerp(other, x, weight[:, None, None, None]), labels, others, weight
+
+    def batches_of(self, *inputs: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the batch."""
+        yield self.batch(*inputs)
 
     def gather(self, draw: Tensor) -> tuple[Tensor, Tensor]:
         """Return images and labels of a draw."""
@@ -333,6 +384,10 @@ class BatchFeed:
         """Rebuild the batch from its tensors."""
         assert self.form is not None
         return tree_unflatten(list(inputs), self.form)
+
+    def batches_of(self, *inputs: Tensor) -> Iterator[Any]:
+        """Yield the batch."""
+        yield self.batch(*inputs)
 
     def size(self, *inputs: Tensor) -> int:
         """Return the first dimension of the first tensor."""

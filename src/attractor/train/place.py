@@ -150,6 +150,12 @@ class Place:
 
         return parallel, undo
 
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which backward passes do not average gradients over processes."""
+        if self.share[1] == 1:
+            return nullcontext()
+        return self.accelerator.no_sync(model)
+
     def agree(self, model: nn.Module) -> None:
         """Copy buffers, such as running means, from the first process to all others."""
         if self.share[1] > 1:
@@ -198,9 +204,12 @@ def _precision(precision: str, device: torch.device, launch_precision: str) -> s
     """Return the precision on a device.
 
     Args:
-        wanted: the precision of the recipe.
-        place: the device.
-        told: the precision with which Accelerate was launched.
+        precision: the precision of the recipe.
+        device: the device.
+        launch_precision: the precision with which Accelerate was launched.
+
+    Raises:
+        ValueError: the device is not there, or does not support the precision.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device = {str(device)!r}, but torch finds no GPU here; use device='cpu'")

@@ -30,6 +30,8 @@ def check_sharding(model: nn.Module, recipe: Recipe, precision: str) -> None:
             "precision = 'fp16' with sharding = 'full'; the scaling of fp16 needs whole gradients: use "
             "'bf16' or 'fp32'"
         )
+    if recipe.ema:
+        raise ValueError(f"ema = {recipe.ema} with sharding = 'full' is not implemented; use ema=0")
     if recipe.capture == "graph":
         raise ValueError(
             "capture = 'graph' with sharding = 'full'; steps of several processes are never captured: "

@@ -12,13 +12,13 @@ from attractor.core.native.compiler import TYPES, lanes_of, library_of
 from attractor.core.native.derivatives import jacobian
 from attractor.core.native.rosenbrock import LARGEST, after_rate, attempt_text, interpolant_lines
 from attractor.core.native.tracing import ScalarFunction, traced
+from attractor.core.output_times import Output
 from attractor.core.rates import Linearised, Rate
 from attractor.core.rosenbrock import Rosenbrock
 from attractor.core.rounds import Progress, Rules
 from attractor.core.scheme import Scheme
 from attractor.core.trajectory import Status
 from attractor.core.transforms import has_tangent, is_transformed
-from attractor.core.wanted import Output
 
 _CARRIED = Progress._fields
 _POINTERS = (

@@ -1,4 +1,4 @@
-"""Loops of steps in C, with the call and the result of `attractor.core.runs.looped`."""
+"""Loops of steps in C, with the call and the result of `attractor.core.chunks.step_loop`."""
 
 import ctypes
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attractor.core.chunks import Guard, LoopResult, beside, correction_term
 from attractor.core.native.aten import UntranslatableError
 from attractor.core.native.code import (
     function_text,
@@ -19,7 +20,6 @@ from attractor.core.native.code import (
 from attractor.core.native.compiler import TYPES, lanes_of, library_of
 from attractor.core.native.tracing import ScalarFunction, traced
 from attractor.core.rates import Rate
-from attractor.core.runs import Guard, Looped, beside, correction_term
 from attractor.core.scheme import Scheme
 from attractor.core.step import Correction, Step
 from attractor.core.tableaus import AnyScheme
@@ -232,8 +232,8 @@ class NativeLoop:
         u: Tensor,
         anywhere: Tensor,
         parameters: Tensor | None = None,
-    ) -> Looped:
-        """Take `count` steps from u ``[*batch, d]``, or fewer; see `attractor.core.runs.looped`."""
+    ) -> LoopResult:
+        """Take `count` steps from u ``[*batch, d]``, or fewer; see `attractor.core.chunks.step_loop`."""
         rows, most = u.movedim(-1, 0).contiguous(), int(count)
         own = rows if parameters is None else parameters.movedim(-1, 0).contiguous()
         t, dt = t.detach().contiguous(), dt.detach().contiguous()
@@ -245,4 +245,4 @@ class NativeLoop:
             *states, *flags, ctypes.addressof(self.memory), anywhere.numel(), min(most, len(dt)),
             torch.get_num_threads(),
         )  # fmt: skip
-        return Looped(taken, out.movedim(0, -1), inside, stayed)
+        return LoopResult(taken, out.movedim(0, -1), inside, stayed)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attractor.common.checks import check_input, check_whole
-from attractor.core.runs import Guard
+from attractor.core.chunks import Guard
 from attractor.core.step import Step
 from attractor.ode.corrections.correction import Correction
 from attractor.ode.corrections.network import check_factory, check_period, check_sizes

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attractor.core.chunks import LoopResult
 from attractor.core.native.compiler import compiled_library
 from attractor.core.rates import version
-from attractor.core.runs import Looped
 
 SOURCE = Path(__file__).with_suffix(".c")
 TYPES = {torch.float32: "float", torch.float64: "double"}
@@ -65,7 +65,7 @@ class Size:
 
 
 class Kernel:
-    """A loop of steps with the call and the result of `attractor.core.runs.looped`.
+    """A loop of steps with the call and the result of `attractor.core.chunks.step_loop`.
 
     Args:
         tensors: Weight, bias, centre and scale of the polynomial; then, if there is a trust region, its
@@ -107,8 +107,8 @@ class Kernel:
         u: Tensor,
         anywhere: Tensor,
         parameters: Tensor | None = None,
-    ) -> Looped:
-        """Take `count` steps from u ``[*batch, d]``, or fewer; see `attractor.core.runs.looped`."""
+    ) -> LoopResult:
+        """Take `count` steps from u ``[*batch, d]``, or fewer; see `attractor.core.chunks.step_loop`."""
         rows, most = u.movedim(-1, 0).contiguous(), int(count)
         own = rows if parameters is None else parameters.movedim(-1, 0).contiguous()
         phases = rows
@@ -123,7 +123,7 @@ class Kernel:
         taken = self.function(
             *states, *self.pointers, self.limit, *flags, anywhere.numel(), most, torch.get_num_threads()
         )
-        return Looped(taken, out.movedim(0, -1), inside, stayed)
+        return LoopResult(taken, out.movedim(0, -1), inside, stayed)
 
 
 @cache

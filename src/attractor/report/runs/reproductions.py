@@ -9,9 +9,10 @@ from attractor.report import live
 from attractor.report.page import Page
 from attractor.report.runs.run import Run, read_json
 from attractor.reproduce import find
-from attractor.reproduce.page import chart_title, command, rows, sizes_of, told, worded
+from attractor.reproduce.page import chart_title
 from attractor.reproduce.results import FILE, Results, fault
 from attractor.reproduce.results import read as read_runs
+from attractor.reproduce.summary import command, mean_text, rows, sizes_of, worded
 
 ABOUT = (
     "A reproduction of a table or figure of a paper: the numbers of the paper, our numbers, and a "
@@ -80,7 +81,7 @@ def show(page: Page, runs: Sequence[Run]) -> None:
                 [
                     row["arm"],
                     row["paper"],
-                    told(row["mean"], row["spread"]),
+                    mean_text(row["mean"], row["spread"]),
                     row["seeds"],
                     *row["others"].values(),
                 ]

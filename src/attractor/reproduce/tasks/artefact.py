@@ -27,15 +27,17 @@ from torch.nn.functional import cross_entropy
 
 from attractor.data import text
 from attractor.reproduce.tasks import Context, Outcome
-from attractor.reproduce.tasks.texts import (
-    CHECKED,
-    CHUNK,
+from attractor.reproduce.tasks.text_data import (
     hash_of,
-    is_causal_model,
     perplexity_of,
     six_digits,
     tokenizer_of,
     toy_lines,
+)
+from attractor.reproduce.tasks.texts import (
+    CHECKED,
+    CHUNK,
+    is_causal_model,
     train_epochs,
 )
 from attractor.train import Recipe

@@ -14,7 +14,8 @@ from attractor.ode.theory import (
     steepest,
 )
 from attractor.reproduce.tasks import Context, Outcome
-from attractor.reproduce.tasks.solvers import CEILING, fit_solver, make_setting
+from attractor.reproduce.tasks.solver_settings import CEILING, make_setting
+from attractor.reproduce.tasks.solvers import fit_solver
 
 READINGS = ("states", "components", "trajectories")
 

@@ -9,7 +9,7 @@ is 7e-18 for the elastic pendulum to T = 50 and 2e-20 for the 2-link pendulum. S
 
 Entries of a configuration:
 
-    system       "spring-mass" (with n), "2-link" or "elastic"; see `PROBLEMS`
+    system       "spring-mass" (with n), "2-link" or "elastic"; see `PROBLEMS` of `solver_settings`
     scheme       name of a scheme; default "rk4"
     correction   name of a correction of `attractor.corrections`; its options are width, depth and
                  `options`
@@ -30,174 +30,35 @@ The entries train, test, horizon, substeps and epochs are either a number or an 
 system.
 """
 
-import functools
-import hashlib
 import math
 import time
 import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attractor.core import Trajectory, evolve, get_scheme
-from attractor.ode import HybridSolver, fit, fused, systems
+from attractor.core import Trajectory, evolve
+from attractor.ode import HybridSolver, fit, fused
 from attractor.ode.algorithm1 import BATCH, FullBatches, cosine, train_epochs
 from attractor.ode.corrections import AttNSM, get_correction
 from attractor.ode.pairs import Pairs, one_step
-from attractor.ode.substeps import whole_steps
-from attractor.ode.theory import second_derivative
-from attractor.ode.trajectories import Plan, Run, fine_trajectories, make_run, with_noise
+from attractor.ode.trajectories import Run, with_noise
 from attractor.reproduce.tasks import Context, Outcome
+from attractor.reproduce.tasks.solver_settings import (
+    CEILING,
+    Setting,
+    by_scheme,
+    digest,
+    make_setting,
+    per_system,
+)
+from attractor.reproduce.tasks.standardised import Normal
 from attractor.train import Recipe, compiled_blocks
 
-CEILING = 1e40  # error of a non-finite trajectory or training
-TEST_SEED = 20_261_115
-FINE = 1e-3  # step of the paper's training data
 POINTS = 40  # maximum number of points of a curve
-FINER = 2  # substeps of the truth per substep of the training data
-MEMORY_SIZE = 8  # number of cached sets of fine trajectories per system
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A row of the paper's Tables 3 and 4, with the factor lambda of the loss in Eq. 7.
-
-    The paper does not print lambda for these rows. Adam is nearly invariant to a factor of the loss.
-
-    Attributes:
-        system: Class of the equation.
-        dt: The large step.
-        horizon: T.
-        train: Number of training trajectories.
-        test: Number of test trajectories.
-        loss_scale: lambda.
-        substeps: Number of dopri5 steps per large step of the training data.
-    """
-
-    system: Any
-    dt: float
-    horizon: float
-    train: int
-    test: int
-    loss_scale: float
-    substeps: int = 1
-
-
-PROBLEMS = {
-    "spring-mass": Problem(systems.SpringMass, 0.2, 20.0, 5_000, 5_000, 1.0),
-    "2-link": Problem(systems.PendulumChain, 0.1, 10.0, 20_000, 10_000, 1e6, 16),
-    "elastic": Problem(systems.ElasticPendulum, 0.1, 50.0, 20_000, 10_000, 1e6, 16),
-}
-
-
-class CachedSystem:
-    """A system with a cache of its fine trajectories, which fits with the same initial states share.
-
-    Args:
-        system: The equation.
-        substeps: Number of dopri5 steps between two returned states.
-    """
-
-    def __init__(self, system: Any, substeps: int) -> None:
-        self.system, self.substeps, self.dim = system, substeps, system.dim
-        self.sample = system.sample
-        self.memory: dict[tuple[Any, ...], Tensor] = {}
-
-    def __call__(self, t: Any, u: Tensor) -> Tensor:
-        """Return du/dt."""
-        return self.system(t, u)
-
-    def exact(self, t: Tensor, u0: Tensor) -> Tensor:
-        """Return states ``[len(t), n, d]`` from u0 ``[n, d]`` at evenly spaced times, for `fit`."""
-        key = (len(t), round(t[1].item(), 12), u0.device, digest(u0))
-        if key not in self.memory:
-            while len(self.memory) >= MEMORY_SIZE:
-                self.memory.pop(next(iter(self.memory)))
-            self.memory[key] = fine_trajectories(
-                self.system, u0, t[1].item(), len(t) - 1, self.substeps, scheme="dopri5"
-            )
-        return self.memory[key]
-
-
-@functools.cache
-def cached_system(name: str, n: int | None, substeps: int) -> CachedSystem:
-    """Return the system of a name, always the same object with its cache."""
-    system_type = PROBLEMS[name].system
-    return CachedSystem(system_type(n) if n is not None else system_type(), substeps)
-
-
-def digest(x: Tensor) -> str:
-    """Return the SHA-256 digest of the numbers of a tensor."""
-    return hashlib.sha256(x.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The equation, the scheme, the training data and the true test trajectories of an arm."""
-
-    problem: Problem
-    system: CachedSystem
-    scheme: Any
-    steps: int
-    run: Run
-    truth: Tensor  # [steps + 1, n, d]
-
-    @property
-    def dt(self) -> float:
-        """The large step."""
-        return self.problem.dt
-
-    @property
-    def horizon(self) -> float:
-        """T, the duration of the test trajectories."""
-        return self.steps * self.dt
-
-
-def make_setting(config: dict[str, Any], context: Context) -> Setting:
-    """Return the equation and the data of a configuration and a seed."""
-    name = config["system"]
-    overrides = {k: _of(config, k, name) for k in ("train", "test", "horizon", "substeps")}
-    problem = replace(PROBLEMS[name], **{k: v for k, v in overrides.items() if v is not None})
-    system = cached_system(name, config.get("n"), problem.substeps)
-    scheme, steps = get_scheme(config.get("scheme", "rk4")), whole_steps(problem.dt, problem.horizon)
-    plan = Plan(problem.train, problem.dt, steps, 1, context.seed, problem.train)
-    if config.get("data", "exact") == "exact":
-        run = make_run(system, None, plan, 0, context.device)
-    else:
-        u0 = system.sample(problem.train, plan.generator(0, "states"), torch.float64, context.device)
-        run = Run(0.0, by_scheme(system.system, u0, scheme, problem.dt, steps))
-    generator = torch.Generator().manual_seed(TEST_SEED)
-    u0 = system.sample(problem.test, generator, torch.float64, context.device)
-    finer = cached_system(name, config.get("n"), FINER * problem.substeps)
-    truth = finer.exact(torch.arange(steps + 1, dtype=torch.float64) * problem.dt, u0)
-    if "top" in config:
-        truth = largest(system, truth, config["top"])
-    run = Run(run.t0, run.u[:, : max(1, round(config.get("share", 1.0) * problem.train))])
-    return Setting(problem, system, scheme, steps, run, truth)
-
-
-def by_scheme(system: Any, u0: Tensor, scheme: Any, dt: float, steps: int) -> Tensor:
-    """Return states of a linear system every dt, computed by the scheme with steps of `FINE`.
-
-    These are the paper's training data for spring-mass. Requires a linear system: the steps over dt are
-    one matrix, which is found from the unit vectors.
-    """
-    unit = torch.eye(u0.shape[-1], dtype=torch.float64, device=u0.device)
-    t = torch.arange(round(dt / FINE) + 1, dtype=torch.float64) * FINE
-    flow = evolve(system, unit, t, scheme, every=len(t) - 1).final
-    states = [u0]
-    for _ in range(steps):
-        states.append(states[-1] @ flow)
-    return torch.stack(states)
-
-
-def largest(system: Any, truth: Tensor, share: float) -> Tensor:
-    """Return the share of the trajectories with the largest ``|u''|`` over components and times."""
-    size = second_derivative(system, truth).abs().amax((0, -1))
-    return truth[:, size.argsort(descending=True)[: max(1, round(share * truth.shape[1]))]]
 
 
 # Fitting
@@ -238,7 +99,7 @@ def _by_adam(config: dict[str, Any], context: Context, setting: Setting) -> tupl
     )
     if config.get("kind") == "constant":
         pairs = _shift_starts(pairs, config["noise"], setting)
-    epochs = _of(config, "epochs", config["system"])
+    epochs = per_system(config, "epochs", config["system"])
     try:
         model, outcome = train_as_printed(config, pairs, context, epochs, setting.problem.loss_scale)
     except FloatingPointError:
@@ -327,54 +188,6 @@ def _nan_outcome(updates: float) -> Outcome:
     """Return the outcome of a fit that reports no loss."""
     nan_metrics = dict.fromkeys(("loss", "q", "away", "spread"), math.nan)
     return {"metrics": {"updates": updates, **nan_metrics}, "curves": {}}
-
-
-@dataclass(frozen=True)
-class Normal:
-    """Inputs and targets of a correction, standardised per component.
-
-    Attributes:
-        x: Inputs ``[n, inputs]`` with mean 0 and deviation 1.
-        error: Targets ``[n, d]`` with deviation 1.
-        mean: Mean of the original inputs ``[inputs]``.
-        deviation: Standard deviation of the original inputs ``[inputs]``.
-        size: Standard deviation of the original targets ``[d]``.
-    """
-
-    x: Tensor
-    error: Tensor
-    mean: Tensor
-    deviation: Tensor
-    size: Tensor
-
-    @classmethod
-    def of(cls, model: Any, pairs: Pairs) -> "Normal":
-        """Standardise pairs for a correction that adds the output of its network.
-
-        Raises:
-            ValueError: The correction is AttNS-m.
-        """
-        if isinstance(model, AttNSM):
-            raise ValueError(
-                "recipe 'normalised' does not support AttNS-m, which multiplies its output by the "
-                "slope; use recipe 'paper'"
-            )
-        with torch.no_grad():
-            x = model.inputs(pairs.step()).double()
-        mean, deviation, size = x.mean(0), x.std(0), pairs.error.std(0)
-        deviation = torch.where(deviation > 1e-12 * (1 + mean.abs()), deviation, 1.0)
-        size = torch.where(size > 0, size, 1.0)
-        return cls(((x - mean) / deviation).float(), (pairs.error / size).float(), mean, deviation, size)
-
-    def fold(self, model: Any) -> None:
-        """Fold the standardisation into the weights of the correction, in float64 against rounding."""
-        net = model.double().net
-        with torch.no_grad():
-            for layer in (net.head, net.around):
-                if layer is not None:
-                    layer.weight.mul_(self.size[:, None])
-            net.head.bias.mul_(self.size)
-        net.standardise(self.mean, self.deviation)
 
 
 def _with_noise(config: dict[str, Any], context: Context, run: Run) -> Run:
@@ -542,9 +355,3 @@ def thin(values: Any) -> list[float]:
         last = len(values) - 1
         values = [values[round(i * last / (POINTS - 1))] for i in range(POINTS)]
     return [float(f"{x:.6g}") if x is not None else math.nan for x in values]
-
-
-def _of(config: dict[str, Any], key: str, system: str) -> Any:
-    """Return a number of the configuration, which may be an object with a number per system."""
-    value = config.get(key)
-    return value.get(system) if isinstance(value, dict) else value

@@ -8,15 +8,11 @@ trains one `Classifier`.
 Token ids are saved in a folder ``.tokens`` in the folder of results, and memory-mapped from there.
 """
 
-import hashlib
 import math
-import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +26,15 @@ from attractor.attention.windows import window_attention
 from attractor.data import text
 from attractor.reproduce.tasks import Context, Outcome
 from attractor.reproduce.tasks.mixed import MixedValues
-from attractor.storage.files import write_json, write_text
-from attractor.storage.limits import read_json, read_json_lines
+from attractor.reproduce.tasks.text_data import (
+    Texts,
+    Windows,
+    classification_data,
+    folders_of,
+    perplexity_of,
+    six_digits,
+    token_streams,
+)
 from attractor.train import Classify, DivergedError, Recipe, evaluate, train
 from attractor.train.loop import restored
 
@@ -72,7 +75,7 @@ def language(config: Config, context: Context) -> Outcome:
 
     Curves: update, perplexity, left_to_right, train_loss.
     """
-    ids, vocabulary, hashes = _streams(config["data"], config["tokenizer"], *_places(context))
+    ids, vocabulary, hashes = token_streams(config["data"], config["tokenizer"], *folders_of(context))
     recipe, tokens = config["recipes"][config["recipe"]], config["length"] // config["shorten"]
     device = context.device
     train_ids = ids["train"][: round(config["part"] * len(ids["train"]))].to(device)
@@ -154,7 +157,9 @@ def classify(config: Config, context: Context) -> Outcome:
     name = "toy" if config.get("synthetic") else config["data"]
     recipe, tokens = config["recipes"][config["recipe"]], config["tokens"][config["data"]]
     device = context.device
-    parts, tokenizer, hashes = _classification_data(name, config["tokenizer"], tokens, *_places(context))
+    parts, tokenizer, hashes = classification_data(
+        name, config["tokenizer"], tokens, *folders_of(context)
+    )
     (ids, labels), (test_ids, test_labels) = parts["train"], parts["test"]
     limit, test_limit = config["limit"] or (len(ids), len(test_ids))
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
@@ -209,80 +214,14 @@ def classify(config: Config, context: Context) -> Outcome:
 
 def language_data(config: Config, context: Context) -> dict[str, str]:
     """Return the hashes of the data that `language` reads."""
-    return _streams(config["data"], config["tokenizer"], *_places(context))[2]
+    return token_streams(config["data"], config["tokenizer"], *folders_of(context))[2]
 
 
 def classify_data(config: Config, context: Context) -> dict[str, str]:
     """Return the hashes of the data that `classify` reads."""
     name = "toy" if config.get("synthetic") else config["data"]
     tokens = config["tokens"][config["data"]]
-    return _classification_data(name, config["tokenizer"], tokens, *_places(context))[2]
-
-
-class Windows:
-    """Random batches ``[batch, tokens + 1]`` of texts in a stream of ids.
-
-    Args:
-        ids: The stream ``[n]``, on the device of the model.
-        tokens: Number of tokens per text.
-        batch: Number of texts per batch.
-        steps: Number of batches per epoch, with texts that start anywhere in the stream. None to divide
-            the stream into texts, each of which is in an epoch once; an incomplete batch is left out.
-
-    Raises:
-        ValueError: The stream is too short for one text.
-    """
-
-    def __init__(self, ids: Tensor, tokens: int, batch: int, steps: int | None = None) -> None:
-        self.count = (len(ids) - 1) // tokens
-        if self.count < 1:
-            raise ValueError(
-                f"ids has {len(ids)} tokens, and a text needs {tokens} + 1; use more of the data"
-            )
-        self.ids, self.tokens, self.anywhere = ids, tokens, steps is not None
-        self.batch = batch if steps else min(batch, self.count)
-        self.steps = steps or self.count // self.batch
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __iter__(self) -> Iterator[Tensor]:
-        count = self.steps * self.batch
-        if self.anywhere:
-            starts = torch.randint(len(self.ids) - self.tokens, (count,))
-        else:
-            starts = torch.randperm(self.count)[:count] * self.tokens
-        offsets = torch.arange(self.tokens + 1, device=self.ids.device)
-        for rows in starts.to(self.ids.device).split(self.batch):
-            yield self.ids[rows[:, None] + offsets]
-
-
-class Texts:
-    """Batches (ids ``[batch, tokens]``, labels ``[batch]``) of texts.
-
-    Shuffled batches have equal sizes of at most `batch`. Texts that do not fill a batch are left out;
-    they differ between epochs. Batches in order include all texts, so the last one may be smaller.
-
-    Args:
-        ids: Ids ``[texts, tokens]``.
-        labels: Labels ``[texts]``.
-        batch: Maximum number of texts per batch.
-        shuffled: Whether to shuffle the texts in each epoch.
-    """
-
-    def __init__(self, ids: Tensor, labels: Tensor, batch: int, shuffled: bool = False) -> None:
-        self.ids, self.labels, self.shuffled = ids, labels, shuffled
-        self.steps = math.ceil(len(ids) / batch)
-        self.batch = len(ids) // self.steps if shuffled else batch
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        count = len(self.ids)
-        order = torch.randperm(count) if self.shuffled else torch.arange(count)
-        for rows in order.to(self.ids.device).split(self.batch)[: self.steps]:
-            yield self.ids[rows], self.labels[rows]
+    return classification_data(name, config["tokenizer"], tokens, *folders_of(context))[2]
 
 
 def next_token(model: nn.Module, ids: Tensor) -> Tensor:
@@ -328,26 +267,6 @@ def left_to_right(model: LanguageModel, pieces: Tensor, positions: int) -> dict[
     return {"sample_forced": perplexity(forced_losses), "left_to_right": perplexity(prefix_losses)}
 
 
-def toy_lines(split: str, count: int = 400) -> list[str]:
-    """Return lines of a generated text: a name, a verb, the same name again and a full stop."""
-    rng = random.Random(f"toy {split}")
-    names, verbs = ("anna", "ben", "carl", "dora"), ("sees", "hears", "likes")
-    lines = []
-    for _ in range(count):
-        name = rng.choice(names)
-        lines.append(f"{name} {rng.choice(verbs)} {name} .")
-    return lines
-
-
-def toy_labelled(split: str, count: int = 240) -> tuple[list[str], list[int]]:
-    """Return generated texts with labels, in which one word determines the label."""
-    rng = random.Random(f"toy {split}")
-    labels = [i % 2 for i in range(count)]
-    words = lambda: [rng.choice(("the", "a", "it", "was", "so")) for _ in range(rng.randint(1, 3))]
-    texts = [" ".join([*words(), ("bad", "good")[label], *words()]) for label in labels]
-    return texts, labels
-
-
 def _loss(model: Any, states: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(model.logits(states).float(), targets, reduction="none")
 
@@ -368,60 +287,45 @@ def train_epochs(
         patience: Number of epochs without a lower validation loss after which the training ends; None
             for no early end.
         look: Function of the model that is called after each epoch and returns further numbers for the
-            row of the epoch. Requires: one of them is named "left_to_right".
+            row of the epoch.
 
     Returns:
         One row per epoch, and whether all losses were finite.
     """
-    scratch = context.scratch
-    out = None if scratch is None else scratch / "training"
+    out = None if context.scratch is None else context.scratch / "training"
     interval = max(1, recipe.epochs // 5)
     rows: Rows = []
-    if scratch is not None and out is not None and out.exists():
-        rows = _read_rows(scratch)
+    if out is not None and out.exists():
         saved_model = deepcopy(model)  # gets the weights of the checkpoint; `model` is unchanged
         options: Any = {"loss": loss, "device": context.device, "out": out}
-        # There may be rows of later epochs than that of the checkpoint.
-        saved_epochs = len(restored(saved_model, batches, valid, recipe, **options))
-        if 0 < saved_epochs <= len(rows):
-            if look is not None and "left_to_right" not in rows[saved_epochs - 1]:
-                rows[saved_epochs - 1] |= look(saved_model)
-            if patience is not None and _stale(_losses(rows[:saved_epochs]), patience):
-                model.load_state_dict(saved_model.state_dict())
-                model.eval()
-                return rows[:saved_epochs], True
+        rows = list(restored(saved_model, batches, valid, recipe, **options))
+        if rows and patience is not None and _stale(_losses(rows), patience):
+            model.load_state_dict(saved_model.state_dict())
+            model.eval()
+            return rows, True
 
     def tell(progress: Any) -> None:
         if progress.row is None:
             return
-        del rows[progress.epoch - 1 :]  # rows of an interrupted training after its last checkpoint
-        rows.append({**progress.row, **({} if look is None else look(model))})
-        if scratch is not None:
-            write_json(scratch / "rows.json", rows)
+        del rows[progress.epoch - 1 :]
+        rows.append(progress.row)
         if progress.epoch % interval == 0:
             context.tell(str(progress))
         if patience is not None and _stale(_losses(rows), patience):
             raise _EnoughError
 
+    after_epoch = None if look is None else (lambda model, row: look(model))
     try:
-        train(
+        history = train(
             model, batches, valid, recipe, loss=loss, device=context.device, out=out, tell=tell,
-            save_every=interval,
+            after_epoch=after_epoch, save_every=interval,
         )  # fmt: skip
     except _EnoughError:
-        pass
+        return rows, True
     except DivergedError as error:
         context.tell(str(error))
-        return rows, False
-    return rows, True
-
-
-def _read_rows(scratch: Path) -> Rows:
-    """Return the rows of an interrupted training: those of its log, with the numbers of `look`."""
-    log, look_log = scratch / "training" / "log.jsonl", scratch / "rows.json"
-    rows: Rows = read_json_lines(log) if log.exists() else []
-    look_rows: Rows = read_json(look_log) if look_log.exists() else []
-    return [{**row, **(look_rows[i] if i < len(look_rows) else {})} for i, row in enumerate(rows)]
+        return list(error.history), False
+    return list(history), True
 
 
 class _EnoughError(Exception):
@@ -494,65 +398,3 @@ def _coefficient_metrics(model: nn.Module) -> dict[str, float]:
             if i < LAYERS:
                 metrics[f"{name}_{i}"] = row["mean"]
     return metrics
-
-
-def _places(context: Context) -> tuple[Path | None, Path | None]:
-    """Return the folder of the data and that of the token ids."""
-    cache = context.cache
-    if cache is not None and not (cache / ".gitignore").exists():
-        write_text(cache / ".gitignore", "*\n")  # token ids are large, and can be computed again
-    return context.folder, cache
-
-
-def tokenizer_of(name: str, folder: Path | None) -> Any:
-    """Return the tokenizer "bytes" or "wordpiece"; the latter reads its vocabulary from the folder."""
-    if name not in ("bytes", "wordpiece"):
-        raise ValueError(f"tokenizer {name!r} is not one of bytes, wordpiece")
-    return text.Bytes() if name == "bytes" else text.WordPiece(folder)
-
-
-@lru_cache(maxsize=2)
-def _streams(
-    name: str, kind: str, folder: Path | None, cache: Path | None
-) -> tuple[dict[str, Tensor], int, dict[str, str]]:
-    """Return the ids of the training and validation text, the size of the vocabulary, and hashes."""
-    tokenizer = tokenizer_of(kind, folder)
-    ids = {}
-    for split in ("train", "valid"):
-        lines = toy_lines(split) if name == "toy" else text.lines(name, split, folder)
-        ids[split] = text.stream(lines, tokenizer, None if name == "toy" else cache)
-    return ids, tokenizer.size, {f"{name} {split}": hash_of(x) for split, x in ids.items()}
-
-
-@lru_cache(maxsize=4)
-def _classification_data(
-    name: str, kind: str, tokens: int, folder: Path | None, cache: Path | None
-) -> tuple[dict[str, tuple[Tensor, Tensor]], Any, dict[str, str]]:
-    """Return (ids, labels) of each split, the tokenizer, and hashes."""
-    tokenizer, parts = tokenizer_of(kind, folder), {}
-    for split in ("train", "test") if name == "toy" else text.FILES[name]:
-        if name == "toy":
-            (texts, labels), cache_folder = toy_labelled(split), None
-        else:
-            (texts, labels), cache_folder = text.labelled(name, split, folder), cache
-        parts[split] = text.padded(texts, tokenizer, tokens, cache_folder)[0], torch.tensor(labels)
-    hashes = {f"{name} {split}": hash_of(*tensors) for split, tensors in parts.items()}
-    return parts, tokenizer, hashes
-
-
-def hash_of(*tensors: Tensor) -> str:
-    """Return the SHA-256 digest of integer tensors."""
-    digest = hashlib.sha256()
-    for x in tensors:
-        digest.update(x.to(torch.int32).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def perplexity_of(loss: float | None) -> float:
-    """Return the perplexity of a loss in nats: NaN without a loss, infinity where exp overflows."""
-    return math.nan if loss is None else math.exp(loss) if loss < 700 else math.inf
-
-
-def six_digits(x: float | None) -> float | None:
-    """Return a number to six digits, for curves; None if it is not finite."""
-    return None if x is None or not math.isfinite(x) else float(f"{x:.6g}")

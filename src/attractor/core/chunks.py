@@ -1,4 +1,4 @@
-"""Runs of steps: in Python, unrolled for a compiler, and as one loop of compiled code."""
+"""Chunks of steps: in Python, unrolled for a compiler, and as one loop of compiled code."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._higher_order_ops.while_loop import while_loop
 
 from attractor.core.compiling import components_first, vectorised
-from attractor.core.rates import Rate, masked, moved
+from attractor.core.rates import Rate, add_increment, masked
 from attractor.core.splitting import Halves, Splitting
 from attractor.core.step import Correction, Step, with_parameters
 from attractor.core.tableaus import AnyScheme
@@ -17,14 +17,14 @@ from attractor.core.tableaus import AnyScheme
 
 @dataclass
 class Guard:
-    """Where a correction may be applied, and what a step is elsewhere.
+    """The region in which a correction may be applied, and the step outside of it.
 
     Attributes:
         inside: Maps states ``[*batch, d]`` to ``[*batch]``, True where the correction may be applied. It
             is called without gradients. Parameters follow the states, ``[*batch, d + k]``.
         replace: ``(rate, t, dt, u, parameters) -> (state one step later, calls of the rate)``. None: the
             correction is applied everywhere, and trajectories that leave are only marked.
-        region: What `inside` is a method of, for loops of machine code that test states themselves.
+        region: The object whose method is `inside`, for loops of machine code that test states.
         rate_calls: Calls of the rate that `replace` has made.
     """
 
@@ -43,7 +43,7 @@ class Guard:
         return state
 
 
-def run(
+def take_steps(
     f: Rate,
     scheme: AnyScheme,
     correction: Correction | None,
@@ -57,8 +57,8 @@ def run(
 ) -> tuple[list[Tensor], Tensor | None]:
     """Take steps from u at times t [k] with sizes dt [k].
 
-    Where a trajectory was lost, `alive` keeps what the rate still returns there (NaN again, perhaps)
-    out of later stages, and so out of the gradients of shared parameters.
+    `alive` masks the rates of lost trajectories, which may be NaN, so that they do not enter the
+    gradients of shared parameters.
 
     Returns:
         The states after the steps in `keep`, and whether each trajectory started all steps inside.
@@ -66,14 +66,14 @@ def run(
     rate = f if alive is None else only_alive(alive, f)
     states: list[Tensor] = []
     starts: list[Tensor] = []
-    known: Halves = (None, None)
+    halves: Halves = (None, None)
     for i in range(keep[-1]):
         if inside is not None:
             starts.append(u.detach())
         if isinstance(scheme, Splitting) and correction is None:
             bound = with_parameters(rate, parameters)
-            slope, known = scheme._slope_after(bound, t[i], u, dt[i], known)
-            u = moved(u, dt[i], (1.0,), (slope,))
+            slope, halves = scheme._slope_after(bound, t[i], u, dt[i], halves)
+            u = add_increment(u, dt[i], (1.0,), (slope,))
         else:
             u = corrected_step(rate, scheme, correction, t[i], dt[i], u, parameters)
         if i + 1 in keep:
@@ -82,14 +82,14 @@ def run(
     return states, stayed
 
 
-class Looped(NamedTuple):
-    """What a loop of steps returns.
+class LoopResult(NamedTuple):
+    """The result of a loop of steps.
 
     Attributes:
         taken: Number of steps taken, a number or a tensor of no dimension.
         u: The state ``[*batch, d]`` after them.
-        inside: Which trajectories ``[*batch]`` are inside now.
-        stayed: Which trajectories ``[*batch]`` started all steps inside.
+        inside: Whether each trajectory ``[*batch]`` is inside after them.
+        stayed: Whether each trajectory ``[*batch]`` started all steps inside.
     """
 
     taken: Tensor | int
@@ -98,7 +98,7 @@ class Looped(NamedTuple):
     stayed: Tensor
 
 
-def looped(
+def step_loop(
     f: Rate,
     scheme: AnyScheme,
     correction: Correction | None,
@@ -109,11 +109,11 @@ def looped(
     u: Tensor,
     anywhere: Tensor,
     parameters: Tensor | None = None,
-) -> Looped:
-    """Take steps from u until there are `count`, or a trajectory is outside.
+) -> LoopResult:
+    """Take `count` steps from u, or fewer if a trajectory leaves the region.
 
-    Only the last state is kept. Compiled, this is one loop around one step: it is compiled in the time
-    of one step, serves any number of steps, and stays in machine code between them. It has no gradients.
+    Only the last state is returned. Compiled, this is one loop around one step, which takes the time of
+    one step to compile and serves any number of steps. It has no gradients.
 
     Args:
         t, dt: Times and step sizes ``[n]``, of which the first `count` are used.
@@ -126,18 +126,18 @@ def looped(
             return torch.ones(u.shape[:-1], dtype=torch.bool, device=u.device)
         return inside(beside(u, parameters))
 
-    def more(i: Tensor, u: Tensor, known: Tensor, stayed: Tensor) -> Tensor:
-        return (i < count) & (known | anywhere).all()
+    def more(i: Tensor, u: Tensor, now_inside: Tensor, stayed: Tensor) -> Tensor:
+        return (i < count) & (now_inside | anywhere).all()
 
-    def step(i: Tensor, u: Tensor, known: Tensor, stayed: Tensor) -> tuple[Tensor, ...]:
+    def step(i: Tensor, u: Tensor, now_inside: Tensor, stayed: Tensor) -> tuple[Tensor, ...]:
         with vectorised(u.dtype):
             now, size = (x.index_select(0, i.view(1)).view(()) for x in (t, dt))
             u = components_first(corrected_step(f, scheme, correction, now, size, u, parameters))
-            return i + 1, u, is_inside(u), stayed & known
+            return i + 1, u, is_inside(u), stayed & now_inside
 
     first = is_inside(u)
     start = (torch.zeros((), dtype=torch.long), u, first, torch.ones_like(first))
-    return Looped(*while_loop(more, step, start))
+    return LoopResult(*while_loop(more, step, start))
 
 
 def only_alive(alive: Tensor, f: Rate) -> Rate:
@@ -156,13 +156,18 @@ def corrected_step(
 ) -> Tensor:
     """Return the state one step after u; `correction` has the call ``correction(step)``."""
     if correction is None:
-        return moved(u, dt, (1.0,), (scheme.slope(with_parameters(f, parameters), t, u, dt),))
+        return add_increment(u, dt, (1.0,), (scheme.slope(with_parameters(f, parameters), t, u, dt),))
     step = scheme.step(f, t, u, dt, parameters)
-    return moved(u, dt, (1.0,), (step.slope,)) + correction_term(correction, step)
+    return add_increment(u, dt, (1.0,), (step.slope,)) + correction_term(correction, step)
 
 
 def correction_term(correction: Correction, step: Step) -> Tensor:
-    """Return what a correction adds to a plain step, after checking it."""
+    """Return the term that a correction adds to a plain step.
+
+    Raises:
+        TypeError: The correction did not return a tensor.
+        ValueError: The term differs from the state in shape or dtype.
+    """
     u, added = step.u, correction(step)
     if not isinstance(added, Tensor):
         raise TypeError(
@@ -171,7 +176,7 @@ def correction_term(correction: Correction, step: Step) -> Tensor:
     if added.shape != u.shape or added.dtype != u.dtype:
         raise ValueError(
             f"the correction returned {list(added.shape)} in {added.dtype} for a state of shape "
-            f"{list(u.shape)} in {u.dtype}; they must be alike"
+            f"{list(u.shape)} in {u.dtype}; shapes and dtypes must be equal"
         )
     return added
 
@@ -186,15 +191,15 @@ def guarded_step(
     u: Tensor,
     parameters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the state one step after u, and which trajectories ``[*batch]`` the guard stepped."""
+    """Return the state after a step, and whether the guard replaced it, per trajectory ``[*batch]``."""
     outside = ~guard.inside(beside(u, parameters).detach())
     if not bool(outside.any()):
         return corrected_step(f, scheme, correction, t, dt, u, parameters), outside
     if bool(outside.all()):
         return guard.step(f, t, dt, u, parameters), outside
 
-    # Each kind of step gets its own trajectories, and one of them in place of the others, so that no
-    # step is computed, or differentiated, where it does not apply.
+    # Each kind of step is computed for its own trajectories, and for one of them in place of the others,
+    # so that it is not computed or differentiated where it does not apply.
     def only(mine: Tensor, x: Any) -> Any:
         return None if x is None else torch.where(mine[..., None], x, x.detach()[mine][0])
 

@@ -1,11 +1,8 @@
 """The folder of a training run: definition, logs, the last two checkpoints, the final weights."""
 
 import json
-import re
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +13,21 @@ from attractor.common.versions import versions
 from attractor.storage import schema
 from attractor.storage.files import (
     json_bytes,
-    names_in,
-    remove_folder,
     sweep,
+    write_bytes,
     write_new,
     write_text,
 )
 from attractor.storage.limits import read_json, read_json_lines
-from attractor.storage.objects import AnyPath, ObjectPath, path_of
-from attractor.storage.tensor_specs import ANY, FLOATS, TensorSpec, check_tensors
+from attractor.storage.objects import AnyPath, path_of
+from attractor.storage.tensor_specs import ANY, TensorSpec, check_tensors
 from attractor.train import checkpoint
 from attractor.train import recipe as recipes
 from attractor.train.checkpoint import CheckpointError
 from attractor.train.definition import Definition, plain
 from attractor.train.history import TIMES, History, Row
+from attractor.train.optimiser_state import load_optimiser_state, optimiser_tensors
+from attractor.train.recent_checkpoints import ADVICE, RecentCheckpoints
 from attractor.train.recipe import Recipe
 from attractor.train.sharding import gather_tensors
 from attractor.train.tensors import check_dtypes, described, parse, write_tensors
@@ -56,92 +54,6 @@ REQUIRED_STATES = ("random.torch", "random.python")
 RANDOM = {
     k: TensorSpec(("processes", k), INTEGERS) for k in (*REQUIRED_STATES, "random.numpy", "random.cuda")
 }
-# Tensors in the state of an optimiser, per parameter.
-STATES = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
-
-CheckpointContent = tuple[AnyPath, dict[str, Tensor], dict[str, Any]]
-
-
-class Kept:
-    """The last two checkpoints of a computation in progress, each in a folder of its own.
-
-    The folders are called ``epoch-0012``, or ``epoch-0012-step-000340`` within an epoch. The earlier
-    one is a reserve in case the last is damaged.
-    """
-
-    def __init__(self, folder: AnyPath | str, kind: str, unit: str = "epoch", main: bool = True) -> None:
-        self.folder, self.kind, self.unit, self.main = path_of(folder), kind, unit, main
-        self.name = re.compile(rf"{unit}-(\d+)(?:-step-(\d+))?")
-        self.bad: list[AnyPath] = []  # damaged checkpoints, which the next save removes
-        self.last: AnyPath | None = None
-
-    def found(self) -> list[AnyPath]:
-        """Return the existing checkpoints, the latest first."""
-        matches = filter(None, map(self.name.fullmatch, names_in(self.folder)))
-        count = lambda match: tuple(int(x or 0) for x in match.groups())
-        places = [self.folder / match[0] for match in sorted(matches, key=count, reverse=True)]
-        return [p for p in places if isinstance(p, ObjectPath) or not p.is_symlink()]
-
-    def forget(self) -> None:
-        """Remove all checkpoints."""
-        for old in self.found():
-            remove_folder(old, checkpoint.MANIFEST)
-
-    def place(self, count: int, step: int = 0) -> AnyPath:
-        """Return the path of the checkpoint after `count` epochs and `step` steps of the next one."""
-        return self.folder / (f"{self.unit}-{count:04}" + (f"-step-{step:06}" if step else ""))
-
-    def save(self, count: int, step: int, tensors: dict[str, Tensor], config: dict[str, Any]) -> AnyPath:
-        """Write a checkpoint, then remove all but the previous one. A failed write leaves no files."""
-        new = self.place(count, step)
-        others = [p for p in self.found() if p != new and p not in self.bad]
-        remove_folder(new, checkpoint.MANIFEST)
-        with self.told(f"{self.unit} {count}" + (f", step {step}," if step else "")):
-            checkpoint.save(new, self.kind, tensors, config)
-        for old in [p for p in self.bad if p != new] + others[1:]:
-            remove_folder(old, checkpoint.MANIFEST)
-        self.bad, self.last = [], new
-        return new
-
-    def load(self) -> CheckpointContent | None:
-        """Load the latest intact checkpoint, or return None. Damaged ones are skipped with a warning.
-
-        Raises:
-            CheckpointError: all checkpoints are damaged.
-        """
-        problems = []
-        for path in self.found():
-            try:
-                tensors, config = checkpoint.load(path, self.kind)
-            except CheckpointError as error:
-                self.bad.append(path)
-                problems.append(str(error))
-                continue
-            if problems and self.main:
-                warnings.warn(f"{'; '.join(problems)}; going on from {path.name}", stacklevel=4)
-            if self.main:
-                with suppress(OSError):  # the folder is read-only, or another process is writing to it
-                    checkpoint.settle(path)
-            self.last = path
-            return path, tensors, config
-        if any((path / checkpoint.MANIFEST).exists() for path in self.bad):
-            raise CheckpointError(f"no checkpoint is left in {self.folder}: {problems[0]}; {ADVICE}")
-        if problems and self.main:
-            warnings.warn(f"{'; '.join(problems)}; starting from the beginning", stacklevel=4)
-        return None
-
-    @contextmanager
-    def told(self, what: str) -> Iterator[None]:
-        """Raise errors of the disk with the name of what could not be written and what remains."""
-        try:
-            yield
-        except OSError as error:
-            there = f"{self.last} is whole" if self.last else "there is no checkpoint yet"
-            raise type(error)(
-                error.errno,
-                f"{what} could not be written to {self.folder} ({error.strerror or error}); {there}: "
-                "once the folder can be written to, the same call continues from there",
-            ) from None
 
 
 @dataclass
@@ -166,6 +78,23 @@ class EpochState:
     samples: int = 0
 
 
+@dataclass
+class TrainingState:
+    """The objects whose state a checkpoint holds.
+
+    Attributes:
+        model: the model.
+        optimiser: its optimiser.
+        scaler: the gradient scaler of fp16.
+        average: the model with averaged weights, as torch's `AveragedModel`; None without an average.
+    """
+
+    model: nn.Module
+    optimiser: torch.optim.Optimizer
+    scaler: Any
+    average: nn.Module | None = None
+
+
 class RunFolder:
     """All files of a training. Each file is written atomically.
 
@@ -188,8 +117,9 @@ class RunFolder:
         self.folder, self.recipe, self.main = path_of(folder), recipe, main
         self.definition = definition
         self.steps = definition.steps
-        self.checkpoints = Kept(folder, KIND, main=main)
+        self.checkpoints = RecentCheckpoints(folder, KIND, main=main)
         self.writer: Any = None
+        self.extended = False  # whether the definition on disk is to be replaced
 
     def begin(self, history: History, model: nn.Module) -> None:
         """Write the definition and the log, so that a folder that is not writable raises at once.
@@ -200,12 +130,14 @@ class RunFolder:
         check_dtypes(model.state_dict())
         self._check_foreign()
         mine = json_bytes(self.definition.to_json())
-        with self.checkpoints.told("the definition of the run"):
+        with self.checkpoints.disk_errors("the definition of the run"):
             for name in (DEFINITION, WEIGHTS, "log.jsonl", "times.jsonl"):
                 sweep(self.folder / name)
-            if not write_new(self.folder / DEFINITION, mine):
+            if self.extended:
+                write_bytes(self.folder / DEFINITION, mine)
+            elif not write_new(self.folder / DEFINITION, mine):
                 self._check(self._read_definition())
-        with self.checkpoints.told("the log"):
+        with self.checkpoints.disk_errors("the log"):
             if len(history) < self.recipe.epochs:
                 (self.folder / WEIGHTS).unlink(missing_ok=True)
             self._write_log(history.rows)
@@ -213,7 +145,7 @@ class RunFolder:
     def clear(self) -> None:
         """Remove the files of a previous run."""
         self._check_foreign()
-        self.checkpoints.forget()
+        self.checkpoints.remove_all()
         for name in (DEFINITION, WEIGHTS, "log.jsonl", "times.jsonl"):
             with suppress(OSError):  # writing the file raises the error later
                 (self.folder / name).unlink(missing_ok=True)
@@ -224,15 +156,13 @@ class RunFolder:
         Tied tensors are written under each of their names, so that ``load_state_dict`` accepts the file.
         """
         path = self.folder / WEIGHTS
-        with self.checkpoints.told(f"the weights {WEIGHTS}"):
+        with self.checkpoints.disk_errors(f"the weights {WEIGHTS}"):
             write_tensors(path, dict(plain(model).state_dict()))
         return path
 
     def save(
         self,
-        model: nn.Module,
-        optimiser: torch.optim.Optimizer,
-        scaler: Any,
+        state: TrainingState,
         history: History,
         unfinished: EpochState | None = None,
     ) -> AnyPath:
@@ -242,22 +172,21 @@ class RunFolder:
         process, which writes.
         """
         step = unfinished.step if unfinished else 0
-        path = self.checkpoints.place(len(history), step)
+        path = self.checkpoints.path(len(history), step)
         if self.checkpoints.last == path:
             return path
-        tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
-        for index, state in optimiser.state_dict()["state"].items():
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimiser.{index}.{key}"] = value
+        tensors = {f"model.{name}": value for name, value in state.model.state_dict().items()}
+        tensors |= {f"optimiser.{k}": value for k, value in optimiser_tensors(state.optimiser).items()}
+        if state.average is not None:
+            tensors |= {f"average.{name}": value for name, value in state.average.state_dict().items()}
         tensors = gather_tensors(tensors, keep=self.main)
         if not self.main:
             self.checkpoints.last = path
             return path
         log = _lines([_without_times(row) for row in history]).encode()
         tensors["log"] = torch.frombuffer(bytearray(log + b"\n"), dtype=torch.uint8)  # never empty
-        config = {"run": self.definition.digest, "recipe": asdict(self.recipe), "steps": self.steps,
-                  "scaler": scaler.state_dict(), "trained": _names(model, optimiser),
+        config = {"run": self.definition.digest, "recipe": self.recipe.settings(), "steps": self.steps,
+                  "scaler": state.scaler.state_dict(), "trained": _names(state.model, state.optimiser),
                   "versions": versions()}  # fmt: skip
         if unfinished:
             tensors["begun.sums"] = unfinished.sums
@@ -266,15 +195,20 @@ class RunFolder:
                                "seconds": unfinished.seconds, "samples": unfinished.samples}  # fmt: skip
         return self.checkpoints.save(len(history), step, tensors, config)
 
-    def resume(
-        self, model: nn.Module, optimiser: torch.optim.Optimizer, scaler: Any
-    ) -> tuple[History, EpochState | None]:
-        """Restore model and optimiser from the latest checkpoint; return an empty history without one.
+    def resume(self, state: TrainingState, extend: bool = False) -> tuple[History, EpochState | None]:
+        """Restore the state from the latest checkpoint; return an empty history without one.
+
+        Args:
+            state: the objects to restore, in place.
+            extend: accept a run with another schedule; see `Definition.extension_of`.
 
         Raises:
             CheckpointError: the folder holds another run, or all of its checkpoints are damaged.
         """
+        model = state.model
         definition = self._read_definition()
+        if extend and definition is not None:
+            definition = self.definition.extension_of(definition)
         content = self.checkpoints.load()
         if content is None:
             self._check(definition)
@@ -291,25 +225,31 @@ class RunFolder:
         rows = _rows(tensors["log"], folder)
         weights = checkpoint.completed(model, _part(tensors, "model."))
         self._check(definition, None if len(rows) >= self.recipe.epochs else weights, model)
+        if extend and definition is not None:
+            self.definition, self.extended = definition, True
         if definition is None and config["run"] != self.definition.digest:
             raise CheckpointError(
                 f"{folder} belongs to another run, and its folder has no {DEFINITION}; {ADVICE}"
             )
-        if definition is not None and config["run"] != definition.digest:
+        if definition is not None and config["run"] not in (definition.digest, *definition.extends):
             raise CheckpointError(f"{folder} belongs to another run than {DEFINITION}; {ADVICE}")
         checkpoint.fill(model, weights, folder, ADVICE)
-        if config["trained"] != _names(model, optimiser):
+        if state.average is not None:
+            checkpoint.fill(state.average, _part(tensors, "average."), folder, ADVICE)
+        if config["trained"] != _names(model, state.optimiser):
             raise CheckpointError(f"{folder} was trained with other parameters frozen; {ADVICE}")
-        _restore(optimiser, _part(tensors, "optimiser."), self.recipe, folder)
+        load_optimiser_state(
+            state.optimiser, _part(tensors, "optimiser."), self.recipe.optimiser, folder
+        )
         if config["scaler"]:
             with described(folder, "a training"):
-                scaler.load_state_dict(config["scaler"])
+                state.scaler.load_state_dict(config["scaler"])
         history_rows = [{**row, **times} for row, times in zip(rows, self._times(len(rows)))]
         return History(history_rows), epoch_state
 
     def _check_foreign(self) -> None:
         """Raise if the folder of no training holds files with the names that training would write."""
-        ours = (self.folder / "log.jsonl").exists() or self.checkpoints.found()
+        ours = (self.folder / "log.jsonl").exists() or self.checkpoints.paths()
         foreign = [name for name in (DEFINITION, WEIGHTS) if (self.folder / name).exists() and not ours]
         if foreign:
             raise CheckpointError(
@@ -351,16 +291,21 @@ class RunFolder:
                 self.definition = definition
                 return
         if unlike:
-            hint = (
-                "make the model anew, from the same seed, to get this run; "
-                if unlike == [initial]
-                else ""
+            hint = more = ""
+            if unlike == [initial]:
+                hint = "make the model anew, from the same seed, to get this run; "
+            elif self._differs_in_schedule_only(definition):
+                more = ", or extend=True to continue it with this schedule"
+            raise CheckpointError(
+                f"{self.folder} holds a run with {'; '.join(unlike)}; {hint}{ADVICE}{more}"
             )
-            raise CheckpointError(f"{self.folder} holds a run with {'; '.join(unlike)}; {hint}{ADVICE}")
+
+    def _differs_in_schedule_only(self, definition: Definition) -> bool:
+        return not self.definition.extension_of(definition).unlike(self.definition)
 
     def log(self, rows: list[Row]) -> None:
         """Write log.jsonl and times.jsonl, one row per line, and the last row for TensorBoard."""
-        with self.checkpoints.told("the log"):
+        with self.checkpoints.disk_errors("the log"):
             self._write_log(rows)
         if self.writer is None:
             # TensorBoard writes to folders only.
@@ -393,7 +338,6 @@ class RunFolder:
             self.writer.close()
 
 
-ADVICE = "give another out=, or resume=False to start anew"
 ADVICE_SENTENCE = f"{ADVICE[0].upper()}{ADVICE[1:]}."
 
 
@@ -413,7 +357,7 @@ def _epoch_state(
     config: dict[str, Any] | None, tensors: dict[str, Tensor], steps: int, folder: AnyPath
 ) -> EpochState | None:
     """Return the unfinished epoch in a checkpoint, or None; check all but model and optimiser."""
-    own = {k: v for k, v in tensors.items() if not k.startswith(("model.", "optimiser."))}
+    own = {k: v for k, v in tensors.items() if not k.startswith(("model.", "optimiser.", "average."))}
     specs = {"log": TensorSpec(("bytes",), (torch.uint8,))}
     if config is not None:
         specs["begun.sums"] = TensorSpec((config["step"], len(config["counts"])), values=ANY)
@@ -443,34 +387,6 @@ def _names(model: nn.Module, optimiser: torch.optim.Optimizer) -> list[str]:
 def _equal(one: Tensor, other: Tensor) -> bool:
     alike = one.shape == other.shape and one.dtype == other.dtype
     return alike and torch.equal(one.cpu(), other)
-
-
-def _restore(
-    optimiser: torch.optim.Optimizer, tensors: dict[str, Tensor], recipe: Recipe, folder: AnyPath
-) -> None:
-    """Restore an optimiser's state; each tensor gets the memory layout of its parameter."""
-    parameters = [p for group in optimiser.param_groups for p in group["params"]]
-    rates = [group["lr"] for group in optimiser.param_groups]
-    specs = {
-        f"{i}.{key}": TensorSpec((), FLOATS) if key == "step" else TensorSpec(tuple(p.shape), (p.dtype,))
-        for i, p in enumerate(parameters)
-        for key in STATES[recipe.optimiser]
-    }
-    source = f"{folder} has a state that the optimiser does not"
-    check_tensors(tensors, specs, source, CheckpointError, optional=specs, advice=ADVICE_SENTENCE)
-    state: dict[int, dict[str, Tensor]] = {}
-    for name, value in tensors.items():
-        index, _, key = name.partition(".")
-        like = parameters[int(index)]
-        like_parameter = torch.empty_like(like, dtype=value.dtype) if value.shape == like.shape else None
-        state.setdefault(int(index), {})[key] = (
-            value if like_parameter is None else like_parameter.copy_(value)
-        )
-    if any(set(entries) != STATES[recipe.optimiser] for entries in state.values()):
-        raise CheckpointError(f"{folder} has only a part of the optimiser's state; {ADVICE}")
-    optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
-    for group, rate in zip(optimiser.param_groups, rates):
-        group["lr"] = rate  # the same tensor object, because a captured step reads it
 
 
 def _tensorboard_writer(folder: Path, first: int) -> Any:

@@ -1,4 +1,4 @@
-"""States at wanted times: which times a step passes, and where inside of it they are."""
+"""States at output times: the times that a step passes, and their positions inside of it."""
 
 from typing import NamedTuple
 
@@ -14,18 +14,18 @@ from attractor.core.transforms import is_differentiated
 
 
 class Pairs(NamedTuple):
-    """Wanted times inside of a round's steps.
+    """Output times inside of the steps of a round, in pairs of a trajectory and a time.
 
     Attributes:
-        rows: The trajectories ``[pairs]``, counted through.
-        times: The indices ``[pairs]`` of the times.
+        rows: Indices of the trajectories ``[pairs]`` in the flattened batch.
+        times: Indices of the times ``[pairs]``.
     """
 
     rows: Tensor
     times: Tensor
 
     def theta(self, clock: Tensor, t: Tensor, h: Tensor, u: Tensor) -> Tensor:
-        """Return where ``[pairs, 1]`` in steps of size h from t ``[*batch, 1]`` the times are."""
+        """Return the times as fractions ``[pairs, 1]`` of steps of size h from t ``[*batch, 1]``."""
         own = clock.dim() > 1
         at = clock.flatten(1)[self.times, self.rows] if own else clock[self.times]
         start, size = (x.reshape(-1, 1)[self.rows] for x in (t, h))
@@ -33,16 +33,16 @@ class Pairs(NamedTuple):
 
 
 class Output:
-    """The states at the wanted times, which fill up as trajectories pass these times.
+    """The states at the output times, which are filled in when trajectories pass these times.
 
     Args:
-        clock: Wanted times, ``[n+1]`` or ``[n+1, *batch]``.
+        clock: Output times, ``[n+1]`` or ``[n+1, *batch]``.
         sign: Direction of time.
         u0: States ``[*batch, d]`` at the first time.
 
     Attributes:
         states: The states ``[n+1, *batch, d]``.
-        upcoming: Index ``[*batch]`` of the next wanted time of each trajectory.
+        upcoming: Index ``[*batch]`` of the next output time of each trajectory.
     """
 
     def __init__(self, clock: Tensor, sign: float, u0: Tensor) -> None:
@@ -58,12 +58,12 @@ class Output:
         return self.upcoming > self.last
 
     def next(self) -> Tensor:
-        """Return the next wanted time of each trajectory ``[*batch, 1]``, or the last one."""
+        """Return the next output time of each trajectory ``[*batch, 1]``, or the last one."""
         index, clock = self.upcoming.clamp(max=self.last), self.clock
         return (clock[index] if clock.dim() == 1 else clock.gather(0, index[None])[0])[..., None]
 
     def passed(self, passed: Tensor, t1: Tensor) -> Pairs | None:
-        """Return the times in steps that end at t1 ``[*batch, 1]``, and move on; None if there are none.
+        """Return the output times in steps that end at t1 ``[*batch, 1]``; None if there are none.
 
         Args:
             passed: Trajectories ``[*batch, 1]`` whose step is accepted.
@@ -105,14 +105,14 @@ def states_inside(
     value = evaluate(flat(segment.u), flat(u1), [flat(x) for x in segment.inner], theta)
     if not _skips_ends(scheme, theta):
         return value
-    return torch.where(theta == 1, flat(u1), value)  # whether or not others are inside of their steps
+    return torch.where(theta == 1, flat(u1), value)  # also if other times are inside of steps
 
 
 def needs_interpolant(scheme: Scheme | Rosenbrock, theta: Tensor) -> bool:
-    """Return whether states at theta need more than the ends of steps."""
+    """Return whether states at theta require the interpolant, not only the ends of steps."""
     return not (_skips_ends(scheme, theta) and bool((theta == 1).all()))
 
 
 def _skips_ends(scheme: Scheme | Rosenbrock, theta: Tensor) -> bool:
-    """Return whether ends of steps need no interpolant, which would cost rate calls."""
+    """Return whether states at the ends of steps are used directly, which saves rate calls."""
     return bool(scheme.extra_stages) and not is_differentiated(theta)
