@@ -18,7 +18,6 @@ from attractor.storage.files import (
     json_bytes,
     names_in,
     remove_folder,
-    sweep,
     write_new,
     write_text,
 )
@@ -201,8 +200,6 @@ class RunFolder:
         self._check_foreign()
         mine = json_bytes(self.definition.to_json())
         with self.checkpoints.told("the definition of the run"):
-            for name in (DEFINITION, WEIGHTS, "log.jsonl", "times.jsonl"):
-                sweep(self.folder / name)
             if not write_new(self.folder / DEFINITION, mine):
                 self._check(self._read_definition())
         with self.checkpoints.told("the log"):
