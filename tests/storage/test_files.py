@@ -1,5 +1,5 @@
-import json
 import errno
+import json
 import os
 from pathlib import Path
 

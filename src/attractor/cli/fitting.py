@@ -3,6 +3,7 @@
 import re
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,7 +45,7 @@ from attractor.ode.processes import Crew
 from attractor.ode.tuning import TunedSolver
 from attractor.ode.tuning import tune as tune_solver
 from attractor.ode.tuning_sweep import Problem, tune_all
-from attractor.storage.files import discard_folder, write_json
+from attractor.storage.files import FolderLockedError, discard_folder, lock_folder, write_json
 
 
 @app.command(epilog=example("attractor trajectories lorenz --trajectories 10000 --workers 4"))
@@ -186,11 +187,8 @@ def fit(
             )  # fmt: skip
             if Crew.of("world").rank:  # only the first process saves and reports
                 return
-            solver.save(out / "solver")
-            discard_folder(out / "unfinished")
             status.update("test trajectories")
             test_results = report.test(solver, horizon, problem.sample, seed, problem.parameters)
-    page = report.fit_page(solver, problem.name, test_results, out, typed_command())
     numbers = {
         **origin(),
         "equation": problem.name,
@@ -198,7 +196,12 @@ def fit(
         "test": test_results["rows"],
         "history": solver.history,
     }
-    write_json(out / "fit.json", {**numbers, "curves": report.curves(test_results)})
+    with lock_folder(out):  # all files are of one command
+        solver.save(out / "solver")
+        page = report.fit_page(solver, problem.name, test_results, out, typed_command())
+        write_json(out / "fit.json", {**numbers, "curves": report.curves(test_results)})
+    with suppress(FolderLockedError):  # the same command, in another process
+        discard_folder(out / "unfinished", wait=0.0)
     seconds = time.perf_counter() - start
     if as_json:
         print_json({**numbers, "solver": str(out / "solver"), "report": str(page), "seconds": seconds})
@@ -280,9 +283,8 @@ def tune(
                 compile=compile, period=default(period, problem.period), seed=seed,
                 progress=status.update,
             )  # fmt: skip
-        solver.save(out / "solver")
     report = {**origin(), "equation": problem.name, **solver.report.to_json()}
-    write_json(out / "tune.json", report)
+    _save_tuned(solver, out, report)
     if as_json:
         print_json({**report, "solver": str(out / "solver")})
     table = make_table("way", "time", "error", "rate calls")
@@ -312,9 +314,8 @@ def _tune_many(problems: dict[str, Problem], out: Path, **options: Any) -> dict[
                 reports[name] = {"failure": str(result)}
                 continue
             folder = folders[name]
-            result.save(folder / "solver")
             report = {**origin(), "equation": name, **result.report.to_json()}
-            write_json(folder / "tune.json", report)
+            _save_tuned(result, folder, report)
             reports[name] = {**report, "solver": str(folder / "solver")}
     table = make_table("equation", "fastest solver", "time", "error", "speedup", words=2)
     for name in problems:
@@ -332,6 +333,12 @@ def _tune_many(problems: dict[str, Problem], out: Path, **options: Any) -> dict[
             say(f"{name}: {reports[name]['failure']}", style="yellow")
     say(f"Solvers and reports: {out}")
     return {name: reports[name] for name in problems}
+
+
+def _save_tuned(solver: TunedSolver, folder: Path, report: dict[str, Any]) -> None:
+    with lock_folder(folder):  # both files are of one command
+        solver.save(folder / "solver")
+        write_json(folder / "tune.json", report)
 
 
 def _recipe(name: str, epochs: int | None) -> str | Paper:

@@ -48,7 +48,7 @@ from attractor.ode.compare import compare as compare_solver
 from attractor.ode.compare_saved import compare_all
 from attractor.ode.comparison import Comparison
 from attractor.ode.samples import initial_states, sampled_parameters
-from attractor.storage.files import write_json, write_parts
+from attractor.storage.files import lock_folder, write_json, write_parts
 from attractor.storage.limits import read_json
 from attractor.storage.objects import AnyPath, path_of
 from attractor.storage.schema import check
@@ -118,10 +118,11 @@ def solve(
         guard_share = solution.stats.guarded.double().mean().item() / max(
             1, round((t_end - t0) / hybrid.dt)
         )
-    write_parts(out / "states.csv", _csv(solution))
     name = figures.literal(hybrid.rate_name)
     figure = figures.trajectories(solution.t.tolist(), solution.u.double().cpu().numpy(), name)
-    figures.write(figure, out / "states.png")
+    with lock_folder(out):  # all files are of one command
+        write_parts(out / "states.csv", _csv(solution))
+        figures.write(figure, out / "states.png")
     if as_json:
         print_json({
             "command": typed_command(), "solver": repr(hybrid), "t0": t0, "t_end": t_end,
@@ -213,8 +214,10 @@ def compare(
                 parameters=problem.parameters, schemes=scheme or SCHEMES, compile=compile, peers=peers,
                 jax_rate=problem.jax_rate, seed=seed, progress=status.update,
             )  # fmt: skip
-    write_json(out / "compare.json", {**origin(), **result.to_json()})
-    figures.write(figures.work_precision(result, figures.literal(problem.name)), out / "compare.png")
+    figure = figures.work_precision(result, figures.literal(problem.name))
+    with lock_folder(out):  # all files are of one command
+        write_json(out / "compare.json", {**origin(), **result.to_json()})
+        figures.write(figure, out / "compare.png")
     if as_json:
         files = {"numbers": str(out / "compare.json"), "picture": str(out / "compare.png")}
         print_json({**origin(), **result.to_json(), **files})

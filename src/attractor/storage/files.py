@@ -390,7 +390,7 @@ def discard_folder(folder: Path, *, wait: float | None = None) -> None:
 
 @lru_cache(maxsize=256)
 def _sweep(folder: Path) -> None:
-    """Remove temporary files of processes that were killed while they wrote, once per folder and process.
+    """Remove temporary files of killed processes, once per folder and process.
 
     A temporary file that a living process is writing is locked and stays.
     """
