@@ -9,7 +9,9 @@ generator)`` that returns either.
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -21,12 +23,13 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from attractor.cli import equation_names as equations
-from attractor.common.checks import nearest
+from attractor.common.checks import MOST_PARTS, nearest
 from attractor.data import images
 from attractor.data.imagefolder import ENDINGS, centre_box, decoded
 from attractor.residual.batch import Batch, is_batch
 from attractor.storage.files import read_text
 from attractor.storage.limits import check_memory, parse_json
+from attractor.train.generators import forked
 
 HUBS = ("timm", "torchvision", "transformers", "attractor")
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -163,7 +166,9 @@ def _transformers(what: str, name: str, options: dict[str, Any], pretrained: boo
             "with code of its own is given as FILE.py:FUNCTION",
         )
     )
+    _check_config(what, config)
     bare = lambda: library.AutoModel.from_config(config, trust_remote_code=False)
+    _check_weights(what, bare)
     fresh = lambda: _made(what, bare, options, defaults)
     trained = pretrained is not False and not known
     make = lambda: library.AutoModel.from_pretrained(
@@ -203,6 +208,8 @@ def _function(what: str, options: dict[str, Any], asked: bool) -> Network:
             raise ValueError(f"{what} is a network, not a function, so it takes no options")
         made, make = make, lambda: made
     fresh = lambda: _made(what, lambda: make(**options), options, _defaults(make))
+    if not own:
+        _check_weights(what, lambda: make(**options))
     model = fresh()
     if not isinstance(model, nn.Module):
         raise TypeError(f"{what} returned a {type(model).__name__}; it must return an nn.Module")
@@ -221,6 +228,40 @@ def _function(what: str, options: dict[str, Any], asked: bool) -> Network:
         place=place if own else None,
         inputs=getattr(module, "inputs", None) if own else None,
     )
+
+
+def _check_config(what: str, config: Any) -> None:
+    """Raise if a configuration of transformers asks for code of a repository, or for endless layers."""
+    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
+    for name in (getattr(part, "_attn_implementation", None) for part in parts):
+        if isinstance(name, str) and "/" in name:
+            raise ValueError(
+                f"{what}: its attn_implementation is {name!r}, a repository, whose code is not run; "
+                "write sdpa or eager into its config.json instead"
+            )
+    values = list(config.to_dict().items())
+    while values:
+        key, value = values.pop()
+        values += value.items() if isinstance(value, dict) else ()
+        values += [(key, entry) for entry in value] if isinstance(value, list) else ()
+        if (
+            isinstance(value, int)
+            and value > MOST_PARTS
+            and re.search("layer|depth|expert|stage", str(key))
+        ):
+            raise ValueError(f"{what}: {key} = {value!r:.40} is more than {MOST_PARTS:,}; use fewer")
+
+
+def _check_weights(what: str, make: Callable[[], Any]) -> None:
+    """Raise if the weights of a network do not fit into memory; it is made without memory first."""
+    size = 0
+    with (
+        suppress(Exception),
+        forked(torch.device("cpu")),
+        torch.device("meta"),
+    ):  # errors: when it is made
+        size = sum(x.nbytes for x in make().state_dict().values() if isinstance(x, Tensor))
+    check_memory(f"the weights of {what}", size, "use smaller layers")
 
 
 def _made(

@@ -16,6 +16,7 @@ from attractor.jobs.naming import named
 from attractor.storage.files import json_bytes
 
 Shard = int | str | tuple[Any, ...]
+MOST_THREADS = 1024  # OpenMP ends the process if it cannot make as many as it was asked for
 # Variables by which torchrun and accelerate launch pass a process its rank.
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 
@@ -57,8 +58,8 @@ class Job:
                 f"{self.function!r} is not a function of attractor; if it is yours, pass "
                 f"also=({module!r},)"
             )
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads = {self.threads} must be at least 1")
+        if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
+            raise ValueError(f"threads = {self.threads} must be from 1 to {MOST_THREADS:,}")
         if self.version != __version__:
             raise ValueError(
                 f"a job of attractor {self.version} was sent to a worker with attractor {__version__}; "
