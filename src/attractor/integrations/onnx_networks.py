@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from attractor.integrations.onnx import Exported, _from_onnx, _quiet
-from attractor.storage.files import write_bytes
+from attractor.storage.files import check_target, write_bytes
 
 ROUNDING = 1000  # what outputs may differ by, in units of rounding of the largest
 
@@ -56,6 +56,7 @@ def export_network(
     path = Path(path)
     if path.suffix != ".onnx":
         raise ValueError(f"path {path.name!r} must end in .onnx")
+    check_target(path)
     if not isinstance(network, nn.Module):
         raise TypeError(f"network is a {type(network).__name__}; pass a module")
     if not isinstance(inputs, Mapping) or not any(isinstance(x, Tensor) for x in inputs.values()):
