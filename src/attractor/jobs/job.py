@@ -1,7 +1,6 @@
 """Jobs, and how one shard is computed, for all engines."""
 
 import builtins
-import json
 import os
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +13,7 @@ import torch
 from attractor import __version__
 from attractor.jobs.naming import named
 from attractor.storage.files import json_bytes
+from attractor.storage.limits import parse_json
 
 Shard = int | str | tuple[Any, ...]
 MOST_THREADS = 1024  # OpenMP ends the process if it cannot make as many as it was asked for
@@ -76,9 +76,16 @@ class Artifact:
     sha256: str
     is_json: bool
 
-    def json(self) -> Any:
-        """Return the value of a JSON artifact, which does not depend on the engine."""
-        return json.loads(self.content)
+    def json(self, source: Any = "a job") -> Any:
+        """Return the value of a JSON artifact, which does not depend on the engine.
+
+        Args:
+            source: where the artifact is from, for the error.
+
+        Raises:
+            ValueError: it is not JSON, or is nested too deeply.
+        """
+        return parse_json(self.content, f"the artifact of {label(self.shard)} in {source}")
 
     def checked(self) -> "Artifact":
         """Return the artifact if its hash is right.
