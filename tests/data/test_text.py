@@ -3,9 +3,11 @@
 import csv
 import io
 import lzma
+import os
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -200,6 +202,48 @@ def test_padded_texts_are_kept(folder):
     large = text.Words([*("<pad>", "<unk>", "<eos>"), *map(str, range(40000))])
     assert text.padded(["39999 1"], large, 8, cache=kept)[0].tolist() == [[40002, 4]]
     assert text.padded([], text.Bytes(), 3, cache=kept)[0].shape == (0, 0)
+
+
+@pytest.mark.parametrize("damage", ["shorter", "empty", "other ids", "another dtype", "removed"])
+def test_damaged_ids_are_made_again(tmp_path, damage):
+    texts = ["ab", "", "abcd"] * 20
+    for call in (
+        lambda: [text.stream(texts, text.Bytes(), cache=tmp_path / "stream")],
+        lambda: text.padded(texts, text.Bytes(), 3, cache=tmp_path / "padded"),
+    ):
+        expected = [x.clone() for x in call()]
+        for path in tmp_path.rglob("*.npy"):
+            content = path.read_bytes()
+            other = np.full(len(expected[0]), 99_999 if damage == "other ids" else 0.5)
+            if damage in ("shorter", "empty"):
+                path.write_bytes(content[:-3] if damage == "shorter" else b"")
+            elif damage == "removed":
+                path.unlink()
+            else:
+                np.save(path, other.astype(np.int64) if damage == "other ids" else other)
+        assert all(map(torch.equal, call(), expected))
+
+
+def test_ids_are_read_from_plain_files(tmp_path):
+    """A pipe was waited for."""
+    text.stream(["ab"], text.Bytes(), cache=tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="is not a plain file but a named pipe"):
+        text.stream(["ab"], text.Bytes(), cache=tmp_path)
+
+
+def test_compressed_texts_have_a_largest_size(tmp_path, monkeypatch):
+    path = tmp_path / "wikitext2_train.txt.xz"
+    path.write_bytes(lzma.compress(b"a\n" * 500))
+    assert len(text.lines("wikitext2", "train", tmp_path)) == 500
+    monkeypatch.setattr(text, "LARGEST_TEXT", 999)
+    with pytest.raises(ValueError, match="has more than the 999 bytes of text that are read"):
+        text.lines("wikitext2", "train", tmp_path)
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(ValueError, match=r"cannot be decompressed .*; fetch it again"):
+        text.lines("wikitext2", "train", tmp_path)
 
 
 def test_tokenizers_that_share_a_name_do_not_share_what_is_kept(tmp_path):

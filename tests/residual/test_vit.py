@@ -196,7 +196,7 @@ def test_refused_arguments():
     for options, message in (
         ({"image_size": 9}, "images of 9 x 9 cannot be cut into patches of 2 x 2"),
         ({"heads": 3}, "dim = 16 must be a multiple of heads = 3"),
-        ({"depth": 0}, "depth = 0; it must be at least 1"),
+        ({"depth": 0}, "depth = 0 must be a whole number of at least 1"),
         ({"pool": "max"}, "pool 'max' is not one of mean, cls"),
         ({"where": "all"}, "where 'all' is not one of both, mixer, network"),
         ({"gate": "iebn"}, "IEBN replaces batch normalisations, but a ViT has none"),

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 from pathlib import Path
@@ -65,13 +66,12 @@ def test_content_in_parts_is_written_whole_or_not_at_all(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
-def test_sweeping_takes_only_what_was_left_of_one_file(tmp_path):
-    mine, other = f".x.txt.{'a1' * 16}", f".y.txt.{'a1' * 16}"
-    for name in (mine, other, ".x.txt.note", "x.txt"):
+def test_the_next_writer_removes_what_killed_writers_left(tmp_path):
+    left, others = f".attractor-{'a1' * 16}", [f".x.txt.{'a1' * 16}", ".attractor-note", "y"]
+    for name in (left, *others):
         (tmp_path / name).write_text("")
-    files.sweep(tmp_path / "x.txt")
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([other, ".x.txt.note", "x.txt"])
-    files.sweep(tmp_path / "nowhere" / "x.txt")
+    files.write_text(tmp_path / "x.txt", "ab")
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*others, "x.txt"])
 
 
 def test_sweeping_keeps_what_another_writer_has_not_finished(tmp_path):
@@ -79,11 +79,27 @@ def test_sweeping_keeps_what_another_writer_has_not_finished(tmp_path):
 
     def swept():
         yield b"ab"
-        files.sweep(path)
+        files._sweep.cache_clear()  # as in another process
+        files.write_text(tmp_path / "y", "")
         yield b"cd"
 
     assert files.write_parts(path, swept()).read_bytes() == b"abcd"
-    assert [p.name for p in tmp_path.iterdir()] == ["x.txt"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.txt", "y"]
+
+
+def test_a_file_name_may_be_as_long_as_the_file_system_allows(tmp_path):
+    """Names of temporary files do not depend on it."""
+    assert files.write_text(tmp_path / ("x" * 250), "ab").read_text() == "ab"
+
+
+def test_an_error_of_the_disk_names_the_file(tmp_path, monkeypatch):
+    def full(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*x\.txt'"):
+        files.write_text(tmp_path / "x.txt", "ab")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_was_swept_before_its_lock_is_created_again(tmp_path, monkeypatch):
@@ -248,3 +264,10 @@ def test_a_folder_is_discarded_with_what_earlier_interruptions_left(tmp_path, mo
     files.discard_folder(folder)
     files.discard_folder(folder)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_another_process_writes_to_is_not_discarded(tmp_path):
+    folder = tmp_path / "run"
+    with files.lock_folder(folder), pytest.raises(files.FolderLockedError):
+        files.discard_folder(folder, wait=0.0)
+    assert folder.is_dir()

@@ -102,6 +102,10 @@ LEAVE_ALONE = {
     "fit": lambda folder: at.fit(
         at.systems.HarmonicOscillator(), dt=0.1, horizon=0.5, trajectories=10, width=8, fine_dt=0.05
     ),
+    "tune": lambda folder: at.tune(
+        at.systems.HarmonicOscillator(), error=1e-3, horizon=0.5, batch=4, budget=1.0, compile=False
+    ),
+    "probe": lambda folder: at.probe(at.residual.pretrained.load("digits"), [torch.zeros(2, 1, 8, 8)]),
     "pretrained network": lambda folder: at.residual.pretrained.load("digits"),
     "pretrained solver": lambda folder: at.HybridSolver.from_pretrained("elastic-pendulum"),
     "train": lambda folder: trained(0),
@@ -117,7 +121,10 @@ LEAVE_ALONE = {
 
 
 @pytest.mark.filterwarnings("ignore:the correction makes held-out trajectories worse")
-@pytest.mark.parametrize("call", LEAVE_ALONE.values(), ids=LEAVE_ALONE)
+@pytest.mark.parametrize(
+    "call",
+    [pytest.param(f, id=n, marks=[pytest.mark.slow] * (n == "tune")) for n, f in LEAVE_ALONE.items()],
+)
 def test_calls_leave_the_global_generators_alone(call, tmp_path):
     solver = at.HybridSolver(at.systems.ElasticPendulum(), "rk4", at.corrections.AttNS(4, width=8), 0.1)
     folder = solver.save(tmp_path / "solver")

@@ -13,7 +13,7 @@ from attractor.cli import app
 from attractor.ode import HybridSolver, compare, pretrained
 from attractor.ode.compare_saved import compare_all
 from attractor.report import figures
-from attractor.storage import limits
+from attractor.storage import files, limits
 
 SOLVE = ("solve", "pretrained:elastic-pendulum", "--batch", 2, "--t-end", 0.2)
 PROBE = ("probe", "attractor:resnet_cifar", "-o", "depth=11", "--inputs", 2)
@@ -21,7 +21,7 @@ PROBE = ("probe", "attractor:resnet_cifar", "-o", "depth=11", "--inputs", 2)
 
 def outcome(*command):
     result = CliRunner().invoke(app, [str(word) for word in command])
-    assert "not foreseen" not in result.output, result.output
+    assert "not expected" not in result.output, result.output
     return result.exit_code, " ".join(result.output.split())
 
 
@@ -67,6 +67,9 @@ def test_looking_at_a_folder_leaves_nothing(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match="file is a file; give another folder"):
         limits.check_folder("out =", tmp_path / "file" / "b")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="link is a link to nothing; give another folder"):
+        limits.check_folder("out =", tmp_path / "link" / "b")
 
 
 def test_a_full_disk_is_found_out_before_the_work(tmp_path, monkeypatch):
@@ -90,6 +93,22 @@ def test_a_disk_that_fails_when_results_are_written(tmp_path, monkeypatch, comma
     assert code == 2
     assert os.strerror(number) in said
     assert "Results could not be written; free space, or give another folder with --out." in said
+
+
+def test_a_result_that_is_a_link_is_no_unexpected_error(tmp_path):
+    (tmp_path / "states.csv").symlink_to(tmp_path / "precious")
+    code, said = outcome(*SOLVE, "--out", tmp_path)
+    assert (code, "states.csv is a symbolic link, and only plain files are written" in said) == (2, True)
+
+
+def test_commands_write_their_results_one_after_the_other(tmp_path, monkeypatch):
+    """The files in a folder are those of one command."""
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.05)
+    for command in (SOLVE, PROBE):
+        with files.lock_folder(tmp_path):
+            code, said = outcome(*command, "--out", tmp_path)
+        assert (code, f"{tmp_path} is in use: another process or thread" in said) == (2, True)
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_state_that_no_picture_can_hold(tmp_path):

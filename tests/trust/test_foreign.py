@@ -35,7 +35,7 @@ def probed(folder, *more):
         app, ["probe", f"transformers:{folder}", *more, "--inputs", "2", "--out", str(folder / "out")],
         input="y\ny\n",
     )  # fmt: skip
-    assert "not foreseen" not in result.output
+    assert "not expected" not in result.output
     return result.exit_code, " ".join(result.output.split())
 
 
@@ -56,6 +56,25 @@ def test_code_of_a_folder_is_neither_run_nor_offered(foreign):
     assert not list(folder.rglob("ran"))
     code, said = probed(folder, "-o", "trust_remote_code=true")
     assert (code, "so trust_remote_code cannot be set" in said) == (2, True)
+
+
+@pytest.mark.parametrize("entry", ["attn_implementation", "_attn_implementation"])
+def test_attention_of_a_repository_is_not_fetched(foreign, entry):
+    """With the package kernels installed, transformers would download and run it."""
+    code, said = probed(foreign(**{entry: "somebody/attention"}))
+    assert (code, "'somebody/attention', a repository, whose code is not run" in said) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("entries", "told"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000 is more than 10,000"),
+        ({"vocab_size": 10**12}, "of memory are free; use smaller layers"),
+    ],
+)
+def test_a_configuration_of_hostile_sizes_is_refused_at_once(foreign, entries, told):
+    code, said = probed(foreign(**entries), "--random")
+    assert (code, told in said) == (2, True), said
 
 
 def test_pickled_weights_are_not_read(foreign, monkeypatch):

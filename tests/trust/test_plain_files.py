@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import attractor as at
 from attractor import jobs
 from attractor.cli import app
+from attractor.data import imagefolder
 from attractor.data.imagefolder import decoded
 from attractor.ode.fine_data import FineData
 from attractor.report import runs
@@ -204,7 +205,7 @@ def test_artifacts_are_plain_files(tmp_path):
     assert keep()[0].json() == 1
 
 
-def test_files_of_the_user_may_be_links_but_no_pipes(tmp_path):
+def test_files_of_the_user_may_be_links_but_no_pipes(tmp_path, monkeypatch):
     image = pytest.importorskip("PIL.Image")
     image.new("RGB", (4, 4)).save(tmp_path / "x.png")
     (tmp_path / "link.png").symlink_to(tmp_path / "x.png")
@@ -212,6 +213,10 @@ def test_files_of_the_user_may_be_links_but_no_pipes(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     with pytest.raises(OSError, match=r"pipe.png is not a plain file but a named pipe"):
         decoded(tmp_path / "pipe.png")
+    with monkeypatch.context() as patch:
+        patch.setattr(imagefolder, "LARGEST_PICTURE", 15)
+        with pytest.raises(OSError, match=r"x.png cannot .* it has 16 pixels, and 15 are read"):
+            decoded(tmp_path / "x.png")
     os.mkfifo(tmp_path / "pipe.py")
     with pytest.raises(OSError, match=r"pipe.py is not a plain file but a named pipe"):
         jobs.naming.module_of_file(tmp_path / "pipe.py")
@@ -220,6 +225,18 @@ def test_files_of_the_user_may_be_links_but_no_pipes(tmp_path):
     )
     assert code == 2
     assert "pipe.png is not a plain file but a named pipe" in output
+
+
+def test_an_export_is_not_begun_if_its_path_is_a_link(tmp_path, monkeypatch):
+    from attractor.integrations import onnx, onnx_networks
+
+    solver = at.HybridSolver.from_pretrained("elastic-pendulum")
+    for name in ("x.pt2", "x.onnx"):
+        (tmp_path / name).symlink_to(tmp_path / "precious")
+        with pytest.raises(FileTypeError, match=f"{name} is a symbolic link"):
+            onnx.export(solver, tmp_path / name)
+    with pytest.raises(FileTypeError, match=r"x.onnx is a symbolic link"):
+        onnx_networks.export_network(nn.Linear(2, 2), tmp_path / "x.onnx", {"input": torch.zeros(1, 2)})
 
 
 def test_a_folder_of_links_as_in_the_cache_of_the_hub_is_loaded(tmp_path):

@@ -30,7 +30,7 @@ def no_long_wait():
 
 def outcome(*command):
     result = CliRunner().invoke(app, [str(word) for word in command])
-    assert "not foreseen" not in result.output, result.output
+    assert "not expected" not in result.output, result.output
     return result.exit_code, " ".join(result.output.split())
 
 
@@ -166,6 +166,9 @@ def test_a_long_file_is_not_read(tmp_path):
         "tune lorenz --error 1e-6 --horizon 1 --batch 999999999999",
         "trajectories lorenz --dt 0.1 --horizon 1 --trajectories 999999999999 --shard-size 999999999999",
         "probe attractor:resnet_cifar -o depth=11 --size 99999999",
+        "probe attractor:resnet_cifar -o depth=11 -o width=99999999",
+        "fit spring-mass -o n=99999999999 --dt 0.1 --horizon 1",
+        "trajectories lorenz --dt 0.1 --horizon 1 --workers 99999999",
     ],
 )
 def test_what_does_not_fit_into_memory_is_refused(tmp_path, command):
@@ -173,6 +176,37 @@ def test_what_does_not_fit_into_memory_is_refused(tmp_path, command):
     assert code == 2, said
     assert "GiB, and " in said
     assert "of memory are free; use " in said
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("probe attractor:resnet_cifar -o depth=900000002", "depth = 900000002 must be a whole number"),
+        ("probe attractor:vit -o depth=900000002", "of at least 1 and at most 10,000"),
+        ("fit pendulum-chain -o links=99999999 --dt 0.1 --horizon 1", "at least 1 and at most 10,000"),
+        ("reproduce attns-theorem51 --threads 99999999", "threads = 99999999 must be from 1 to 1,024"),
+        ("reproduce attns-theorem51 --budget nan", "Invalid value for '--budget'"),
+        ("bench --what causal --seed 99999999999999999999", "Invalid value for '--seed'"),
+        ("trajectories lorenz --dt 0.1 --horizon 1 --seed -99999999999999999999", "value for '--seed'"),
+    ],
+)
+def test_numbers_without_a_useful_meaning_are_refused(tmp_path, command, told):
+    """Before, layers were made for hours, and OpenMP ended the process because of its threads."""
+    code, said = outcome(*command.split(), "--out", tmp_path / "out")
+    assert (code, told in said) == (2, True), said
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError("an array"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes")],
+)
+def test_a_full_memory_is_no_unexpected_error(monkeypatch, error):
+    def full(path):
+        raise error
+
+    monkeypatch.setattr(runs, "find", full)
+    code, said = outcome("report", "x", "--out", "y.html")
+    assert (code, "The memory is full; use smaller sizes" in said) == (2, True)
 
 
 def test_lengths_of_bench_that_do_not_fit_into_memory():

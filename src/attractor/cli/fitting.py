@@ -3,6 +3,7 @@
 import re
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,6 +42,7 @@ from attractor.cli.terminal import (
 
 if TYPE_CHECKING:
     from attractor.ode import HybridSolver, Paper
+    from attractor.ode.tuning import TunedSolver
     from attractor.ode.tuning_sweep import Problem
 
 
@@ -164,7 +166,7 @@ def fit(
     from attractor.ode import fit as fit_solver
     from attractor.ode.processes import Crew
     from attractor.report import hybrid as report
-    from attractor.storage.files import discard_folder, write_json
+    from attractor.storage.files import FolderLockedError, discard_folder, lock_folder, write_json
 
     start = time.perf_counter()
     with report_usage_errors():
@@ -188,11 +190,8 @@ def fit(
             )  # fmt: skip
             if Crew.of("world").rank:  # only the first process saves and reports
                 return
-            solver.save(out / "solver")
-            discard_folder(out / "unfinished")
             status.update("test trajectories")
             test_results = report.test(solver, horizon, problem.sample, seed, problem.parameters)
-    page = report.fit_page(solver, problem.name, test_results, out, typed_command())
     numbers = {
         **origin(),
         "equation": problem.name,
@@ -200,7 +199,12 @@ def fit(
         "test": test_results["rows"],
         "history": solver.history,
     }
-    write_json(out / "fit.json", {**numbers, "curves": report.curves(test_results)})
+    with lock_folder(out):  # all files are of one command
+        solver.save(out / "solver")
+        page = report.fit_page(solver, problem.name, test_results, out, typed_command())
+        write_json(out / "fit.json", {**numbers, "curves": report.curves(test_results)})
+    with suppress(FolderLockedError):  # the same command, in another process
+        discard_folder(out / "unfinished", wait=0.0)
     seconds = time.perf_counter() - start
     if as_json:
         print_json({**numbers, "solver": str(out / "solver"), "report": str(page), "seconds": seconds})
@@ -252,7 +256,6 @@ def tune(
     """
     from attractor.ode.tuning import tune as tune_solver
     from attractor.ode.tuning_sweep import Problem
-    from attractor.storage.files import write_json
 
     if len(equation) > 1 or engine or workers or address:
         with report_usage_errors():
@@ -285,9 +288,8 @@ def tune(
                 compile=compile, period=default(period, problem.period), seed=seed,
                 progress=status.update,
             )  # fmt: skip
-        solver.save(out / "solver")
     report = {**origin(), "equation": problem.name, **solver.report.to_json()}
-    write_json(out / "tune.json", report)
+    _save_tuned(solver, out, report)
     if as_json:
         print_json({**report, "solver": str(out / "solver")})
     table = make_table("way", "time", "error", "rate calls")
@@ -305,7 +307,6 @@ def _tune_many(problems: "dict[str, Problem]", out: Path, **options: Any) -> dic
     """Tune many equations, save each solver with its report, and show a table; return the reports."""
     from attractor.ode.tuning import TunedSolver
     from attractor.ode.tuning_sweep import tune_all
-    from attractor.storage.files import write_json
 
     folders = {name: out / re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-") for name in problems}
     if len(set(folders.values())) < len(folders):
@@ -321,9 +322,8 @@ def _tune_many(problems: "dict[str, Problem]", out: Path, **options: Any) -> dic
                 reports[name] = {"failure": str(result)}
                 continue
             folder = folders[name]
-            result.save(folder / "solver")
             report = {**origin(), "equation": name, **result.report.to_json()}
-            write_json(folder / "tune.json", report)
+            _save_tuned(result, folder, report)
             reports[name] = {**report, "solver": str(folder / "solver")}
     table = make_table("equation", "fastest solver", "time", "error", "speedup", words=2)
     for name in problems:
@@ -341,6 +341,15 @@ def _tune_many(problems: "dict[str, Problem]", out: Path, **options: Any) -> dic
             say(f"{name}: {reports[name]['failure']}", style="yellow")
     say(f"Solvers and reports: {out}")
     return {name: reports[name] for name in problems}
+
+
+def _save_tuned(solver: "TunedSolver", folder: Path, report: dict[str, Any]) -> None:
+    """Write a solver and its report, which are of one command."""
+    from attractor.storage.files import lock_folder, write_json
+
+    with lock_folder(folder):
+        solver.save(folder / "solver")
+        write_json(folder / "tune.json", report)
 
 
 def _recipe(name: str, epochs: int | None) -> "str | Paper":

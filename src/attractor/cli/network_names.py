@@ -9,18 +9,21 @@ there may be `inputs` on which the network is probed: a batch, a list of batches
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from attractor.cli.equation_names import find_function
-from attractor.common.checks import nearest
-from attractor.storage.limits import parse_json
+from attractor.common.checks import MOST_PARTS, nearest
+from attractor.storage.limits import check_memory, parse_json
+from attractor.train.generators import forked
 
 HUBS = ("timm", "torchvision", "transformers", "attractor")
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -166,7 +169,9 @@ def _transformers(name: str, inner: str, options: dict[str, Any], pretrained: bo
             "a folder, or a model type with options as in transformers:bert, needs no connection; pass "
             "a network with code of its own as FILE.py:FUNCTION",
         )
+    _check_config(name, config)
     bare = lambda: library.AutoModel.from_config(config, trust_remote_code=False)
+    _check_weights(name, bare)
     fresh = lambda: _make(name, bare, options, defaults)
     trained = pretrained is not False and not is_type
     make = lambda: library.AutoModel.from_pretrained(
@@ -200,6 +205,8 @@ def _from_function(name: str, options: dict[str, Any], check_weights: bool) -> N
             raise ValueError(f"{name} is a network, not a function, so it takes no options")
         network, make = make, lambda: network
     fresh = lambda: _make(name, lambda: make(**options), options, _defaults(make))
+    if not own:
+        _check_weights(name, lambda: make(**options))
     model = fresh()
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name} returned a {type(model).__name__}; it must return an nn.Module")
@@ -218,6 +225,33 @@ def _from_function(name: str, options: dict[str, Any], check_weights: bool) -> N
         place=place if own else None,
         inputs=getattr(module, "inputs", None) if own else None,
     )
+
+
+def _check_config(name: str, config: Any) -> None:
+    """Raise if a configuration of transformers names code of a repository, or has too many layers."""
+    parts = [config, *(getattr(config, part, None) for part in getattr(config, "sub_configs", ()))]
+    for attention in (getattr(part, "_attn_implementation", None) for part in parts):
+        if isinstance(attention, str) and "/" in attention:
+            raise ValueError(
+                f"{name}: its attn_implementation is {attention!r}, a repository, whose code is not run; "
+                "write sdpa or eager into its config.json instead"
+            )
+    values = list(config.to_dict().items())
+    while values:
+        key, value = values.pop()
+        values += value.items() if isinstance(value, dict) else ()
+        values += [(key, entry) for entry in value] if isinstance(value, list) else ()
+        counts = re.search("layer|depth|expert|stage", str(key))
+        if isinstance(value, int) and value > MOST_PARTS and counts:
+            raise ValueError(f"{name}: {key} = {value!r:.40} is more than {MOST_PARTS:,}; use fewer")
+
+
+def _check_weights(name: str, make: Callable[[], Any]) -> None:
+    """Raise if the weights of a network do not fit into memory; it is made on the meta device first."""
+    size = 0
+    with suppress(Exception), forked(torch.device("cpu")), torch.device("meta"):
+        size = sum(x.nbytes for x in make().state_dict().values() if isinstance(x, Tensor))
+    check_memory(f"the weights of {name}", size, "use smaller layers")
 
 
 def _make(

@@ -112,7 +112,7 @@ def probe(
     from attractor.cli import network_names as networks
     from attractor.report import stiffness as pictures
     from attractor.residual.probing import probe as probe_network
-    from attractor.storage.files import write_json
+    from attractor.storage.files import lock_folder, write_json
 
     start = time.perf_counter()
     with report_usage_errors():
@@ -164,12 +164,13 @@ def probe(
     default_source = f"--noise {count}" if network.inputs is None else f"inputs of {network.place}"
     source = next((f"{k} {sources[k]}" for k in sources_passed), default_source)
     numbers = {**origin(), "network": name, "source": source, "trained": network.trained}
-    write_json(out / "probe.json", {**numbers, **profile.numbers()})
-    profile.save(out / "profile")
-    for kind in pictures.KINDS:
-        (out / f"{kind}.png").unlink(missing_ok=True)  # a picture may be left from another network
-        if kind != "gates" or profile.gated:
-            _draw(profile, kind, out)
+    with lock_folder(out):  # all files are of one command
+        write_json(out / "probe.json", {**numbers, **profile.numbers()})
+        profile.save(out / "profile")
+        for kind in pictures.KINDS:
+            (out / f"{kind}.png").unlink(missing_ok=True)  # a picture may be left from another network
+            if kind != "gates" or profile.gated:
+                _draw(profile, kind, out)
     seconds = time.perf_counter() - start
     files = {"profile": out / "profile", "numbers": out / "probe.json", "picture": out / "all.png"}
     if as_json:

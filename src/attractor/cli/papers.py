@@ -58,7 +58,9 @@ def reproduce(
     address: Address = None,
     threads: Threads = None,
     part: Part = "1/1",
-    budget: Annotated[float, typer.Option(help="Start no run after this many seconds.")] = float("inf"),
+    budget: Annotated[float, typer.Option(min=0, help="Start no run after this many seconds.")] = float(
+        "inf"
+    ),
     again: Annotated[bool, typer.Option(help="Repeat runs that have results already.")] = False,
     merge: Annotated[
         list[Path] | None,

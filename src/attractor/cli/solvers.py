@@ -93,7 +93,7 @@ def solve(
     from attractor.core import Status
     from attractor.ode.samples import initial_states, sampled_parameters
     from attractor.report import figures
-    from attractor.storage.files import write_parts
+    from attractor.storage.files import lock_folder, write_parts
 
     with report_usage_errors():
         check_out(out)
@@ -117,10 +117,11 @@ def solve(
         guard_share = solution.stats.guarded.double().mean().item() / max(
             1, round((t_end - t0) / hybrid.dt)
         )
-    write_parts(out / "states.csv", _csv(solution))
     name = figures.literal(hybrid.rate_name)
     figure = figures.trajectories(solution.t.tolist(), solution.u.double().cpu().numpy(), name)
-    figures.write(figure, out / "states.png")
+    with lock_folder(out):  # all files are of one command
+        write_parts(out / "states.csv", _csv(solution))
+        figures.write(figure, out / "states.png")
     if as_json:
         print_json({
             "command": typed_command(), "solver": repr(hybrid), "t0": t0, "t_end": t_end,
@@ -185,7 +186,7 @@ def compare(
     """
     from attractor.ode.compare import SCHEMES
     from attractor.ode.compare import compare as compare_solver
-    from attractor.storage.files import write_json
+    from attractor.storage.files import lock_folder, write_json
 
     if len(solver) > 1 or engine or workers or address:
         with report_usage_errors():
@@ -216,8 +217,10 @@ def compare(
                 parameters=problem.parameters, schemes=scheme or SCHEMES, compile=compile, peers=peers,
                 jax_rate=problem.jax_rate, seed=seed, progress=status.update,
             )  # fmt: skip
-    write_json(out / "compare.json", {**origin(), **result.to_json()})
-    figures.write(figures.work_precision(result, figures.literal(problem.name)), out / "compare.png")
+    figure = figures.work_precision(result, figures.literal(problem.name))
+    with lock_folder(out):  # all files are of one command
+        write_json(out / "compare.json", {**origin(), **result.to_json()})
+        figures.write(figure, out / "compare.png")
     if as_json:
         files = {"numbers": str(out / "compare.json"), "picture": str(out / "compare.png")}
         print_json({**origin(), **result.to_json(), **files})

@@ -27,6 +27,7 @@ from typer.core import TyperGroup
 console = Console()
 errors = Console(stderr=True)
 DEBUG = "ATTRACTOR_DEBUG"
+MEMORY_FULL = "can't allocate memory"  # part of torch's message, a RuntimeError on a CPU
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
 
 
@@ -55,9 +56,20 @@ class Commands(TyperGroup):
         except Exception as error:
             if hasattr(error, "exit_code"):  # Typer's own errors: exits and wrong usage
                 raise
+            import torch
+
+            from attractor.storage.files import FileTypeError, FolderLockedError
+
+            if isinstance(error, FileTypeError | FolderLockedError):
+                tell(error)
+                raise typer.Exit(2) from None
             if isinstance(error, OSError) and error.errno in DISK:
                 tell(error)
                 say_error("Results could not be written; free space, or give another folder with --out.")
+                raise typer.Exit(2) from None
+            if isinstance(error, MemoryError | torch.OutOfMemoryError) or MEMORY_FULL in str(error):
+                tell(error)
+                say_error("The memory is full; use smaller sizes or batches, or fewer steps.")
                 raise typer.Exit(2) from None
             tell(error, f"{type(error).__name__}")
             if not Commands.debug:
@@ -86,7 +98,7 @@ def _hush(as_json: bool) -> bool:
     return as_json
 
 
-Seed = Annotated[int, typer.Option(help="Seed of all random numbers.")]
+Seed = Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Seed of all random numbers.")]
 Device = Annotated[str, typer.Option(help="Device: cpu, cuda, cuda:1, mps ...")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.", callback=_hush)]
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 MOST_STEPS = 10**9  # of one call; the times of more steps do not fit into memory
+MOST_PARTS = 10_000  # layers or links, each of which Python creates or calls
 
 
 def check_tensor(name: str, x: Any, shape: str, floating: bool = True) -> None:
@@ -94,11 +95,12 @@ def all_finite(u: Tensor) -> bool:
     return math.isfinite(u.sum(dtype=dtype).item()) or bool(torch.isfinite(u).all())
 
 
-def check_whole(name: str, value: Any, least: int, what: str = "") -> None:
-    """Raise unless value is a whole number of at least `least`."""
-    if not is_whole(value) or value < least:
+def check_whole(name: str, value: Any, least: int, what: str = "", *, most: int | None = None) -> None:
+    """Raise unless value is a whole number of at least `least`, and at most `most`."""
+    if not is_whole(value) or value < least or (most is not None and value > most):
+        limit = "" if most is None else f" and at most {most:,}"
         raise ValueError(
-            f"{name} = {value!r} must be a whole number of at least {least}{what and f'; {what}'}"
+            f"{name} = {value!r} must be a whole number of at least {least}{limit}{what and f'; {what}'}"
         )
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from attractor.storage.files import check_source
 
+LARGEST_PICTURE = 2**26  # pixels; a file of some kilobytes may have as many as it likes
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"}
 
 
@@ -150,6 +151,10 @@ def decoded(path: Path | str) -> Any:
     try:
         check_source(path, link=True)
         with Image.open(path) as file:
+            if math.prod(file.size) > LARGEST_PICTURE:
+                raise ValueError(
+                    f"it has {math.prod(file.size):,} pixels, and {LARGEST_PICTURE:,} are read"
+                )
             ImageOps.exif_transpose(file, in_place=True)
             picture: Any = file
             if picture.mode.startswith("I"):  # 16 bits, which PIL would clip to 255

@@ -9,7 +9,7 @@ import csv
 import hashlib
 import io
 import lzma
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ from attractor.data.tokenization import (
     check_texts,
     check_tokenizer,
 )
-from attractor.storage.files import write_bytes
+from attractor.storage.files import open_plain, write_bytes
 from attractor.storage.fingerprint import fingerprint
+from attractor.storage.limits import read_bytes
 
 __all__ = [
     "CLASSES", "FILES", "VOCABULARY", "Bytes", "Tokenizer", "WordPiece", "Words", "labelled", "lines",
@@ -60,6 +61,8 @@ HUB = {
 }
 CLASSES = {"imdb": 2, "ag_news": 4, "sst2": 2, "sst2_glue": 2}
 CHUNK = 1000  # texts that are tokenized at a time
+DIGITS = 16  # of the hash in the name of a file of ids
+LARGEST_TEXT = 2**30  # bytes after decompression; the largest known file has 541 million
 
 
 def lines(name: str, split: str, folder: Folder = None) -> list[str]:
@@ -122,10 +125,8 @@ def stream(texts: Sequence[str], tokenizer: Tokenizer, cache: Folder = None) -> 
     check_tokenizer(tokenizer)
     if cache is None:
         return torch.from_numpy(_flat(texts, tokenizer))
-    path = Path(cache) / f"{_key(texts, tokenizer)}.npy"
-    if not path.exists():
-        _save(path, _flat(texts, tokenizer))
-    return torch.from_numpy(np.load(path, mmap_mode="c"))
+    (ids,) = _cached(Path(cache), _key(texts, tokenizer), lambda: (_flat(texts, tokenizer),))
+    return torch.from_numpy(ids)
 
 
 def padded(
@@ -152,12 +153,9 @@ def padded(
         ids, lengths = _pad(texts, tokenizer, max_tokens, np.int64)
     else:
         key = _key(texts, tokenizer, f"{max_tokens} tokens")
-        paths = [Path(cache) / f"{key}{end}.npy" for end in ("", ".lengths")]
-        if not all(path.exists() for path in paths):
-            narrow = np.int16 if tokenizer.size <= np.iinfo(np.int16).max else np.int32
-            for path, array in zip(paths, _pad(texts, tokenizer, max_tokens, narrow)):
-                _save(path, array)
-        ids, lengths = (np.load(path, mmap_mode="c") for path in paths)
+        narrow = np.int16 if tokenizer.size <= np.iinfo(np.int16).max else np.int32
+        make = lambda: _pad(texts, tokenizer, max_tokens, narrow)
+        ids, lengths = _cached(Path(cache), key, make, ("", "-lengths"))
     real = torch.arange(ids.shape[1]) < torch.from_numpy(lengths)[:, None]
     return torch.from_numpy(ids), real
 
@@ -221,10 +219,29 @@ def _vocabulary(tokenizer: Tokenizer) -> Any:
     return getattr(tokenizer, "words", None)
 
 
-def _save(path: Path, array: np.ndarray) -> None:
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    write_bytes(path, buffer.getvalue())
+def _cached(
+    folder: Path, key: str, make: Callable[[], Sequence[np.ndarray]], ends: Sequence[str] = ("",)
+) -> list[np.ndarray]:
+    """Return arrays from files in a folder, which are made if any is missing or damaged.
+
+    The name of a file contains the beginning of the SHA-256 of its content, as those of jobs do.
+    """
+    paths = []
+    for end in ends:
+        for path in sorted(folder.glob(f"{key}{end}.*.npy")):
+            with open_plain(path) as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
+            if path.name == f"{key}{end}.{digest}.npy":
+                paths.append(path)
+                break
+    if len(paths) < len(ends):
+        paths = []
+        for end, array in zip(ends, make()):
+            buffer = io.BytesIO()
+            np.save(buffer, array)
+            digest = hashlib.sha256(buffer.getvalue()).hexdigest()[:DIGITS]
+            paths.append(write_bytes(folder / f"{key}{end}.{digest}.npy", buffer.getvalue()))
+    return [np.load(path, mmap_mode="c") for path in paths]
 
 
 def _find(name: str, split: str, folder: Folder) -> Path | None:
@@ -244,10 +261,16 @@ def _find(name: str, split: str, folder: Folder) -> Path | None:
 
 
 def _read(path: Path) -> str:
-    if path.suffix == ".xz":
-        with lzma.open(path, "rt", encoding="utf8", newline="") as file:
-            return file.read()
-    return path.read_bytes().decode("utf8")
+    if path.suffix != ".xz":
+        return read_bytes(path, LARGEST_TEXT, link=True).decode("utf8")
+    with open_plain(path, link=True) as file, lzma.open(file) as content:
+        try:
+            raw = content.read(LARGEST_TEXT + 1)
+        except (lzma.LZMAError, EOFError) as error:
+            raise ValueError(f"{path} cannot be decompressed ({error}); fetch it again") from None
+    if len(raw) > LARGEST_TEXT:
+        raise ValueError(f"{path} has more than the {LARGEST_TEXT:,} bytes of text that are read")
+    return raw.decode("utf8")
 
 
 def _from_hub(name: str, split: str, folder: Folder) -> Any:

@@ -21,7 +21,7 @@ import torch
 
 import attractor
 from attractor.demo import attention, networks, solvers, text
-from attractor.storage.files import write_json
+from attractor.storage.files import lock_folder, write_json
 
 # Name -> module, and its share of the time. A module's `run` returns a dictionary, in which "drawn"
 # holds data for pictures; `show` adds it to a page; `summary` returns lines for the terminal.
@@ -83,7 +83,6 @@ def write(results: dict[str, Any], folder: Path | str) -> Path:
     from attractor.report import Page
 
     folder = Path(folder)
-    write_json(folder / "results.json", numbers(results))
     page = Page("Attention as time stepping: the demo")
     page.text(
         "Three papers use attention to take a step. In a numerical solver it corrects the step, in a "
@@ -106,8 +105,10 @@ def write(results: dict[str, Any], folder: Path | str) -> Path:
     again = ["attractor", "demo", "--seed", str(results["seed"]), "--out", str(folder)]
     again += ["--device", results["device"]] if results["device"] != "cpu" else []
     page.command(shlex.join(again + (["--small"] if results["small"] else [])))
-    picture.write(results["parts"], folder / "picture.png")
-    return page.write(folder / "report.html")
+    with lock_folder(folder):  # all files are of one demo
+        write_json(folder / "results.json", numbers(results))
+        picture.write(results["parts"], folder / "picture.png")
+        return page.write(folder / "report.html")
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.export import Dim, ExportedProgram
 from attractor.common.checks import as_int
 from attractor.core.step import with_parameters
 from attractor.ode import HybridSolver
-from attractor.storage.files import write_bytes
+from attractor.storage.files import check_target, write_bytes
 
 __all__ = ["Exported", "export"]
 
@@ -66,6 +66,7 @@ def export(solver: HybridSolver, path: Path | str, *, steps: int = 1, check: boo
         raise ValueError(f"{path.name!r} must end in {' or '.join(FORMATS)}, the formats of an export")
     if not isinstance(solver, HybridSolver):
         raise TypeError(f"solver is a {type(solver).__name__}; pass a HybridSolver, as fit returns")
+    check_target(path)
     steps = as_int(steps)
     if not isinstance(steps, int) or not 1 <= steps <= LONGEST:
         raise ValueError(f"steps = {steps!r}; one call takes 1 to {LONGEST}, call again to go further")

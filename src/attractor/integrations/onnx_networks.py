@@ -23,7 +23,7 @@ from attractor.integrations.onnx import (
     without_paths,
     without_warnings,
 )
-from attractor.storage.files import write_bytes
+from attractor.storage.files import check_target, write_bytes
 
 ROUNDING = 1000  # largest difference of outputs, in units of rounding of the largest output
 
@@ -58,6 +58,7 @@ def export_network(
     path = Path(path)
     if path.suffix != ".onnx":
         raise ValueError(f"path {path.name!r} must end in .onnx")
+    check_target(path)
     if not isinstance(network, nn.Module):
         raise TypeError(f"network is a {type(network).__name__}; pass a module")
     if not isinstance(inputs, Mapping) or not any(isinstance(x, Tensor) for x in inputs.values()):

@@ -36,9 +36,10 @@ from attractor.jobs.ledger import WorkerDiedError
 from attractor.jobs.naming import named
 from attractor.storage.files import json_bytes, read_bytes, write_bytes, write_new
 from attractor.storage.fingerprint import fingerprint
-from attractor.storage.limits import read_json
+from attractor.storage.limits import check_memory, read_json
 
 ENGINES = ("here", "processes", "ray")
+WORKER_BYTES = 2**27  # of memory that a process with torch takes at least
 __all__ = [
     "ENGINES",
     "Artifact",
@@ -132,6 +133,8 @@ def chosen(engine: str | None, workers: int | None = None, address: str | None =
         raise ValueError(f"engine {engine!r} is not one of {', '.join(ENGINES)}")
     if workers is not None and workers < 1:
         raise ValueError(f"workers = {workers} must be at least 1")
+    if engine == "processes":
+        check_memory(f"{workers or 1:,} processes", WORKER_BYTES * (workers or 1), "use fewer workers")
     if engine == "here" and workers not in (None, 1):
         raise ValueError(f"engine here has one worker; for workers = {workers} use engine processes")
     if address is not None and engine != "ray":

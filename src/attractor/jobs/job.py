@@ -1,7 +1,6 @@
 """Jobs, and how one shard is computed, for all engines."""
 
 import builtins
-import json
 import os
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,8 +13,10 @@ import torch
 from attractor import __version__
 from attractor.jobs.naming import named
 from attractor.storage.files import json_bytes
+from attractor.storage.limits import parse_json
 
 Shard = int | str | tuple[Any, ...]
+MOST_THREADS = 1024  # OpenMP ends the process if it cannot make as many as it was asked for
 # Variables by which torchrun and accelerate launch pass a process its rank.
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 
@@ -57,8 +58,8 @@ class Job:
                 f"{self.function!r} is not a function of attractor; if it is yours, pass "
                 f"also=({module!r},)"
             )
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads = {self.threads} must be at least 1")
+        if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
+            raise ValueError(f"threads = {self.threads} must be from 1 to {MOST_THREADS:,}")
         if self.version != __version__:
             raise ValueError(
                 f"a job of attractor {self.version} was sent to a worker with attractor {__version__}; "
@@ -75,9 +76,16 @@ class Artifact:
     sha256: str
     is_json: bool
 
-    def json(self) -> Any:
-        """Return the value of a JSON artifact, which does not depend on the engine."""
-        return json.loads(self.content)
+    def json(self, source: Any = "a job") -> Any:
+        """Return the value of a JSON artifact, which does not depend on the engine.
+
+        Args:
+            source: where the artifact is from, for the error.
+
+        Raises:
+            ValueError: it is not JSON, or is nested too deeply.
+        """
+        return parse_json(self.content, f"the artifact of {label(self.shard)} in {source}")
 
     def checked(self) -> "Artifact":
         """Return the artifact if its hash is right.

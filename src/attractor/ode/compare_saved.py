@@ -1,7 +1,5 @@
 """Comparisons of many saved solvers, as jobs for this process, several or a cluster."""
 
-import base64
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -16,9 +14,9 @@ from attractor.ode.compare import compare
 from attractor.ode.comparison import Comparison
 from attractor.ode.samples import Sampler
 from attractor.ode.solver import HybridSolver
-from attractor.storage.files import json_bytes, write_bytes
+from attractor.storage.files import json_bytes
 from attractor.storage.fingerprint import fingerprint
-from attractor.storage.objects import AnyPath, path_of
+from attractor.storage.objects import AnyPath
 from attractor.train import checkpoint
 
 
@@ -64,7 +62,7 @@ def compare_all(
         "horizon": None if own_horizons else horizon, "device": device, "options": options, **names,
     }  # fmt: skip
     code = {key: fingerprint(function) for key, function in own.items() if function is not None}
-    files = {name: _packed(path_of(place)) for name, place in solvers.items()}
+    files = {name: checkpoint.packed(place) for name, place in solvers.items()}
     shards = []
     for name, packed in files.items():
         known = packed if own_horizons.get(name) is None else [packed, own_horizons[name]]
@@ -75,7 +73,7 @@ def compare_all(
     )  # fmt: skip
     how = {"engine": engine, "workers": workers, "address": address}
     for made in jobs.keep(job, shards, folder, {**about, "code": code}, **how):
-        yield made.shard[0], Comparison.from_json(made.json())
+        yield made.shard[0], Comparison.from_json(made.json(folder))
 
 
 def compare_one(config: Mapping[str, Any], shard: tuple[str, str]) -> dict[str, Any]:
@@ -83,19 +81,9 @@ def compare_one(config: Mapping[str, Any], shard: tuple[str, str]) -> dict[str, 
     rate, *own = (
         config[key] and named(config[key]) for key in ("rate", "sample", "parameters", "jax_rate")
     )
-    with tempfile.TemporaryDirectory() as folder:
-        for name, content in config["solvers"][shard[0]].items():
-            write_bytes(Path(folder) / name, base64.b64decode(content))
+    with checkpoint.unpacked(config["solvers"][shard[0]], shard[0]) as folder:
         solver = HybridSolver.load(folder, rate).to(config["device"])
     horizon = config["horizons"].get(shard[0], config["horizon"])
     horizon = 100 * solver.dt if horizon is None else horizon
     how = dict(zip(("sample", "parameters", "jax_rate"), own)) | config["options"]
     return compare(solver, horizon=horizon, **how).to_json()
-
-
-def _packed(folder: AnyPath) -> dict[str, str]:
-    """The files of a folder as text."""
-    if isinstance(folder, Path) and not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}; give that of a saved solver")
-    files = checkpoint.read_files(folder)
-    return {name: base64.b64encode(files[name]).decode() for name in sorted(files)}

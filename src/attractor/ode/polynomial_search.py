@@ -27,6 +27,7 @@ from attractor.ode.search import Search
 from attractor.ode.solver import HybridSolver
 from attractor.ode.substeps import enough_substeps, substeps_for
 from attractor.ode.trajectories import LARGEST, PHASES, Plan, Run, make_runs, shifted
+from attractor.train import generators
 
 GRID = 240  # steps of the fine trajectories, a number with many divisors
 STEPS = tuple(n for n in range(2, GRID // 2 + 1) if GRID % n == 0)  # of a polynomial
@@ -203,7 +204,8 @@ class PolynomialSearch:
         )
         own = 0 if pairs.parameters is None else pairs.parameters.shape[-1]
         like = {"dtype": torch.float64, "device": pairs.u.device}
-        model = Polynomial(pairs.u.shape[-1], degree, search.period, own, self.odd, **like)
+        with generators.own():  # the weights that are drawn here are not kept
+            model = Polynomial(pairs.u.shape[-1], degree, search.period, own, self.odd, **like)
         closed = ClosedForm(model, pairs, 0.0, torch.Generator().manual_seed(search.seed))
         closed.solve()
         solver = HybridSolver(search.rate, IDENTITY, closed.fold().requires_grad_(False), way.setting)

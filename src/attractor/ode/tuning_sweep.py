@@ -1,6 +1,5 @@
 """Tune solvers of many equations, as jobs for this process, several or a cluster."""
 
-import base64
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,9 +13,17 @@ from attractor.jobs.naming import name_of, named
 from attractor.ode import serialization
 from attractor.ode.samples import Sampler
 from attractor.ode.tuning import TunedSolver, tune
-from attractor.storage.files import json_bytes, write_bytes
+from attractor.storage import schema
+from attractor.storage.files import json_bytes
 from attractor.storage.fingerprint import fingerprint
 from attractor.train import checkpoint
+from attractor.train.tensors import CheckpointError
+
+# What `tune_one` returns.
+RESULT = schema.any_of(
+    schema.record({"failure": schema.text(100_000)}),
+    schema.record({"report": schema.plain, "files": checkpoint.PACKED}),
+)
 
 
 @dataclass(frozen=True)
@@ -85,11 +92,14 @@ def tune_all(
     )  # fmt: skip
     engine_options = {"engine": engine, "workers": workers, "address": address}
     for artifact in jobs.keep(job, shards.values(), folder, config, **engine_options):
-        name, content = artifact.shard[0], artifact.json()
+        name, content = artifact.shard[0], artifact.json(folder)
+        schema.check(content, RESULT, f"the result of {name} in {folder}", CheckpointError)
         if "failure" in content:
             yield name, ValueError(content["failure"])
         else:
-            yield name, _unpacked(content["files"], problems[name].rate)
+            with checkpoint.unpacked(content["files"], f"the result of {name} in {folder}") as place:
+                solver = TunedSolver.load(place, problems[name].rate)
+            yield name, solver
 
 
 def tune_one(config: Mapping[str, Any], shard: tuple[str, str]) -> dict[str, Any]:
@@ -113,17 +123,8 @@ def tune_one(config: Mapping[str, Any], shard: tuple[str, str]) -> dict[str, Any
     except ValueError as error:  # the other equations are tuned nevertheless
         return {"failure": str(error)}
     with tempfile.TemporaryDirectory() as temporary:
-        files = checkpoint.read_files(solver.save(Path(temporary) / "solver"))
-    packed = {name: base64.b64encode(files[name]).decode() for name in sorted(files)}
-    return {"report": solver.report.to_json(), "files": packed}
-
-
-def _unpacked(files: Mapping[str, str], rate: Rate) -> TunedSolver:
-    """Return the solver whose files `tune_one` has sent."""
-    with tempfile.TemporaryDirectory() as temporary:
-        for name, content in files.items():
-            write_bytes(Path(temporary) / name, base64.b64decode(content))
-        return TunedSolver.load(temporary, rate)
+        files = checkpoint.packed(solver.save(Path(temporary) / "solver"))
+    return {"report": solver.report.to_json(), "files": files}
 
 
 def _described(name: str, problem: Problem) -> dict[str, Any]:

@@ -9,10 +9,12 @@ has now are not used. `merge` combines the runs of several files, made on differ
 import hashlib
 import json
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ FILE = schema.record(
     {"experiment": schema.text(), "scale": schema.text(), "runs": schema.mapping(SEEDS)},
     others=lambda value, path: None,
 )
+SEED = re.compile("0|-?[1-9][0-9]{0,18}")  # as written by `write`
 LONGEST = schema.LONGEST  # maximum number of characters of a name in messages
 
 
@@ -179,13 +182,12 @@ def read(path: Path, experiment: str, scale: str) -> dict[str, dict[int, Run]]:
             f"{path} has the results of {content['experiment']} at scale {content['scale']}; expected "
             f"{experiment} at scale {scale}"
         )
-    try:
-        return {
-            arm: {int(seed): run for seed, run in seeds.items()}
-            for arm, seeds in content["runs"].items()
-        }
-    except ValueError as error:
-        raise ValueError(f"{path} has a seed that is not an integer: {error}") from None
+    for seed in chain.from_iterable(content["runs"].values()):
+        if not SEED.fullmatch(seed):
+            raise ValueError(f"{path} has the seed {seed[:40]!r}, which is no integer of 64 bits")
+    return {
+        arm: {int(seed): run for seed, run in seeds.items()} for arm, seeds in content["runs"].items()
+    }
 
 
 def _content(path: Path) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def run(
             _check_data(experiment, scale, results, complete, context)
         if again:  # without the checkpoints of interrupted runs
             for arm, seed in pending:
-                _clear(Path(f"{_scratch(scratch, experiment, arm, scale)}-{seed}"))
+                discard_folder(Path(f"{_scratch(scratch, experiment, arm, scale)}-{seed}"))
         engine_options = {"engine": engine, "workers": workers, "address": address}
         load = lambda: result_files.load(experiment, scale, root)
         is_open = lambda shard: again or shard in load().missing((shard[1],))
@@ -107,7 +107,7 @@ def run(
         ):
             result_files.add(path, experiment.name, scale, arm, seed, outcome, tuple(experiment.arms))
             with suppress(FolderLockedError):  # another process has just looked at it
-                _clear(Path(f"{_scratch(scratch, experiment, arm, scale)}-{seed}"), wait=0.0)
+                discard_folder(Path(f"{_scratch(scratch, experiment, arm, scale)}-{seed}"), wait=0.0)
             value = outcome["metrics"].get(experiment.metric)
             value_text = "not finite" if value is None else f"{value:.5g}"
             tell(f"{arm}, seed {seed}: {experiment.metric} {value_text} [{outcome['seconds']:.0f} s]")
@@ -115,21 +115,10 @@ def run(
         if not results.missing():
             for entry in scratch.glob("*"):
                 with suppress(FolderLockedError):
-                    _clear(entry, wait=0.0)
+                    discard_folder(entry, wait=0.0)
             with suppress(OSError):  # not empty: another process uses the folder
                 scratch.rmdir()
     return results
-
-
-def _clear(folder: Path, wait: float | None = None) -> None:
-    """Remove the checkpoints of a run, unless another process is making it.
-
-    Raises:
-        FolderLockedError: Another process is making the run.
-    """
-    if folder.is_dir():
-        with lock_folder(folder, wait=wait):
-            discard_folder(folder)
 
 
 def _check_data(

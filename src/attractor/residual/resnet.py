@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attractor.common.checks import check_input, check_whole
+from attractor.common.checks import MOST_PARTS, check_input, check_whole
 from attractor.residual.insert import Where, insert_gates
 from attractor.residual.weights import load_weights, read_weights
 
@@ -187,11 +187,11 @@ class ResNet(nn.Module):
         super().__init__()
         if stem not in ("small", "large"):
             raise ValueError(f"stem {stem!r} is not one of small, large")
-        for name, sizes in (("depths", depths), ("planes", planes)):
+        for name, sizes, most in (("depths", depths, MOST_PARTS), ("planes", planes, None)):
             if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
                 raise TypeError(f"{name} = {sizes!r}; pass a list with one whole number per stage")
             for size in sizes:
-                check_whole(name, size, 1)
+                check_whole(name, size, 1, most=most)
         if len(planes) < len(depths):
             raise ValueError(
                 f"depths {depths} has {len(depths)} stages and planes {planes} {len(planes)}"
@@ -323,7 +323,7 @@ def resnet_cifar(
     Raises:
         ValueError: depth is not 9n + 2.
     """
-    check_whole("depth", depth, 1)
+    check_whole("depth", depth, 1, most=MOST_PARTS)
     check_whole("width", width, 1)
     n, rest = divmod(depth - 2, 9)
     if rest or n < 1:

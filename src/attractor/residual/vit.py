@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from attractor.common.checks import as_int, check_whole
+from attractor.common.checks import MOST_PARTS, as_int, check_whole
 from attractor.residual.attach import share
 from attractor.residual.gates import make_gate
 from attractor.residual.resnet import check_images
@@ -127,8 +127,7 @@ class ViT(nn.Module):
             raise ValueError(
                 f"images of {height} x {width} cannot be cut into patches of {patch} x {patch}"
             )
-        if depth < 1:
-            raise ValueError(f"depth = {depth}; it must be at least 1")
+        check_whole("depth", depth, 1, most=MOST_PARTS)
         if pool not in ("mean", "cls"):
             raise ValueError(f"pool {pool!r} is not one of mean, cls")
         self.image_size = (height, width)

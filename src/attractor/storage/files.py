@@ -14,6 +14,7 @@ import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from io import FileIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,6 +32,7 @@ P = TypeVar("P", bound=AnyPath)
 LOCK_SECONDS = 30.0  # to wait for another process before an error
 LOCK = ".lock"  # the file that is locked where the file system cannot lock a folder, as NFS cannot
 _HELD: set[int] = set()  # handles of the locks of this process
+TEMPORARY = re.compile(r"\.attractor-[0-9a-f]{32}")  # a file that is being written
 KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFDIR: "a folder",
@@ -271,11 +273,12 @@ def write_new(path: AnyPath | str, content: bytes) -> bool:
 def _aside(path: Path, parts: Iterable[bytes | memoryview]) -> Iterator[Path]:
     """A temporary file beside a path, whose content has reached the disk; an error removes it.
 
-    The file is locked until it has its final name, so that `sweep` in another process keeps it.
+    The file is locked until it has its final name, so that `_sweep` in another process keeps it.
     """
     check_target(path)
     make_folder(path.parent)
-    temporary, file = _open_temporary(path)
+    _sweep(path.parent.absolute())
+    temporary, file = _open_temporary(path.parent)
     try:
         with file:
             for part in parts:
@@ -285,18 +288,20 @@ def _aside(path: Path, parts: Iterable[bytes | memoryview]) -> Iterator[Path]:
             if fcntl is None:  # an open file cannot be renamed there
                 file.close()
             yield temporary
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # of a handle: the disk is full
+            error.filename = str(path)
         raise
 
 
-def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
-    """Create a temporary file beside a path and lock it.
+def _open_temporary(folder: Path) -> tuple[Path, BinaryIO]:
+    """Create a temporary file in a folder and lock it.
 
-    A `sweep` between the two removes the file, which then has no name, and another one is created.
+    A `_sweep` between the two removes the file, which then has no name, and another one is created.
     """
     while True:
-        temporary = path.with_name(f".{path.name}.{uuid4().hex}")
+        temporary = folder / f".attractor-{uuid4().hex}"
         file = temporary.open("xb")
         if fcntl is None:
             return temporary, file
@@ -366,31 +371,33 @@ def remove_folder(folder: AnyPath, first: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def discard_folder(folder: Path) -> None:
-    """Remove a folder and what is in it, so that an interruption leaves all of it or none.
+def discard_folder(folder: Path, *, wait: float | None = None) -> None:
+    """Remove a folder, if it exists, so that an interruption leaves all of it or none.
 
     It is renamed first. What earlier interruptions have left under such a name is removed as well.
+
+    Raises:
+        FolderLockedError: Another process is still writing to the folder after `wait` seconds.
     """
-    with suppress(FileNotFoundError):
-        folder.rename(folder.with_name(f".{folder.name}.{uuid4().hex}"))
+    if folder.is_dir():
+        with lock_folder(folder, wait=wait), suppress(FileNotFoundError):
+            folder.rename(folder.with_name(f".{folder.name}.{uuid4().hex}"))
     left = re.compile(re.escape(f".{folder.name}.") + "[0-9a-f]{32}")
     for name in names_in(folder.parent):
         if left.fullmatch(name):
             shutil.rmtree(folder.parent / name, ignore_errors=True)
 
 
-def sweep(path: AnyPath) -> None:
-    """Remove temporary files of a file, left by a process that was killed while it wrote.
+@lru_cache(maxsize=256)
+def _sweep(folder: Path) -> None:
+    """Remove temporary files of killed processes, once per folder and process.
 
     A temporary file that a living process is writing is locked and stays.
     """
-    if isinstance(path, ObjectPath):  # an interrupted upload leaves no object
-        return
-    left = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{32}")
-    for other in path.parent.iterdir() if path.parent.is_dir() else ():
-        if left.fullmatch(other.name):
+    for name in names_in(folder):
+        if TEMPORARY.fullmatch(name):
             with suppress(FileNotFoundError, BlockingIOError, PermissionError, FileTypeError):
-                _remove_unless_locked(other)
+                _remove_unless_locked(folder / name)
 
 
 def _remove_unless_locked(path: Path) -> None:

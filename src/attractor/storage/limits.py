@@ -106,9 +106,10 @@ def check_folder(name: str, folder: AnyPath | str) -> None:
     if isinstance(folder, ObjectPath):
         _check_store(name, folder)
         return
-    place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    place = next(p for p in (folder, *folder.absolute().parents) if os.path.lexists(p))
     if not place.is_dir():
-        raise ValueError(f"{name} {folder}: {place} is a file; give another folder")
+        kind = "a link to nothing" if place.is_symlink() and not place.exists() else "a file"
+        raise ValueError(f"{name} {folder}: {place} is {kind}; give another folder")
     try:
         with TemporaryFile(dir=place) as file:
             file.write(bytes(4096))

@@ -16,16 +16,19 @@ import re
 import shutil
 import stat
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
 
 from torch import Tensor, nn
 
+from attractor.storage import schema
 from attractor.storage.files import (
     LOCK,
     LOCK_SECONDS,
@@ -52,6 +55,7 @@ __all__ = ["FILES", "FORMAT", "MANIFEST", "CheckpointError", "check", "fill", "l
 
 DEPTHS = ("depth", "depths", "layers")  # options that are numbers of modules
 NEXT = ".next"
+PACKED = schema.record(dict.fromkeys((*FILES, MANIFEST), schema.text(2**32)))  # of `packed`
 STAGING = re.compile(r"\.next-[0-9a-f]{32}")  # a checkpoint that is being written
 
 
@@ -138,10 +142,31 @@ def load(folder: AnyPath | str, kind: str) -> tuple[dict[str, Tensor], dict[str,
         return read_contents(folder, kind, files)
 
 
-def read_files(folder: AnyPath | str) -> dict[str, bytes]:
-    """Return the content of the three files of one checkpoint by name, unchecked."""
+def packed(folder: AnyPath | str) -> dict[str, str]:
+    """Return the three files of one checkpoint by name, unchecked, in base64; see `unpacked`."""
     with _open(path_of(folder)) as files:
-        return {name: file.readall() for name, file in files.items()}
+        return {name: b64encode(files[name].readall()).decode() for name in sorted(files)}
+
+
+@contextmanager
+def unpacked(files: Any, source: Any) -> Iterator[Path]:
+    """Yield a temporary folder with the files of a checkpoint that `packed` has returned.
+
+    Args:
+        files: the files by name.
+        source: the origin of the files, for error messages.
+
+    Raises:
+        CheckpointError: the files are not those of a checkpoint.
+    """
+    schema.check(files, PACKED, source, CheckpointError)
+    with TemporaryDirectory() as folder:
+        for name, content in files.items():
+            try:
+                (Path(folder) / name).write_bytes(b64decode(content, validate=True))
+            except ValueError as error:
+                raise CheckpointError(f"{source}: {name} is not in base64 ({error}). {ADVICE}") from None
+        yield Path(folder)
 
 
 def _open(folder: AnyPath) -> AbstractContextManager[dict[str, FileIO]]:

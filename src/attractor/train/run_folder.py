@@ -13,7 +13,6 @@ from attractor.common.versions import versions
 from attractor.storage import schema
 from attractor.storage.files import (
     json_bytes,
-    sweep,
     write_bytes,
     write_new,
     write_text,
@@ -131,8 +130,6 @@ class RunFolder:
         self._check_foreign()
         mine = json_bytes(self.definition.to_json())
         with self.checkpoints.disk_errors("the definition of the run"):
-            for name in (DEFINITION, WEIGHTS, "log.jsonl", "times.jsonl"):
-                sweep(self.folder / name)
             if self.extended:
                 write_bytes(self.folder / DEFINITION, mine)
             elif not write_new(self.folder / DEFINITION, mine):

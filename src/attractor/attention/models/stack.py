@@ -12,6 +12,7 @@ from attractor.attention.cache import PDECache, unchanged_on_error
 from attractor.attention.models.layer import PDEAttention
 from attractor.attention.tracing import as_node, is_symbolic
 from attractor.common.checks import (
+    MOST_PARTS,
     check_beside,
     check_home,
     check_input,
@@ -89,7 +90,7 @@ class Stack(nn.Module):
         super().__init__()
         if place not in ("each", "after"):
             raise ValueError(f"place {place!r} is not one of each, after")
-        check_whole("layers", layers, 0)
+        check_whole("layers", layers, 0, most=MOST_PARTS)
         check_whole("hidden", hidden, 1)
 
         def attention_branch(**overrides: Any) -> Residual:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.common.checks import check_whole
+from attractor.common.checks import MOST_PARTS, check_whole
 from attractor.ode.systems.system import check_state, uniform
 
 
@@ -29,7 +29,7 @@ class PendulumChain:
     g: float = 9.8
 
     def __post_init__(self) -> None:
-        check_whole("links", self.links, 1, "a chain needs at least one link")
+        check_whole("links", self.links, 1, "a chain needs at least one link", most=MOST_PARTS)
 
     @property
     def dim(self) -> int:

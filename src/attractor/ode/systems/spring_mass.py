@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from attractor.common.checks import check_whole
 from attractor.ode.systems.system import check_state, check_times, uniform
+from attractor.storage.limits import check_memory
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class SpringMass:
     def __post_init__(self) -> None:
         check_whole("n", self.n, 1, "a chain needs at least one mass")
         check_whole("seed", self.seed, 0)
+        check_memory(f"the constants of {self.n:,} masses", 32 * self.n, "use fewer masses")
         generator = torch.Generator().manual_seed(self.seed)
         draw = lambda count: (
             1 + torch.randn(count, generator=generator, dtype=torch.float64) / 4
