@@ -225,3 +225,34 @@ def test_a_rate_that_does_not_conserve_the_mean_has_values_in_place_of_fluxes():
     torch.testing.assert_close(
         solver.solve(u, 0.25, guard=False).final.mean(-1), u.mean(-1) * decay, atol=1e-4, rtol=1e-3
     )
+
+
+def test_solver_of_two_grids_is_not_compared_on_one(burgers):
+    with pytest.raises(ValueError, match="corrects a grid of 16 cells towards one of 64"):
+        at.compare(burgers[2], horizon=0.5)
+
+
+def test_one_fit_serves_a_range_of_viscosities():
+    def rate(t, u, p):
+        right = torch.roll(u, -1, -1)
+        flux = (u + right).square() / 8 - p * (right - u)
+        return torch.roll(flux, 1, -1) - flux
+
+    def viscosity(n, generator):
+        return 0.5 + torch.rand(n, 1, generator=generator, dtype=torch.float64)
+
+    def states(n, generator):
+        return 0.3 * torch.randn(n, 8, generator=generator, dtype=torch.float64)
+
+    solver = at.fit(
+        rate, dt=0.25, horizon=1.0, sample=states, parameters=viscosity, scheme="identity",
+        correction="patches", trajectories=150, fine_dt=0.125,
+        options={"grid": Grid((8,)), "radius": 3, "degree": 3},
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(9)
+    u, p = states(10, generator), viscosity(10, generator)
+    exact = at.evolve(rate, u, [0.0, 1.0], "dopri5", rtol=1e-9, parameters=p).final
+    wrong = solver.solve(u, 1.0, parameters=p.flip(0), guard=False).final
+    error = (solver.solve(u, 1.0, parameters=p, guard=False).final - exact).norm()
+    assert error < 0.02 * exact.norm()
+    assert error < 0.3 * (wrong - exact).norm()

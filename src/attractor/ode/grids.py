@@ -81,8 +81,8 @@ class Grid:
         ratios = {divmod(n, m) for n, m in zip(fine.shape, self.shape)} if fits else set()
         if len(ratios) != 1 or next(iter(ratios))[1]:
             raise ValueError(
-                f"{fine} does not coarsen evenly to {self}: both need the same axes, channels and walls, "
-                "and the same whole number of fine cells in a coarse one along each axis"
+                f"{fine} does not coarsen evenly to {self}: both need the same axes, channels and "
+                "walls, and the same whole number of fine cells in a coarse one along each axis"
             )
         return next(iter(ratios))[0]
 
