@@ -26,7 +26,8 @@ HYBRIDS = [  # cells, step, radius, degree
     (32, 1 / 16, 2, 3), (32, 1 / 16, 2, 5), (64, 1 / 32, 2, 3), (64, 1 / 32, 2, 4), (64, 1 / 32, 2, 5),
     (64, 1 / 32, 3, 4),
 ]  # fmt: skip
-PLAIN = [(cells, order) for order in (2, 4) for cells in (32, 64, 128, 256, 512)]
+CELLS = {2: (32, 64, 128, 256, 512), 4: (32, 64, 96, 128, 192, 256)}  # by order in space
+PLAIN = [(cells, order) for order in CELLS for cells in CELLS[order]]
 SCHEMES = ("rk4", "dop853")
 SLACK = 1.1  # by which steps may exceed the error of the grid
 

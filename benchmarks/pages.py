@@ -133,7 +133,7 @@ def fields() -> str:
         rows.append([
             f"corrected, {r['cells']} cells", f"{round(kept['horizon'] / r['dt'])} steps, radius "
             f"{r['radius']}, degree {r['degree']}", f"{r['error']:.1e}", ms(r["seconds"]["1"]),
-            ms(r["seconds"]["100"]), *("> 512 cells" if math.isinf(g) else f"{g:.2g}x" for g in gains),
+            ms(r["seconds"]["100"]), *("no such grid" if math.isinf(g) else f"{g:.2g}x" for g in gains),
         ])  # fmt: skip
     drift = max(r["mean_drift"] for r in kept["hybrid"])
     fits = [r["fit_seconds"] for r in kept["hybrid"]]

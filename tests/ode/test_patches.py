@@ -256,3 +256,13 @@ def test_one_fit_serves_a_range_of_viscosities():
     error = (solver.solve(u, 1.0, parameters=p, guard=False).final - exact).norm()
     assert error < 0.02 * exact.norm()
     assert error < 0.3 * (wrong - exact).norm()
+
+
+def test_a_fit_that_is_worse_than_plain_steps_says_so():
+    """A cubic reaction moves states far within a step, which a polynomial of low degree cannot follow."""
+    with pytest.warns(UserWarning, match="plain steps of rk4 on the same grid have a smaller error"):
+        at.fit(
+            lambda t, u: heat(t, u) / 20 + u - u**3, sample=heat_states, correction="patches", dt=0.1,
+            horizon=0.5, scheme="identity", trajectories=20, fine_dt=0.0125,
+            options={"grid": Grid((8,)), "radius": 1, "degree": 2},
+        )  # fmt: skip
