@@ -41,6 +41,7 @@ from attractor.ode.algorithm1 import Checkpoints
 from attractor.ode.candidates import Candidate
 from attractor.ode.comparison import Comparison, Point
 from attractor.ode.fine_data import FineData
+from attractor.ode.patch_region import PatchRegion
 from attractor.ode.ridge_search import RidgeSearch
 from attractor.ode.trust import TrustRegion
 from attractor.ode.tuning import TunedSolver, TuningReport
@@ -421,6 +422,13 @@ def make_weights(folder: Path) -> None:
     write_tensors(folder / "model.safetensors", dict(network().state_dict()))
 
 
+def make_field_solver(folder: Path) -> None:
+    system = systems.Burgers(4)
+    correction = corrections.Patches(4, radius=1, degree=2, dtype=torch.float64)
+    trust = PatchRegion.around(system.sample(8, dtype=torch.float64), correction)
+    HybridSolver(system, "identity", correction, 0.1, trust).save(folder)
+
+
 FORMATS: dict[str, Format] = {
     "solver: slope": Format(lambda f: small_solver(corrections.AttNS(4, width=8)).save(f), use_solver),
     "solver: stages": Format(
@@ -429,6 +437,7 @@ FORMATS: dict[str, Format] = {
     "solver: polynomial": Format(
         lambda f: small_solver(corrections.Polynomial(4, 3), "identity").save(f), use_solver
     ),
+    "solver: patches": Format(make_field_solver, use_solver),
     "solver: own equation": Format(make_own_solver, use_spring_solver),
     "tuned solver": Format(lambda f: tuned(f, False), use_tuned),
     "tuned hybrid": Format(lambda f: tuned(f, True), use_tuned),

@@ -142,8 +142,46 @@ def kinetics() -> Any:
     return figure
 
 
+def fields() -> Any:
+    """A field of Burgers' equation on a coarse grid, corrected and fine, and error against time."""
+    coarse, fine = at.systems.Burgers(64), at.systems.Burgers(256, order=4)
+    fitted = at.fit(
+        coarse, reference=fine, dt=1 / 32, horizon=1.0, scheme="identity", trajectories=32,
+        options={"radius": 2, "degree": 4}, fine_dt=1 / 256,
+    )  # fmt: skip
+    v0 = fine.sample(1, torch.Generator().manual_seed(12), torch.float64)
+    u0 = coarse.grid.restrict(v0, fine.grid)
+    ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    curves = {
+        "fine, 256 cells": (fine, at.evolve(fine, v0, ends, "dopri5", rtol=1e-7).final, GREY, "-"),
+        "plain, 64 cells": (coarse, at.evolve(coarse, u0, ends, "dopri5", rtol=1e-7).final, ORANGE, "o"),
+        "corrected, 64 cells": (coarse, fitted.solve(u0, 1.0).final, BLUE, "o"),
+    }
+    figure, (field, work) = plt.subplots(1, 2, figsize=(9, 3.0), width_ratios=(1.3, 1))
+    for label, (system, u, colour, mark) in curves.items():
+        x = (torch.arange(system.cells) + 0.5) * system.length / system.cells
+        size = {"ms": 3, "mfc": "none" if "plain" in label else colour} if mark == "o" else {"lw": 1.2}
+        field.plot(x, u[0], mark, color=colour, label=label, **size)
+    field.set(title="a field at t = 1", xlabel="x")
+    field.legend()
+
+    kept = json.loads((HERE.parent / "benchmarks" / "results" / "fields.json").read_text())
+    for order, colour in ((2, ORANGE), (4, GREEN)):
+        rows = [min(r["schemes"].values(), key=lambda s: s["seconds"]["100"])
+                for r in kept["plain"] if r["order"] == order]  # fmt: skip
+        times, errors = [r["seconds"]["100"] for r in rows], [r["error"] for r in rows]
+        work.loglog(times, errors, "o-", ms=3, color=colour, label=f"plain, order {order}")
+    times, errors = zip(*((r["seconds"]["100"], r["error"]) for r in kept["hybrid"]))
+    work.loglog(times, errors, "o", color=BLUE, ms=4, label="corrected")
+    work.set(title="relative error", xlabel="seconds for 100 fields, compiled")
+    work.legend()
+    figure.subplots_adjust(wspace=0.25)
+    return figure
+
+
 PICTURES = {
     "idea-solver": solver, "idea-network": network, "idea-attention": attention, "kinetics": kinetics,
+    "fields": fields,
 }  # fmt: skip
 
 

@@ -342,7 +342,11 @@ def test_correction_with_a_period_repeats_in_time(make):
 
 VARIANTS = ({"body": "lstm"}, {"body": "transformer"}, {"state": True}, {"times_dt": True},
             {"activation": "sine", "depth": 3}, {"skip": False})  # fmt: skip
-BODIES = [(make, {"width": 16, "skip": True} if make.fit_defaults else {}) for make in CORRECTIONS]
+BODIES = [  # Patches has one last layer for all cells: tests/ode/test_patches.py
+    (make, {"width": 16, "skip": True} if make.fit_defaults else {})
+    for make in CORRECTIONS
+    if make is not corrections.Patches
+]
 BODIES += [(corrections.Stages, {"width": 0})]
 BODIES += [(corrections.AttNS, {"width": 16, "skip": True, **more}) for more in VARIANTS]
 

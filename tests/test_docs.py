@@ -40,6 +40,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative
 LONG_PAGES = {
     "README.md", "docs/attention.md", "docs/hybrid.md", "docs/networks.md", "docs/how-to/export.md",
     "docs/how-to/pretrained-gates.md", "docs/tutorials/dynamics.md", "docs/tutorials/kinetics.md",
+    "docs/tutorials/fields.md",
     "docs/tutorials/sequences.md", "docs/tutorials/vision.md",
 }  # fmt: skip
 

@@ -233,8 +233,8 @@ def _check_config(name: str, config: Any) -> None:
     for attention in (getattr(part, "_attn_implementation", None) for part in parts):
         if isinstance(attention, str) and "/" in attention:
             raise ValueError(
-                f"{name}: its attn_implementation is {attention!r}, a repository, whose code is not run; "
-                "write sdpa or eager into its config.json instead"
+                f"{name}: its attn_implementation is {attention!r}, a repository, whose code is not "
+                "run; write sdpa or eager into its config.json instead"
             )
     values = list(config.to_dict().items())
     while values:

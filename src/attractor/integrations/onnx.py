@@ -18,6 +18,7 @@ from torch.export import Dim, ExportedProgram
 from attractor.common.checks import as_int
 from attractor.core.step import with_parameters
 from attractor.ode import HybridSolver
+from attractor.ode.trust import TrustRegion
 from attractor.storage.files import check_target, write_bytes
 
 __all__ = ["Exported", "export"]
@@ -118,7 +119,7 @@ class _Steps(nn.Module):
     def example(self, n: int) -> dict[str, Tensor]:
         """Return inputs by name, with n states like those of the fit, or initial states."""
         generator, solver = torch.Generator().manual_seed(n), self.solver
-        if solver.trust is not None:
+        if isinstance(solver.trust, TrustRegion):
             mean, deviation = solver.trust.mean.cpu(), solver.trust.deviation.cpu()
             u = mean + deviation * torch.randn(n, len(mean), generator=generator, dtype=torch.float64)
         elif hasattr(solver.rate, "sample") and not solver.parameter_count:

@@ -24,6 +24,7 @@ from attractor.common.lazy import submodule
 from attractor.ode import corrections, pretrained, systems
 from attractor.ode.fine_data import FineData
 from attractor.ode.fitting import fit
+from attractor.ode.grids import Grid
 from attractor.ode.recipes import Paper, Ridge
 from attractor.ode.shards import make_trajectories
 from attractor.ode.solver import HybridSolver
@@ -31,6 +32,7 @@ from attractor.ode.tuning import TunedSolver, tune
 
 __all__ = [
     "FineData",
+    "Grid",
     "HybridSolver",
     "Paper",
     "Ridge",

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -149,7 +149,7 @@ def ridge(triangle: Tensor, check: Tensor, check_y: Tensor) -> tuple[Tensor, flo
         triangle = torch.nn.functional.pad(triangle, (0, 0, 0, k - len(triangle)))
     left, right = triangle[:k, :k], triangle[:k, k:]
     best: tuple[Tensor, float, float] | None = None
-    for penalty, w in _solutions(left, right):
+    for penalty, w in solutions(left, right):
         error = (check @ w - check_y).square().mean().item()
         if best is None or not best[2] <= error:  # which NaN is not
             best = w, penalty, error
@@ -157,13 +157,15 @@ def ridge(triangle: Tensor, check: Tensor, check_y: Tensor) -> tuple[Tensor, flo
     return best
 
 
-def _solutions(triangle: Tensor, y: Tensor) -> Iterator[tuple[float, Tensor]]:
+def solutions(
+    triangle: Tensor, y: Tensor, penalties: Sequence[float] = PENALTIES
+) -> Iterator[tuple[float, Tensor]]:
     """Penalties and their solutions: by one SVD, or where that would take minutes, by a QR each."""
     k = triangle.shape[-1]
     if k <= WIDE:
         left, values, right = torch.linalg.svd(triangle, full_matrices=False)
         turned = left.T @ y
-        for penalty in PENALTIES:
+        for penalty in penalties:
             inverse = values / (values.square() + penalty * values[0].square())
             inverse = torch.where(values > 1e-15 * values[0], inverse, 0.0)
             yield penalty, right.T @ (inverse[:, None] * turned)
@@ -171,7 +173,7 @@ def _solutions(triangle: Tensor, y: Tensor) -> Iterator[tuple[float, Tensor]]:
     probe = torch.ones(k, 1).to(triangle)
     for _ in range(20):  # towards the largest singular value
         probe = triangle.T @ (triangle @ (probe / probe.norm()))
-    for penalty in PENALTIES:
+    for penalty in penalties:
         if penalty:
             size = (penalty * probe.norm()).sqrt()
             rows = torch.cat((triangle, size * torch.eye(k).to(triangle)))

@@ -81,6 +81,13 @@ def compare(
     base = solver.plain_scheme
     rivals = [get_scheme(s) for s in schemes if s != base.name]
     check_seed(seed)
+    cells, grid = (solver.history or [{}])[-1].get("cells"), getattr(solver.correction, "grid", None)
+    if grid is not None and cells not in (None, grid.cells):
+        raise ValueError(
+            f"the solver corrects a grid of {grid.cells} cells towards one of {cells}, and compare "
+            "measures errors on one grid; compare its solutions with restricted ones of the fine grid, "
+            "as benchmarks/fields.py does"
+        )
     generator = torch.Generator().manual_seed(seed + 2**40)
     if u0 is None:
         u0 = initial_states(solver.rate, sample, batch, generator)

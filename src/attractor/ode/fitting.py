@@ -22,6 +22,7 @@ from attractor.ode.fine_data import FineData
 from attractor.ode.fit_data import Problem, region_states
 from attractor.ode.hybrid_search import fastest_hybrid
 from attractor.ode.pairs import one_step
+from attractor.ode.patch_fit import fit_patches
 from attractor.ode.processes import Crew, Group
 from attractor.ode.rate_checks import check_rate
 from attractor.ode.recipes import Paper, Recipe, Ridge, get_recipe
@@ -58,8 +59,9 @@ def fit(
     correction: str = "auto",
     recipe: str | Recipe = "default",
     width: int | None = None,
-    trajectories: int = 1000,
+    trajectories: int | None = None,
     sample: Sampler | None = None,
+    reference: Rate | None = None,
     parameters: Sampler | None = None,
     fine_dt: float | None = None,
     period: float | None = None,
@@ -91,13 +93,17 @@ def fit(
             whole change of the state and the rate is not called.
         correction: A name of `attractor.corrections`, or "auto": the slope (AttNS), the state (NeurVec)
             or both, whichever has the smallest error on held-out rollouts; with the paper's recipe
-            AttNS. "auto" tries only those that accept all of `options`.
+            AttNS; with a `reference` "patches". "auto" tries only those that accept all of `options`.
         recipe: How the weights are found: "default" (random hidden weights and a last layer in closed
             form, which takes seconds) or "paper" (Algorithm 1 of the AttNS paper). With other options
             than the usual ones, `Ridge` or `Paper`, such as ``Paper(epochs=100)``.
         width: Of the network. None: 512 by default, the correction's own with the paper's recipe.
-        trajectories: Number of trajectories to learn from; further ones are held out.
+        trajectories: Number of trajectories to learn from; further ones are held out. None: 1,000, or
+            for ``correction="patches"`` enough for 200,000 patches.
         sample: ``(n, generator=...) -> [n, d]`` initial states, for a rate of your own.
+        reference: For ``correction="patches"``: the equation on a finer grid, whose initial states are
+            sampled. The correction is fitted to its trajectories, restricted to the grid of
+            `system_or_rate`, and so corrects the grid and the step at once.
         parameters: ``(n, generator=...) -> [n, k]`` parameters of the equation, one row per trajectory.
             The rate is then called as ``rate(t, u, p)``, the correction sees p, and one solver serves
             all parameters that the sampler draws.
@@ -135,6 +141,24 @@ def fit(
     if out is not None and crew.rank == 0:
         check_folder("out =", out)
     _check_objective(objective, dt, error)
+    if correction == "patches" or (reference is not None and correction == "auto"):
+        others = {
+            "objective": objective != "error", "recipe": recipe != Ridge(), "width": width is not None,
+            "budget": budget is not None, "data": data is not None, "out": out is not None,
+            "process_group": process_group is not None,
+        }  # fmt: skip
+        if any(others.values()):
+            names = ", ".join(name for name, is_passed in others.items() if is_passed)
+            raise ValueError(f'correction="patches" has no {names}; leave it out')
+        assert dt is not None
+        return fit_patches(
+            system_or_rate, reference, scheme, dt=dt, horizon=horizon, sample=sample,
+            parameters=parameters, trajectories=trajectories, fine_dt=fine_dt, period=period, seed=seed,
+            device=device, options=options or {}, progress=progress,
+        )  # fmt: skip
+    if reference is not None:
+        raise ValueError('reference= is the equation on a finer grid; it needs correction="patches"')
+    trajectories = 1000 if trajectories is None else trajectories
     if dt is None:
         assert error is not None
         chosen_by_it = {

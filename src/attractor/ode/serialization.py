@@ -161,11 +161,12 @@ def check_values(
 
 
 def _states_of(dim: int, trust: TrustRegion | None) -> tuple[Tensor, Tensor | None]:
-    """Some states ``[3, dim]`` and parameters, in the trust region if there is one."""
-    region = TrustRegion(dim, dtype=torch.float64) if trust is None else trust
-    size = len(region.mean)
-    signs = torch.tensor([1.0, -1.0]).to(region.mean).repeat(size)[:size]
-    points = torch.stack([region.mean + x * signs * region.deviation for x in (0.0, 0.4, -0.7)])
+    """Some states ``[3, dim]`` and parameters, in the trust region if it is one of states."""
+    mean = torch.zeros(dim, dtype=torch.float64) if trust is None else trust.mean
+    deviation = torch.ones_like(mean) if trust is None else trust.deviation
+    size = len(mean)
+    signs = torch.tensor([1.0, -1.0]).to(mean).repeat(size)[:size]
+    points = torch.stack([mean + x * signs * deviation for x in (0.0, 0.4, -0.7)])
     return points[:, :dim], points[:, dim:] if size > dim else None
 
 

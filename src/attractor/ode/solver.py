@@ -19,6 +19,7 @@ from attractor.core.step import correction_of_step
 from attractor.core.tableaus import AnyScheme
 from attractor.core.transforms import is_transformed, without_vmap
 from attractor.ode.captured import CapturedStep
+from attractor.ode.patch_region import PatchRegion
 from attractor.ode.serialization import is_system
 from attractor.ode.solver_checkpoint import KIND, from_checkpoint, to_checkpoint
 from attractor.ode.solver_hub import located, push
@@ -50,7 +51,7 @@ class HybridSolver:
         scheme: str | AnyScheme,
         correction: nn.Module,
         dt: float,
-        trust: TrustRegion | None = None,
+        trust: TrustRegion | PatchRegion | None = None,
         history: list[dict[str, Any]] | None = None,
     ) -> None:
         dt = as_number("dt", dt)

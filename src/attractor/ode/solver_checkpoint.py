@@ -11,6 +11,7 @@ from attractor.core.tableaus import AnyScheme
 from attractor.ode import corrections, serialization
 from attractor.ode.corrections.network import ACTIVATIONS
 from attractor.ode.corrections.sequence import BODIES
+from attractor.ode.patch_region import PatchRegion
 from attractor.ode.serialization import is_system
 from attractor.ode.trust import TrustRegion
 from attractor.storage import schema
@@ -19,6 +20,7 @@ from attractor.storage.schema import (
     ADVICE,
     any_of,
     flag,
+    listing,
     null,
     number,
     record,
@@ -41,6 +43,14 @@ NETWORK = AFFINE | {
 OPTIONS = dict.fromkeys(corrections.BY_NAME, NETWORK) | {
     "attns": NETWORK | {"times_dt": flag, "state": flag},
     "linear": AFFINE,
+    "patches": AFFINE
+    | dict.fromkeys(("channels", "radius", "degree"), SIZE)
+    | {
+        "shape": listing(SIZE, 1),
+        "breadth": COUNT,
+        "walls": flag,
+        "conservative": flag,
+    },
     "polynomial": AFFINE | {"degree": SIZE, "odd": flag},
     "stages": NETWORK | {"stages": SIZE},
 }
@@ -65,7 +75,7 @@ class Parts(NamedTuple):
     scheme: AnyScheme
     correction: nn.Module
     dt: float
-    trust: TrustRegion | None
+    trust: TrustRegion | PatchRegion | None
     history: list[dict[str, Any]]
 
 
@@ -92,7 +102,7 @@ def to_checkpoint(solver: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "scheme": serialization.scheme_to_json(solver.scheme),
         "correction": {"name": name, **correction.config},
         "trust": trust is not None,
-        "rate": {**rate, **serialization.values_to_json(solver.rate, solver.dim, trust)},
+        "rate": {**rate, **serialization.values_to_json(solver.rate, solver.dim, _of_states(trust))},
         "history": serialization.history_to_json(solver.history),
     }
     return tensors, config
@@ -125,12 +135,14 @@ def from_checkpoint(
     with described(folder, "a hybrid solver"):
         known = serialization.rate_from_json(config["rate"])
         make = partial(corrections.get_correction(options.pop("name")), **options)
-        region = partial(TrustRegion, dim, options.get("parameters", 0))
-        trust = filled(region, prefix="trust.") if config["trust"] else None
-        if trust is not None and not bool((trust.deviation > 0).all() & (trust.limit > 0)):
-            raise ValueError("the deviations and the limit of its trust region must be above 0")
         correction = filled(make, prefix="correction.")
         correction.requires_grad_(False)  # as fit returns it
+        region: Any = partial(TrustRegion, dim, options.get("parameters", 0))
+        if isinstance(correction, corrections.Patches):
+            region = partial(PatchRegion.of, correction)
+        trust = filled(region, prefix="trust.") if config["trust"] else None
+        if trust is not None and not trust.is_valid():
+            raise ValueError("the deviations and the limit of its trust region must be above 0")
         scheme = serialization.scheme_from_json(config["scheme"])
         values = serialization.values_from_json(config["rate"], dim)
     history = serialization.history_from_json(config["history"], folder)
@@ -155,5 +167,10 @@ def from_checkpoint(
             f"{folder} holds a correction of {stages} stages, and {scheme!r} has {own}. {ADVICE}"
         )
     if values is not None:
-        serialization.check_values(values, equation, options["dim"], trust, folder)
+        serialization.check_values(values, equation, options["dim"], _of_states(trust), folder)
     return Parts(equation, scheme, correction, float.fromhex(config["dt"]), trust, history)
+
+
+def _of_states(trust: Any) -> TrustRegion | None:
+    """Return a trust region if it is one of states; that of a field knows patches only."""
+    return trust if isinstance(trust, TrustRegion) else None

@@ -1,6 +1,7 @@
 """The region of states in which a fitted correction can be trusted, and the steps outside of it."""
 
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Self
 
@@ -135,6 +136,10 @@ class TrustRegion(nn.Module):
         """Return ``[*batch]``, True for states u ``[*batch, dim]`` in the region; NaN is outside."""
         return self.distance(u) <= 1
 
+    def is_valid(self) -> bool:
+        """Return whether distances are defined: deviations and the limit are above 0."""
+        return bool((self.deviation > 0).all() & (self.limit > 0))
+
     def guard(self, scheme: AnyScheme, replace: bool = True, compile: bool = False) -> Guard:
         """Return the guard of a solver with this scheme, for one solve.
 
@@ -144,25 +149,8 @@ class TrustRegion(nn.Module):
             compile: Whether substeps with error control are one compiled loop, on a CPU and without
                 gradients.
         """
-
-        def substeps(
-            rate: Rate, t: Tensor, dt: Any, u: Tensor, parameters: Tensor | None
-        ) -> tuple[Tensor, int]:
-            unknown, bound = bool((self.accuracy < 0).any()), with_parameters(rate, parameters)
-            if unknown and scheme.order:
-                state = _substeps(bound, scheme, t, dt, u, PLAIN_SUBSTEPS)
-                return state, PLAIN_SUBSTEPS * scheme.rate_calls
-            size = (self.mean.abs() + self.deviation)[: self.dim]
-            least = max(ROUNDING, 8 * torch.finfo(u.dtype).eps)
-            rounding = least * torch.maximum(size, u.detach().abs())
-            accuracy = FLOW_ACCURACY * size if unknown else self.accuracy
-            tolerance = torch.maximum(accuracy, rounding)
-            if scheme.order:  # few substeps
-                return settled_substeps(bound, t, dt, u, tolerance)
-            loops = compile and u.device.type == "cpu" and not is_differentiated(u)
-            return controlled_step(rate, t, dt, u, tolerance, parameters, loops)
-
-        return Guard(self.inside, substeps if replace else None, self)
+        size = (self.mean.abs() + self.deviation)[: self.dim]
+        return plain_guard(self, self.inside, size, self.accuracy, scheme, replace, compile)
 
     @staticmethod
     def _features(x: Tensor, dim: int = -1) -> Tensor:
@@ -170,6 +158,42 @@ class TrustRegion(nn.Module):
         part = lambda start, stop: x.narrow(dim, start, stop - start)
         products = [part(i, i + 1) * part(i, d) for i in range(d)] if d <= ALL_PRODUCTS else [x**2]
         return torch.cat((*products, x, torch.ones_like(part(0, 1))), dim)
+
+
+def plain_guard(
+    region: Any,
+    inside: Callable[[Tensor], Tensor],
+    size: Tensor,
+    accuracy: Tensor,
+    scheme: AnyScheme,
+    replace: bool,
+    compile: bool,
+) -> Guard:
+    """Return a guard that replaces steps by plain substeps; see `TrustRegion.guard`.
+
+    Args:
+        region: What `inside` is a method of.
+        inside: Maps states to True where the correction may be applied.
+        size: Size of each component ``[d]`` of a state.
+        accuracy: Error of a corrected step ``[d]``, which substeps must not exceed; negative: not known.
+    """
+
+    def substeps(
+        rate: Rate, t: Tensor, dt: Any, u: Tensor, parameters: Tensor | None
+    ) -> tuple[Tensor, int]:
+        unknown, bound = bool((accuracy < 0).any()), with_parameters(rate, parameters)
+        if unknown and scheme.order:
+            state = _substeps(bound, scheme, t, dt, u, PLAIN_SUBSTEPS)
+            return state, PLAIN_SUBSTEPS * scheme.rate_calls
+        least = max(ROUNDING, 8 * torch.finfo(u.dtype).eps)
+        rounding = least * torch.maximum(size, u.detach().abs())
+        tolerance = torch.maximum(FLOW_ACCURACY * size if unknown else accuracy, rounding)
+        if scheme.order:  # few substeps
+            return settled_substeps(bound, t, dt, u, tolerance)
+        loops = compile and u.device.type == "cpu" and not is_differentiated(u)
+        return controlled_step(rate, t, dt, u, tolerance, parameters, loops)
+
+    return Guard(inside, substeps if replace else None, region)
 
 
 def controlled_step(

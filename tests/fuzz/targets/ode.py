@@ -106,6 +106,11 @@ for _name in CORRECTIONS:
         options: dict[str, Any] = {}
         if name == "Polynomial":
             options = {"degree": m.whole(1, 5), "odd": m.boolean()}
+        elif name == "Patches":
+            options = {
+                "degree": m.whole(1, 3), "radius": m.whole(1, 3), "breadth": m.whole(0, 2),
+                "walls": m.boolean(), "conservative": m.boolean(),
+            }  # fmt: skip
         elif name != "Linear":
             options = {
                 "width": m.whole(1, 9),

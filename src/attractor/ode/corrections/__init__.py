@@ -24,6 +24,7 @@ from attractor.ode.corrections.csm import CSM
 from attractor.ode.corrections.fsnet import FSNet
 from attractor.ode.corrections.linear import Linear
 from attractor.ode.corrections.neurvec import NeurVec
+from attractor.ode.corrections.patches import Patches
 from attractor.ode.corrections.polynomial import Polynomial
 from attractor.ode.corrections.stages import Stages
 
@@ -34,6 +35,7 @@ __all__ = [
     "FSNet",
     "Linear",
     "NeurVec",
+    "Patches",
     "Polynomial",
     "Stages",
     "get_correction",
@@ -46,6 +48,7 @@ BY_NAME: dict[str, type[Correction]] = {
     "csm": CSM,
     "fsnet": FSNet,
     "linear": Linear,
+    "patches": Patches,
     "polynomial": Polynomial,
     "stages": Stages,
 }

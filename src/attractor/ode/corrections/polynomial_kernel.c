@@ -7,20 +7,7 @@
    its steps at once: it is held in a few vectors per component, sums stay in registers, and monomials that
    later ones are made of in the first cache. */
 
-#define BYTES 64
-#define LANES (BYTES / (int)sizeof(T))
-#define VECTORS (STATE > 8 ? 1 : STATE > 4 ? 2 : 4)
-#define BLOCK (LANES * VECTORS)
 #define KNOWN (STATE + PARAMETERS)
-#define INPUTS (KNOWN + PHASE)
-#define UNROLL _Pragma("GCC unroll 64")
-#define EACH(index, count) UNROLL for (int index = 0; index < count; index++)
-
-typedef T Vector __attribute__((vector_size(BYTES)));
-typedef union {
-  Vector vectors[VECTORS];
-  T numbers[BLOCK];
-} Block;
 
 typedef struct {
   const T *centre, *scale;           /* [INPUTS] */
@@ -29,45 +16,6 @@ typedef struct {
   const T *factor;                   /* [FEATURES, FEATURES], of which row j has j + 1 entries */
   T limit;
 } Model;
-
-/* Add the polynomial of z to the states. Monomials of one degree that start with component i are z_i
-   times those of the previous degree that start with i or later, which are neighbours; odd ones are a
-   product of two components times those two degrees below. */
-static inline void add_polynomial(const Model *model, const Block *z, Block *u) {
-  Block kept[LOWER], sum[STATE];
-  const T *weight = model->weight;
-  EACH(o, STATE) EACH(v, VECTORS) sum[o].vectors[v] = u[o].vectors[v] + model->bias[o];
-
-  int starts[INPUTS], row = 0, term = 0;
-  for (int i = 0; i < INPUTS; i++, term++) {
-    starts[i] = row;
-    if (DEGREE > 1) kept[row++] = z[i];
-    EACH(o, STATE) EACH(v, VECTORS)
-      sum[o].vectors[v] += weight[o * TERMS + term] * z[i].vectors[v];
-  }
-  for (int degree = 1 + STRIDE; degree <= DEGREE; degree += STRIDE) {
-    int stop = row, keep = degree < DEGREE;
-    for (int i = 0; i < INPUTS; i++) {
-      int next = row;
-      for (int j = i; j < (STRIDE == 2 ? INPUTS : i + 1); j++) {
-        Vector factor[VECTORS];
-        EACH(v, VECTORS)
-          factor[v] = STRIDE == 2 ? z[i].vectors[v] * z[j].vectors[v] : z[i].vectors[v];
-        for (int r = starts[j]; r < stop; r++, term++) {
-          Vector m[VECTORS];
-          EACH(v, VECTORS) m[v] = factor[v] * kept[r].vectors[v];
-          if (keep) {
-            EACH(v, VECTORS) kept[row].vectors[v] = m[v];
-            row++;
-          }
-          EACH(o, STATE) EACH(v, VECTORS) sum[o].vectors[v] += weight[o * TERMS + term] * m[v];
-        }
-      }
-      starts[i] = next;
-    }
-  }
-  EACH(o, STATE) EACH(v, VECTORS) u[o].vectors[v] = sum[o].vectors[v];
-}
 
 /* The leverage of states and parameters x [KNOWN] with quadratic features. */
 static inline void find_leverage(const Model *model, const Block *x, Block *leverage) {
@@ -120,7 +68,7 @@ static long long advance(const Model *model, const T *u, const T *parameters, co
                                : phases[taken * PHASE + i - KNOWN] - (Vector){0};
       z[i].vectors[v] = (value - model->centre[i]) * model->scale[i];
     }
-    add_polynomial(model, z, x);
+    add_polynomial(model->weight, model->bias, z, x);
   }
   for (int i = 0; i < STATE; i++)
     for (int s = 0; s < lanes; s++) out[i * n + first + s] = x[i].numbers[s];

@@ -19,7 +19,7 @@ from attractor.core.chunks import LoopResult
 from attractor.core.native.compiler import compiled_library
 from attractor.core.rates import version
 
-SOURCE = Path(__file__).with_suffix(".c")
+SOURCES = [Path(__file__).with_name(name) for name in ("polynomial.c", "polynomial_kernel.c")]
 TYPES = {torch.float32: "float", torch.float64: "double"}
 MOST_KEPT = 4096  # monomials of lower degrees, which are held on the stack
 MOST_COMPONENTS = 64  # of a state, whose sums are unrolled
@@ -57,7 +57,9 @@ class Size:
         lower = terms - count(degree)
         return {
             "T": TYPES[self.dtype], "STATE": self.state, "PARAMETERS": self.parameters,
-            "PHASE": self.phase, "DEGREE": degree, "STRIDE": stride, "TERMS": terms,
+            "OUTPUTS": self.state, "INPUTS": inputs, "PHASE": self.phase,
+            "VECTORS": 1 if self.state > 8 else 2 if self.state > 4 else 4,
+            "DEGREE": degree, "STRIDE": stride, "TERMS": terms,
             "LOWER": max(1, lower),
             "GUARDED": int(self.features > 0), "FEATURES": max(1, self.features),
             "ALL_PRODUCTS": int(self.all_products),
@@ -133,7 +135,7 @@ def compiled_kernel(size: Size) -> Any:
     if definitions["LOWER"] > MOST_KEPT or size.state > MOST_COMPONENTS:
         return None
     macros = tuple(f"{name}={value}" for name, value in definitions.items())
-    library = compiled_library(SOURCE.read_text(), macros)
+    library = compiled_library("".join(path.read_text() for path in SOURCES), macros)
     if library is None:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_longlong

@@ -14,6 +14,7 @@ tests it.
 tensor([ 0., -4.])
 """
 
+from attractor.ode.systems.burgers import Burgers
 from attractor.ode.systems.elastic_pendulum import ElasticPendulum
 from attractor.ode.systems.harmonic_oscillator import HarmonicOscillator
 from attractor.ode.systems.henon_heiles import HenonHeiles
@@ -31,6 +32,7 @@ from attractor.ode.systems.van_der_pol import VanDerPol
 
 __all__ = [
     "HIRES",
+    "Burgers",
     "ElasticPendulum",
     "HarmonicOscillator",
     "HenonHeiles",

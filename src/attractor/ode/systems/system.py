@@ -45,17 +45,30 @@ def uniform(
     Drawn in float64 where the generator lives, then cast: a seed gives the same states in every
     dtype and on every device.
     """
+    dtype = checked_dtype(dtype)
+    draws = _draws(torch.rand, n, len(low), generator)
+    lows, highs = torch.tensor([low, high], dtype=torch.float64, device=draws.device)
+    return cast(lows + (highs - lows) * draws, dtype, device)
+
+
+def normal(n: int, size: int, generator: torch.Generator | None) -> Tensor:
+    """n rows of `size` standard normal numbers in float64, drawn where the generator lives."""
+    return _draws(torch.randn, n, size, generator)
+
+
+def _draws(draw: Any, n: int, size: int, generator: torch.Generator | None) -> Tensor:
     if not is_whole(n) or n < 0:
         raise ValueError(f"cannot sample {n!r} states; give a number of at least 0")
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator is a {type(generator).__name__}; give a torch.Generator, or None")
-    dtype = checked_dtype(dtype)
     home = generator.device if generator is not None else "cpu"
-    lows, highs = torch.tensor([low, high], dtype=torch.float64, device=home)
-    draws = torch.rand(n, len(low), generator=generator, dtype=torch.float64, device=home)
-    states = (lows + (highs - lows) * draws).to(dtype)
+    return draw(n, size, generator=generator, dtype=torch.float64, device=home)
+
+
+def cast(states: Tensor, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
+    """Return states in a dtype and on a device."""
     try:
-        return states.to(device=device)
+        return states.to(dtype).to(device=device)
     except (RuntimeError, AssertionError, TypeError) as error:  # of a device that is not there
         reason = str(error).splitlines()[0]
         raise ValueError(f"device = {device!r} cannot be used here: {reason}") from None
