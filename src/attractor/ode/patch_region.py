@@ -5,7 +5,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from attractor.core.runs import Guard
+from attractor.core.chunks import Guard
 from attractor.core.tableaus import AnyScheme
 from attractor.ode.trust import plain_guard
 

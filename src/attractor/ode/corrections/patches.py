@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attractor.common.checks import check_whole
-from attractor.core.runs import Guard
+from attractor.core.chunks import Guard
 from attractor.core.step import Step
 from attractor.ode.corrections.correction import Correction, as_step
 from attractor.ode.corrections.patches_kernel import TYPES, Kernel

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attractor.core.native.compiler import compiled_library
 from attractor.core.rates import version
-from attractor.core.runs import Looped
+from attractor.core.chunks import Looped
 
 SOURCES = [Path(__file__).with_name(name) for name in ("polynomial.c", "patches_kernel.c")]
 TYPES = {torch.float32: "float", torch.float64: "double"}
@@ -26,7 +26,7 @@ VECTOR_BYTES = 64
 
 
 class Kernel:
-    """A loop of steps with the call and the result of `attractor.core.runs.looped`.
+    """A loop of steps with the call and the result of `attractor.core.chunks.looped`.
 
     Args:
         correction: The `Patches` correction.
@@ -70,7 +70,7 @@ class Kernel:
         anywhere: Tensor,
         parameters: Tensor | None = None,
     ) -> Looped:
-        """Take `count` steps from u ``[*batch, d]``, or fewer; see `attractor.core.runs.looped`."""
+        """Take `count` steps from u ``[*batch, d]``, or fewer; see `attractor.core.chunks.looped`."""
         rows, most = u.contiguous(), int(count)
         own = rows
         if parameters is not None:
