@@ -1,5 +1,5 @@
 /* Steps of fields by polynomials of patches, and the test whether all patches are in the trust region.
-   Torch twins: `Patches` in patches.py, `PatchRegion` in patch_region.py, `looped` in core/runs.py.
+   Torch twins: `Patches` in patches.py, `PatchRegion` in patch_region.py, `step_loop` in core/chunks.py.
 
    Besides the macros of polynomial.c, which comes before this file, the compiler is told the grid, CELLS_0
    to CELLS_2 (1 for axes that are not there) and CHANNELS (also OUTPUTS), the cells GHOST_0 to GHOST_2 that

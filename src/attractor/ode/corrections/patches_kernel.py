@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attractor.core.native.compiler import compiled_library
 from attractor.core.rates import version
-from attractor.core.chunks import Looped
+from attractor.core.chunks import LoopResult
 
 SOURCES = [Path(__file__).with_name(name) for name in ("polynomial.c", "patches_kernel.c")]
 TYPES = {torch.float32: "float", torch.float64: "double"}
@@ -26,7 +26,7 @@ VECTOR_BYTES = 64
 
 
 class Kernel:
-    """A loop of steps with the call and the result of `attractor.core.chunks.looped`.
+    """A loop of steps with the call and the result of `attractor.core.chunks.step_loop`.
 
     Args:
         correction: The `Patches` correction.
@@ -69,8 +69,8 @@ class Kernel:
         u: Tensor,
         anywhere: Tensor,
         parameters: Tensor | None = None,
-    ) -> Looped:
-        """Take `count` steps from u ``[*batch, d]``, or fewer; see `attractor.core.chunks.looped`."""
+    ) -> LoopResult:
+        """Take `count` steps from u ``[*batch, d]``, or fewer; see `attractor.core.chunks.step_loop`."""
         rows, most = u.contiguous(), int(count)
         own = rows
         if parameters is not None:
@@ -88,7 +88,7 @@ class Kernel:
         )
         if taken < 0:
             raise MemoryError(f"there is no memory for the fields of {torch.get_num_threads()} threads")
-        return Looped(taken, out, inside, stayed)
+        return LoopResult(taken, out, inside, stayed)
 
 
 def _size_of(correction: Any, dtype: torch.dtype, guarded: bool) -> tuple[tuple[str, ...], list[Any]]:

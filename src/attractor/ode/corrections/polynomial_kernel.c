@@ -1,5 +1,5 @@
 /* Steps u <- u + P(u, p, phase) of a polynomial P, and the test whether u is in the trust region.
-   Torch twins: `Monomials` in polynomial.py, `TrustRegion` in trust.py, `looped` in core/runs.py.
+   Torch twins: `Monomials` in polynomial.py, `TrustRegion` in trust.py, `step_loop` in core/chunks.py.
 
    The compiler is told T (float or double), STATE, PARAMETERS, PHASE (0 or 2), DEGREE, STRIDE (2 if only
    odd degrees occur, else 1), TERMS (the number of monomials) and LOWER (of those below DEGREE), GUARDED
