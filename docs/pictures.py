@@ -144,18 +144,18 @@ def kinetics() -> Any:
 
 def fields() -> Any:
     """A field of Burgers' equation on a coarse grid, corrected and fine, and error against time."""
-    coarse, fine = at.systems.Burgers(64), at.systems.Burgers(256, order=4)
+    coarse, fine = at.systems.Burgers(32), at.systems.Burgers(256, order=4)
     fitted = at.fit(
-        coarse, reference=fine, dt=1 / 32, horizon=1.0, scheme="identity", trajectories=32,
-        options={"radius": 2, "degree": 4}, fine_dt=1 / 256,
+        coarse, reference=fine, dt=1 / 16, horizon=1.0, scheme="identity", trajectories=64,
+        options={"radius": 2, "degree": 5}, fine_dt=1 / 256,
     )  # fmt: skip
     v0 = fine.sample(1, torch.Generator().manual_seed(12), torch.float64)
     u0 = coarse.grid.restrict(v0, fine.grid)
     ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
     curves = {
         "fine, 256 cells": (fine, at.evolve(fine, v0, ends, "dopri5", rtol=1e-7).final, GREY, "-"),
-        "plain, 64 cells": (coarse, at.evolve(coarse, u0, ends, "dopri5", rtol=1e-7).final, ORANGE, "o"),
-        "corrected, 64 cells": (coarse, fitted.solve(u0, 1.0).final, BLUE, "o"),
+        "plain, 32 cells": (coarse, at.evolve(coarse, u0, ends, "dopri5", rtol=1e-7).final, ORANGE, "o"),
+        "corrected, 32 cells": (coarse, fitted.solve(u0, 1.0).final, BLUE, "o"),
     }
     figure, (field, work) = plt.subplots(1, 2, figsize=(9, 3.0), width_ratios=(1.3, 1))
     for label, (system, u, colour, mark) in curves.items():
