@@ -63,14 +63,7 @@ PRODUCTS = {"mul": 0, "mul_": 0, "addcmul": 1, "addcmul_": 1}  # position of the
 COPIES = {"clone", "_to_copy", "copy"}
 MOVES = {"cat", "stack", "index", "index_select", "gather", "roll", "flip", "constant_pad_nd",
          "slice_scatter", "select_scatter", "repeat", "masked_fill", "where"} | COPIES  # fmt: skip
-NORMS = {
-    "rsqrt",
-    "rsqrt_",
-    "reciprocal",
-    "pow",
-    "div",
-    "sqrt",
-}  # their outputs normalise, and are no gates
+NORMS = {"rsqrt", "rsqrt_", "reciprocal", "pow", "div", "sqrt"}  # their outputs are not gates
 SIGMOIDS = {"sigmoid", "sigmoid_", "hardsigmoid", "hardsigmoid_"}
 LEARNT = ("conv", "mm", "attention", "linear", "unseen")  # parts of the names of layers with weights
 JOINS = {"cat", "stack", "constant_pad_nd", "repeat"}  # these may add channels
