@@ -61,7 +61,7 @@ def test_documents_are_runs_of_uneven_lengths():
     assert not torch.equal(ids[0], ids[1])
     assert 0.8 * attention.DOCUMENT < 16_384 / (ids[0].max() + 1) < 1.25 * attention.DOCUMENT
     assert attention.documents_for(torch.empty(1, 1, 40, 1)).max() > 0
-    assert attention.keys_met(torch.tensor([[3, 3, 3, 3, 0, 1, 1, 1]])) == (10 + 1 + 6) / 8
+    assert attention.mean_keys(torch.tensor([[3, 3, 3, 3, 0, 1, 1, 1]])) == (10 + 1 + 6) / 8
 
 
 def test_the_peer_of_documents_is_attention_within_them():

@@ -151,7 +151,7 @@ def _documents(batch: int, tokens: int, device: str) -> Tensor:
     return torch.searchsorted(last, position, right=True).to(device)
 
 
-def keys_met(documents: Tensor) -> float:
+def mean_keys(documents: Tensor) -> float:
     """Return the mean number of keys per query in causal attention within documents."""
     begins = documents.new_ones(documents.shape, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -262,7 +262,7 @@ def shares(row: dict[str, Any], ms: float, passes: str, ceilings: dict[str, floa
     if row["kind"] == "causal":
         keys /= 2
     if row["kind"] == "documents":
-        keys = keys_met(_documents(row["batch"], row["tokens"], row["device"]))
+        keys = mean_keys(_documents(row["batch"], row["tokens"], row["device"]))
     flops = 4 * sides * keys * (1 if passes == "forward" else 3.5)
     size = torch.empty((), dtype=getattr(torch, row["dtype"])).element_size()
     traffic = sides * size * (4 if passes == "forward" else 12)

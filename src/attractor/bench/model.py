@@ -100,8 +100,11 @@ def measure(
     Args:
         kind: One of `KINDS`.
         config: What `config_of` returns; it is not changed.
-        learn, per_head: Coefficients that `add_pde` makes learnable; otherwise the numbers of the PDE.
-        tokens, batch: Instead of those of `SIZES`.
+        device, dtype: Device and dtype of the model.
+        pde, steps: The PDE and the number of its steps.
+        learn, per_head: As in `add_pde`; without both, the coefficients are the defaults of the PDE.
+        tokens, batch: Sizes; None for those of `SIZES`.
+        rounds: Number of rounds; None for that of `ROUNDS`.
     """
     from transformers import AutoModelForCausalLM
 
@@ -192,7 +195,7 @@ def _generation(model: Any, ids: Tensor, kind: str) -> Callable[[], None]:
     model.generation_config.eos_token_id = None
 
     def generate() -> None:
-        # The difference of two lengths is free of the prompt; see `_in_turns`.
+        # The difference of two lengths does not contain the prompt; see `_in_turns`.
         model.generate(ids, max_new_tokens=1 + new, min_new_tokens=1 + new, **options)
 
     def prefill() -> None:
@@ -204,7 +207,7 @@ def _generation(model: Any, ids: Tensor, kind: str) -> Callable[[], None]:
 
 @contextmanager
 def _peak(device: str) -> Iterator[list[float]]:
-    """Yield a list that holds, afterwards, the GiB in use at the worst moment; 0 on a CPU."""
+    """Yield a list to which the peak memory in GiB is appended at the end of the context; 0 on a CPU."""
     peak: list[float] = []
     if torch.device(device).type != "cuda":
         yield peak
@@ -223,7 +226,11 @@ def _in_turns(
     """Return the seconds of each round and the peak memory, by implementation.
 
     Args:
-        apart: All rounds of one implementation before those of the next, for compiled code.
+        model, call, device: The model, a function that runs it, and its device.
+        names: Values of ``attn_implementation``.
+        rounds: Number of rounds.
+        separate: Whether all rounds of one implementation come before those of the next, for compiled
+            code.
     """
     without = getattr(call, "without", None)
     timings: dict[str, tuple[list[float], float]] = {}
@@ -247,7 +254,7 @@ def _in_turns(
 
 
 def _seconds(call: Callable[[], None], without: Callable[[], None] | None, device: str) -> float:
-    """Return the duration of a call, less that of the other one."""
+    """Return the duration of a call minus that of the other call, in seconds."""
 
     def duration(function: Callable[[], None]) -> float:
         if torch.device(device).type == "cuda":

@@ -58,9 +58,9 @@ def rows(
     """Yield one row per case. A row that could not be measured has an entry "failed".
 
     Args:
-        wanted: The cases.
+        case_list: The cases.
         device, dtype: Device and dtype of attention and models.
-        found: The result of `header`.
+        machine: The result of `header`.
         config: The result of `model.config_of`, for cases of a whole model.
         options: Further arguments of the measurements, such as `steps`.
     """

@@ -53,13 +53,13 @@ def measure(
     gpu = torch.device(device).type == "cuda"
     replays = {name: graph_of(call) if gpu and graphs else None for name, call in calls.items()}
     graph = None not in replays.values()
-    runs = {name: (graph and replays[name]) or warm_up(call) for name, call in calls.items()}
+    functions = {name: (graph and replays[name]) or warm_up(call) for name, call in calls.items()}
     repeats = {
-        name: max(1, round(LEAST / max(_seconds(run, 1, gpu), 1e-7))) for name, run in runs.items()
+        name: max(1, round(LEAST / max(_seconds(run, 1, gpu), 1e-7))) for name, run in functions.items()
     }
     ms: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
-        for name, run in runs.items():
+        for name, run in functions.items():
             run()  # fills the cache with the data of this call
             ms[name].append(1e3 * _seconds(run, repeats[name], gpu))
     return Rounds(ms, graph)

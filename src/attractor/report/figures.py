@@ -126,25 +126,17 @@ def work_precision(comparison: Any, title: str = "") -> Any:
     methods = list(dict.fromkeys(p.method for p in comparison.points))
     for axis, work in zip(axes, ("seconds", "rate_calls")):
         for i, method in enumerate(methods):
-            points = [
-                p for p in comparison.points if p.method == method and math.isfinite(p.error) and p.error
-            ]
-            style = "--" if points and points[0].adaptive else "-"
-            line = [(getattr(p, work), p.error) for p in points]
-            if line:
-                axis.loglog(
-                    *zip(*line), style, marker="os^vDPX"[i % 7], ms=5, lw=1.2, label=literal(method)
-                )
+            points = [p for p in comparison.plain(method) if math.isfinite(p.error) and p.error]
+            if points:
+                line = [(getattr(p, work), p.error) for p in points]
+                style = dict(ls="--" if points[0].adaptive else "-", marker="os^vDPX"[i % 7])
+                axis.loglog(*zip(*line), ms=5, lw=1.2, label=literal(method), **style)
         star = dict(marker="*", ms=17, color="#c0392b", ls="", label="hybrid", zorder=5)
         axis.loglog([getattr(comparison.hybrid, work)], [comparison.hybrid.error], **star)
         axis.axhline(comparison.hybrid.error, color="#c0392b", lw=0.8, ls=":")
     frame(axes[0], title, "seconds (including the network)", "mean square error")
-    frame(
-        axes[1],
-        f"m = {comparison.m:.3g}, m* = {comparison.m_star:.3g}",
-        "rate calls (without the network)",
-        "",
-    )
+    title = f"m = {comparison.m:.3g}, m* = {comparison.m_star:.3g}"
+    frame(axes[1], title, "rate calls (without the network)", "")
     axes[1].legend(frameon=False, fontsize=9)
     figure.tight_layout()
     return figure

@@ -102,11 +102,8 @@ def fit_page(
     page.section("Repeat this run")
     page.command(command)
     path = page.write(folder / "report.html")
-    for stem, figure in (
-        ("errors", error_figure),
-        ("trajectories", state_figure),
-        ("history", history_figure),
-    ):
+    pictures = {"errors": error_figure, "trajectories": state_figure, "history": history_figure}
+    for stem, figure in pictures.items():
         figures.write(figure, folder / f"{stem}.png")
     return path
 

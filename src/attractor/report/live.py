@@ -86,10 +86,10 @@ def work_precision(comparison: Any, work: str = "seconds") -> dict[str, Any]:
     curves: dict[str, Line] = {}
     looks: dict[str, dict[str, Any]] = {}
     for method in dict.fromkeys(p.method for p in comparison.points):
-        own = comparison.plain(method)
-        curves[method] = [getattr(p, work) for p in own], [p.error for p in own]
-        dash = "dot" if own[0].adaptive else "solid"
-        looks[method] = {"line": {"dash": dash}, "text": [str(p) for p in own]}
+        points = comparison.plain(method)
+        curves[method] = [getattr(p, work) for p in points], [p.error for p in points]
+        dash = "dot" if points[0].adaptive else "solid"
+        looks[method] = {"line": {"dash": dash}, "text": [str(p) for p in points]}
     hybrid = comparison.hybrid
     curves["hybrid"] = [getattr(hybrid, work)], [hybrid.error]
     star = {"symbol": "star", "size": 18, "color": COLORS[1]}

@@ -86,20 +86,14 @@ def measures(
     figure, axes = plt.subplots(2, 3, figsize=(10.5, 5.2), sharex=True, layout="constrained")
     for axis, (measure, label) in zip(axes.flat, MEASURES.items()):
         for color, (name, record) in zip(LINES, traces.items()):
-            numbers = (
-                getattr(record, measure).flatten(2) if record.maps.ndim > 4 else getattr(record, measure)
-            )
+            numbers = getattr(record, measure)
+            numbers = numbers.flatten(2) if record.maps.ndim > 4 else numbers
             while numbers.ndim < 3:
                 numbers = numbers.unsqueeze(1)
             numbers = numbers[:, min(text, numbers.shape[1] - 1)]
             line = numbers.mean(-1) if head is None else numbers[:, head]
-            axis.plot(
-                record.times.cpu(),
-                line.double().cpu(),
-                lw=1.6,
-                color=color,
-                label=figures.literal(name),
-            )
+            style = dict(lw=1.6, color=color, label=figures.literal(name))
+            axis.plot(record.times.cpu(), line.double().cpu(), **style)
         low, high = axis.get_ylim()
         if high - low < 1e-6 * max(abs(high), 1e-3):  # a constant: do not magnify rounding
             axis.set_ylim(low - 0.1, high + 0.1)
@@ -117,12 +111,11 @@ def coefficients(rows: Sequence[Mapping[str, Any]], title: str = "") -> Any:
         1, len(names), figsize=(4.6 * len(names), 3.2), squeeze=False, layout="constrained"
     )
     for axis, name, color in zip(axes[0], names, LINES):
-        own = [row for row in rows if row["coefficient"] == name]
-        layers = range(1, len(own) + 1)
-        axis.vlines(
-            layers, [r["min"] for r in own], [r["max"] for r in own], color=color, lw=5, alpha=0.3
-        )
-        axis.plot(layers, [r["mean"] for r in own], "o-", ms=5, lw=1.2, color=color)
+        of_name = [row for row in rows if row["coefficient"] == name]
+        layers = range(1, len(of_name) + 1)
+        low, mean, high = ([row[key] for row in of_name] for key in ("min", "mean", "max"))
+        axis.vlines(layers, low, high, color=color, lw=5, alpha=0.3)
+        axis.plot(layers, mean, "o-", ms=5, lw=1.2, color=color)
         axis.set_xticks(list(layers))
         figures.frame(axis, "", "layer", name)
     figure.suptitle(title, color=figures.INK, fontsize=12)

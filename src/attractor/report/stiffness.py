@@ -246,17 +246,17 @@ def _nsi(axis: Any, profile: StiffnessProfile, title: str) -> None:
     blocks = np.arange(1, len(profile.names) + 1)
     low, high = (torch.quantile(values, q, dim=0).numpy() for q in (0.1, 0.9))
     for stage in profile.stage.unique().tolist():
-        own = (profile.stage == stage).numpy()
+        members = (profile.stage == stage).numpy()
         color = STAGES[stage % len(STAGES)]
-        axis.fill_between(blocks[own], low[own], high[own], color=color, alpha=0.18, lw=0)
-        mean = values.mean(0).numpy()[own]
-        axis.plot(blocks[own], mean, "-o", color=color, ms=4, lw=1.2, label=f"stage {stage + 1}")
-        axis.plot(blocks[own][:1], mean[:1], "o", mfc="white", mec=color, ms=5, zorder=3)
+        axis.fill_between(blocks[members], low[members], high[members], color=color, alpha=0.18, lw=0)
+        mean = values.mean(0).numpy()[members]
+        axis.plot(blocks[members], mean, "-o", color=color, ms=4, lw=1.2, label=f"stage {stage + 1}")
+        axis.plot(blocks[members][:1], mean[:1], "o", mfc="white", mec=color, ms=5, zorder=3)
         if profile.initial is not None:
-            before = profile.initial.nsi.mean(0).numpy()[own]
+            before = profile.initial.nsi.mean(0).numpy()[members]
             last = stage == int(profile.stage.max())
             look = dict(color=BEFORE, lw=1.3, zorder=1, marker="_", ms=5)
-            axis.plot(blocks[own], before, "--", label="initial" if last else None, **look)
+            axis.plot(blocks[members], before, "--", label="initial" if last else None, **look)
     figures.frame(axis, figures.literal(title), "block", "NSI")
     axis.locator_params(axis="x", integer=True)
 

@@ -156,9 +156,7 @@ def resnet_backbone(
     Args:
         depth: 34, 50 or 101.
         gate: As in `resnet50`.
-        out_indices: As in `Backbone`.
-        frozen_stages: As in `Backbone`.
-        norm_eval: As in `Backbone`.
+        out_indices, frozen_stages, norm_eval: As in `Backbone`.
         **options: Further arguments of `resnet50`.
     """
     networks = {34: resnet34, 50: resnet50, 101: resnet101}

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from attractor.residual.trunk import Plan
+from attractor.residual.trunk import MeasurementPlan
 
 Call: TypeAlias = Callable[[nn.Module, Any], Any]
 Padding: TypeAlias = Callable[[Any], Tensor | None] | Tensor | Literal[False] | None
@@ -82,7 +82,7 @@ class Batch:
         """Yield (name, tensor) for all tensors except masks."""
         return ((name, tensor) for name, tensor in tensors_of(self.data) if not _is_mask(name, tensor))
 
-    def valid_tokens_of(self, plan: Plan) -> Tensor | None:
+    def valid_tokens_of(self, plan: MeasurementPlan) -> Tensor | None:
         """Return the mask of valid tokens for the trunk of a plan, or None if all tokens count."""
         if self.valid_tokens is not None or not self.masks:
             return self.valid_tokens

@@ -168,8 +168,8 @@ def _run_modules(model: nn.Module) -> Search:
     inside = lambda name, blocks: any(not name or b.name.startswith(f"{name}.") for b in blocks)
     failures: dict[str, str] = {}
     for name, module in reversed(list(model.named_modules())):  # inner modules first
-        tried = name in search.reasons or "gate" in name.split(".")
-        if tried or inside(name, search.open) or not _may_be_block(module):
+        examined = name in search.reasons or "gate" in name.split(".")
+        if examined or inside(name, search.open) or not _may_be_block(module):
             continue
         search.examine(ResidualBlock(name, module), None)
         if search.blocks and search.blocks[-1].failure and search.blocks[-1].module is module:
@@ -181,14 +181,12 @@ def _run_modules(model: nn.Module) -> Search:
         search.lookalikes = {name: others[name] for name in order if name in others}
     else:
         reasons = {**search.lookalikes, **failures}
-        relevant = lambda name: (
-            name in failures
-            or (
-                "only inside its part" not in reasons[name]
-                and _convolutions(model.get_submodule(name)) > 1
-            )
+        resembles = lambda name: (
+            "only inside its part" not in reasons[name]
+            and (sum(isinstance(part, _ConvNd) for part in model.get_submodule(name).modules()) > 1)
         )
-        search.lookalikes = {n: reasons[n] for n in order if n in reasons and relevant(n)}
+        relevant = [n for n in order if n in reasons and (n in failures or resembles(n))]
+        search.lookalikes = {name: reasons[name] for name in relevant}
     return search
 
 
@@ -213,16 +211,8 @@ def _read(block: ResidualBlock, arguments: dict[str, Arguments] | None) -> Resid
 
 
 def _complete(block: ResidualBlock, branch: Branch) -> ResidualBlock:
-    return replace(
-        block,
-        channels=branch.channels,
-        end=branch.end,
-        shortcut=branch.shortcut,
-        identity=branch.identity,
-        axes=branch.axes,
-        path=branch.path,
-        branch=branch,
-    )
+    names = ("channels", "end", "shortcut", "identity", "axes", "path")
+    return replace(block, branch=branch, **{name: getattr(branch, name) for name in names})
 
 
 def _arguments(model: nn.Module, batch: Batch) -> dict[str, Arguments]:
@@ -258,7 +248,3 @@ def _may_be_block(module: nn.Module) -> bool:
     kind: Any = type(module)
     has_forward = kind.forward not in (nn.Sequential.forward, nn.Module.forward)
     return has_forward and any(isinstance(m, _ConvNd) for m in module.modules() if m is not module)
-
-
-def _convolutions(module: nn.Module) -> int:
-    return sum(isinstance(part, _ConvNd) for part in module.modules())

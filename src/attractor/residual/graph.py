@@ -45,12 +45,12 @@ from attractor.residual.dispatch import (
 )
 from attractor.residual.trunk import (
     Addition,
-    Gate,
+    BranchFactor,
     Granularity,
-    Plan,
+    MeasurementPlan,
     block_path,
     common_path,
-    make_plan,
+    make_measurement_plan,
 )
 
 Nodes: TypeAlias = set[int]
@@ -63,14 +63,7 @@ PRODUCTS = {"mul": 0, "mul_": 0, "addcmul": 1, "addcmul_": 1}  # position of the
 COPIES = {"clone", "_to_copy", "copy"}
 MOVES = {"cat", "stack", "index", "index_select", "gather", "roll", "flip", "constant_pad_nd",
          "slice_scatter", "select_scatter", "repeat", "masked_fill", "where"} | COPIES  # fmt: skip
-NORMS = {
-    "rsqrt",
-    "rsqrt_",
-    "reciprocal",
-    "pow",
-    "div",
-    "sqrt",
-}  # their outputs normalise, and are no gates
+NORMS = {"rsqrt", "rsqrt_", "reciprocal", "pow", "div", "sqrt"}  # their outputs are not gates
 SIGMOIDS = {"sigmoid", "sigmoid_", "hardsigmoid", "hardsigmoid_"}
 LEARNT = ("conv", "mm", "attention", "linear", "unseen")  # parts of the names of layers with weights
 JOINS = {"cat", "stack", "constant_pad_nd", "repeat"}  # these may add channels
@@ -109,7 +102,7 @@ class Graph(Counted):
         self.depth: list[int] = []  # number of layers with weights on the longest path from the input
         self.work: list[int] = []  # the same for operations that are neither pointwise nor moves
         self.latest: list[int] = []  # the latest step on any path from the input, or -1
-        self.gates: dict[int, tuple[Gate, ...]] = {}  # node -> gates at its end
+        self.gates: dict[int, tuple[BranchFactor, ...]] = {}  # node -> gates at its end
         self.steps: dict[int, Addition] = {}  # node -> residual step
         self.digests: dict[int, int] = {}  # operation -> hash of the operations up to it
         self.writes: dict[int, list[int]] = {}  # node -> operations that overwrote its storage
@@ -128,11 +121,13 @@ class Graph(Counted):
         """Return the node of a tensor, or None if it does not depend on the input."""
         return self._node_of_storage.get(storage_of(tensor)) if isinstance(tensor, Tensor) else None
 
-    def plan(self, granularity: Granularity) -> Plan | None:
+    def plan(self, granularity: Granularity) -> MeasurementPlan | None:
         """Return the trunk in blocks, or None if there is no residual step."""
         if not self.steps:
             return None
-        plan = make_plan(self.steps, granularity, self.calls.model, self.digests, self.writes)
+        plan = make_measurement_plan(
+            self.steps, granularity, self.calls.model, self.digests, self.writes
+        )
         return replace(plan, end=self.digest, sources=self.sources[plan.blocks[0].first.state_node])
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -186,7 +181,7 @@ class Graph(Counted):
                 self._node_of_storage[storage] = node
 
     def _record(
-        self, node: int, name: str, out: Any, step: Addition | None, gates: tuple[Gate, ...]
+        self, node: int, name: str, out: Any, step: Addition | None, gates: tuple[BranchFactor, ...]
     ) -> None:
         """Record a node as a residual step or as a product with gates, if it is one."""
         if step is not None and step.shape == sample_shape(tuple(out.shape), self.size):
@@ -268,7 +263,7 @@ class Graph(Counted):
             stack=(*self.calls.stack, *self.where[f]),
         )
 
-    def _gates_at_end(self, f: int, branch: Any) -> tuple[Gate, ...]:
+    def _gates_at_end(self, f: int, branch: Any) -> tuple[BranchFactor, ...]:
         """Return the gates at the end of a branch, with the order of their axes in the sum."""
         gates = self.gates.get(f, ())
         order = axis_order(self._products.get(f), branch) if gates else None
@@ -362,7 +357,7 @@ class Graph(Counted):
                 descendants.add(node)
         return descendants - {ancestor}
 
-    def _gates_of(self, name: str, args: tuple[Any, ...]) -> tuple[Gate, ...]:
+    def _gates_of(self, name: str, args: tuple[Any, ...]) -> tuple[BranchFactor, ...]:
         """Return the gates at the end of an operation's output."""
         if name in COPIES:
             return self._known_gates(args[0])
@@ -372,13 +367,13 @@ class Graph(Counted):
         for branch, factor in ((first, first + 1), (first + 1, first)):
             gates = self._known_gates(args[branch])
             if gates and is_scalar(args[factor]) and self.node_of(args[factor]) is None:
-                return (*gates, Gate(self.index, branch, factor, scalar=True))
+                return (*gates, BranchFactor(self.index, branch, factor, scalar=True))
             if self._is_gate(args[branch], args[factor]):
                 axis = sample_axis_or_none(tuple(args[branch].shape), self.size)
-                return (*gates, Gate(self.index, branch, factor, axis=axis))
+                return (*gates, BranchFactor(self.index, branch, factor, axis=axis))
         return ()
 
-    def _known_gates(self, tensor: Any) -> tuple[Gate, ...]:
+    def _known_gates(self, tensor: Any) -> tuple[BranchFactor, ...]:
         node = self.node_of(tensor)
         return () if node is None else self.gates.get(node, ())
 

@@ -13,7 +13,7 @@ from attractor.residual.batch import Batch, Call, call_model, tensors_of
 from attractor.residual.dispatch import Counted, split_path
 from attractor.residual.finder import trace
 from attractor.residual.profile import Step, StiffnessProfile
-from attractor.residual.trunk import Gate, Granularity, Plan
+from attractor.residual.trunk import BranchFactor, Granularity, MeasurementPlan
 
 TRACED = 2  # inputs in the pass from which the graph is read
 PLANS = 4  # plans that are kept, for networks whose operations depend on the batch
@@ -39,7 +39,7 @@ class Meter:
         self.model, self.granularity, self.within = model, granularity, within
         self.name = type(getattr(model, "_orig_mod", model)).__name__
         self.call = call or call_model
-        self.plans: list[Plan] = []
+        self.plans: list[MeasurementPlan] = []
         self.rows: list[Tensor] = []
 
     def measure(self, batch: Batch) -> None:
@@ -65,7 +65,7 @@ class Meter:
             "in evaluation mode"
         )
 
-    def _plan(self, batch: Batch) -> Plan:
+    def _plan(self, batch: Batch) -> MeasurementPlan:
         plan = trace(self.model, batch, self.call, self.within).plan(self.granularity)
         name = self.name
         if plan is None:
@@ -78,7 +78,7 @@ class Meter:
             )
         return plan
 
-    def _follow(self, plan: Plan, batch: Batch) -> bool:
+    def _follow(self, plan: MeasurementPlan, batch: Batch) -> bool:
         """Record the norms of a batch; return False if the model deviates from the plan."""
         recorder = Recorder(plan, Reductions(batch, batch.valid_tokens_of(plan)))
         try:
@@ -113,7 +113,7 @@ class Meter:
 class Recorder(Counted):
     """Records norms at the operations of a plan while a model runs."""
 
-    def __init__(self, plan: Plan, reductions: "Reductions") -> None:
+    def __init__(self, plan: MeasurementPlan, reductions: "Reductions") -> None:
         super().__init__()
         self.plan, self.reductions = plan, reductions
         self.state: dict[int, Tensor] = {}  # block -> |x|
@@ -139,7 +139,7 @@ class Recorder(Counted):
             self._end(event.ends, out)
         return out
 
-    def _gate(self, k: int, addition: int, gate: Gate, args: Any, kwargs: Any) -> None:
+    def _gate(self, k: int, addition: int, gate: BranchFactor, args: Any, kwargs: Any) -> None:
         f, factor = args[gate.branch], args[gate.factor]
         if gate.scalar:
             self._scale(k, addition, factor)
@@ -285,5 +285,5 @@ def _piece(n: int) -> int:
     return longest if longest >= 64 else n
 
 
-def _outline(plan: Plan) -> list[tuple[str, int]]:
+def _outline(plan: MeasurementPlan) -> list[tuple[str, int]]:
     return [(block.name, block.stage) for block in plan.blocks]

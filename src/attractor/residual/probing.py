@@ -139,28 +139,28 @@ def probe(
         )
     if limit is not None and limit < 1:
         raise ValueError(f"limit = {limit}; it must be at least 1")
-    done = 0
+    count = 0
     with PROCESS_LOCK, evaluation_mode(model, device) as net, evaluation_mode(initial, device) as first:
         meters = [Meter(m, granularity, within, call) for m in (net, first) if m is not None]
         for data in batches_of(batches, meters[0].model):
-            if done and isinstance(padding, Tensor):
+            if count and isinstance(padding, Tensor):
                 raise ValueError(
                     "padding is a tensor, which marks the tokens of one batch, but there are several; "
                     "pass a function that takes a batch and returns its mask"
                 )
             batch = Batch.of(data, meters[0].model, padding, call)
             if limit is not None:
-                batch = batch.first(limit - done)
+                batch = batch.first(limit - count)
             for meter in meters:
-                if not done and (settle or meter is not meters[0]):
+                if not count and (settle or meter is not meters[0]):
                     settle_norms(meter, batch)
                 meter.measure(batch)
-            done += batch.size
+            count += batch.size
             if progress is not None:
-                progress(done)
-            if done == limit:
+                progress(count)
+            if count == limit:
                 break
-    if not done:
+    if not count:
         raise ValueError("batches held nothing; pass at least one batch of inputs")
     profiles = [meter.profile(step, mean, granularity) for meter in meters]
     return profiles[0].beside(profiles[1]) if len(profiles) > 1 else profiles[0]

@@ -47,8 +47,7 @@ def p_value(correlation: Callable[[Tensor, Tensor], float], x: Tensor, y: Tensor
 
     Args:
         correlation: `kendall` or `spearman`.
-        x: Values ``[n]``.
-        y: Values ``[n]``.
+        x, y: Values ``[n]``.
     """
     strength, n = abs(correlation(x, y)), len(y)
     if math.isnan(strength):

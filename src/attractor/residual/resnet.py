@@ -40,7 +40,7 @@ class BasicBlock(nn.Module):
         **factory: Device and dtype.
     """
 
-    expansion = 1
+    expansion, last = 1, "bn2"  # channels of f relative to `planes`; the part that returns f
 
     def __init__(self, inputs: int, planes: int, stride: int = 1, **factory: Any) -> None:
         super().__init__()
@@ -51,11 +51,6 @@ class BasicBlock(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.downsample = projection(inputs, planes, stride, **factory)
         self.gate: nn.Module | None = None
-
-    @property
-    def last(self) -> nn.Module:
-        """The part that returns f."""
-        return self.bn2
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the next state ``[batch, planes, height / stride, width / stride]``."""
@@ -71,15 +66,10 @@ class BasicBlock(nn.Module):
 class Bottleneck(nn.Module):
     """``relu(x + gate(f(x)))`` with convolutions 1x1, 3x3 (which carries the stride), 1x1.
 
-    Args:
-        inputs: Number of channels of x.
-        planes: Number of channels inside; f has four times as many.
-        stride: Stride of f and the shortcut. If it is not 1, or `inputs` are not the channels of f, the
-            shortcut is projected.
-        **factory: Device and dtype.
+    Arguments as in `BasicBlock`, but f has ``4 planes`` channels.
     """
 
-    expansion = 4
+    expansion, last = 4, "bn3"
 
     def __init__(self, inputs: int, planes: int, stride: int = 1, **factory: Any) -> None:
         super().__init__()
@@ -92,11 +82,6 @@ class Bottleneck(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.downsample = projection(inputs, 4 * planes, stride, **factory)
         self.gate: nn.Module | None = None
-
-    @property
-    def last(self) -> nn.Module:
-        """The part that returns f."""
-        return self.bn3
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the next state ``[batch, 4 planes, height / stride, width / stride]``."""
@@ -113,17 +98,10 @@ class Bottleneck(nn.Module):
 class PreActivation(nn.Module):
     """``x + gate(f(x))`` with convolutions 1x1, 3x3, 1x1, each after a normalisation and an activation.
 
-    A projected shortcut takes the activated x and has no normalisation.
-
-    Args:
-        inputs: Number of channels of x.
-        planes: Number of channels inside; f has four times as many.
-        stride: Stride of f and the shortcut. If it is not 1, or `inputs` are not the channels of f, the
-            shortcut is projected.
-        **factory: Device and dtype.
+    A projected shortcut takes the activated x and has no normalisation. Arguments as in `Bottleneck`.
     """
 
-    expansion = 4
+    expansion, last = 4, "conv3"
 
     def __init__(self, inputs: int, planes: int, stride: int = 1, **factory: Any) -> None:
         super().__init__()
@@ -136,11 +114,6 @@ class PreActivation(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.downsample = projection(inputs, 4 * planes, stride, norm=False, **factory)
         self.gate: nn.Module | None = None
-
-    @property
-    def last(self) -> nn.Module:
-        """The part that returns f."""
-        return self.conv3
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the next state ``[batch, 4 planes, height / stride, width / stride]``."""
@@ -167,8 +140,7 @@ class ResNet(nn.Module):
             stride 2.
         in_channels: Number of channels of the images.
         zero_init_residual: Start with f = 0 in each block, by the weight of its last part.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters.
+        device, dtype: Device and dtype of the parameters.
     """
 
     def __init__(
@@ -228,7 +200,7 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         if zero_init_residual:
             for _, module in self.blocks:
-                nn.init.zeros_(module.last.weight)
+                nn.init.zeros_(getattr(module, module.last).weight)
 
     @property
     def stages(self) -> list[nn.Sequential]:
@@ -317,8 +289,7 @@ def resnet_cifar(
         width: Number of channels of the stem, and inside the blocks of the first stage.
         in_channels: Number of channels of the images.
         zero_init_residual: Start with f = 0 in each block.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters.
+        device, dtype: Device and dtype of the parameters.
 
     Raises:
         ValueError: depth is not 9n + 2.

@@ -20,8 +20,8 @@ Granularity: TypeAlias = Literal["block", "addition"]
 
 
 @dataclass(frozen=True)
-class Gate:
-    """A factor of a branch.
+class BranchFactor:
+    """A factor of a branch: a gate, or a constant after one.
 
     Attributes:
         index: Number of the multiplication in the pass.
@@ -73,7 +73,7 @@ class Addition:
     previous: int
     length: int
     inside: frozenset[int]
-    gates: tuple[Gate, ...]
+    gates: tuple[BranchFactor, ...]
     projected: bool
     shape: tuple[int, ...]
     axis: int | None
@@ -121,7 +121,7 @@ class Block:
     stage: int
     first: Addition
     last: Addition
-    gates: tuple[tuple[Gate, ...], ...]
+    gates: tuple[tuple[BranchFactor, ...], ...]
     direct: bool
     needs_copy: bool
     order: tuple[int, ...] | None
@@ -142,11 +142,11 @@ class Event:
     digest: int
     starts: int | None
     ends: int | None
-    gates: tuple[tuple[int, int, Gate], ...]
+    gates: tuple[tuple[int, int, BranchFactor], ...]
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeasurementPlan:
     """A trunk, and where to measure it.
 
     Attributes:
@@ -186,13 +186,13 @@ def find_trunk(steps: Mapping[int, Addition]) -> list[Addition]:
         trunk = chain(min(around, key=lambda step: step.index))
 
 
-def make_plan(
+def make_measurement_plan(
     steps: Mapping[int, Addition],
     granularity: Granularity,
     model: nn.Module,
     digests: Mapping[int, int],
     writes: Mapping[int, list[int]],
-) -> Plan:
+) -> MeasurementPlan:
     """Return the trunk in blocks and stages.
 
     Args:
@@ -223,7 +223,9 @@ def make_plan(
             token_axis=token_axis(_submodule(model, first.home)),
         )
         blocks.append(block)
-    return Plan(tuple(blocks), _events(blocks, digests), decodes=decodes(model, trunk[0].home))
+    return MeasurementPlan(
+        tuple(blocks), _events(blocks, digests), decodes=decodes(model, trunk[0].home)
+    )
 
 
 def token_axis(block: nn.Module | None) -> int | None:
@@ -249,7 +251,7 @@ def decodes(model: nn.Module, path: Path) -> bool:
 def _events(blocks: list[Block], digests: Mapping[int, int]) -> dict[int, Event]:
     starts = {block.first.index: k for k, block in enumerate(blocks)}
     ends = {block.last.index: k for k, block in enumerate(blocks) if not block.direct}
-    gates: dict[int, list[tuple[int, int, Gate]]] = {}
+    gates: dict[int, list[tuple[int, int, BranchFactor]]] = {}
     for k, block in enumerate(blocks):
         for j, factors in enumerate(block.gates):
             for gate in factors:

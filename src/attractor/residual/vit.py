@@ -138,14 +138,9 @@ class ViT(nn.Module):
         self.patches = nn.Conv2d(in_channels, dim, patch, patch)
         self.cls = nn.Parameter(0.02 * torch.randn(1, 1, dim)) if pool == "cls" else None
         self.positions = nn.Parameter(0.02 * torch.randn(1, tokens, dim))
+        step = lambda branch: Step(dim, branch, grid, dropout)
         self.layers = nn.Sequential(
-            *(
-                Layer(
-                    Step(dim, mixer(), grid, dropout),
-                    Step(dim, _network(dim, hidden), grid, dropout),
-                )
-                for _ in range(depth)
-            )
+            *(Layer(step(mixer()), step(_network(dim, hidden))) for _ in range(depth))
         )
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, num_classes)
@@ -200,8 +195,7 @@ def vit(
         in_channels: Number of channels of the images.
         pool: Input of the classifier: the "mean" of all tokens, or an additional "cls" token.
         dropout: Dropout probability of the increments.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters.
+        device, dtype: Device and dtype of the parameters.
     """
     uses_attention = isinstance(mixer, str) and mixer == "attention"
     if isinstance(attention, nn.Module):

@@ -35,7 +35,7 @@ KINDS: dict[str, tuple[str, ModuleType]] = {
 }
 ANY = partial(plain, depth=DEEPEST_JSON)
 SCALES = ("smoke", "cpu", "gpu")
-WHAT = (
+SOURCES = (
     "attractor fit, probe, compare, bench --out and reproduce write runs, and so does attractor.train "
     "with out="
 )
@@ -50,7 +50,7 @@ def find(path: Path | str) -> list[Run]:
     """
     path = Path(path)
     if not path.exists():
-        raise ValueError(f"there is no {path}; give a file or folder of a run: {WHAT}")
+        raise ValueError(f"there is no {path}; give a file or folder of a run: {SOURCES}")
     if not path.is_dir():
         check_source(path)
     with _damage_as_error(path):
@@ -58,10 +58,10 @@ def find(path: Path | str) -> list[Run]:
     if results:
         return results
     if path.is_file():
-        raise ValueError(f"{path} is no file of a run; {WHAT}")
+        raise ValueError(f"{path} is no file of a run; {SOURCES}")
     inside = [str(p) for p in sorted(path.iterdir()) if p.is_dir() and _safe(p)]
-    there = ", ".join(p.name for p in sorted(path.iterdir())[:8]) or "nothing"
-    hint = f"there are runs in {', '.join(inside)}" if inside else f"it holds {there}. {WHAT}"
+    files = ", ".join(p.name for p in sorted(path.iterdir())[:8]) or "nothing"
+    hint = f"there are runs in {', '.join(inside)}" if inside else f"it holds {files}. {SOURCES}"
     raise ValueError(f"{path} holds no run itself; {hint}")
 
 
@@ -71,23 +71,24 @@ def page(runs: Sequence[Run], title: str = "") -> Page:
     runs = _with_short_names(runs)
     document = Page(title or alone or f"{len(runs)} runs")
     for kind, (heading, module) in KINDS.items():
-        own = [run for run in runs if run.kind == kind]
-        if not own:
+        members = [run for run in runs if run.kind == kind]
+        if not members:
             continue
         if len(runs) > 1:
             document.section(heading)
         document.text(module.ABOUT)
-        side_by_side(document, own, "numbers")
-        with _damage_as_error(" or ".join(run.name for run in own)):
-            module.show(document, own)
-        document.section("Configuration" if len(own) == len(runs) else f"{heading}: configuration")
-        side_by_side(document, own, "settings")
-        with_versions = [run for run in own if run.versions]
+        side_by_side(document, members, "numbers")
+        with _damage_as_error(" or ".join(run.name for run in members)):
+            module.show(document, members)
+        prefix = "" if len(members) == len(runs) else f"{heading}: "
+        document.section(f"{prefix}configuration" if prefix else "Configuration")
+        side_by_side(document, members, "settings")
+        with_versions = [run for run in members if run.versions]
         if with_versions:
-            document.section("Versions" if len(own) == len(runs) else f"{heading}: versions")
+            document.section(f"{prefix}versions" if prefix else "Versions")
             side_by_side(document, with_versions, "versions")
-        commands = dict.fromkeys(run.command for run in own if run.command)
-        document.section("Repeat this run" if len(own) == len(runs) else f"{heading}: repeat")
+        commands = dict.fromkeys(run.command for run in members if run.command)
+        document.section(f"{prefix}repeat" if prefix else "Repeat this run")
         if commands:
             document.command("\n".join(commands))
         else:
@@ -116,14 +117,14 @@ def _of_file(path: Path) -> list[Run]:
         return [probes.read(path.parent, str(path.parent))]
     if path.suffix != ".json":
         return []
-    there = read_json(path, ANY)
-    if not isinstance(there, dict):
+    content = read_json(path, ANY)
+    if not isinstance(content, dict):
         return []
-    if {"experiment", "scale", "runs"} <= there.keys():
+    if {"experiment", "scale", "runs"} <= content.keys():
         return [reproductions.read(path, name)]
-    if {"hybrid", "points", "m_star"} <= there.keys():
+    if {"hybrid", "points", "m_star"} <= content.keys():
         return [comparisons.read(path, name)]
-    if "rows" in there or {"versions", "machine"} <= there.keys():
+    if "rows" in content or {"versions", "machine"} <= content.keys():
         return [benchmarks.read(path, name)]
     return []
 

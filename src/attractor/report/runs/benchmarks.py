@@ -48,9 +48,9 @@ def show(page: Page, runs: Sequence[Run]) -> None:
         for i, run in enumerate(runs):
             rows = [r for r in run.content["tables"].get("rows", ()) if isinstance(r.get(passes), dict)]
             for j, kind in enumerate(dict.fromkeys(r["kind"] for r in rows if "ratio" in r[passes])):
-                own = sorted((r["tokens"], r[passes]["ratio"]) for r in rows if r["kind"] == kind)
+                points = sorted((r["tokens"], r[passes]["ratio"]) for r in rows if r["kind"] == kind)
                 label = f"{run.name}: {kind}" if len(runs) > 1 else kind
-                curves[label] = [x for x, _ in own], [y for _, y in own]
+                curves[label] = [x for x, _ in points], [y for _, y in points]
                 looks[label] = look(j, i)
         if curves:
             figure = live.lines(

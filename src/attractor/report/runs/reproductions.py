@@ -22,22 +22,21 @@ ABOUT = (
 
 def read(path: Path, name: str) -> Run:
     """Read the run in a file such as stepnet_table1/smoke.json."""
-    there = read_json(path, FILE)
-    experiment = find(there["experiment"])
-    scale = there["scale"]
+    content = read_json(path, FILE)
+    experiment, scale = find(content["experiment"]), content["scale"]
     runs = read_runs(path, experiment.name, scale)
-    for arm, own in runs.items():
-        for seed, run in own.items():
+    for arm, by_seed in runs.items():
+        for seed, run in by_seed.items():
             if wrong := fault(run, experiment.metric if arm in experiment.arms else None):
                 raise ValueError(f"{path}: {wrong}, in the run of arm {arm[:80]!r} and seed {seed}")
-    seeds = sorted({seed for own in runs.values() for seed in own})
+    seeds = sorted({seed for by_seed in runs.values() for seed in by_seed})
     results = Results(
         experiment.name, scale, experiment.metric, experiment.arms_of(scale), seeds, runs,
         experiment.extra, experiment.numbers, experiment.logarithmic,
     )  # fmt: skip
     verdict = experiment.verdict(results)
-    every = [run for own in runs.values() for run in own.values()]
-    versions = {k: v for run in every for k, v in run.get("versions", {}).items()}
+    all_runs = [run for by_seed in runs.values() for run in by_seed.values()]
+    versions = {k: v for run in all_runs for k, v in run.get("versions", {}).items()}
     return Run(
         "reproduction",
         f"{experiment.name}, {scale}",
@@ -46,7 +45,7 @@ def read(path: Path, name: str) -> Run:
             "verdict": worded(experiment, results) or "not judged at this scale",
             "size": sizes_of(verdict) or None,
             "why": verdict.why if verdict else None,
-            "runs": len(every),
+            "runs": len(all_runs),
             "seconds": results.seconds(),
         },
         settings={
@@ -75,19 +74,11 @@ def show(page: Page, runs: Sequence[Run]) -> None:
         table = rows(experiment, results)
         unit = f", {experiment.unit}" if experiment.unit else ""
         head = ["", "paper", f"ours ({experiment.metric}{unit})", "seeds", *experiment.others]
-        page.table(
-            head,
-            [
-                [
-                    row["arm"],
-                    row["paper"],
-                    mean_text(row["mean"], row["spread"]),
-                    row["seeds"],
-                    *row["others"].values(),
-                ]
-                for row in table
-            ],
-        )
+        columns = [
+            (row["arm"], row["paper"], mean_text(row["mean"], row["spread"]), row["seeds"]) for row in table
+        ]
+        others = [tuple(row["others"].values()) for row in table]
+        page.table(head, [a + b for a, b in zip(columns, others)])
         _bars(page, experiment, table)
         if experiment.picture is not None and results.complete:
             page.figure(chart_title(experiment, results), experiment.picture(results))
@@ -107,7 +98,7 @@ def _bars(page: Page, experiment: Any, table: list[dict[str, Any]]) -> None:
     if "ours" in bars:
         data[0]["error_y"] = {"type": "data", "array": [number(row["spread"]) or 0.0 for row in table]}
     sizes = [abs(v) for values in bars.values() for v in values if v]
-    wide = bool(sizes) and max(sizes) > 100 * min(sizes)
-    layout = {**live.layout("", experiment.metric, "y" if wide else ""), "barmode": "group"}
+    axis = "y" if sizes and max(sizes) > 100 * min(sizes) else ""  # logarithmic
+    layout = {**live.layout("", experiment.metric, axis), "barmode": "group"}
     if sizes:
         page.plot(f"{experiment.name}, ours and the paper's", {"data": data, "layout": layout}, 360)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +42,15 @@ class Run:
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields but the content."""
-        return {
-            "kind": self.kind,
-            "name": self.name,
-            "path": str(self.path),
-            "numbers": self.numbers,
-            "settings": self.settings,
-            "versions": self.versions,
-            "command": self.command,
-        }
+        entries = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "content"}
+        return entries | {"path": str(self.path)}
 
 
 def look(color: int, dash: int = 0, **more: Any) -> dict[str, Any]:
     """Return the style of a line of `live.lines`: one colour per run, one dash per kind of line."""
-    own = COLORS[color % len(COLORS)]
-    line = {"color": own, "dash": DASHES[dash % len(DASHES)]}
-    return {"line": line, "marker": {"color": own}, **more}
+    name = COLORS[color % len(COLORS)]
+    line = {"color": name, "dash": DASHES[dash % len(DASHES)]}
+    return {"line": line, "marker": {"color": name}, **more}
 
 
 def read_json(path: Path, content: Schema) -> Any:

@@ -47,7 +47,7 @@ def read(path: Path, name: str) -> Run:
         name,
         path,
         numbers={"epochs": len(log), **numbers, "seconds": seconds or None},
-        settings={**config.get("recipe", {}), "steps an epoch": config.get("steps")},
+        settings={**config.get("recipe", {}), "steps per epoch": config.get("steps")},
         versions=config.get("versions", {}),
         content={"log": log},
     )

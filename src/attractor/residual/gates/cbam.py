@@ -5,8 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attractor.common.checks import as_int
-from attractor.residual.gates.excitation import Excitation, narrow
+from attractor.residual.gates.excitation import Excitation, narrow, odd
 from attractor.residual.gates.gate import Gate, average, check_batch, check_branch, is_scripting, opened
 
 
@@ -24,8 +23,7 @@ class CBAM(Gate):
         reduction: Ratio of C to the hidden size of M.
         kernel_size: Kernel size of the convolution, odd.
         identity: See `Gate`; the second layer of M and the scale of BN start at 0.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters.
+        device, dtype: Device and dtype of the parameters.
     """
 
     sigmoids: ClassVar[int] = 2
@@ -42,9 +40,7 @@ class CBAM(Gate):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(channels, identity, dtype, device)
-        kernel_size = as_int(kernel_size)
-        if not isinstance(kernel_size, int) or kernel_size < 1 or kernel_size % 2 == 0:
-            raise ValueError(f"CBAM(kernel_size={kernel_size}); pass an odd number, such as 7")
+        kernel_size = odd("CBAM", kernel_size, 7)
         hidden = narrow("CBAM", channels, reduction)
         self.excitation = Excitation(
             channels, channels, hidden, zero=identity, device=device, dtype=dtype

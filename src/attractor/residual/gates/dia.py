@@ -34,8 +34,7 @@ class DIA(Gate):
         channels: C.
         reduction: Ratio of C to the hidden size of the excitations.
         identity: See `Gate`; both excitations start at 0, so that h is 1/4, and F is 4 h.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters.
+        device, dtype: Device and dtype of the parameters.
     """
 
     shared: ClassVar[bool] = True

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from attractor.common.checks import as_int
+from attractor.residual.gates.excitation import odd
 from attractor.residual.gates.gate import Gate, average, check_branch, is_scripting, opened
 
 
@@ -17,8 +17,7 @@ class ECA(Gate):
         kernel_size: Kernel size, odd. By default the paper's ``(log2(C) + 1) / 2``, rounded down and
             then up to an odd number: 3 for 64 channels, 5 for 128 to 512.
         identity: See `Gate`; the kernel starts at 0.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters.
+        device, dtype: Device and dtype of the parameters.
     """
 
     def __init__(
@@ -31,10 +30,7 @@ class ECA(Gate):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(channels, identity, dtype, device)
-        size = adaptive_kernel(channels) if kernel_size is None else kernel_size
-        size = as_int(size)
-        if not isinstance(size, int) or size < 1 or size % 2 == 0:
-            raise ValueError(f"ECA(kernel_size={size}); pass an odd number, such as 3, or None")
+        size = odd("ECA", kernel_size, adaptive_kernel(channels))
         self.conv = nn.Conv1d(1, 1, size, padding=size // 2, bias=False, device=device, dtype=dtype)
         if identity:
             nn.init.zeros_(self.conv.weight)

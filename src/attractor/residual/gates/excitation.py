@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from attractor.common.checks import as_int
+
 
 class Excitation(nn.Module):
     """``Linear -> ReLU -> Linear`` from ``[batch, inputs]`` to ``[batch, outputs]``, with biases.
@@ -12,8 +14,7 @@ class Excitation(nn.Module):
         outputs: Size of the output.
         hidden: Size between the layers, see `narrow`.
         zero: Start the second layer, and so the output, at 0.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters.
+        device, dtype: Device and dtype of the parameters.
     """
 
     def __init__(
@@ -37,6 +38,14 @@ class Excitation(nn.Module):
     def forward(self, z: Tensor) -> Tensor:
         """Return the output, to which callers apply a sigmoid."""
         return self.expand(self.reduce(z).relu())
+
+
+def odd(name: str, kernel_size: int | None, default: int) -> int:
+    """Return a kernel size, or the default if it is None; raise an error unless it is odd."""
+    size = default if kernel_size is None else as_int(kernel_size)
+    if not isinstance(size, int) or size < 1 or size % 2 == 0:
+        raise ValueError(f"{name}(kernel_size={size}); pass an odd number, such as {default}")
+    return size
 
 
 def narrow(name: str, channels: int, reduction: int) -> int:

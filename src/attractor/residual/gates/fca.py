@@ -32,8 +32,7 @@ class FCA(Gate):
         frequencies: Number of frequencies, the paper's best 1 to 16.
         reduction: Ratio of C to the hidden size.
         identity: See `Gate`; the second layer starts at 0.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters.
+        device, dtype: Device and dtype of the parameters.
     """
 
     needs_image: ClassVar[bool] = True

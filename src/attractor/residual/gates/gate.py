@@ -23,8 +23,7 @@ class Gate(nn.Module):
         channels: Number of channels of the branch.
         identity: Start at exactly 1, so that inserting the gate does not change a trained network. Each
             sigmoid is doubled, and its argument starts at 0, so F lies between 0 and ``2 ** sigmoids``.
-        dtype: Dtype of the parameters.
-        device: Device of the parameters.
+        dtype, device: Dtype and device of the parameters.
 
     Attributes:
         identity_blocks_only: Whether the gate is meant for blocks with an identity shortcut only.

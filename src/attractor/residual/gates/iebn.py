@@ -16,6 +16,11 @@ from attractor.residual.gates.gate import (
     traced,
 )
 
+NORM_ATTRIBUTES = (
+    "weight", "bias", "running_mean", "running_var", "num_batches_tracked", "num_features", "eps",
+    "momentum", "affine", "track_running_stats",
+)  # fmt: skip
+
 
 def _norm_attribute(name: str) -> Any:
     """Return a property that reads an attribute of the batch normalisation inside."""
@@ -34,14 +39,11 @@ class IEBN(nn.Module):
 
     Args:
         channels: C.
-        eps: As in `nn.BatchNorm2d`.
-        momentum: As in `nn.BatchNorm2d`.
-        affine: As in `nn.BatchNorm2d`; if False, gamma is 1 and beta 0.
-        track_running_stats: As in `nn.BatchNorm2d`.
+        eps, momentum, affine, track_running_stats: As in `nn.BatchNorm2d`. If `affine` is False, gamma
+            is 1 and beta 0.
         identity: Start at exactly the batch normalisation: sigma is doubled, and its argument is 0. As a
             `Gate`, IEBN adopts the value of a state that it loads.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters.
+        device, dtype: Device and dtype of the parameters.
     """
 
     may_lack: ClassVar[tuple[str, ...]] = ("doubled",)
@@ -97,18 +99,9 @@ class IEBN(nn.Module):
             getattr(module.norm, name).requires_grad_(parameter.requires_grad)
         return module.train(norm.training)
 
-    weight, bias = _norm_attribute("weight"), _norm_attribute("bias")
-    running_mean, running_var = _norm_attribute("running_mean"), _norm_attribute("running_var")
-    num_batches_tracked, num_features = (
-        _norm_attribute("num_batches_tracked"),
-        _norm_attribute("num_features"),
-    )
-    eps, momentum = _norm_attribute("eps"), _norm_attribute("momentum")
-    affine, track_running_stats = _norm_attribute("affine"), _norm_attribute("track_running_stats")
-    __jit_unused_properties__: ClassVar[list[str]] = [
-        "doubled", "weight", "bias", "running_mean", "running_var", "num_batches_tracked", "eps",
-        "num_features", "momentum", "affine", "track_running_stats",
-    ]  # fmt: skip
+    weight, bias, running_mean, running_var, num_batches_tracked, num_features, eps, momentum, affine, \
+        track_running_stats = map(_norm_attribute, NORM_ATTRIBUTES)  # fmt: skip
+    __jit_unused_properties__: ClassVar[list[str]] = ["doubled", *NORM_ATTRIBUTES]
 
     @property
     def doubled(self) -> Tensor:

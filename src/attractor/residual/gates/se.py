@@ -16,8 +16,7 @@ class SE(Gate):
         channels: C.
         reduction: Ratio of C to the hidden size.
         identity: See `Gate`; W2 starts at 0.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters.
+        device, dtype: Device and dtype of the parameters.
     """
 
     def __init__(

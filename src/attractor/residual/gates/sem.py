@@ -5,9 +5,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from attractor.common.checks import as_int
 from attractor.residual.gates.eca import adaptive_kernel
-from attractor.residual.gates.excitation import Excitation, narrow
+from attractor.residual.gates.excitation import Excitation, narrow, odd
 from attractor.residual.gates.gate import Gate, average, check_branch, is_scripting, opened
 
 
@@ -23,8 +22,7 @@ class SEM(Gate):
         reduction: Ratio of C to the hidden size of SE.
         kernel_size: Kernel size of ECA, odd; by default the paper's.
         identity: See `Gate`; all three excitations start at 0.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters.
+        device, dtype: Device and dtype of the parameters.
     """
 
     sigmoids: ClassVar[int] = 3
@@ -40,10 +38,7 @@ class SEM(Gate):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(channels, identity, dtype, device)
-        size = adaptive_kernel(channels) if kernel_size is None else kernel_size
-        size = as_int(size)
-        if not isinstance(size, int) or size < 1 or size % 2 == 0:
-            raise ValueError(f"SEM(kernel_size={size}); pass an odd number, such as 3, or None")
+        size = odd("SEM", kernel_size, adaptive_kernel(channels))
         hidden = narrow("SEM", channels, reduction)
         self.excitation = Excitation(
             channels, channels, hidden, zero=identity, device=device, dtype=dtype

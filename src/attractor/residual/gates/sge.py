@@ -20,8 +20,7 @@ class SGE(Gate):
         groups: Number of groups; by default the largest divisor of C up to 64, the paper's number.
         eps: See above.
         identity: See `Gate`; the shift starts at 0.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters.
+        device, dtype: Device and dtype of the parameters.
     """
 
     def __init__(

@@ -18,8 +18,7 @@ class SRM(Gate):
         channels: C.
         eps: See above.
         identity: See `Gate`.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters.
+        device, dtype: Device and dtype of the parameters.
     """
 
     def __init__(

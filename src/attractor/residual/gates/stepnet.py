@@ -47,8 +47,7 @@ class StepNet(Gate):
             ``gamma xhat sigma(scale z + shift) + beta`` before the sigmoid, with as many parameters.
         reduction: Ratio of C to the hidden size of adaptor "b".
         identity: See `Gate`; the argument of the sigmoid starts at 0.
-        device: Device of the parameters.
-        dtype: Dtype of the parameters.
+        device, dtype: Device and dtype of the parameters.
     """
 
     identity_blocks_only: ClassVar[bool] = True
