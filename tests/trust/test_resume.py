@@ -311,7 +311,7 @@ def test_a_fit_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, how):
 @pytest.mark.slow
 def test_a_few_kills():
     """The small version of `python -m benchmarks.interrupted`, in a process without threads."""
-    code = "import json; from benchmarks.interrupted import campaign; print(json.dumps(campaign(6, 4)))"
+    code = "import json; from benchmarks.interrupted import TRAINED, campaign; print(json.dumps(campaign(TRAINED, 6, 4)))"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         cwd=ROOT,

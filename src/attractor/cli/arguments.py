@@ -58,13 +58,15 @@ def default(value: float | None, otherwise: Any) -> Any:
     return otherwise if value is None else value
 
 
-def pairs_of(texts: list[str] | None) -> dict[str, str]:
+def pairs_of(
+    texts: list[str] | None, option: str = "--option", example: str = "links=10"
+) -> dict[str, str]:
     """Return the keys and values of options of the form KEY=VALUE."""
     pairs = {}
     for text in texts or []:
         key, equals, value = text.partition("=")
         if not equals:
-            raise ValueError(f"--option {text!r} must be KEY=VALUE, such as links=10")
+            raise ValueError(f"{option} {text!r} must be KEY=VALUE, such as {example}")
         pairs[key] = value
     return pairs
 

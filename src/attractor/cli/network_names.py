@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attractor.cli.arguments import pairs_of
 from attractor.cli.equation_names import find_function
 from attractor.common.checks import MOST_PARTS, nearest
 from attractor.storage.limits import check_memory, parse_json
@@ -111,13 +112,7 @@ def parse(text: str) -> Any:
 
 def parse_options(texts: list[str] | None, option: str = "--option") -> dict[str, Any]:
     """Return the parsed values of options of the form KEY=VALUE."""
-    options = {}
-    for text in texts or []:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise ValueError(f"{option} {text!r} must be KEY=VALUE, such as depth=29")
-        options[key] = parse(value)
-    return options
+    return {key: parse(value) for key, value in pairs_of(texts, option, "depth=29").items()}
 
 
 def _timm(name: str, inner: str, options: dict[str, Any], pretrained: bool | None) -> Network:

@@ -29,7 +29,7 @@ Names = Annotated[
     ),
 ]
 
-WIDE = 200  # columns of a table that goes into a file or a pipe
+PIPE_WIDTH = 200  # columns of a table in a file or a pipe
 
 
 @app.command(
@@ -227,7 +227,7 @@ def _list(folder: Path, as_json: bool) -> None:
                 (e.name, e.place, state(e, folder)) if len(rows) == 1 else ("", f"- {row['claim']}", "")
             )
             table.add_row(*first, _brief(row))
-    console.print(table, width=None if console.is_terminal else WIDE)
+    console.print(table, width=None if console.is_terminal else PIPE_WIDTH)
 
 
 def _brief(row: dict[str, Any]) -> str:

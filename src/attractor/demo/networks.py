@@ -64,14 +64,14 @@ def run(seed: int, device: str, tell: Tell, small: bool) -> dict[str, Any]:
 def _thresholds(profiles: list[StiffnessProfile]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both axes of the surface, up to where all networks have less than 1 % stiff inputs."""
     zero = torch.zeros(1, dtype=torch.float64)
-    wide = torch.linspace(0, 3, 300, dtype=torch.float64)
+    axis = torch.linspace(0, 3, 300, dtype=torch.float64)
     high = torch.linspace(0, max(p.nsi.max().item() for p in profiles), 300, dtype=torch.float64)
     largest = lambda lines: torch.stack(lines).amax(0)
-    m1 = wide[largest([p.surface(wide, zero)[:, 0] for p in profiles]) >= 0.01]
+    m1 = axis[largest([p.surface(axis, zero)[:, 0] for p in profiles]) >= 0.01]
     m2 = high[largest([p.surface(zero, high)[0] for p in profiles]) >= 0.01]
     end = lambda values, all: values[-1].item() if len(values) else all[-1].item()
     return tuple(  # type: ignore[return-value]
-        torch.linspace(0, top, CELLS, dtype=torch.float64) for top in (end(m1, wide), end(m2, high))
+        torch.linspace(0, top, CELLS, dtype=torch.float64) for top in (end(m1, axis), end(m2, high))
     )
 
 

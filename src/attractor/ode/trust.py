@@ -64,7 +64,8 @@ class TrustRegion(nn.Module):
         size = self._features(torch.zeros(dim + parameters)).numel()
         self.register_buffer("mean", torch.zeros(dim + parameters, **factory))
         self.register_buffer("deviation", torch.ones(dim + parameters, **factory))
-        self.register_buffer("factor", torch.eye(size, **factory))
+        # On the meta device torch.eye would import torch's compiler, which takes a second.
+        self.register_buffer("factor", torch.zeros(size, size, **factory).fill_diagonal_(1.0))
         self.register_buffer("limit", torch.ones((), **factory))
         self.register_buffer("accuracy", torch.full((dim,), -1.0, **factory))
 

@@ -109,6 +109,11 @@ class _OwnGenerators(TorchDispatchMode):
         super().__init__()
         self.number, self.generators = number, dict[torch.device, torch.Generator]()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, because True imports torch's compiler, and this mode is not used in its code."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -203,12 +203,12 @@ def equal_steps(
 
 def _separate_blocks(model: nn.Module, blocks: Blocks | None) -> list[nn.Module]:
     """Return the blocks that share no parameter with the rest of the model, the innermost first."""
-    chosen = {id(block) for block in (repeated_blocks if blocks is None else blocks)(model)}
+    block_ids = {id(block) for block in (repeated_blocks if blocks is None else blocks)(model)}
     uses = _uses(model)
     return [
         module
         for module in reversed(list(model.modules()))
-        if id(module) in chosen
+        if id(module) in block_ids
         and module is not model
         and all(uses[parameter] == count for parameter, count in _uses(module).items())
     ]
