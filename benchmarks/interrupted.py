@@ -6,9 +6,8 @@ its log and its last checkpoint must have the hashes of one that was left in pea
 trained: images with mixup, batch norm and dropout, and a shuffling loader whose data set draws from
 torch's, Python's and NumPy's random numbers.
 
-Fits, fine data and reproductions of an experiment: 200 times more, at
-random moments. The states of the solver, the data, and the results without their durations must have the
-hashes of those that were left in peace.
+Fits, fine data, reproductions of an experiment and sweeps of `tune`: 200 times more, at random moments. The states of the solver, the data, and the results without their durations must be those
+of computations that were left in peace, and each solver of a sweep must reach the error.
 
 Data must have the hash of data made in one go. A solver is fitted and saved by one process, which is
 then killed; another loads it, and its states must have the same hash.
@@ -38,6 +37,7 @@ from torch import nn
 from attractor import HybridSolver, fit, systems
 from attractor.data import images
 from attractor.ode import make_trajectories
+from attractor.ode.tuning_sweep import Problem, tune_all
 from attractor.ode.unfinished import Unfinished
 from attractor.reproduce import run, shelf
 from attractor.train import Recipe, checkpoint, tensors, train
@@ -45,7 +45,7 @@ from attractor.train.recent_checkpoints import RecentCheckpoints
 from benchmarks.results import save
 
 TRAININGS, AT_WRITES = 200, 100  # kills, and those of them that wait for a write
-OTHER_KILLS = 200  # of fits, data, reproductions
+OTHER_KILLS = 200  # of fits, data, reproductions, sweeps of tune
 KILLS = 10  # of data, shard by shard
 DATA = dict(trajectories=600, dt=0.1, horizon=5.0, fine_dt=0.01, shard_size=10)
 FEW_DATA = DATA | dict(trajectories=60)
@@ -120,12 +120,21 @@ def reproduce_experiment(folder: Path) -> str:
     return hashlib.sha256(repr(sorted(rows, key=repr)).encode()).hexdigest()
 
 
+def tune_solvers(folder: Path) -> str:
+    """Return whether the solvers of a sweep reach the error; which is fastest depends on the machine."""
+    problems = {"logistic": Problem(systems.Logistic(), 2.0),
+                "oscillator": Problem(systems.HarmonicOscillator(), 2.0)}  # fmt: skip
+    options = dict(error=1e-3, batch=10, budget=0.0, compile=False)
+    solvers = dict(tune_all(problems, folder / "sweep", **options))
+    return repr([(name, solvers[name].report.winner.error <= 1e-3) for name in problems])
+
+
 TRAINED: dict[str, Callable[[Path], str]] = {
     "images": lambda folder: hashes(train_images(folder), folder),
     "batches": lambda folder: hashes(train_batches(folder), folder),
 }
 OTHERS: dict[str, Callable[[Path], str]] = {
-    "fit": fit_solver, "data": make_data, "reproduce": reproduce_experiment,
+    "fit": fit_solver, "data": make_data, "reproduce": reproduce_experiment, "tune": tune_solvers,
 }  # fmt: skip
 CASES = TRAINED | OTHERS
 

@@ -1,6 +1,7 @@
 """What cannot end well is refused before the work, and a disk or a name is no unforeseen error."""
 
 import errno
+import json
 import os
 import sys
 
@@ -14,6 +15,7 @@ from attractor.ode import HybridSolver, compare, pretrained
 from attractor.ode.compare_saved import compare_all
 from attractor.report import figures
 from attractor.storage import files, limits
+from benchmarks.damage import sealed
 
 SOLVE = ("solve", "pretrained:elastic-pendulum", "--batch", 2, "--t-end", 0.2)
 PROBE = ("probe", "attractor:resnet_cifar", "-o", "depth=11", "--inputs", 2)
@@ -109,6 +111,16 @@ def test_commands_write_their_results_one_after_the_other(tmp_path, monkeypatch)
             code, said = outcome(*command, "--out", tmp_path)
         assert (code, f"{tmp_path} is in use: another process or thread" in said) == (2, True)
         assert not list(tmp_path.iterdir())
+
+
+def test_files_of_others_do_not_control_the_terminal(tmp_path):
+    config = (
+        HybridSolver.load(pretrained.folder("elastic-pendulum")).save(tmp_path / "s") / "config.json"
+    )
+    config.write_text(json.dumps({**json.loads(config.read_text()), "dt": {"\x1b[2J\x9b": 1}}))
+    sealed(tmp_path / "s")
+    code, said = outcome("solve", tmp_path / "s", "--out", tmp_path / "out")
+    assert (code, "dt is an object with \\x1b[2J\\x9b" in said, "\x1b" in said) == (2, True, False)
 
 
 def test_a_state_that_no_picture_can_hold(tmp_path):

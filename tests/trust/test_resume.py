@@ -20,6 +20,7 @@ import attractor as at
 from attractor.data import images
 from attractor.ode import Paper, Ridge
 from attractor.ode.unfinished import Unfinished
+from attractor.storage import files
 from attractor.train import Classify, Recipe, checkpoint, train
 from attractor.train.recent_checkpoints import RecentCheckpoints
 
@@ -118,6 +119,28 @@ def test_a_break_at_any_call_of_the_model_leaves_no_trace(tmp_path, run):
         assert [row["lr"] for row in again] == [row["lr"] for row in history]
 
 
+def test_a_break_before_the_first_step_leaves_a_folder_that_can_be_used(tmp_path, monkeypatch):
+    """Killed between run.json and log.jsonl, no training went on in the folder, nor began in it."""
+    model, _ = on_batches(out=tmp_path / "whole")
+    expected, sync, left = digest(model, tmp_path / "whole"), os.fsync, 0
+
+    def breaks(handle):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise Interrupted
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", breaks)
+    for n, names in ((3, ["run.json"]), (5, ["log.jsonl", "run.json"])):
+        out, left = tmp_path / str(n), n
+        with pytest.raises(Interrupted):
+            on_batches(out=out)
+        assert sorted(path.name for path in out.iterdir()) == names
+        left = 0
+        assert digest(on_batches(out=out)[0], out) == expected
+
+
 def test_many_breaks_of_one_training(tmp_path):
     model, _ = on_images(out=tmp_path / "whole")  # with mixup
     expected, breaks = digest(model, tmp_path / "whole"), 0
@@ -180,9 +203,10 @@ def test_a_training_whose_checkpoints_are_all_damaged_is_not_started_anew(tmp_pa
 
 def test_what_killed_processes_leave_is_swept(tmp_path):
     on_images(out=tmp_path)
-    (tmp_path / f".log.jsonl.{'0' * 32}").write_text("half")
+    (tmp_path / f".attractor-{'0' * 32}").write_text("half")
     (tmp_path / ".log.jsonl.mine").write_text("not ours")
     (tmp_path / "epoch-0003" / ".next").mkdir()
+    files._sweep.cache_clear()  # as in another process
     on_images(out=tmp_path)
     assert sorted(p.name for p in tmp_path.rglob(".*")) == [".log.jsonl.mine"]
 

@@ -1,6 +1,7 @@
 """Small files and large numbers: an error in seconds that names the size and the limit."""
 
 import json
+import os
 import time
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import attractor as at
+from attractor import jobs
 from attractor.bench import attention
 from attractor.cli import app
 from attractor.cli.network_names import parse
@@ -15,7 +17,7 @@ from attractor.core import Scheme, Splitting
 from attractor.ode import FineData, HybridSolver, make_trajectories, pretrained, serialization
 from attractor.report import runs
 from attractor.storage import limits
-from attractor.train.tensors import read_json
+from attractor.train.tensors import read_json, read_tensors
 from benchmarks.damage import sealed
 
 DEEP = "[" * 900 + "]" * 900
@@ -194,6 +196,22 @@ def test_numbers_without_a_useful_meaning_are_refused(tmp_path, command, told):
     """Before, layers were made for hours, and OpenMP ended the process because of its threads."""
     code, said = outcome(*command.split(), "--out", tmp_path / "out")
     assert (code, told in said) == (2, True), said
+
+
+def test_files_with_holes_are_not_read_into_memory(tmp_path, monkeypatch):
+    """They take no space on the disk, and any in memory."""
+    job = jobs.Job("attractor.jobs.job:power", {"exponent": 2})
+    list(jobs.keep(job, [1], tmp_path / "job"))
+    (artifact,) = (tmp_path / "job").glob("1.*.json")
+    tensors = tmp_path / "x.safetensors"
+    header = b'{"x":{"dtype":"U8","shape":[1000000000000],"data_offsets":[0,1000000000000]}}'
+    tensors.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(artifact, 10**12)
+    os.truncate(tensors, 8 + len(header) + 10**12)
+    with pytest.raises(ValueError, match=r"artifact .* GiB of memory are free; remove it"):
+        list(jobs.keep(job, [1], tmp_path / "job"))
+    with pytest.raises(at.CheckpointError, match=r"tensors of .* GiB of memory are free; use a machine"):
+        read_tensors(tensors)
 
 
 @pytest.mark.parametrize(

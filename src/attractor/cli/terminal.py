@@ -8,6 +8,7 @@ The modules of commands import torch and the library inside their functions, so 
 
 import errno
 import os
+import re
 import shlex
 import sys
 import traceback
@@ -27,6 +28,7 @@ from typer.core import TyperGroup
 console = Console()
 errors = Console(stderr=True)
 DEBUG = "ATTRACTOR_DEBUG"
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 MEMORY_FULL = "can't allocate memory"  # part of torch's message, a RuntimeError on a CPU
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
 
@@ -131,7 +133,7 @@ def progress_bar(quiet: bool = False) -> Progress:
 
 def say(text: str, style: str = "") -> None:
     """Print a line without markup or line breaks."""
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    console.print(_printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def say_error(text: str) -> None:
@@ -146,9 +148,14 @@ def tell(error: BaseException, name: str = "Error") -> None:
                      soft_wrap=True)  # fmt: skip
     errors.print(f"[red]{name}:[/] ", end="")
     options: Any = {"markup": False, "highlight": False, "soft_wrap": not errors.is_terminal}
-    errors.print(str(error) or "no message", **options)
+    errors.print(_printable(str(error)) or "no message", **options)
     for note in getattr(error, "__notes__", ()):  # such as the name of the shard
-        errors.print(note, **options)
+        errors.print(_printable(note), **options)
+
+
+def _printable(text: str) -> str:
+    """Return text without codes that control a terminal, which may come from the files of others."""
+    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 @contextmanager

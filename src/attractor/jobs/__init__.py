@@ -34,11 +34,12 @@ from typing import Any
 from attractor.jobs.job import Artifact, Job, Shard, here, label
 from attractor.jobs.ledger import WorkerDiedError
 from attractor.jobs.naming import named
-from attractor.storage.files import json_bytes, read_bytes, write_bytes, write_new
+from attractor.storage.files import check_source, json_bytes, read_bytes, write_bytes, write_new
 from attractor.storage.fingerprint import fingerprint
 from attractor.storage.limits import check_memory, read_json
 
 ENGINES = ("here", "processes", "ray")
+JSON_FACTOR = 25  # Python's objects take up to so many times the memory of their JSON
 WORKER_BYTES = 2**27  # of memory that a process with torch takes at least
 __all__ = [
     "ENGINES",
@@ -111,7 +112,11 @@ def keep(
     _claim(job, folder, about or {"config": job.config})
     for path in sorted(folder.glob("*.*.*")):
         name, _, start = path.stem.rpartition(".")
-        if name in missing and (digest := sha256(content := read_bytes(path)).hexdigest())[:16] == start:
+        if name not in missing:
+            continue
+        size = check_source(path) * (JSON_FACTOR if path.suffix == ".json" else 1)
+        check_memory(f"the artifact {path}", size, "remove it, and it is computed again")
+        if (digest := sha256(content := read_bytes(path)).hexdigest())[:16] == start:
             yield Artifact(missing.pop(name), content, digest, path.suffix == ".json")
     for artifact in each(job, missing.values(), **options):
         ending = "json" if artifact.is_json else "bin"

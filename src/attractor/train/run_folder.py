@@ -246,7 +246,10 @@ class RunFolder:
 
     def _check_foreign(self) -> None:
         """Raise if the folder of no training holds files with the names that training would write."""
-        ours = (self.folder / "log.jsonl").exists() or self.checkpoints.paths()
+        ours = (self.folder / "log.jsonl").exists() or bool(self.checkpoints.paths())
+        if not ours:
+            with suppress(CheckpointError):  # a run that was killed before it wrote its log
+                ours = self._read_definition() is not None
         foreign = [name for name in (DEFINITION, WEIGHTS) if (self.folder / name).exists() and not ours]
         if foreign:
             raise CheckpointError(

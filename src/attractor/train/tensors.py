@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attractor.storage import schema
 from attractor.storage.files import FileTypeError, open_plain, write_parts
-from attractor.storage.limits import parse_json
+from attractor.storage.limits import check_memory, parse_json
 from attractor.storage.objects import AnyPath, path_of
 from attractor.storage.schema import ADVICE
 
@@ -163,6 +163,10 @@ def _all_of(file: FileIO, path: AnyPath | str) -> tuple[dict[str, Tensor], str, 
         )
     if length > json_limit(size):
         raise CheckpointError(f"{path} has a header of {length:,} bytes, which is too long to read")
+    try:  # a file with holes takes no space on the disk
+        check_memory(f"the tensors of {path}", size, "use a machine with more memory")
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
     text = _read(file, length, path)
     digest.update(start + text)
     tensors = {}

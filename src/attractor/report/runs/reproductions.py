@@ -75,7 +75,8 @@ def show(page: Page, runs: Sequence[Run]) -> None:
         unit = f", {experiment.unit}" if experiment.unit else ""
         head = ["", "paper", f"ours ({experiment.metric}{unit})", "seeds", *experiment.others]
         columns = [
-            (row["arm"], row["paper"], mean_text(row["mean"], row["spread"]), row["seeds"]) for row in table
+            (row["arm"], row["paper"], mean_text(row["mean"], row["spread"]), row["seeds"])
+            for row in table
         ]
         others = [tuple(row["others"].values()) for row in table]
         page.table(head, [a + b for a, b in zip(columns, others)])
