@@ -215,8 +215,8 @@ def cases(device: str) -> dict[str, Measure]:
     return dict(
         [
             of_network("5-link pendulum", "stages", 1024, SEEDS),
-            *lines(TEN, "dop853"),
             *lines(ELASTIC, "rk4"),
+            *lines(TEN, "dop853"),
             *lines(TEN, "rk4"),
             *(of_network(name, "stages", WIDTHS.get(name, 256), SEEDS) for name in nets),
             *lines(nets[:2], "rk4"),

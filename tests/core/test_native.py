@@ -157,7 +157,7 @@ def test_regions_and_networks_in_float32(shape):
         guard = TrustRegion.around(seen).guard(get_scheme("rk4"))
         fast, plain = run_both(lambda t, u: torch.sin(u) - u / 2, u, correction=correction, guard=guard)
         assert_equal(fast, plain, rtol=1e-6, atol=1e-6)
-        assert int(fast.taken) == 5 or spread == 0.1
+        assert (int(fast.taken) > 0) == (spread == 3.0)
 
 
 @pytest.mark.parametrize("dim", [1, 3, 13])
