@@ -202,11 +202,11 @@ def _short(comparison: Comparison) -> dict[str, Any]:
     return {key: x for key, x in comparison.to_json().items() if key not in ("points", "about")}
 
 
-def cases(device: str) -> dict[str, Measure]:
-    """All cases, the most important first."""
+def cases(device: str, most: int) -> dict[str, Measure]:
+    """All cases, the most important first, with at most so many seeds."""
     of_network = lambda name, correction, width, seeds: (
         name_of("network", name, width, correction),
-        partial(network, name, correction, width, seeds, device),
+        partial(network, name, correction, width, seeds[:most], device),
     )
     nets = ["5-link pendulum", "10-link pendulum", *TEN[:5]]
     lines = lambda names, scheme: [
@@ -235,9 +235,10 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="*", default=[""], help="cases whose name contains a text")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="seeds per network")
     add_options(parser, "out/stages")
     options = parser.parse_args()
-    rows = run("stages", containing(options.only, cases(options.device)), options)
+    rows = run("stages", containing(options.only, cases(options.device, options.seeds)), options)
     if rows is None:
         return
     lines = [row for row in rows if row.get("kind") == "linear"]
