@@ -4,14 +4,21 @@ The default recipe with the network in float32, float64 states, 1,000 trajectori
 of the same scheme that reach the hybrid's error; m*: what a hybrid step costs in plain steps; the gain is
 over the quickest of all others at that error, dopri5 with fixed steps, SciPy, torchdiffeq and diffrax
 included (the last three once for each system).
+
+``python -m benchmarks.compare --fastest`` fits by ``objective="time"`` for an error of 1e-6 instead, and
+compares with one trajectory and with 1,000.
 """
 
+import argparse
 import json
-import sys
+from typing import Any
 
-from attractor import fit, systems
+import torch
+
+from attractor import HybridSolver, fit, systems
 from attractor.ode.compare import compare
-from benchmarks.results import FOLDER, save
+from attractor.ode.comparison import Comparison
+from benchmarks.results import FOLDER, machine, save
 
 # name, system, dt, horizon, trajectories, widths (None: the linear correction), precisions
 CASES = [
@@ -23,13 +30,70 @@ CASES = [
 ]
 
 
+FASTEST = {
+    "elastic pendulum": (systems.ElasticPendulum(), 20.0),
+    "2-link pendulum": (systems.PendulumChain(2), 10.0),
+}
+ERROR = 1e-6  # relative, of final states
+
+
+def fastest(name: str) -> list[dict[str, Any]]:
+    """Return a row per batch for the hybrid that reaches the error in the least time."""
+    system, horizon = FASTEST[name]
+    solver = fit(system, objective="time", error=ERROR, horizon=horizon)
+    about = {
+        "case": name, "horizon": horizon, "dt": solver.dt, "scheme": solver.scheme.name,
+        "correction": solver.history[-1]["correction"],
+        "degree": getattr(solver.correction, "config", {}).get("degree"),
+        "fit_seconds": solver.history[-1]["seconds"], "machine": machine(),
+    }  # fmt: skip
+    rows = []
+    for batch in (1, 1_000):
+        found = compare(solver, horizon=horizon, batch=batch)
+        print(f"{name}, {batch:,}: {found.hybrid.error:.1e}; {found.verdict}", flush=True)
+        rows.append({**about, "batch": batch, **numbers(found), "break_even": found.break_even})
+    return rows
+
+
+def numbers(found: Comparison) -> dict[str, Any]:
+    """Return what a row of the results says about a comparison."""
+    return {
+        "error": found.hybrid.error, "m": found.m, "m_star": found.m_star, "gain": found.gain,
+        "verdict": found.verdict, "milliseconds": found.hybrid.seconds * 1e3,
+        "points": [[p.method, p.setting, p.error, p.seconds, p.rate_calls] for p in found.points],
+    }  # fmt: skip
+
+
+def described(solver: HybridSolver) -> dict[str, Any]:
+    """Return the correction that a fit has chosen."""
+    chosen = solver.history[-1]
+    return {"correction": chosen["correction"], "state": chosen.get("state", False)}
+
+
 def main() -> None:
-    """Goes on with what is in results/: remove the file to measure everything again."""
+    """Continue with what is in results/. Remove the file to measure everything again."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="first letters of cases; all by default")
+    parser.add_argument("--fastest", action="store_true", help='fits by objective="time"')
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     path = FOLDER / "compare.json"
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    result: dict[str, Any] = {"batch": 1000, "rows": stored.get("rows", [])}
+    result["fastest"] = stored.get("fastest", [])
+    if options.fastest:
+        for name in options.names or FASTEST:
+            others = [row for row in result["fastest"] if row["case"] != name]
+            result["fastest"] = [*others, *fastest(name)]
+            save("compare", {**stored, **result})  # the machine is that of the other rows
+        return
+    rows = result["rows"]
     done = {(r["case"], r["width"], r["precision"]) for r in rows}
     for name, system, dt, horizon, trajectories, widths, precisions in CASES:
-        if sys.argv[1:] and not any(name.startswith(x) for x in sys.argv[1:]):
+        if options.names and not any(name.startswith(x) for x in options.names):
             continue
         for width, precision in [(w, p) for w in widths for p in precisions]:
             if (name, width, precision) in done:
@@ -39,19 +103,13 @@ def main() -> None:
             solver = fit(system, dt=dt, horizon=horizon, trajectories=trajectories, **kind)
             first = all(r["case"] != name for r in rows)
             found = compare(solver, horizon=horizon, peers=first)
-            chosen = solver.history[-1]
-            rows.append({
-                "case": name, "width": width, "precision": precision, "correction": chosen["correction"],
-                "state": chosen.get("state", False), "error": found.hybrid.error, "m": found.m,
-                "m_star": found.m_star, "gain": found.gain, "verdict": found.verdict,
-                "milliseconds": found.hybrid.seconds * 1e3,
-                "points": [[p.method, p.setting, p.error, p.seconds, p.rate_calls] for p in found.points],
-            })  # fmt: skip
+            about = {"case": name, "width": width, "precision": precision, **described(solver)}
+            rows.append({**about, **numbers(found)})
             print(
                 f"{name}, width {width}, {precision}: {found.hybrid.error:.1e}; {found.verdict}",
                 flush=True,
             )
-            save("compare", {"batch": 1000, "rows": rows})
+            save("compare", result)
 
 
 if __name__ == "__main__":

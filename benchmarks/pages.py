@@ -311,6 +311,26 @@ def stages() -> str:
     return command("stages") + table(head, rows)
 
 
+def linear_maps() -> str:
+    """Return a line per system and scheme for the linear map of the stages, at batch 1,000."""
+    rows = []
+    for r in load("stages")["rows"]:
+        if r.get("kind") != "linear":
+            continue
+        found, cost = r["comparisons"]["1000"], r["m_star"]["1000"]
+        few, all_weights = r["weights"]
+        rows.append([
+            f"{r['system']}, {r['scheme']}, dt {r['dt']:.3g}", f"{few:,} of {all_weights:,}",
+            *(f"{real(r[k]['final']):.1e}" for k in ("plain", "half", "hybrid")),
+            "∞" if found["m"] is None else f"{found['m']:.3g}",
+            f"{cost['unguarded']:.2f}", f"{cost['guarded']:.2f}",
+            "∞" if found["gain"] is None else f"{found['gain']:.2g}", "yes" if found["pays"] else "no",
+        ])  # fmt: skip
+    head = ["relative error of final states", "weights", "plain", "half the step", "linear map", "m",
+            "m*", "m*, guarded", "gain", "pays"]  # fmt: skip
+    return "`python -m benchmarks.stages --only linear`\n\n" + table(head, rows)
+
+
 def tuned(**fields: Any) -> list[tuple[dict[str, Any], TuningReport]]:
     """Return the rows of tune with these fields, and their reports."""
     rows = [r for r in load("tune")["rows"] if "report" in r]
@@ -449,6 +469,26 @@ def compare() -> str:
     if any(r["gain"] is None for r in load("compare")["rows"]):
         text += "\n∞: nothing else that was tried reaches the hybrid's error.\n"
     return text
+
+
+def fastest() -> str:
+    """Return a line per case and batch of what ``objective="time"`` found."""
+    found = load("compare")["fastest"]
+    rows = [
+        [
+            r["case"], f"{r['batch']:,}", f"polynomial of degree {r['degree']}, dt {r['dt']:.3g}" if r["degree"]
+            else f"{r['scheme']}, {r['correction']}, dt {r['dt']:.3g}",
+            f"{r['fit_seconds']:.0f} s", f"{r['error']:.1e}", f"{r['milliseconds']:.3g} ms",
+            "∞" if r["gain"] is None else f"{r['gain']:.3g}x",
+            "never" if r["break_even"] is None else f"{r['break_even']:,.0f}",
+        ]
+        for r in found
+    ]  # fmt: skip
+    head = ["", "trajectories", "hybrid", "fit", "MSE", "time", "gain over the fastest other solver",
+            "pays from, trajectories"]  # fmt: skip
+    threads = found[0]["machine"]
+    about = f"Measured on: {threads['processor']}, {threads['threads']} threads.\n"
+    return "`python -m benchmarks.compare --fastest`\n\n" + table(head, rows) + "\n" + about
 
 
 def corrections() -> str:

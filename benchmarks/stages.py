@@ -50,8 +50,10 @@ SYSTEMS: dict[str, tuple[Any, float, int]] = {
     "Robertson": (systems.Robertson(), 3.5e-4, 600),
     "5-link pendulum": (systems.PendulumChain(5), 0.1, 30),
     "10-link pendulum": (systems.PendulumChain(10), 0.1, 30),
+    "elastic pendulum, dt 0.1": (systems.ElasticPendulum(), 0.1, 120),
+    "elastic pendulum, dt 0.2": (systems.ElasticPendulum(), 0.2, 60),
 }
-TEN = list(SYSTEMS)[:10]
+TEN, ELASTIC = list(SYSTEMS)[:10], list(SYSTEMS)[-2:]
 WIDTHS = {"5-link pendulum": 1024, "10-link pendulum": 1024}  # of networks; 256 elsewhere
 TRAJECTORIES = {"5-link pendulum": 1500, "10-link pendulum": 3000}  # to learn from; 1,000 elsewhere
 CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -81,10 +83,16 @@ def linear(name: str, scheme: str, device: str) -> dict[str, Any]:
     return {
         "kind": "linear", "system": name, **options, **plain_errors(fresh, scheme),
         "share": share_of_step(solver, fresh), "hybrid": fresh.errors(fresh.hybrid(solver)),
-        "fit_seconds": solver.history[-1]["seconds"],
+        "fit_seconds": solver.history[-1]["seconds"], "weights": weights_of(solver),
         "m_star": {batch: cost_of_step(solver, fresh, batch) for batch in TIMED_STEPS},
         "comparisons": {batch: _short(comparison) for batch, comparison in found.items()},
     }  # fmt: skip
+
+
+def weights_of(solver: HybridSolver) -> list[int]:
+    """Return the number of weights of a linear map that are not 0, and of all."""
+    weight = solver.correction.net.head.weight
+    return [int((weight != 0).sum()), weight.numel()]
 
 
 def network(name: str, correction: str, width: int, seeds: Sequence[int], device: str) -> dict[str, Any]:
@@ -194,11 +202,11 @@ def _short(comparison: Comparison) -> dict[str, Any]:
     return {key: x for key, x in comparison.to_json().items() if key not in ("points", "about")}
 
 
-def cases(device: str) -> dict[str, Measure]:
-    """All cases, the most important first."""
+def cases(device: str, most: int) -> dict[str, Measure]:
+    """All cases, the most important first, with at most so many seeds."""
     of_network = lambda name, correction, width, seeds: (
         name_of("network", name, width, correction),
-        partial(network, name, correction, width, seeds, device),
+        partial(network, name, correction, width, seeds[:most], device),
     )
     nets = ["5-link pendulum", "10-link pendulum", *TEN[:5]]
     lines = lambda names, scheme: [
@@ -207,11 +215,12 @@ def cases(device: str) -> dict[str, Measure]:
     return dict(
         [
             of_network("5-link pendulum", "stages", 1024, SEEDS),
+            *lines(ELASTIC, "rk4"),
+            *lines(TEN, "dop853"),
             *lines(TEN, "rk4"),
             *(of_network(name, "stages", WIDTHS.get(name, 256), SEEDS) for name in nets),
             *lines(nets[:2], "rk4"),
             *(of_network(name, "stages", width, SEEDS) for width in (64, 256) for name in nets[:2]),
-            *lines(TEN, "dop853"),
             *(of_network(name, other, WIDTHS.get(name, 256), SEEDS) for other in CORRECTIONS
               for name in reversed(nets) if other != "trained"),
             *(of_network(name, "trained", 1024, SEEDS[:3]) for name in reversed(nets[:2])),
@@ -226,9 +235,10 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="*", default=[""], help="cases whose name contains a text")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="seeds per network")
     add_options(parser, "out/stages")
     options = parser.parse_args()
-    rows = run("stages", containing(options.only, cases(options.device)), options)
+    rows = run("stages", containing(options.only, cases(options.device, options.seeds)), options)
     if rows is None:
         return
     lines = [row for row in rows if row.get("kind") == "linear"]

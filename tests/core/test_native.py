@@ -10,7 +10,9 @@ from attractor.core.chunks import Guard, LoopResult, corrected_step
 from attractor.core.grid import native_loop
 from attractor.core.native import compiler
 from attractor.core.native.scalars import Program
+from attractor.core.native.steps import _functions
 from attractor.core.tableaus import get_scheme
+from attractor.ode.trust import TrustRegion
 
 F64 = dict(dtype=torch.float64)
 WEIGHTS = torch.randn(12, 12, generator=torch.Generator().manual_seed(3), **F64) / 12
@@ -142,6 +144,36 @@ def test_corrections_and_trust_regions(features):
         )
         assert (int(fast.taken) == 12) == (bound == 3.0)
         assert_equal(fast, plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(40, 3), (1, 3), (9, 17)], ids=str)
+def test_regions_and_networks_in_float32(shape):
+    """A fitted trust region and a network in float32 do not keep steps of float64 states from a loop."""
+    u = states(*shape)
+    correction = at.corrections.Stages(shape[-1], 4, precision="float32", **F64).requires_grad_(False)
+    correction.net.head.weight.mul_(1e-3)
+    for away in (0.0, 5.0):
+        seen = u[:1] + away + 3 * (torch.rand(500, shape[-1], **F64) - 0.5)
+        guard = TrustRegion.around(seen).guard(get_scheme("rk4"))
+        fast, plain = run_both(lambda t, u: torch.sin(u) - u / 2, u, correction=correction, guard=guard)
+        assert_equal(fast, plain, rtol=1e-6, atol=1e-6)
+        assert (int(fast.taken) > 0) == (away == 0.0)
+
+
+@pytest.mark.parametrize("dim", [1, 3, 13])
+@pytest.mark.parametrize("share", [0.1, 1.0])
+def test_linear_maps_of_stages(dim, share):
+    """A map with few weights is written weight by weight."""
+    generator = torch.Generator().manual_seed(1)
+    correction = at.corrections.Stages(dim, 0, stages=6, **F64).requires_grad_(False)
+    weight = correction.net.head.weight
+    weight.mul_(torch.rand(weight.shape, generator=generator, **F64) < share)
+    u, scheme = states(21, dim), get_scheme("dopri5")
+    fast, plain = run_both(lambda t, u: u * u + 0.5 - t, u, "dopri5", correction=correction)
+    assert_equal(fast, plain, rtol=1e-12, atol=1e-12)
+    t = torch.zeros(2, **F64)
+    step = _functions(lambda t, u: u * u, scheme, correction, None, t, t, u, None)
+    assert (step.affine is None) == (share == 1.0)
 
 
 def refused(rate, *shape, parameters=None, dtype=torch.float64):

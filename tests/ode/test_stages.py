@@ -5,6 +5,8 @@ import torch
 
 import attractor as at
 from attractor.core.step import Step, correction_of_step
+from attractor.ode.closed_form import ridge
+from attractor.ode.sparse_maps import sparse_solution
 from attractor.ode.trajectories import fine_trajectories
 
 F64 = {"dtype": torch.float64}
@@ -128,3 +130,37 @@ def test_the_linear_map_of_a_float32_network_is_in_float64():
     net.head.bias.zero_()
     x = torch.randn(5, 10, **F64)
     torch.testing.assert_close(net(x), x @ net.around.weight.T, rtol=1e-14, atol=1e-14)
+
+
+def regression(outputs, rows=400, columns=30):
+    """Return features, of which the last is 1, and targets that few of them explain."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, columns, generator=generator, **F64)
+    x[:, 1] = x[:, 0] + 1e-10 * x[:, 1]  # nearly dependent
+    x[:, -1] = 1
+    w = torch.zeros(columns, outputs, **F64)
+    for output in range(outputs):
+        w[[2 + output, 9, 20 - output, columns - 1], output] = 1.0
+    return x, x @ w + 1e-3 * torch.randn(rows, outputs, generator=generator, **F64), w
+
+
+def solved(x, y, few=300):
+    triangle = torch.linalg.qr(torch.cat((x, y), -1)[:few], mode="r")[1]
+    full = ridge(triangle, x[few:], y[few:])
+    return full, sparse_solution(triangle, x[few:], y[few:], full, torch.zeros(y.shape[-1], **F64))
+
+
+def test_few_weights_are_found_where_few_matter():
+    x, y, w = regression(3)
+    full, few = solved(x, y)
+    assert (full[0] != 0).all()
+    assert (few[0][w != 0] - 1).abs().max() < 1e-2
+    assert 12 <= (few[0] != 0).sum() <= 30
+    assert few[2] <= 1.1 * full[2]
+
+
+def test_maps_of_which_every_weight_matters_stay():
+    x, _, _ = regression(1)
+    generator = torch.Generator().manual_seed(1)
+    full, few = solved(x, x @ torch.randn(len(x[0]), 2, generator=generator, **F64))
+    assert few is full

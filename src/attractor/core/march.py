@@ -164,32 +164,56 @@ class March:
         survivors: Survivors | None,
         p: Tensor | None,
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Take the same steps by a compiled loop, which stops where the guard replaces a step."""
-        guard = self.guard
+        """Take the same steps by a compiled loop.
+
+        Trajectories that leave take their steps once more, by themselves, with those of the guard.
+        """
         u, p = components_first(u), None if p is None else components_first(p)
+        state, stayed = self._until_outside(loop, first, count, u, p, replace=False)
+        if self.guard is None or self.guard.replace is None:
+            return [state], None if self.guard is None else stayed
+        left = ~stayed if survivors is None else ~stayed & survivors.alive
+        if not bool(left.any()):
+            return [state], None
+        few = replace(self, parameters=None if p is None else p[left], outside={})
+        own, _ = few._until_outside(loop, first, count, u[left], few.parameters, replace=True)
+        for step, outside in few.outside.items():  # runs are repeated where a trajectory is lost
+            everyone = torch.zeros_like(left).masked_scatter(left, outside)
+            self.outside.setdefault(step, everyone)
+        return [state.masked_scatter(left[..., None], own)], None
+
+    def _until_outside(
+        self, loop: Loop, first: int, count: int, u: Tensor, p: Tensor | None, replace: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Take steps by a compiled loop, which stops for each step that the guard replaces.
+
+        Args:
+            replace: Whether steps from outside are replaced; otherwise the loop does not stop.
+
+        Returns:
+            The last state, and which trajectories ``[*batch]`` started all steps inside.
+        """
         anyone = torch.ones(u.shape[:-1], dtype=torch.bool, device=u.device)
-        stayed, anywhere = anyone, anyone
-        if guard is not None and guard.replace is not None:
-            anywhere = ~(anyone if survivors is None else survivors.alive)
+        stayed, anywhere = anyone, ~anyone if replace else anyone
 
         def steps(done: int, most: int, u: Tensor, anywhere: Tensor) -> LoopResult:
             some = slice(first + done, first + done + LOOP)
+            u = components_first(u)
             return loop(self.times[some], self.dt[some], torch.tensor(most), u, anywhere, p)
 
         done = 0
         while done < count:
-            n, u, inside, still = steps(done, count - done, u, anywhere)
-            done, stayed = done + int(n), stayed & still
-            if done == count:
-                break
-            assert guard is not None
-            left, i = ~(inside | anywhere), first + done
-            self.outside.setdefault(i, left)  # chunks are repeated where a trajectory is lost
-            own = None if p is None else p[left]
-            guarded = guard.step(self.f, self.times[i], self.dt[i], u[left], own)
-            others = steps(done, 1, u, anyone).u
-            u, done = components_first(others.masked_scatter(left[..., None], guarded)), done + 1
-        return [u], None if guard is None or guard.replace is not None else stayed
+            taken, u, inside, still = steps(done, count - done, u, anywhere)
+            done, stayed = done + int(taken), stayed & still
+            if done < count and not bool((inside | anywhere).all()):
+                assert self.guard is not None
+                left, i = ~inside, first + done
+                self.outside[i] = left
+                own = None if p is None else p[left]
+                guarded = self.guard.step(self.f, self.times[i], self.dt[i], u[left], own)
+                others = steps(done, 1, u, anyone).u
+                u, done = others.masked_scatter(left[..., None], guarded), done + 1
+        return u, stayed
 
     def _guarded_run(self, first: int, keep: tuple[int, ...], u: Tensor) -> list[Tensor]:
         """Take the same chunk, in which the guard replaces every step that starts outside."""

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attractor.ode.corrections import AttNSM
+from attractor.ode.corrections import AttNSM, Stages
 from attractor.ode.pairs import Pairs
 from attractor.ode.processes import Crew
+from attractor.ode.sparse_maps import sparse_solution
 
 # Of the largest singular value squared.
 PENALTIES = (0.0, 1e-15, 1e-14, 1e-13, 1e-12, 1e-11, 1e-10, 1e-8, 1e-6)
@@ -120,7 +121,13 @@ class ClosedForm:
             rows = torch.cat(equations(index), -1)
             stacked = torch.cat((triangle, rows)) if len(triangle) else rows
             triangle = torch.linalg.qr(stacked, mode="r")[1]
-        return ridge(self.crew.triangle(triangle), *equations(self.check))
+        triangle, check = self.crew.triangle(triangle), equations(self.check)
+        solution = ridge(triangle, *check)
+        if isinstance(self.model, Stages) and not self.model.config["width"]:
+            rows = self.pairs.u.square().mean(0) * len(self.train)
+            rounding = torch.finfo(rows.dtype).eps * rows.sqrt() / self.size
+            return sparse_solution(triangle, *check, solution, 2 * rounding)
+        return solution
 
     def fold(self) -> nn.Module:
         """A copy of the correction that takes raw inputs and gives raw errors."""

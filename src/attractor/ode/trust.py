@@ -13,6 +13,7 @@ from attractor.core import get_scheme
 from attractor.core.chunks import Guard
 from attractor.core.clocks import OneTimeError
 from attractor.core.control import controlled
+from attractor.core.native import native_loop
 from attractor.core.rates import Rate
 from attractor.core.rounds import Control
 from attractor.core.step import with_parameters
@@ -189,9 +190,9 @@ def plain_guard(
         least = max(ROUNDING, 8 * torch.finfo(u.dtype).eps)
         rounding = least * torch.maximum(size, u.detach().abs())
         tolerance = torch.maximum(FLOW_ACCURACY * size if unknown else accuracy, rounding)
-        if scheme.order:  # few substeps
-            return settled_substeps(bound, t, dt, u, tolerance)
         loops = compile and u.device.type == "cpu" and not is_differentiated(u)
+        if scheme.order:  # few substeps
+            return settled_substeps(rate, t, dt, u, tolerance, parameters, loops)
         return controlled_step(rate, t, dt, u, tolerance, parameters, loops)
 
     return Guard(inside, substeps if replace else None, region)
@@ -235,8 +236,7 @@ def controlled_step(
             parameters=None if parameters is None else rows(parameters), compile=compile,
         )  # fmt: skip
     except OneTimeError:
-        rate = with_parameters(rate, parameters)
-        return settled_substeps(rate, t, dt, u, tolerance, MOST_OF_LARGE_STEPS)
+        return settled_substeps(rate, t, dt, u, tolerance, parameters, compile, MOST_OF_LARGE_STEPS)
     state = torch.where(solved.ok[..., None], solved.final, torch.nan)
     return state[:count].reshape(u.shape), solved.stats.rate_calls
 
@@ -247,36 +247,55 @@ def largest_component(error: Tensor) -> Tensor:
 
 
 def settled_substeps(
-    rate: Rate, t: Tensor, dt: Any, u: Tensor, tolerance: Tensor, most: int = MOST_SUBSTEPS
+    rate: Rate,
+    t: Tensor,
+    dt: Any,
+    u: Tensor,
+    tolerance: Tensor,
+    parameters: Tensor | None = None,
+    compile: bool = False,
+    most: int = MOST_SUBSTEPS,
 ) -> tuple[Tensor, int]:
     """Return the states one dt after u by equal substeps; otherwise as `controlled_step`.
 
     Each trajectory doubles its substeps until the estimated error of every component is within the
     tolerance, or there are `most`. Its substeps do not depend on the other trajectories.
     """
-    scheme, calls = get_scheme(SCHEME), 1
+    scheme, calls, bound = get_scheme(SCHEME), 1, with_parameters(rate, parameters)
+
+    def substeps(count: int) -> Tensor:
+        times = t + torch.arange(count, dtype=u.dtype) * (dt / count) if compile else t
+        sizes = torch.full((count,), float(dt) / count, dtype=u.dtype)
+        loop = None
+        if compile:
+            loop = native_loop(rate, scheme, None, None, times, sizes, start, parameters)
+        if loop is None:
+            return _substeps(bound, scheme, t, dt, start, count)
+        anywhere = torch.ones(start.shape[:-1], dtype=torch.bool)
+        return loop(times, sizes, torch.tensor(count), start, anywhere, parameters).u
+
     with torch.no_grad():
         start, count = u.detach(), 1
-        before = state = _substeps(rate, scheme, t, dt, start, count)
+        before = state = substeps(count)
         settled = ~torch.isfinite(start).all(-1)
         needed = torch.where(settled, count, most)
         while count < most and not bool(settled.all()):
             count *= 2
             calls += count
-            after = _substeps(rate, scheme, t, dt, start, count)
+            after = substeps(count)
             # Half as many substeps have 2^order times the error.
             error = (after - before).abs() / (2**scheme.order - 1)
             state = torch.where(settled[..., None], state, after)
             passed = ~settled & (error <= tolerance).all(-1)
             needed, settled, before = torch.where(passed, count, needed), settled | passed, after
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not (compile and not (u + dt * bound(t, u)).requires_grad):
         # Once more with gradients. A neighbour's state in place of the trajectories that need more
         # substeps: with fewer theirs may overflow.
         state = u
         for n in needed.unique().tolist():
             mine = (needed == n)[..., None]
             own = torch.where(mine, u, u.detach()[needed == n][0])
-            state = torch.where(mine, _substeps(rate, scheme, t, dt, own, n), state)
+            state = torch.where(mine, _substeps(bound, scheme, t, dt, own, n), state)
             calls += n
     return state, calls * scheme.rate_calls
 

@@ -28,7 +28,11 @@ class UntranslatableError(RuntimeError):
 
 
 def interpret(
-    module: GraphModule, inputs: Sequence[Nodes], program: Program, dtype: torch.dtype
+    module: GraphModule,
+    inputs: Sequence[Nodes],
+    program: Program,
+    dtype: torch.dtype,
+    with_casts: bool = False,
 ) -> Nodes:
     """Call a graph of ATen operators with arrays of nodes, and return its first result.
 
@@ -36,11 +40,13 @@ def interpret(
 
     Args:
         dtype: Of the inputs, and of all numbers that depend on them.
+        with_casts: Whether numbers may be of float32 as well. They are computed in `dtype`.
 
     Raises:
         UntranslatableError: The graph has operators that are not known here, or other dtypes.
     """
     operators = _Operators(program)
+    dtypes = (dtype, torch.float32) if with_casts else (dtype,)
     values: dict[Node, Any] = {}
     arrays = iter(inputs)
     look_up = lambda argument: map_arg(argument, values.__getitem__)
@@ -51,7 +57,7 @@ def interpret(
             case "get_attr":
                 values[node] = getattr(module, node.target)
             case "call_function":
-                values[node] = operators.call(node, look_up(node.args), look_up(node.kwargs), dtype)
+                values[node] = operators.call(node, look_up(node.args), look_up(node.kwargs), dtypes)
             case "output":
                 outputs = look_up(node.args[0])
                 result = outputs[0] if isinstance(outputs, list | tuple) else outputs
@@ -68,7 +74,9 @@ class _Operators:
         self.program = program
         self.table = {**self._arithmetic(), **self._others(), **_SHAPES}
 
-    def call(self, node: Node, arguments: Any, keywords: dict[str, Any], dtype: torch.dtype) -> Any:
+    def call(
+        self, node: Node, arguments: Any, keywords: dict[str, Any], dtypes: tuple[torch.dtype, ...]
+    ) -> Any:
         """Return the result of an operator of a graph."""
         target: Any = node.target
         if target is operator.getitem:
@@ -85,7 +93,7 @@ class _Operators:
             () if name.startswith("add") else (torch.bool,)
         )  # a sum of booleans is a boolean in torch
         for result in tree_leaves(node.meta.get("val")):
-            if result.dtype not in (dtype, *logical):
+            if result.dtype not in (*dtypes, *logical):
                 raise UntranslatableError(f"{name} makes numbers of {result.dtype}")
         if name != "index.Tensor":
             arguments = tree_map_only(torch.Tensor, self.of_tensor, arguments)
@@ -278,8 +286,6 @@ def _select_scatter(x: Nodes, values: Nodes, dim: int, index: int) -> Nodes:
 
 
 def _index(x: Nodes, indices: Sequence[Any]) -> Nodes:
-    if any(isinstance(index, np.ndarray) for index in indices):
-        raise UntranslatableError("an index that depends on the state")
     if any(isinstance(index, np.ndarray) for index in indices):
         raise UntranslatableError("an index that depends on the state")
     return x[tuple(slice(None) if index is None else index.cpu().numpy() for index in indices)]

@@ -14,12 +14,33 @@ _INFIX = {
     "eq": "==", "ne": "!=", "and": "&", "or": "|",
 }  # fmt: skip
 
+ROWS = 4  # of a product at a time, MOST_ROWS in blocks.c
 _FOLDER = Path(__file__).parent
 
 
 def template(name: str) -> str:
     """Return the text of a C file of this folder."""
     return (_FOLDER / name).read_text()
+
+
+def blocks() -> str:
+    """Return the definitions of blocks, and of products with them."""
+    return template("blocks.c") + template("products.c")
+
+
+def in_float(text: str) -> str:
+    """Return a text whose numbers of type T are of type float, while states keep their type."""
+    names = ("Block", "Vector", "some_rows", "product")
+    return "\n".join(
+        [
+            '#pragma push_macro("T")\n#undef T\n#define T float',
+            *(f"#define {name} {name}_of_float" for name in names),
+            template("products.c"),
+            text,
+            *(f"#undef {name}" for name in names),
+            '#pragma pop_macro("T")\n',
+        ]
+    )
 
 
 def prototypes(suffix: str) -> str:
@@ -231,7 +252,7 @@ class _Product:
         if self.source is None:
             # Rows of a triangle have fewer weights each, so that they are multiplied in parts.
             lengths = [len(self._weights(operations, node)) for node in self.rows]
-            parts = [(r, min(r + 4, len(lengths))) for r in range(0, len(lengths), 4)]
+            parts = [(r, min(r + ROWS, len(lengths))) for r in range(0, len(lengths), ROWS)]
             if len(set(lengths)) == 1:
                 parts = [(0, len(lengths))]
             return [

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attractor.core.native.aten import UntranslatableError
-from attractor.core.native.code import function_text, prototypes, template, weighted_stages
+from attractor.core.native.code import blocks, function_text, prototypes, template, weighted_stages
 from attractor.core.native.compiler import TYPES, lanes_of, library_of
 from attractor.core.native.derivatives import jacobian
 from attractor.core.native.rosenbrock import LARGEST, after_rate, attempt_text, interpolant_lines
@@ -211,7 +211,7 @@ def _source(functions: _Functions, scheme: Scheme | Rosenbrock, dim: int, single
     of_numbers = "OF_VECTORS double pow(double, double);\n" if single else ""
     signature = "const Block *t, const Block *u, const Block *p, Block *out"
     parts = [
-        template("blocks.c"), prototypes(suffix), of_numbers,
+        blocks(), prototypes(suffix), of_numbers,
         function_text("rate", signature, functions.rate, suffix),
     ]  # fmt: skip
     weights = scheme.error_weights, scheme.lower_error_weights

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from attractor.core.chunks import Guard, LoopResult, beside, correction_term
+from attractor.core.native.affine import AffineMap, affine_map
 from attractor.core.native.aten import UntranslatableError
 from attractor.core.native.code import (
+    blocks,
     function_text,
+    in_float,
     prototypes,
     template,
     test_text,
@@ -58,8 +61,9 @@ def native_loop(
         f"GUARDED={int(step.region is not None)}",
     )  # fmt: skip
     source = lambda: source_of(step, scheme, dim, u.dtype == torch.float32)
-    library = library_of(step.functions, scheme, source, macros)
-    return None if library is None else NativeLoop(library, step.functions)
+    places = None if step.affine is None else step.affine.places
+    library = library_of(step.functions, (scheme, places), source, macros)
+    return None if library is None else NativeLoop(library, step)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,17 +73,27 @@ class StepFunctions:
     Attributes:
         rate: ``(t, u, p) -> k``.
         correction: ``(t, dt, u, slope, k, p) -> added``, or None.
+        affine: The correction as a matrix, if it is one of the state and the stages.
         region: ``(u, p) -> whether the state is inside``, or None.
     """
 
     rate: ScalarFunction
     correction: ScalarFunction | None
+    affine: AffineMap | None
     region: ScalarFunction | None
 
     @property
     def functions(self) -> tuple[ScalarFunction, ...]:
-        """All functions, in the order in which their tensors are passed to the C code."""
+        """All functions."""
         return tuple(f for f in (self.rate, self.correction, self.region) if f is not None)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that are passed to the C code."""
+        correction = () if self.correction is None else self.correction.memory
+        if self.affine is not None:
+            correction = (self.affine.numbers,)
+        return [*self.rate.memory, *correction]
 
 
 def source_of(step: StepFunctions, scheme: Scheme, dim: int, single: bool) -> str:
@@ -90,27 +104,28 @@ def source_of(step: StepFunctions, scheme: Scheme, dim: int, single: bool) -> st
         single: Whether numbers are float32.
     """
     suffix = "f" if single else ""
-    parts = [template("blocks.c"), prototypes(suffix)]
+    parts = [blocks(), prototypes(suffix)]
     parts.append(
         function_text("rate", "T t, const Block *u, const Block *p, Block *out", step.rate, suffix)
     )
-    if step.correction is not None:
+    if step.correction is not None and step.affine is None:
         signature = (
             "T t, T dt, const Block *u, const Block *slope, const Block *k, const Block *p, Block *out"
         )
         offset = len(step.rate.memory)
         parts.append(function_text("correction", signature, step.correction, suffix, offset, dim))
-    signature = "const Block *u, const Block *p, unsigned char *out"
+    signature = "const State *u, const State *p, unsigned char *out"
     if step.region is None:
         parts.append(f"static inline void region({signature}, const T *const *memory) {{}}\n")
     else:
         assert not step.region.memory
-        parts.append(test_text("region", signature, step.region, suffix))
-    parts += [_step(scheme, dim, step.correction is not None), template("steps.c")]
+        text = test_text("region", signature, step.region, suffix)
+        parts.append(in_float(text) if step.region.casts and not single else text)
+    parts += [_step(step, scheme, dim), template("steps.c")]
     return "\n".join(parts)
 
 
-def _step(scheme: Scheme, dim: int, corrected: bool) -> str:
+def _step(step: StepFunctions, scheme: Scheme, dim: int) -> str:
     """Return the function of one step."""
     stages = scheme.rate_calls
     lines = [
@@ -126,7 +141,13 @@ def _step(scheme: Scheme, dim: int, corrected: bool) -> str:
         time = f"t + (T){scheme._c[i]!r} * dt"
         lines.append(f"  rate({time}, x, p, k + {i * dim}, memory);")
     slope = weighted_stages(scheme._b[:stages], dim)
-    if corrected:
+    if step.affine is not None:
+        lines += [f"  const T *map = memory[{len(step.rate.memory)}];", *step.affine.lines(dim)]
+        lines += [
+            f"  for (int i = 0; i < {dim}; i++)",
+            f"    EACH_LANE u[i][s] = u[i][s] + dt * ({slope}) + added[i][s];",
+        ]
+    elif step.correction is not None:
         lines += [
             f"  Block slope[{dim}], added[{dim}];",
             f"  for (int i = 0; i < {dim}; i++) EACH_LANE slope[i][s] = {slope};",
@@ -164,21 +185,23 @@ def _functions(
     if len(rate.outputs) != u.shape[-1]:
         raise UntranslatableError("a rate of another shape")
     added: ScalarFunction | None = None
+    affine: AffineMap | None = None
     if correction is not None:
         stages = [torch.ones_like(u) for _ in range(scheme.rate_calls)]
         corrected = CorrectionFunction(correction, parameters is not None)
-        added = traced(corrected, ("t", "dt", "u", "slope", "k", *known("p")))(
+        added = traced(corrected, ("t", "dt", "u", "slope", "k", *known("p")), with_casts=True)(
             time, size, u, torch.ones_like(u), stages, *own
         )
         if len(added.outputs) != u.shape[-1]:
             raise UntranslatableError("a correction of another shape")
+        affine = affine_map(added, u.shape[-1], scheme.rate_calls)
     region: ScalarFunction | None = None
     if guard is not None:
         test = RegionFunction(guard.inside, parameters is not None)
-        region = traced(test, ("u", *known("p")), constants=True)(u, *own)
+        region = traced(test, ("u", *known("p")), constants=True, with_casts=True)(u, *own)
         if len(region.outputs) != 1:
             raise UntranslatableError("a region of another shape")
-    return StepFunctions(rate, added, region)
+    return StepFunctions(rate, added, affine, region)
 
 
 @dataclass(frozen=True)
@@ -210,16 +233,16 @@ class NativeLoop:
 
     Args:
         library: Compiled from `source_of`.
-        functions: Of the step, whose tensors are passed to it.
+        step: What it was compiled for, whose tensors are passed to it.
     """
 
-    def __init__(self, library: ctypes.CDLL, functions: tuple[ScalarFunction, ...]) -> None:
+    def __init__(self, library: ctypes.CDLL, step: StepFunctions) -> None:
         self.function = library.steps
         if self.function.argtypes is None:
             pointer, number = ctypes.c_void_p, ctypes.c_longlong
             self.function.argtypes = [*[pointer] * 9, number, number, ctypes.c_int]
             self.function.restype = number
-        self.tensors = [x for function in functions for x in function.memory]
+        self.tensors = step.tensors
         self.memory = (ctypes.c_void_p * max(1, len(self.tensors)))(
             *[x.data_ptr() for x in self.tensors]
         )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
 from attractor.core.native.aten import Nodes, UntranslatableError, interpret
 from attractor.core.native.scalars import Leaf, Program
@@ -30,12 +31,14 @@ class ScalarFunction:
         outputs: Nodes of the numbers that the function returns.
         memory: The tensors that it reads, contiguous and in the dtype of the states.
         differentiable: Whether one of them requires a gradient.
+        casts: Whether parts of the function may be computed in float32.
     """
 
     program: Program
     outputs: tuple[int, ...]
     memory: tuple[Tensor, ...]
     differentiable: bool = False
+    casts: bool = False
 
     @property
     def kinds(self) -> list[str]:
@@ -53,7 +56,7 @@ class _Graph:
     """A graph that Dynamo has made, and its translation."""
 
     module: GraphModule
-    translated: dict[Any, tuple[Program, tuple[int, ...], tuple[int, ...]]]
+    translated: dict[Any, tuple[Program, tuple[int, ...], tuple[int, ...], bool]]
 
 
 class Traced:
@@ -68,10 +71,16 @@ class Traced:
             tensors is stacked in a leading dimension.
         constants: Whether tensors that the function reads become constants of the program, which is then
             written again when they change.
+        with_casts: Whether the function may compute parts in float32, which are computed in the dtype of
+            the states then.
     """
 
     def __init__(
-        self, function: Callable[..., Tensor], inputs: Sequence[str], constants: bool = False
+        self,
+        function: Callable[..., Tensor],
+        inputs: Sequence[str],
+        constants: bool = False,
+        with_casts: bool = False,
     ) -> None:
         def call(*arguments: Any) -> Tensor:
             return function(*arguments)
@@ -80,7 +89,7 @@ class Traced:
         code = call.__code__.replace(co_name=f"call_{next(_NUMBERS)}")
         copy = FunctionType(code, call.__globals__, closure=call.__closure__)
         self.compiled = torch.compile(copy, backend=self._backend, fullgraph=True, dynamic=False)
-        self.inputs, self.constants = tuple(inputs), constants
+        self.inputs, self.constants, self.with_casts = tuple(inputs), constants, with_casts
         self.lock = threading.Lock()
         self.graph: tuple[_Graph, tuple[Tensor, ...]] | None = None
         self.reason: str | None = None
@@ -137,9 +146,9 @@ class Traced:
         if key not in graph.translated:
             graph.translated.clear()
             graph.translated[key] = self._translate(graph.module, tensors, places, own, state)
-        program, outputs, used = graph.translated[key]
+        program, outputs, used, casts = graph.translated[key]
         memory = tuple(read[i].detach().to(state.dtype).contiguous() for i in used)
-        return ScalarFunction(program, outputs, memory, any(x.requires_grad for x in read))
+        return ScalarFunction(program, outputs, memory, any(x.requires_grad for x in read), casts)
 
     def _translate(
         self,
@@ -148,7 +157,8 @@ class Traced:
         places: dict[int, tuple[str, int | None]],
         own: Sequence[bool],
         state: Tensor,
-    ) -> tuple[Program, tuple[int, ...], tuple[int, ...]]:
+    ) -> tuple[Program, tuple[int, ...], tuple[int, ...], bool]:
+        """Return the program, its outputs, the tensors that it reads, and whether it casts."""
         if not all(isinstance(x, Tensor) for x in tensors):
             raise UntranslatableError("a number that varies")
         traced = make_fx(torch.func.functionalize(module))(*tensors)
@@ -171,10 +181,14 @@ class Traced:
                     array[place] = program.leaf("memory", (memory, i))
             memory += not mine
             arrays.append(array)
-        result = interpret(traced, arrays, program, state.dtype)
+        result = interpret(traced, arrays, program, state.dtype, self.with_casts)
         if result.shape[:batch] != tuple(state.shape[:batch]):
             raise UntranslatableError("a result with another batch")
-        return _of_one_trajectory(program, result, batch)
+        values = (value for node in traced.graph.nodes for value in tree_leaves(node.meta.get("val")))
+        casts = state.dtype != torch.float32 and any(
+            isinstance(x, Tensor) and x.dtype == torch.float32 for x in values
+        )
+        return *_of_one_trajectory(program, result, batch), casts
 
 
 def _of_one_trajectory(
@@ -218,6 +232,8 @@ def _renumbered(
 
 
 @lru_cache(maxsize=64)
-def traced(function: Any, inputs: tuple[str, ...], constants: bool = False) -> Traced:
+def traced(
+    function: Any, inputs: tuple[str, ...], constants: bool = False, with_casts: bool = False
+) -> Traced:
     """Return the same `Traced` again for the same function."""
-    return Traced(function, inputs, constants)
+    return Traced(function, inputs, constants, with_casts)

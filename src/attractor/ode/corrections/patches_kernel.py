@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attractor.core.chunks import LoopResult
 from attractor.core.native.compiler import compiled_library
 from attractor.core.rates import version
-from attractor.core.chunks import LoopResult
 
 SOURCES = [Path(__file__).with_name(name) for name in ("polynomial.c", "patches_kernel.c")]
 TYPES = {torch.float32: "float", torch.float64: "double"}
