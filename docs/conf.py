@@ -43,7 +43,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(?!attractor\.).*"),
     (r"py:class", r"attractor\.residual\.insert\.Model"),
     (r"py:class", r"attractor\.(core\.runs\.Guard|residual\.gates\.dia\.Memory)"),
-    (r"py:class", r"attractor\.attention\.(masks\.Scope|engines\.backends\.Operator)"),
+    (r"py:class", r"attractor\.attention\.(masks\.Scope|engines\.strips\.Operator)"),
 ]
 
 LITERAL = re.compile(r"(``.+?``|`.+?`)")
