@@ -264,10 +264,11 @@ def campaign(cases: Collection[str], kills: int, at_writes: int, seed: int = 1) 
             expected[case] = (Path(name) / case / "done.json").read_text()
         writes = 0
         while counts.total() < kills:
-            case = list(cases)[runs % len(cases)]
+            case = min(cases, key=lambda name: of_case[name])
             folder = Path(name) / f"run-{runs}"
             runs += 1
-            while counts.total() < kills and not (folder / "done.json").exists():
+            most = counts.total() + max(1, kills // (3 * len(cases)))  # then it ends undisturbed
+            while counts.total() < min(kills, most) and not (folder / "done.json").exists():
                 at_write = draw.random() < (at_writes - writes) / max(1, kills - counts.total())
                 pause = draw.randint(1, 120) if at_write else None
                 # Half of the duration: the training ends late. A fit needs its first part in one go.
