@@ -18,6 +18,7 @@ import torch
 from attractor import HybridSolver, fit, systems
 from attractor.ode.compare import compare
 from attractor.ode.comparison import Comparison
+from benchmarks.cases import measure_cpu_time
 from benchmarks.results import FOLDER, machine, save
 
 # name, system, dt, horizon, trajectories, widths (None: the linear correction), precisions
@@ -37,7 +38,7 @@ FASTEST = {
 ERROR = 1e-6  # relative, of final states
 
 
-def fastest(name: str) -> list[dict[str, Any]]:
+def fastest(name: str, cpu_time: bool) -> list[dict[str, Any]]:
     """Return a row per batch for the hybrid that reaches the error in the least time."""
     system, horizon = FASTEST[name]
     solver = fit(system, objective="time", error=ERROR, horizon=horizon)
@@ -45,7 +46,7 @@ def fastest(name: str) -> list[dict[str, Any]]:
         "case": name, "horizon": horizon, "dt": solver.dt, "scheme": solver.scheme.name,
         "correction": solver.history[-1]["correction"],
         "degree": getattr(solver.correction, "config", {}).get("degree"),
-        "fit_seconds": solver.history[-1]["seconds"], "machine": machine(),
+        "fit_seconds": solver.history[-1]["seconds"], "machine": {**machine(), **({"clock": "CPU time"} if cpu_time else {})},
     }  # fmt: skip
     rows = []
     for batch in (1, 1_000):
@@ -78,7 +79,10 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="first letters of cases; all by default")
     parser.add_argument("--fastest", action="store_true", help='fits by objective="time"')
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cpu-time", action="store_true", help="measure CPU time")
     options = parser.parse_args()
+    if options.cpu_time:
+        measure_cpu_time()
     torch.set_num_threads(options.threads)
     path = FOLDER / "compare.json"
     stored = json.loads(path.read_text()) if path.exists() else {}
@@ -87,7 +91,7 @@ def main() -> None:
     if options.fastest:
         for name in options.names or FASTEST:
             others = [row for row in result["fastest"] if row["case"] != name]
-            result["fastest"] = [*others, *fastest(name)]
+            result["fastest"] = [*others, *fastest(name, options.cpu_time)]
             save("compare", {**stored, **result})  # the machine is that of the other rows
         return
     rows = result["rows"]
