@@ -71,6 +71,12 @@ def described(solver: HybridSolver) -> dict[str, Any]:
     return {"correction": chosen["correction"], "state": chosen.get("state", False)}
 
 
+def read() -> dict[str, Any]:
+    """Return the results so far."""
+    path = FOLDER / "compare.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def main() -> None:
     """Continue with what is in results/. Remove the file to measure everything again."""
     parser = argparse.ArgumentParser(
@@ -84,16 +90,16 @@ def main() -> None:
     if options.cpu_time:
         measure_cpu_time()
     torch.set_num_threads(options.threads)
-    path = FOLDER / "compare.json"
-    stored = json.loads(path.read_text()) if path.exists() else {}
-    result: dict[str, Any] = {"batch": 1000, "rows": stored.get("rows", [])}
-    result["fastest"] = stored.get("fastest", [])
     if options.fastest:
         for name in options.names or FASTEST:
-            others = [row for row in result["fastest"] if row["case"] != name]
-            result["fastest"] = [*others, *fastest(name, options.cpu_time)]
-            save("compare", {**stored, **result})  # the machine is that of the other rows
+            measured = fastest(name, options.cpu_time)
+            stored = read()
+            others = [row for row in stored.get("fastest", []) if row["case"] != name]
+            content = {"batch": 1000, "rows": [], **stored, "fastest": [*others, *measured]}
+            save("compare", content)  # the machine is that of the other rows
         return
+    stored = read()
+    result = {"batch": 1000, "rows": stored.get("rows", []), "fastest": stored.get("fastest", [])}
     rows = result["rows"]
     done = {(r["case"], r["width"], r["precision"]) for r in rows}
     for name, system, dt, horizon, trajectories, widths, precisions in CASES:
