@@ -18,6 +18,7 @@ import torch
 from attractor import HybridSolver, fit, systems
 from attractor.ode.compare import compare
 from attractor.ode.comparison import Comparison
+from benchmarks.cases import measure_cpu_time
 from benchmarks.results import FOLDER, machine, save
 
 # name, system, dt, horizon, trajectories, widths (None: the linear correction), precisions
@@ -37,7 +38,7 @@ FASTEST = {
 ERROR = 1e-6  # relative, of final states
 
 
-def fastest(name: str) -> list[dict[str, Any]]:
+def fastest(name: str, cpu_time: bool) -> list[dict[str, Any]]:
     """Return a row per batch for the hybrid that reaches the error in the least time."""
     system, horizon = FASTEST[name]
     solver = fit(system, objective="time", error=ERROR, horizon=horizon)
@@ -45,7 +46,7 @@ def fastest(name: str) -> list[dict[str, Any]]:
         "case": name, "horizon": horizon, "dt": solver.dt, "scheme": solver.scheme.name,
         "correction": solver.history[-1]["correction"],
         "degree": getattr(solver.correction, "config", {}).get("degree"),
-        "fit_seconds": solver.history[-1]["seconds"], "machine": machine(),
+        "fit_seconds": solver.history[-1]["seconds"], "machine": {**machine(), **({"clock": "CPU time"} if cpu_time else {})},
     }  # fmt: skip
     rows = []
     for batch in (1, 1_000):
@@ -70,6 +71,12 @@ def described(solver: HybridSolver) -> dict[str, Any]:
     return {"correction": chosen["correction"], "state": chosen.get("state", False)}
 
 
+def read() -> dict[str, Any]:
+    """Return the results so far."""
+    path = FOLDER / "compare.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
 def main() -> None:
     """Continue with what is in results/. Remove the file to measure everything again."""
     parser = argparse.ArgumentParser(
@@ -78,18 +85,21 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="first letters of cases; all by default")
     parser.add_argument("--fastest", action="store_true", help='fits by objective="time"')
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cpu-time", action="store_true", help="measure CPU time")
     options = parser.parse_args()
+    if options.cpu_time:
+        measure_cpu_time()
     torch.set_num_threads(options.threads)
-    path = FOLDER / "compare.json"
-    stored = json.loads(path.read_text()) if path.exists() else {}
-    result: dict[str, Any] = {"batch": 1000, "rows": stored.get("rows", [])}
-    result["fastest"] = stored.get("fastest", [])
     if options.fastest:
         for name in options.names or FASTEST:
-            others = [row for row in result["fastest"] if row["case"] != name]
-            result["fastest"] = [*others, *fastest(name)]
-            save("compare", {**stored, **result})  # the machine is that of the other rows
+            measured = fastest(name, options.cpu_time)
+            stored = read()
+            others = [row for row in stored.get("fastest", []) if row["case"] != name]
+            content = {"batch": 1000, "rows": [], **stored, "fastest": [*others, *measured]}
+            save("compare", content)  # the machine is that of the other rows
         return
+    stored = read()
+    result = {"batch": 1000, "rows": stored.get("rows", []), "fastest": stored.get("fastest", [])}
     rows = result["rows"]
     done = {(r["case"], r["width"], r["precision"]) for r in rows}
     for name, system, dt, horizon, trajectories, widths, precisions in CASES:

@@ -328,7 +328,10 @@ def linear_maps() -> str:
         ])  # fmt: skip
     head = ["relative error of final states", "weights", "plain", "half the step", "linear map", "m",
             "m*", "m*, guarded", "gain", "pays"]  # fmt: skip
-    return "`python -m benchmarks.stages --only linear`\n\n" + table(head, rows)
+    about = "CPU time of one thread, on a machine with other work. The fastest other solver is one of "
+    about += "compiled plain schemes, SciPy's, torchdiffeq's and diffrax's.\n"
+    text = "`python -m benchmarks.stages --only linear --threads 1 --cpu-time`\n\n"
+    return text + table(head, rows) + "\n" + about
 
 
 def tuned(**fields: Any) -> list[tuple[dict[str, Any], TuningReport]]:
@@ -486,9 +489,11 @@ def fastest() -> str:
     ]  # fmt: skip
     head = ["", "trajectories", "hybrid", "fit", "MSE", "time", "gain over the fastest other solver",
             "pays from, trajectories"]  # fmt: skip
-    threads = found[0]["machine"]
-    about = f"Measured on: {threads['processor']}, {threads['threads']} threads.\n"
-    return "`python -m benchmarks.compare --fastest`\n\n" + table(head, rows) + "\n" + about
+    machine = found[0]["machine"]
+    about = f"CPU time of {machine['threads']} thread, on a machine with other work: "
+    about += f"{machine['processor']}.\n"
+    text = "`python -m benchmarks.compare --fastest --threads 1 --cpu-time`\n\n"
+    return text + table(head, rows) + "\n" + about
 
 
 def corrections() -> str:

@@ -140,7 +140,8 @@ class Network(nn.Module):
         period: for equations that repeat in time: the phase of t joins x as a cosine and a sine.
         precision: "float32" computes the hidden layers and the head of a float64 network in float32,
             which is faster: what is added to a step is small, so its relative error may be larger than
-            the state's. The linear map of x, the largest part, remains in float64.
+            the state's. The linear map of x, the largest part, remains in float64. Loops in C compute
+            all of it in float64.
         parameters: for equations with parameters: how many of each trajectory join x.
     """
 
