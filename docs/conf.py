@@ -42,7 +42,10 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!attractor\.).*"),
     (r"py:class", r"attractor\.residual\.insert\.Model"),
-    (r"py:class", r"attractor\.(core\.chunks\.Guard|storage\.objects\.ObjectPath|residual\.gates\.dia\.Memory)"),
+    (
+        r"py:class",
+        r"attractor\.(core\.chunks\.Guard|storage\.objects\.ObjectPath|residual\.gates\.dia\.Memory)",
+    ),
     (r"py:class", r"attractor\.attention\.(masks\.Scope|engines\.strips\.Operator)"),
 ]
 

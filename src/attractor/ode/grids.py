@@ -68,6 +68,10 @@ class Grid:
 
     def state(self, field: Tensor) -> Tensor:
         """Return a field ``[*batch, channels, *shape]`` as a state ``[*batch, dim]``."""
+        shape = (self.channels, *self.shape)
+        if not isinstance(field, Tensor) or tuple(field.shape[-len(shape) :]) != shape:
+            actual = list(field.shape) if isinstance(field, Tensor) else type(field).__name__
+            raise ValueError(f"field is {actual}; fields of {self} are tensors [*batch, *{list(shape)}]")
         return field.flatten(-1 - len(self.shape))
 
     def factor_of(self, fine: "Grid") -> int:
@@ -75,7 +79,10 @@ class Grid:
 
         Raises:
             ValueError: The finer grid does not coarsen evenly to this one.
+            TypeError: It is no `Grid`.
         """
+        if not isinstance(fine, Grid):
+            raise TypeError(f"fine is a {type(fine).__name__}; pass a Grid")
         fits = len(self.shape) == len(fine.shape) and self.channels == fine.channels
         fits &= self.walls == fine.walls
         ratios = {divmod(n, m) for n, m in zip(fine.shape, self.shape)} if fits else set()
@@ -90,6 +97,8 @@ class Grid:
         """Return states ``[*batch, dim]`` of this grid: means over cells of those of a finer one."""
         factor = self.factor_of(fine)
         field = fine.field(u)
+        if not (u.is_floating_point() or u.is_complex()):
+            raise TypeError(f"u has dtype {u.dtype}, which has no means; use u.float() or u.double()")
         if factor > 1:
             for axis in range(-len(self.shape), 0):
                 field = field.movedim(axis, -1).unflatten(-1, (-1, factor)).mean(-1).movedim(-1, axis)

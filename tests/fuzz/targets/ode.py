@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import attractor as at
-from attractor.ode import FineData, Paper, Ridge, theory
+from attractor.ode import FineData, Grid, Paper, Ridge, theory
 from attractor.ode.trust import TrustRegion
 from tests.fuzz.judging import Call, calling, shaped, target
 from tests.fuzz.strategies import FLOATS, WIDE, Maker
@@ -80,6 +80,58 @@ for _name in SYSTEMS:
             t, u = m.tensor((n,), WIDE, fill="normal"), a_state(m, system.dim, WIDE)
             return calling(system.exact, t, u, check=lambda r: shaped(n, *u.shape, dtype=u.dtype)(r), finite=False,
                            tolerance=1e-2)  # fmt: skip
+
+
+# Grids
+
+
+def a_grid(m: Maker) -> Grid:
+    shape = tuple(m.whole_number(1, 4) for _ in range(m.whole_number(1, 3)))
+    return Grid(shape, m.whole_number(1, 2), m.pick((False, True)))
+
+
+@target("attractor.ode.Grid")
+def _grid(m: Maker) -> Call:
+    m.seed()
+    shape = m.choice([(4,), (2, 3), [5, 1], 6], odd=((), (0,), (2.5,), "4", None))
+    return calling(Grid, shape, m.whole(1, 3), m.boolean())
+
+
+@target("attractor.ode.Grid.field")
+def _field(m: Maker) -> Call:
+    grid = a_grid(m)
+    return calling(grid.field, a_state(m, grid.dim + m.chance(10), WIDE))
+
+
+@target("attractor.ode.Grid.state")
+def _state(m: Maker) -> Call:
+    grid = a_grid(m)
+    shape = (*m.sizes(0, 2), grid.channels + m.chance(10), *grid.shape)
+    return calling(grid.state, m.tensor(shape, WIDE, fill="normal"))
+
+
+@target("attractor.ode.Grid.restrict")
+def _restrict(m: Maker) -> Call:
+    grid, factor = a_grid(m), m.whole_number(1, 3)
+    fine = Grid(tuple(factor * n for n in grid.shape), grid.channels, grid.walls)
+    return calling(
+        grid.restrict,
+        a_state(m, fine.dim, WIDE),
+        m.choice([fine], odd=(a_grid(m), None)),
+        tolerance=1e-3,
+    )
+
+
+@target("attractor.ode.Grid.factor_of")
+def _factor(m: Maker) -> Call:
+    m.seed()
+    return calling(a_grid(m).factor_of, m.choice([a_grid(m)], odd=((4,), None)))
+
+
+@target("attractor.ode.Grid.coarsened")
+def _coarsened(m: Maker) -> Call:
+    m.seed()
+    return calling(a_grid(m).coarsened, m.whole(1, 3))
 
 
 # Corrections
