@@ -135,8 +135,8 @@ def fields() -> str:
     drift = max(r["mean_drift"] for r in kept["hybrid"])
     fits = [r["fit_seconds"] for r in kept["hybrid"]]
     text = (
-        f"Burgers' equation with viscosity {kept['viscosity']:g} to t = {kept['horizon']:g}, one thread, "
-        "compiled: median relative error of 100 fields that no fit has seen, against the exact solution. "
+        f"Burgers' equation with viscosity {kept['viscosity']:g} to t = {kept['horizon']:g}, CPU time of "
+        "one thread, compiled: median relative error of 100 fields that no fit has seen, against the exact solution. "
         "Plain grids take the fewest steps that leave the error of the grid. The last columns say how "
         "many times as long the fastest plain grid takes that reaches the error of the corrected one. "
         f"Fits took {min(fits):.0f} to {max(fits):.0f} s; the mean of a field changes by at most "
