@@ -272,7 +272,7 @@ CASES = {
     "a line beyond its tensor": (lambda: Line(5).laplacian(ONES), "counts from the end"),
     "a line of no positions": (lambda: Line().gradient(torch.ones(2, 0)), "no positions"),
     "steps of integers": (lambda: evolve(at.pdes.Diffusion(), ONES.long(), Line(), 1, 1.0), "pass floats"),
-    "steps without a line": (lambda: evolve(at.pdes.Diffusion(), ONES, None, 1, 1.0), "give a Line"),
+    "steps without a line": (lambda: evolve(at.pdes.Diffusion(), ONES, None, 1, 1.0), "pass a Line"),
     "a step that overflows": (lambda: evolve(at.pdes.Diffusion(), ONES, Line(), 1, 1e300), "take smaller steps"),
     "coefficients of other heads": (
         lambda: at.pdes.Diffusion(torch.ones(7, 1, 1)).step(torch.ones(2, 3, 4), None, Line(), 0.1), "heads, 1, 1"

@@ -138,7 +138,7 @@ def from_checkpoint(
         correction = filled(make, prefix="correction.")
         correction.requires_grad_(False)  # as fit returns it
         region: Any = partial(TrustRegion, dim, options.get("parameters", 0))
-        if isinstance(correction, corrections.Patches):
+        if isinstance(correction, corrections.Patches) and "trust.deviation" not in tensors:
             region = partial(PatchRegion.of, correction)
         trust = filled(region, prefix="trust.") if config["trust"] else None
         if trust is not None and not trust.is_valid():
