@@ -146,7 +146,12 @@ def test_corrections_and_trust_regions(features):
         assert_equal(fast, plain, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(40, 3), (1, 3), (9, 17)], ids=str)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "shape", [(40, 3), pytest.param((1, 3), marks=SLOW), pytest.param((9, 17), marks=SLOW)], ids=str
+)
 def test_regions_and_networks_in_float32(shape):
     """A fitted trust region and a network in float32 do not keep steps of float64 states from a loop."""
     u = states(*shape)
@@ -160,7 +165,7 @@ def test_regions_and_networks_in_float32(shape):
         assert (int(fast.taken) > 0) == (away == 0.0)
 
 
-@pytest.mark.parametrize("dim", [1, 3, 13])
+@pytest.mark.parametrize("dim", [1, 3, pytest.param(13, marks=SLOW)])
 @pytest.mark.parametrize("share", [0.1, 1.0])
 def test_linear_maps_of_stages(dim, share):
     """A map with few weights is written weight by weight."""
