@@ -6,8 +6,9 @@ its log and its last checkpoint must have the hashes of one that was left in pea
 trained: images with mixup, batch norm and dropout, and a shuffling loader whose data set draws from
 torch's, Python's and NumPy's random numbers.
 
-Fits, fine data, reproductions of an experiment and sweeps of `tune`: 200 times more, at random moments. The states of the solver, the data, and the results without their durations must be those
-of computations that were left in peace, and each solver of a sweep must reach the error.
+Fits, fine data, reproductions of an experiment and sweeps of `tune`: 200 times more, at random moments.
+The states of the solver, the data, and the results without their durations must be those of computations
+that were not interrupted, and each solver of a sweep must reach the error.
 
 Data must have the hash of data made in one go. A solver is fitted and saved by one process, which is
 then killed; another loads it, and its states must have the same hash.

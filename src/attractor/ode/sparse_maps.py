@@ -47,32 +47,31 @@ def sparse_solution(
             return full
         solved = torch.linalg.lstsq(a[:, columns], y[:, output, None], rcond=1e-14, driver="gelsd")
         weights[columns, output] = solved.solution[:, 0]
-    found = (check @ weights - check_y).square().mean().item()
+    check_error = (check @ weights - check_y).square().mean().item()
     worst = WORSE**2 * full[2] + (rounding / size).square().mean().item()
-    return (weights, 0.0, found) if found <= worst else full
+    return (weights, 0.0, check_error) if check_error <= worst else full
 
 
 def matching_pursuit(a: Tensor, y: Tensor, target: float, most: int) -> list[int] | None:
-    """Return columns of a that explain y up to a sum of squares, the last column among them.
+    """Return columns of a that explain y up to a sum of squares; None if that needs more than `most`.
 
-    None is returned if more than `most` would be needed.
-
-    Each time the column is taken that explains most of what is left.
+    The last column is the first of them. Each further column is the one that explains the largest part of
+    the remaining error.
     """
-    a, y, chosen = a.clone(), y.clone(), list[int]()
+    a, y, columns = a.clone(), y.clone(), list[int]()
     size = a.norm(dim=0)
     column = a.shape[-1] - 1
     while True:
-        chosen.append(column)
+        columns.append(column)
         direction = a[:, column] / a[:, column].norm()
         for _ in range(2):  # the second time removes what rounding has left
             a -= direction[:, None] * (direction @ a)
             y -= direction * (direction @ y)
         norm = a.norm(dim=0)
         gain = torch.where(norm > DEPENDENT * size, (y @ a) / norm, 0.0).abs()
-        gain[chosen] = 0.0
+        gain[columns] = 0.0
         column = int(gain.argmax())
         if y.square().sum().item() <= target or not gain[column] > 0:
-            return chosen
-        if len(chosen) > most:
+            return columns
+        if len(columns) > most:
             return None
