@@ -55,8 +55,8 @@ def sparse_solution(
 def matching_pursuit(a: Tensor, y: Tensor, target: float, most: int) -> list[int] | None:
     """Return columns of a that explain y up to a sum of squares; None if that needs more than `most`.
 
-    The last column is the first of them. Each further column is the one that explains the largest part of
-    the remaining error.
+    The last column is the first of them. Each further column is the one that explains the largest part
+    of the remaining error.
     """
     a, y, columns = a.clone(), y.clone(), list[int]()
     size = a.norm(dim=0)
