@@ -200,7 +200,7 @@ def test_an_equation_with_parameters_from_the_fit_to_the_states(tmp_path, monkey
         (["solve", "out/fit/solver", *own], "pass --rate as well"),
         (["solve", *solver, "--parameters", "1;2"], "must be comma-separated numbers"),
         (["solve", *solver, "--parameters", "1"], "fitted to an equation with 2 parameters"),
-        (["fit", "sweep.py:rate", "--parameters", "rates.py"], "give FILE.py:FUNCTION"),
+        (["fit", "sweep.py:rate", "--parameters", "rates.py"], "pass FILE.py:FUNCTION"),
         (["fit", "sweep.py:sample", *own], "sample"),
     ):
         refused = call(*arguments)

@@ -16,6 +16,7 @@ from attractor.ode import HybridSolver, corrections, fit, pretrained, systems
 from attractor.ode.compare import Comparison, compare
 from attractor.report import Page
 from attractor.residual import ResNet, StiffnessProfile, insert_gates, probe, resnet_cifar
+from attractor.storage.objects import ObjectPath
 from attractor.train import History, Recipe, train
 
 
@@ -44,7 +45,7 @@ def solve() -> None:
     assert_type(solver, HybridSolver)
     assert_type(solver.solve(u0, 1.0, guard=True), at.Trajectory)
     assert_type(solver.step(u0), Tensor)
-    assert_type(solver.save("folder"), Path)
+    assert_type(solver.save("folder"), Path | ObjectPath)
     assert_type(HybridSolver.load("folder", rate), HybridSolver)
     assert_type(HybridSolver.from_pretrained("elastic-pendulum"), HybridSolver)
     assert_type(pretrained.names(), list[str])

@@ -29,8 +29,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from attractor.common.lazy import submodule
 from attractor.jobs.job import Artifact, Job, Shard, here, label
 from attractor.jobs.ledger import WorkerDiedError
 from attractor.jobs.naming import named
@@ -186,3 +188,7 @@ def _name(shard: Shard) -> str:
     if type(shard) is int:
         return str(shard)
     return f"{re.sub(r'[^A-Za-z0-9_-]+', '-', label(shard))[:80]}-{fingerprint(shard)[:12]}"
+
+
+def __getattr__(name: str) -> ModuleType:
+    return submodule(__name__, name)
