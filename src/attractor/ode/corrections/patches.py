@@ -12,8 +12,9 @@ from attractor.common.checks import check_whole
 from attractor.core.chunks import Guard
 from attractor.core.step import Step
 from attractor.ode.corrections.correction import Correction, as_step
-from attractor.ode.corrections.patches_kernel import TYPES, Kernel
+from attractor.ode.corrections.patches_kernel import Kernel
 from attractor.ode.corrections.polynomial import Monomials
+from attractor.ode.corrections.polynomial_kernel import TYPES
 from attractor.ode.grids import Grid
 from attractor.ode.patch_region import PatchRegion
 

@@ -16,10 +16,9 @@ from torch import Tensor
 from attractor.core.chunks import LoopResult
 from attractor.core.native.compiler import compiled_library
 from attractor.core.rates import version
+from attractor.ode.corrections.polynomial_kernel import MOST_KEPT, TYPES, phases_of, unchanged
 
 SOURCES = [Path(__file__).with_name(name) for name in ("polynomial.c", "patches_kernel.c")]
-TYPES = {torch.float32: "float", torch.float64: "double"}
-MOST_KEPT = 4096  # monomials of lower degrees, which are held on the stack
 MOST_AXES = 3
 CACHE = 24_000  # bytes of the monomials of a block, to stay in the first cache
 VECTOR_BYTES = 64
@@ -56,10 +55,7 @@ class Kernel:
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether the kernel was made from these tensors, and none has changed since."""
-        if len(tensors) != len(self.tensors):
-            return False
-        rows = zip(tensors, self.tensors, self.versions)
-        return all(x is own and version(x) == number for x, own, number in rows)
+        return unchanged(tensors, self.tensors, self.versions)
 
     def __call__(
         self,
@@ -77,8 +73,7 @@ class Kernel:
             own = parameters.expand(*u.shape[:-1], parameters.shape[-1]).contiguous()
         phases = rows
         if self.period is not None:
-            angle = 2 * math.pi / self.period * t[:most]
-            phases = torch.stack((torch.cos(angle), torch.sin(angle)), -1).to(u.dtype).contiguous()
+            phases = phases_of(t[:most], self.period).to(u.dtype).contiguous()
         out, anywhere = torch.empty_like(rows), anywhere.contiguous()
         inside, stayed = torch.empty_like(anywhere), torch.empty_like(anywhere)
         arrays = (rows, own, phases, out, *self.own, anywhere, inside, stayed)

@@ -96,10 +96,7 @@ class Kernel:
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether the kernel was made from these tensors, and none has changed since."""
-        if len(tensors) != len(self.tensors):
-            return False
-        rows = zip(tensors, self.tensors, self.versions)
-        return all(x is own and version(x) == number for x, own, number in rows)
+        return unchanged(tensors, self.tensors, self.versions)
 
     def __call__(
         self,
@@ -115,8 +112,7 @@ class Kernel:
         own = rows if parameters is None else parameters.movedim(-1, 0).contiguous()
         phases = rows
         if self.period is not None:
-            angle = 2 * math.pi / self.period * t[:most]
-            phases = torch.stack((torch.cos(angle), torch.sin(angle)), -1).to(u.dtype).contiguous()
+            phases = phases_of(t[:most], self.period).to(u.dtype).contiguous()
         out, anywhere = torch.empty_like(rows), anywhere.contiguous()
         inside, stayed = torch.empty_like(anywhere), torch.empty_like(anywhere)
         states = (x.data_ptr() for x in (rows, own, phases, out))
@@ -126,6 +122,20 @@ class Kernel:
             *states, *self.pointers, self.limit, *flags, anywhere.numel(), most, torch.get_num_threads()
         )
         return LoopResult(taken, out.movedim(0, -1), inside, stayed)
+
+
+def unchanged(tensors: Sequence[Tensor], originals: Sequence[Tensor], versions: Sequence[int]) -> bool:
+    """Return whether tensors are the originals, and none of them has changed since these versions."""
+    if len(tensors) != len(originals):
+        return False
+    rows = zip(tensors, originals, versions)
+    return all(x is original and version(x) == number for x, original, number in rows)
+
+
+def phases_of(t: Tensor, period: float) -> Tensor:
+    """Return the cosine and sine ``[n, 2]`` of the phase at times t ``[n]``."""
+    angle = 2 * math.pi / period * t
+    return torch.stack((torch.cos(angle), torch.sin(angle)), -1)
 
 
 @cache
